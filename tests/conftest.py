@@ -113,12 +113,10 @@ def write_array(path: Path, voxels: np.ndarray[Any, Any], chunk: int = 32, **opt
     }
     if options.get("zarr_format") == 3:
         defaults = {"fill_value": 0}
-    # Not by zarrs, which the process may have turned to by now: it stores no empty chunk even where `config` says so.
-    with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}):
-        array = zarr.create_array(
-            str(path), shape=voxels.shape, dtype=voxels.dtype, chunks=(chunk,) * voxels.ndim, **(defaults | options)
-        )
-        array[...] = voxels
+    array = zarr.create_array(
+        str(path), shape=voxels.shape, dtype=voxels.dtype, chunks=(chunk,) * voxels.ndim, **(defaults | options)
+    )
+    array[...] = voxels
     return path
 
 

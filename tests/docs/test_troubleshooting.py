@@ -35,7 +35,8 @@ def test_there_are_messages_to_check() -> None:
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_every_quoted_message_is_one_that_the_program_says(message: str) -> None:
-    assert message in strings_of_the_sources()
+    pattern = ".*".join(map(re.escape, message.split("...")))  # `...` stands for a value
+    assert re.search(pattern, strings_of_the_sources())
 
 
 @pytest.mark.parametrize("verdict", [text for text in QUOTED if text.startswith("data-bound")])

@@ -38,7 +38,6 @@ _PRELOADED = (
     "torch._dynamo",  # which the first optimizer imports
     "vesuvius.stream.ray",  # sets the environment that Ray reads when it is imported
     "ray.data",
-    "zarrs",
     "matplotlib.pyplot",
     "PIL.Image",
     "yaml",
@@ -50,7 +49,7 @@ _PRELOADED = (
     "vesuvius.commands.memcheck",
     "vesuvius.commands.volume",
 )
-_READS = ("zarrs", "yaml", "vesuvius.stream.start.start_reads")  # a tenth of the memory: a fork takes as much less
+_READS = ("yaml", "vesuvius.stream.start.start_reads")  # a tenth of the memory: a fork takes as much less
 _PYTHON = sys.executable
 _INHERIT = -1
 _PR_SET_CHILD_SUBREAPER = 36

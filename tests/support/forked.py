@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 _FORK_SERVER = multiprocessing.get_context("forkserver")
-_FORK_SERVER.set_forkserver_preload(["vesuvius.volume_tools.child_reads", "zarrs", "tests.volumes.store.test_cache"])
+_FORK_SERVER.set_forkserver_preload(["vesuvius.volume_tools.child_reads", "tests.volumes.store.test_cache"])
 
 
 def process(target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> BaseProcess:

@@ -28,7 +28,7 @@ from vesuvius.runlog.units import GIB, format_percent, size_text
 
 DISTRIBUTION = "vesuvius-diffusion"
 
-_SHOWN = ("torch", "ray", "zarr", "zarrs", "numpy")
+_SHOWN = ("torch", "ray", "zarr", "numpy")
 _FEW_BYTES = 4 * GIB
 _RAM_LEFT_SHARE = 0.2
 LEAST_SHM_BYTES = 2**28

@@ -35,10 +35,10 @@ def split_volume(
     box = within or whole
     sizes = shape_of(box)
     if any(p > s for p, s in zip(patch_zyx, sizes, strict=True)):
+        room = triple(max(size, 0) for size in sizes)
         where = "" if box == whole else f", where its condition and mask exist ({format_box(box)})"
         raise DataError(
-            f"data.patch_size {patch_zyx} does not fit into {triple(max(s, 0) for s in sizes)} of {name}{where}; "
-            "reduce it, or choose a finer level"
+            f"data.patch_size {patch_zyx} does not fit into {room} of {name}{where}; reduce it, or choose a finer level"
         )
     if config.fraction == 0:
         return Split(train=box, validation=None)

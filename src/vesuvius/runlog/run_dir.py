@@ -46,7 +46,6 @@ _PACKAGES = (
     "torch",
     "ray",
     "zarr",
-    "zarrs",
     "numcodecs",
     "numpy",
     "pydantic",

@@ -36,13 +36,23 @@ def test_a_range_far_from_0_is_found_and_air_left_out(tmp_path: Path, dtype: str
     assert grey.high - far == pytest.approx(198.5, abs=0.6)
 
 
+def test_a_small_patch_finds_the_range_that_a_large_one_finds(tmp_path: Path) -> None:
+    """Greys differ from place to place, and 16 patches of 8x16x16 see a few of 512 places; their chunks hold all."""
+    voxels = np.kron(np.random.default_rng(0).normal(100, 25, (8, 8, 8)), np.ones((16, 16, 16))).clip(1, 254)
+    path = write_array(tmp_path / "v.zarr", voxels.astype("uint8"), chunk=64)
+    config = DataConfig(volumes=(VolumeConfig(path=str(path)),), patch_size=(8, 16, 16), validation={"fraction": 0})
+    (grey,) = prepare_data(0, config).grey_ranges(config).volumes
+    truth = np.percentile(voxels.astype("uint8"), (0.5, 99.5))
+    assert [grey.low, grey.high] == pytest.approx(truth.tolist(), abs=3), "patches alone are off by more than 10"
+
+
 def test_the_range_of_bool_is_all_of_it(tmp_path: Path) -> None:
     assert estimated(tmp_path / "v.zarr", textured((96, 96, 96)) > 100, fill=False) == GreyRange(0.0, 1.0)
 
 
 def test_a_volume_of_air_alone_is_refused_as_such(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"must hold more than its fill value; got nothing else in \d+ patches of .*v.zarr"
+        DataError, match=r"must hold more than its fill value; got nothing else in \d+ boxes of .*v.zarr"
     ):
         estimated(tmp_path / "v.zarr", np.zeros((96, 96, 96), "uint8"))
     with pytest.raises(DataError, match=r"grey values must differ .* got 7 to 7"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,10 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
+from vesuvius.training.forecast.start_log import noise_text
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.validation.reference import Reference
-from vesuvius.training.validation.validation import Losses, Validation, ValidationResult
+from vesuvius.training.validation.validation import HEADLINE, RAW, Losses, Validation, ValidationResult
 
 CPU = torch.device("cpu")
 PATCHES, BINS = 3, 8
@@ -307,3 +309,22 @@ def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str,
     np.testing.assert_allclose(result.weights["ema"].relative, 1, rtol=0.02)
     assert result.relative_error == pytest.approx(1, rel=0.01)
     assert min(result.weights["raw"].relative) < 1e-3
+
+
+def test_what_has_no_linear_error_to_compare_with_is_unknown() -> None:
+    """As of patches that are constant, where the best linear denoiser makes no error."""
+    some = Losses(0.5, (0.5, 0.5), (0.25, 4.0))
+    none = Losses(0.5, (0.5, 0.5), (math.inf, math.inf))
+    assert some.relative_error == pytest.approx(1.0)
+    assert math.isnan(none.relative_error)
+    line = ValidationResult(2, (0, 500, 1000), {RAW: some, HEADLINE: none}).line(1, 2)
+    assert line.endswith("relative_error unknown relative_bins unknown unknown")
+
+
+def test_constant_data_are_not_said_to_have_a_standard_deviation_of_1() -> None:
+    generator = torch.Generator().manual_seed(0)
+    varied = torch.randn(4, 8, 16, 16, generator=generator)
+    assert "standard deviation 1" in noise_text(DiffusionConfig(), Spectrum.of(varied))
+    said = noise_text(DiffusionConfig(), Spectrum.of(torch.full((4, 8, 16, 16), 0.3)))
+    assert "mean 0.3, constant in all patches measured" in said
+    assert "deviation" not in said

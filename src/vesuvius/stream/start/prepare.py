@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import DataConfig, NormalizeConfig, VolumeConfig
+from vesuvius.config import DataConfig, NormalizeConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.plan.make_plan import make_plan, plan_volume
@@ -22,13 +23,14 @@ from vesuvius.runlog.progress import with_progress
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.start_reads import Kind, Wanted
 from vesuvius.volumes.alignment import Alignment, align, log_alignment
-from vesuvius.volumes.box import Box, intersection
+from vesuvius.volumes.box import Box, box_along, intersection
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import percentiles
 
-_PATCHES_PER_ESTIMATE = 16
+_BOXES_PER_ESTIMATE = 16
+_GREY_BOX: Triple = (72, 136, 136)  # at most, unless patches are larger
 _PATCHES_OF_LABELS = 4
 _PERCENTILES = (0.5, 99.5)
 _SEED = 0  # not the run's, so that runs with other seeds on the same data see the same model values
@@ -115,12 +117,11 @@ class PreparedData:
         ) -> tuple[GreyRange, ...]:
             if normalize.low is not None and normalize.high is not None:
                 return (GreyRange(normalize.low, normalize.high),) * len(volumes)
-            plan, read_patch = replace(self.plan, seed=_SEED), partial(self.read_patch, read or self.read, kind)
-            found = []
+            read_patch, found = partial(self.read_patch, read or self.read, kind), []
             for n, v in enumerate(volumes):
-                boxes = [plan.uniform_patch(n, draw) for draw in range(_PATCHES_PER_ESTIMATE)]
+                boxes = list(islice(self._grey_boxes(n), _BOXES_PER_ESTIMATE))
                 expect(f"reading patches of {v.name} for its grey range", [self.wanted(kind, n, box) for box in boxes])
-                found.append(estimate_grey_range(v, plan, n, key, partial(read_patch, n)))
+                found.append(estimate_grey_range(v, self._grey_boxes(n), key, partial(read_patch, n)))
             return tuple(found)
 
         conditions = () if config.condition_classes else self.conditions
@@ -130,6 +131,23 @@ class PreparedData:
             ranges("volume", "data.normalize", config.normalize, self.volumes),
             ranges("condition", "data.condition_normalize", config.condition_normalize, conditions),
         )
+
+    def _grey_boxes(self, number: int) -> Iterator[Box]:
+        """Boxes of training voxels to estimate a grey range from, around patches: the same for the same plan.
+
+        Where patches are small, as much as their chunks hold, up to the size of a large patch: that costs nothing
+        more to decode, and a few small patches would miss much of a volume.
+        """
+        plan, volume, train = replace(self.plan, seed=_SEED), self.volumes[number], self.splits[number].train
+        for draw in range(4 * _BOXES_PER_ESTIMATE):
+            ends = []
+            patch = plan.uniform_patch(number, draw)
+            for lo, hi, chunk, first, last, large in zip(*patch, volume.chunk_zyx, *train, _GREY_BOX, strict=True):
+                least, most = max(lo // chunk * chunk, first), min(-(-hi // chunk) * chunk, last)
+                size = min(max(large, hi - lo), most - least)
+                start = min(max((lo + hi - size) // 2, least), most - size)
+                ends.append((start, start + size))
+            yield box_along(ends)
 
     def _look_at_labels(self, read: ReadBox, expect: Expect) -> None:
         """Read a few patches of labels.  Raises DataError for labels of no class."""
@@ -241,9 +259,9 @@ def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:
 
 
 def estimate_grey_range(
-    volume: Volume, plan: Plan, number: int, key: str, read: Callable[[Box], NDArray[Any]]
+    volume: Volume, boxes: Iterable[Box], key: str, read: Callable[[Box], NDArray[Any]]
 ) -> GreyRange:
-    """0.5th and 99.5th percentile of the material in some patches of the plan: the same for the same plan.
+    """0.5th and 99.5th percentile of the material in the first boxes that can be read.
 
     Voxels equal to the fill value are masked air and left out, as their share differs between volumes; so is NaN.
     The range of bool is always 0 to 1.
@@ -254,17 +272,17 @@ def estimate_grey_range(
     if volume.dtype == np.bool_:
         return GreyRange(0.0, 1.0)
     material: list[NDArray[Any]] = []
-    for draw in range(4 * _PATCHES_PER_ESTIMATE):
+    for box in boxes:
         try:
-            voxels = read(plan.uniform_patch(number, draw))
+            voxels = read(box)
         except UnreadableChunkError:
             continue  # the readers will find, report and quarantine it
         material.append(volume.material(voxels))
-        if len(material) == _PATCHES_PER_ESTIMATE:
+        if len(material) == _BOXES_PER_ESTIMATE:
             break
     if material and not any(map(len, material)):
         raise DataError(
-            f"a volume must hold more than its fill value; got nothing else in {len(material)} patches of "
+            f"a volume must hold more than its fill value; got nothing else in {len(material)} boxes of "
             f"{volume.name}; look at it with `vesuvius volume info`, and correct its path, level or select in "
             "data.volumes, or draw patches where something is with data.min_foreground"
         )
@@ -272,6 +290,6 @@ def estimate_grey_range(
     if not low < high:
         raise DataError(
             f"grey values must differ for their range to be estimated; got {low:g} to {high:g} in {len(material)} "
-            f"patches of {volume.name}; set {key}.low and {key}.high"
+            f"boxes of {volume.name}; set {key}.low and {key}.high"
         )
     return GreyRange(low, high)

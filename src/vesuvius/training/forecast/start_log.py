@@ -96,9 +96,12 @@ def noise_text(config: DiffusionConfig, spectrum: Spectrum) -> str:
     """Which noise levels are trained, and what of the data they follow from.  Pure."""
     schedule = Schedule.from_config(config, spectrum)
     least, most = (math.sqrt(1 / ab - 1) if ab else math.inf for ab in schedule.alpha_bar_64[[0, -1]])
+    spread = f"standard deviation {spectrum.std:.3g}, largest amplitude of a frequency {math.sqrt(spectrum.peak):.3g}"
+    if not spectrum.peak:
+        spread = "constant in all patches measured, which leaves nothing to learn"
     return (
         f"noise {config.noise}: sigma {least:.3g} to {most:.3g} times the signal; the data: mean {spectrum.mean:.3g}, "
-        f"standard deviation {spectrum.std:.3g}, largest amplitude of a frequency {math.sqrt(spectrum.peak):.3g}"
+        f"{spread}"
     )
 
 

@@ -9,6 +9,7 @@ Patches, timesteps and noise are the same at every step of every run on the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,9 @@ class Losses:
 
     @property
     def relative_error(self) -> float:
-        """The geometric mean of `relative`."""
+        """The geometric mean of `relative`; NaN if the linear denoiser makes no error, as of constant patches."""
         with np.errstate(divide="ignore"):
-            return float(np.exp(np.mean(np.log(self.relative))))
+            return float(np.exp(np.mean(np.log(self.relative)))) if np.isfinite(self.relative).all() else math.nan
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,11 @@ class ValidationResult:
         figures = [f"loss_{name} {found.loss:.5f}" for name, found in self.weights.items()]
         for name in (RAW, HEADLINE):
             figures += [f"bins_{name}", *(f"{loss:.5f}" for loss in self.weights[name].bins)]
-        of_linear = " ".join(f"{ratio:.3f}" for ratio in self.weights[HEADLINE].relative)
-        figures.append(f"relative_error {self.relative_error:.4f} relative_bins {of_linear}")
+        of_linear = " ".join(
+            f"{ratio:.3f}" if math.isfinite(ratio) else "unknown" for ratio in self.weights[HEADLINE].relative
+        )
+        error = f"{self.relative_error:.4f}" if math.isfinite(self.relative_error) else "unknown"
+        figures.append(f"relative_error {error} relative_bins {of_linear}")
         return f"Validation step {step}/{steps} {' '.join(figures)}"
 
 
