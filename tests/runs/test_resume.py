@@ -104,7 +104,8 @@ def test_a_finished_run_resumes_to_exit_0_without_its_volumes_and_an_existing_on
 def test_resume_without_a_checkpoint_starts_at_0_and_says_so(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("runs/tiny/logs").mkdir(parents=True)  # as a run that was killed before its first save leaves it
+    Path("runs/tiny").mkdir(parents=True)  # as a run that was killed before its first save leaves it
+    Path("runs/tiny/note.txt").write_text("whoever wrote this wants the folder")
     assert vesuvius_train(tiny_config(), "training.max_steps=1", "--resume") == 0
     assert "WARNING no complete checkpoint" in capsys.readouterr().err
     assert [s["step"] for s in steps_of()] == [1]

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests use th
 from tests.support.real_cgroup import MemoryCgroup, memory_cgroup
 from vesuvius.errors import EXIT_GUARD
 from vesuvius.runlog.records import read_records
-from vesuvius.runlog.rotated import read_rotated
+from vesuvius.runlog.rotated import iter_rotated
 from vesuvius.runlog.units import GIB
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints
 
@@ -178,7 +178,7 @@ def _gather(
     whole: str | None,
 ) -> Drill:
     log = (run / "logs" / "train_full.log").read_text().splitlines()
-    metrics, system = read_records(run / "metrics.jsonl"), read_rotated(run / "system.jsonl")
+    metrics, system = read_records(run / "metrics.jsonl"), list(iter_rotated(run / "system.jsonl"))
     acts = [record for record in metrics if record["kind"] == "event" and record["event"] == "guard"]
     ends = [record["time"] for record in metrics if record["kind"] == "run_end"]
     warnings = [line for line in log if _WARNING in line]

@@ -212,11 +212,19 @@ def test_stats_count_file_requests_only_and_reset_clears_them(server: ChunkServe
         "bytes_sent": len(CHUNK) + 10,
         "max_in_flight": 1,
         "paths": {"/volume/0.0": 2, "/volume/0.1": 1, "/absent ": 1},
+        "looks": {"/volume/0.0": 0, "/volume/0.1": 0, "/absent ": 0},
         "faults": {},
     }
     assert server.stats() == expected
     server.reset()
-    assert server.stats() == {"requests": 0, "bytes_sent": 0, "max_in_flight": 0, "paths": {}, "faults": {}}
+    assert server.stats() == {
+        "requests": 0,
+        "bytes_sent": 0,
+        "max_in_flight": 0,
+        "paths": {},
+        "looks": {},
+        "faults": {},
+    }
 
 
 # Faults

@@ -306,7 +306,7 @@ def test_a_level_that_is_rotated_or_holds_no_numbers_does_not_hide_the_others(tm
     assert list(broken) == ["2", "3", "4"]
     assert "got rotation with the row" in broken["2"]
     assert "got affine with the row" in broken["3"]
-    assert "got complex64" in broken["4"]
+    assert "its dtype complex64" in broken["4"]
     assert "4x2x2 nanometer" in info_text(facts)
 
 

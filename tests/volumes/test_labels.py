@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import open_stream
-from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
@@ -62,7 +62,7 @@ def test_instance_labels_are_found_before_a_run_and_by_everything_that_shows_lab
     config = config_of(tmp_path, labels)
     data = prepare_data(0, config)
     inputs = GivenVolumes(condition=ArrayConfig(path=str(tmp_path / "labels.zarr")))
-    with Inputs(inputs, StoreConfig(), labels=config.labels) as given, open_stream(data.job) as stream:
+    with Inputs(inputs, config) as given, open_stream(data.job) as stream:
         assert given.condition is not None
         shown = [
             lambda: data.grey_ranges(config),

@@ -150,7 +150,9 @@ def test_voxels_that_are_no_real_numbers_are_refused_in_one_line(tmp_path: Path,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of zarr: v3 does not specify some of them
         zarr.create_array(str(tmp_path / "v.zarr"), shape=(8, 8, 8), dtype=dtype, zarr_format=zarr_format)
-        with pytest.raises(DataError, match=r"voxels must be bool, or integers or floats .*; convert") as refusal:
+        with pytest.raises(
+            DataError, match=r"its dtype .* is not bool, nor an integer or float .*; convert"
+        ) as refusal:
             open_at(tmp_path / "v.zarr")
     assert "\n" not in str(refusal.value)
 

@@ -14,12 +14,14 @@ from typing import Any
 HIDDEN = "***"
 
 _USER = re.compile(r"(?<=://)(?:[^/\s]*|[^/\s:@]+:[^/\n]{0,200})@")  # a password may hold "@", or a blank by mistake
-_QUERY = re.compile(r"(\bhttps?://[^\s?]*)\?[^\s\"']*", re.IGNORECASE)  # signatures and tokens have many names
+# Signatures and tokens have many names.  What ends a sentence stays.
+_QUERY = re.compile(r"(\bhttps?://[^\s?\"']*)\?[^\s\"']*?(?=[:;,.)]*(?:[\s\"']|$))", re.IGNORECASE)
 _SECRET = (
     r"(?:SECRET|PASSW(?:OR)?D|TOKEN|API[_-]?KEY|ACCESS[_-]?KEY(?:[_-]ID)?|PRIVATE[_-]?KEY|CREDENTIALS?|SIGNATURE|AUTH)"
 )
-_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+_SECRET_NAME = re.compile(rf"(?:^|[_.-]){_SECRET}$|^{_SECRET}$", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(\b[\w.-]*{_SECRET}=)(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)", re.IGNORECASE)
+_QUOTED = re.compile(rf"([\"'][\w.-]*(?:{_SECRET}|AUTHORIZATION)[\"']: *)(?:\"[^\"]*\"|'[^']*')", re.IGNORECASE)
 _REFUSED = re.compile(rf"(\b[\w.-]*{_SECRET}: [^;\n]*; got )[^;\n]+", re.IGNORECASE)  # an unknown key of a config
 _LEAST_LENGTH = 8  # characters of a variable's value that is looked for: shorter ones are parts of words
 
@@ -31,12 +33,15 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
         text = _QUERY.sub(rf"\1?{HIDDEN}", _USER.sub(f"{HIDDEN}@", text))
     if "=" in text:
         text = _ASSIGNED.sub(rf"\1{HIDDEN}", text)
+    if "'" in text or '"' in text:
+        text = _QUOTED.sub(rf"\1'{HIDDEN}'", text)
     if "; got " in text:
         text = _REFUSED.sub(rf"\1{HIDDEN}", text)
     for name in environment:
         value = environment.get(name, "")
         if len(value) >= _LEAST_LENGTH and value in text and _SECRET_NAME.search(name) and value[0] not in "/~":
-            text = text.replace(value, HIDDEN)  # a path, as of GOOGLE_APPLICATION_CREDENTIALS, is none and may stay
+            # A path, as of GOOGLE_APPLICATION_CREDENTIALS, is none and may stay; so may a word that holds the value.
+            text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", HIDDEN, text)
     return text
 
 
@@ -46,7 +51,10 @@ def redacted(value: Any) -> Any:
         case str():
             return redact(value)
         case Mapping():
-            return {key: redacted(item) for key, item in value.items()}
+            return {
+                key: HIDDEN if isinstance(item, str) and _SECRET_NAME.search(str(key)) else redacted(item)
+                for key, item in value.items()
+            }
         case list() | tuple() if not hasattr(value, "_fields"):
             return type(value)(map(redacted, value))
         case _ if is_dataclass(value) and not isinstance(value, type):

@@ -35,6 +35,9 @@ _FIRST_PROBES, _PROBES = 8, 64
 # Names in the folder of an array that are looked at on a disk, and keys of a remote listing: one page.
 _NAMES, _PAGE = 2000, 1000
 
+KeyForm = tuple[str, str]
+"""Name of a key encoding and its separator, as in `_FORMS`."""
+
 _warned: set[str] = set()
 
 
@@ -99,7 +102,7 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source, qui
                 "%s: its metadata name chunks like %s, but they are stored like %s and are read so; correct %s",
                 *(name, declared.example, form.example, correct),
             )
-        return _renamed(array, form)
+        return with_key_form(array, (form.encoding, form.separator))
     total = math.prod(declared.object_counts_zyx)
     if stored or quiet or source.forbidden is not None:
         return array
@@ -186,21 +189,28 @@ def _some_places(counts_zyx: Triple, most: int) -> list[Triple]:
 
 def _forms(array: zarr.Array[Any], axes: Axes, source: Source) -> list[_Form]:
     """The form that the metadata name, and then the others."""
-    if array.metadata.zarr_format == 2:
-        declared = ("v2", str(array.metadata.dimension_separator))
-    else:
-        encoding = array.metadata.chunk_key_encoding
-        declared = (str(encoding.name), str(getattr(encoding, "separator", None)))
+    declared = key_form(array)
     return [_Form(array, axes, source, *form) for form in (declared, *(form for form in _FORMS if form != declared))]
 
 
-def _renamed(array: zarr.Array[Any], form: _Form) -> zarr.Array[Any]:
-    """The array with another form of key."""
-    document: dict[str, Any] = dict(array.metadata.to_dict())
+def key_form(array: zarr.Array[Any]) -> KeyForm:
+    """The form of key that an array's metadata name."""
     if array.metadata.zarr_format == 2:
-        document["dimension_separator"] = form.separator
+        return "v2", str(array.metadata.dimension_separator)
+    encoding = array.metadata.chunk_key_encoding
+    return str(encoding.name), str(getattr(encoding, "separator", None))
+
+
+def with_key_form(array: zarr.Array[Any], form: KeyForm) -> zarr.Array[Any]:
+    """The array with this form of key.  Asks no store."""
+    if form == key_form(array):
+        return array
+    document: dict[str, Any] = dict(array.metadata.to_dict())
+    encoding, separator = form
+    if array.metadata.zarr_format == 2:
+        document["dimension_separator"] = separator
     else:
-        document["chunk_key_encoding"] = {"name": form.encoding, "configuration": {"separator": form.separator}}
+        document["chunk_key_encoding"] = {"name": encoding, "configuration": {"separator": separator}}
     return zarr.Array(AsyncArray(document, array.store_path))  # type: ignore[call-overload]
 
 

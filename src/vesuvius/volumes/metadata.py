@@ -287,7 +287,7 @@ def _no_number(dtype: Any, zarr_format: int) -> tuple[str, str] | None:
         supported, what = False, f"a structure of several values, {one_line(what, 80)}"
     if supported:
         return None
-    return f"voxels must be bool, or integers or floats of up to 8 bytes; got {what}", "convert the volume"
+    return f"its dtype {what} is not bool, nor an integer or float of up to 8 bytes", "convert the volume"
 
 
 def _may_be_ignored(extension: Any) -> bool:

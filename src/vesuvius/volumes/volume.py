@@ -37,7 +37,7 @@ from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
 from vesuvius.volumes.decode import ChunkDecoder
 from vesuvius.volumes.errors import ClosedError, FetchError, UnreadableChunkError
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
-from vesuvius.volumes.key_form import as_stored
+from vesuvius.volumes.key_form import KeyForm, as_stored, key_form, with_key_form
 from vesuvius.volumes.levels import Level, pick_level
 from vesuvius.volumes.metadata import open_array, open_group, read_node
 from vesuvius.volumes.missing import MetadataCheck, MissingChunks
@@ -157,6 +157,11 @@ class Volume:
             return float(self._nan)
         value = float(self.array.fill_value or 0)
         return value if math.isfinite(value) else 0.0
+
+    @property
+    def key_form(self) -> KeyForm:
+        """The form of key by which its chunks are stored, whatever the metadata say."""
+        return key_form(self.array)
 
     @property
     def nonfinite(self) -> Nonfinite | None:
@@ -326,10 +331,12 @@ def open_volume(
     missing_chunk: Literal["air", "error"] = "air",
     nan: Nan = "air",
     known: bool = False,
+    form: KeyForm | None = None,
 ) -> Volume:
-    """Open what `data.volumes[]` names.  Reads metadata only.
+    """Open what `data.volumes[]` names.  Reads metadata, and looks for a few chunks.
 
     Args:
+        form: `Volume.key_form` of an earlier opening; then no chunks are looked for.
         known: it has been opened before, by another process: where its store does not answer that is an outage.  A
             store that never has is given up after a minute.
 
@@ -343,14 +350,19 @@ def open_volume(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ZarrUserWarning)  # on codecs that zarr v3 does not specify, and the like
             warnings.simplefilter("ignore", UnstableSpecificationWarning)
-            return _open_volume(source, spec, missing_chunk, nan, known)
+            return _open_volume(source, spec, missing_chunk, nan, known, form)
     except BaseException:
         source.close()
         raise
 
 
 def _open_volume(
-    source: Source, spec: ArrayConfig, missing_chunk: Literal["air", "error"], nan: Nan, known: bool
+    source: Source,
+    spec: ArrayConfig,
+    missing_chunk: Literal["air", "error"],
+    nan: Nan,
+    known: bool,
+    form: KeyForm | None,
 ) -> Volume:
     store = MetadataStore(source) if source.remote else LocalStore(source.address, read_only=True)
     node, path = read_node(source, ""), ""
@@ -377,7 +389,7 @@ def _open_volume(
         raise DataError(f"data.nan={nan:g} does not fit into the {array.dtype} voxels of {name}; take a smaller number")
     space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
     axes, axis_names = find_axes(name, array, space.array_names(array.ndim) if space else None, spec.select)
-    array = as_stored(name, array, axes, source, quiet=known)
+    array = with_key_form(array, form) if form else as_stored(name, array, axes, source, quiet=known)
     source.cache_scope = f"{spec.path.rstrip('/')}#{metadata_hash(array)}"
     geometry, paths = (space.geometry(axes.zyx), level.paths) if space and level else (None, ())
     volume = Volume(name, array, axes, axis_names, geometry, paths, source, missing_chunk, nan)

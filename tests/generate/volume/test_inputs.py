@@ -11,13 +11,15 @@ import zarr
 
 from tests.conftest import textured
 from tests.volumes.test_alignment import RAW, volume_of
-from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, ValidationConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.generate.sample_conditions import ConditionPatches
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.volumes.box import box_at, slices
+
+CONFIG = DataConfig(volumes=(VolumeConfig(path="scan"),))
 
 
 def spec(path: Path) -> ArrayConfig:
@@ -30,11 +32,11 @@ def test_a_mask_of_another_place_is_refused(tmp_path: Path, corner: int, raises:
     volume_of(tmp_path / "mask", RAW, 4, (corner, 0, 0))
     given = GivenVolumes(inpaint=spec(tmp_path / "scan"), mask=spec(tmp_path / "mask"))
     if raises is None:
-        with Inputs(given, StoreConfig()) as inputs:
+        with Inputs(given, CONFIG) as inputs:
             assert inputs.shape_zyx == RAW
     else:
         with pytest.raises(raises, match=r"mask .*(do not lie at the same place|does not lie in the volume)"):
-            Inputs(given, StoreConfig())
+            Inputs(given, CONFIG)
 
 
 def test_samples_are_shown_held_out_labels_of_a_part_where_they_lie(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
     lay_out_network(config).check_size(request.batch_size, config.data.patch_size)
     with ExitStack() as held:
         factors = info.data.volumes[request.volume].condition_factors
-        inputs = held.enter_context(Inputs(given, config.data.store, request.shape_zyx, factors, config.data.labels))
+        inputs = held.enter_context(Inputs(given, config.data, request.shape_zyx, factors))
         if request.shape_zyx is not None and inputs.shape_zyx not in (None, request.shape_zyx):
             assert inputs.shape_zyx is not None
             raise ConfigError(

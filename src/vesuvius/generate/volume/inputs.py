@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vesuvius.config import ArrayConfig, StoreConfig, Triple
+from vesuvius.config import ArrayConfig, DataConfig, Triple
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
@@ -65,25 +65,26 @@ class Inputs(AbstractContextManager["Inputs"]):
     def __init__(
         self,
         given: GivenVolumes,
-        store: StoreConfig,
+        config: DataConfig,
         shape_zyx: Triple | None = None,
         condition_factors: Fractions = ONES,
-        labels: tuple[int, ...] | None = None,
     ) -> None:
         """Reads metadata.  Raises DataError, and ConfigError where shapes differ or the box is outside.
 
         Args:
+            config: of the training: how volumes are read, what NaN means, the labels of classes.
             shape_zyx: of the drawing, where it is asked for.
             condition_factors: voxels of the drawing per voxel of the condition, along each axis.
-            labels: of the classes of the condition; None where it holds grey values.
         """
-        self._labels = labels
+        self._labels = config.labels
         named = {"--inpaint": given.inpaint, "--mask": given.mask, "--condition": given.condition}
         with ExitStack() as opened:
             volumes = {}
             for option, spec in named.items():
                 if spec is not None:
-                    volumes[option] = opened.enter_context(closing(open_volume(spec, store)))
+                    nan = config.condition_nan if option == "--condition" else config.nan
+                    volume = open_volume(spec, config.store, nan="air" if option == "--mask" else nan)
+                    volumes[option] = opened.enter_context(closing(volume))
             whole = _common_shape(volumes, given.box, shape_zyx, condition_factors)
             self._open = opened.pop_all()
         self.volumes: dict[str, Volume] = volumes
@@ -94,6 +95,9 @@ class Inputs(AbstractContextManager["Inputs"]):
             self._alignment = Alignment(whole, self.condition.shape_zyx, condition_factors)
 
     def __exit__(self, *_: object) -> None:
+        for volume in self.volumes.values():
+            if volume.nonfinite:
+                volume.nonfinite.say()
         self._open.close()
 
     @property

@@ -28,6 +28,7 @@ from vesuvius.stream.reading.quarantine import DamagedBox, record_of
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.key_form import KeyForm
 from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.retry import Outage
@@ -59,6 +60,8 @@ class ReaderJob:
     # what NaN and infinity are read as, of volumes and of conditions
     nan: Nan = "air"
     condition_nan: Nan = "air"
+    # the form of key of each volume and its condition; empty = to be found by each reader
+    key_forms: tuple[tuple[KeyForm, ...], ...] = ()
     # the chunks listed for each volume, where they were listed: a missing one is damage, not air
     stored: tuple[StoredChunks | None, ...] = ()
     max_quarantined: int = 0
@@ -159,7 +162,7 @@ class Reader:
         self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
         self._turn = 0
         self._node, self._actor = node, actor
-        self._arrays = [_open_arrays(spec, job) for spec in job.volumes]
+        self._arrays = [_open_arrays(number, job) for number in range(len(job.volumes))]
         for ((volume, _), *_), stored in zip(self._arrays, job.stored, strict=False):
             volume.missing.stored = stored
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
@@ -311,10 +314,15 @@ class Reader:
 _RegionKey = tuple[int, Box]  # volume number and region
 
 
-def _open_arrays(spec: VolumeConfig, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
-    """The volume, and its condition if it has one, with how they lie in the volume."""
+def _open_arrays(number: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
+    """A volume, and its condition if it has one, with how they lie in the volume."""
+    spec = job.volumes[number]
     specs = [(spec, job.nan), *([(spec.condition, job.condition_nan)] if spec.condition else [])]
-    arrays = [open_volume(array, job.store, job.missing_chunk, nan, known=True) for array, nan in specs]
+    forms = job.key_forms[number] if job.key_forms else (None, None)
+    arrays = [
+        open_volume(array, job.store, job.missing_chunk, nan, known=True, form=form)
+        for (array, nan), form in zip(specs, forms, strict=False)
+    ]
     return [(array, align(arrays[0], array, "the condition")) for array in arrays]
 
 

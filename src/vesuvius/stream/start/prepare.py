@@ -241,6 +241,10 @@ def prepare_data(
         nan=config.nan,
         condition_nan=config.condition_nan,
         max_quarantined=config.max_quarantined,
+        key_forms=tuple(
+            tuple(array.key_form for array in arrays)
+            for arrays in zip(volumes, *([conditions] if conditions else []), strict=True)
+        ),
         stored=tuple(volume.missing.stored for volume in volumes),
         max_reader_deaths=config.max_reader_deaths,
         rank=rank,
