@@ -51,6 +51,10 @@ class FetchError(Exception):
     """An object is damaged: it is too short for what is asked of it, or no file lies in its place."""
 
 
+class ReplacedError(FetchError):
+    """A part of an object is of another version than those that were read before."""
+
+
 class OutageError(DataError):
     """A store has not answered for `data.store.outage_minutes`."""
 

@@ -35,7 +35,7 @@ from vesuvius.volumes.axes import Axes, Names, find_axes
 from vesuvius.volumes.box import Box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
 from vesuvius.volumes.decode import ChunkDecoder
-from vesuvius.volumes.errors import ClosedError, FetchError, UnreadableChunkError
+from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
 from vesuvius.volumes.key_form import KeyForm, as_stored, key_form, with_key_form
 from vesuvius.volumes.levels import Level, pick_level
@@ -293,6 +293,11 @@ class Volume:
                 raise ClosedError(self.source.shown) from None
             except Exception as error:  # codecs and stores raise whatever they like
                 if not tries_left:
+                    if isinstance(error.__cause__ or error, ReplacedError):
+                        raise RefusedError(
+                            f"{one_line(error, 400)}, again and again: {self.source.shown} is being written; wait "
+                            "until that has ended, or copy it to a disk"
+                        ) from error
                     raise self._unreadable(box, chunk, error) from error
                 log.debug("chunk %s of %s is fetched again after %s", list(chunk), self.name, one_line(error))
                 self.source.count(retries=1)

@@ -7,6 +7,7 @@ checks between runs and not within one, fails.
 from __future__ import annotations
 
 import itertools
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
@@ -18,8 +19,11 @@ import pytest
 
 from tests.conftest import textured, write_array
 from tests.support.object_server import objects_of, serving
+from tests.support.odd_server import Asked, odd_server, served
 from tests.support.s3 import upload
 from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.volumes.errors import RefusedError
+from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import Volume, open_volume
 
 OLD, NEW = textured((32, 32, 32)), textured((32, 32, 32), seed=1)
@@ -42,6 +46,12 @@ HEADERS: dict[str, Callable[[bytes], Mapping[str, str]]] = {
     "weak etag only": lambda body: {"ETag": f"W/{etag(body)}"},
     "time only": lambda body: {"Last-Modified": time_of(body)},
     "neither": lambda body: {},
+}
+_requests = itertools.count()
+# Of servers behind one address that take turns, each with ETags of its own.
+BALANCED: dict[str, Callable[[bytes], Mapping[str, str]]] = {
+    "etags of 2 servers": lambda body: {"ETag": f'"{next(_requests) % 2}-{zlib.crc32(body):08x}"'},
+    "etags of 3 servers": lambda body: {"ETag": f'"{next(_requests) % 3}-{zlib.crc32(body):08x}"'},
 }
 HALF = ((0, 0, 0), (32, 32, 16))
 WHOLE = ((0, 0, 0), (32, 32, 32))
@@ -111,7 +121,7 @@ def test_each_object_is_checked_once_however_many_parts_are_read(tmp_path: Path)
 
 @pytest.mark.parametrize("no_ranges", [False, True])
 @pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("headers", ["etag", "time only"])
+@pytest.mark.parametrize("headers", ["etag", "time only", "etags of 2 servers"])
 def test_a_shard_that_is_replaced_while_it_is_read_is_one_version_or_the_other(
     tmp_path: Path, headers: str, cached: bool, no_ranges: bool
 ) -> None:
@@ -121,12 +131,12 @@ def test_a_shard_that_is_replaced_while_it_is_read_is_one_version_or_the_other(
     moved[:16, :16, :16] = 0  # not stored, so that all others move
     new = write_array(tmp_path / "b", np.where(moved > 0, NEW, 0).astype("u1"), 16, **LAYOUTS["shards"])
     corners = list(itertools.product((0, 16), (0, 16), (0, 16)))[1:]
-    boxes = [(corner, tuple(c + 16 for c in corner)) for corner in corners]
+    boxes = [(corner, tuple(c + 16 for c in corner)) for corner in corners[: 3 if headers in BALANCED else None]]
     kinds = set()
     for after in range(len(boxes)):
         objects = objects_of(old, "/v")
         whole = {"/v/c/0/0/0"} if no_ranges else set[str]()
-        with serving(objects, headers=HEADERS[headers], no_ranges=whole) as web:
+        with serving(objects, headers=(HEADERS | BALANCED)[headers], no_ranges=whole) as web:
             volume = opened(f"{web}/v", tmp_path / f"cache{after}" if cached else None)
             for number, box in enumerate(boxes):
                 if number == after:
@@ -137,3 +147,65 @@ def test_a_shard_that_is_replaced_while_it_is_read_is_one_version_or_the_other(
                 kinds.add((number >= after, versions.index(True)))
             volume.close()
     assert kinds - ({(True, 0)} if no_ranges else set()) == {(False, 0), (True, 1)}, "what comes whole is kept whole"
+
+
+@pytest.mark.parametrize("headers", BALANCED)
+def test_etags_that_differ_per_server_are_no_damage(tmp_path: Path, headers: str) -> None:
+    objects = objects_of(write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"]), "/v")
+    with serving(objects, headers=BALANCED[headers]) as web:
+        volume = opened(f"{web}/v", None)
+        for start in (0, 16) * 3:
+            np.testing.assert_array_equal(volume.read(((start, 0, 0), (start + 16, 32, 16))), OLD[start:][:16, :, :16])
+        assert volume.source.figures.retries == 0
+        volume.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (False, r'c/0/0/0 in http.* has another ETag at each request \("\d+", then "\d+"\)'),
+        (True, r'c/0/0/0 was replaced .*its stamp "\w+" is now "\w+".* again and again: http.* is being written'),
+    ],
+)
+def test_what_changes_at_each_request_is_refused_and_not_called_damaged(
+    tmp_path: Path, changes: bool, words: str
+) -> None:
+    """The ETag alone, or the object too."""
+    half = np.where(np.arange(32)[:, None, None] < 16, 0, NEW).astype("u1")
+    objects = objects_of(write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"]), "/v")
+    others = objects_of(write_array(tmp_path / "b", half, 16, **LAYOUTS["shards"]), "/v")
+
+    def headers(body: bytes) -> Mapping[str, str]:
+        if not changes:
+            return {"ETag": f'"{next(_requests)}"'}
+        for key in objects:  # after each request
+            objects[key], others[key] = others[key], objects[key]
+        return {"ETag": etag(body)}
+
+    with serving(objects, headers=headers) as web:
+        volume = opened(f"{web}/v", None)
+        with pytest.raises(RefusedError, match=words):
+            volume.read(((16, 0, 0), (32, 16, 16)))
+        volume.close()
+
+
+@pytest.mark.parametrize("clock_s", [None, -86400, 0, 86400])
+@pytest.mark.parametrize("age_s", [0, 1, 10])
+def test_a_time_of_change_is_believed_only_once_it_is_past(tmp_path: Path, age_s: int, clock_s: int | None) -> None:
+    """By the server's clock: an object may change again within the second that its time names."""
+    now, body = int(time.time()) + (clock_s or 0), b"old"
+    dates = [f"Last-Modified: {formatdate(now - age_s, usegmt=True)}"]
+    dates += [] if clock_s is None else [f"Date: {formatdate(now, usegmt=True)}"]
+
+    def reply(asked: Asked) -> bytes:
+        head, _, data = served(body, asked).partition(b"\r\n\r\n")
+        return b"\r\n".join([head, *(date.encode() for date in dates), b"", data])
+
+    with odd_server(reply) as server:
+        for body in (b"old", b"new"):
+            source = Source(server.url, StoreConfig(cache_dir=str(tmp_path / "cache"), cache_gib=0.1))
+            source.cache_scope = "volume"
+            data = source.get("data")
+            assert data == body or (age_s == 10 and data == b"old"), "a copy that cannot be told from what is there"
+            source.close()
+    assert source.figures.cache_hits == (age_s == 10)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from email.utils import format_datetime
@@ -23,7 +24,7 @@ from vesuvius.volumes.errors import ProtocolError, RefusedError, is_outage, is_p
 from vesuvius.volumes.store.byte_range import ByteRange, checked, cut
 from vesuvius.volumes.store.credentials import Signing, find_signing
 from vesuvius.volumes.store.object_store import is_web, open_store, shown_address, web_url
-from vesuvius.volumes.store.web import Answer, WebServer
+from vesuvius.volumes.store.web import Answer, WebServer, is_past
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ _WHOLE_BYTES_MAX = 64 * 2**20
 # How obstore calls answers to a range that are none, or of another range.
 _RANGE_ERRORS = re.compile(r"source: (NotPartial|NoContentRange|ParseContentRange|UnexpectedRange)")
 
+
+_warned: set[tuple[str, str]] = set()
 
 Listed = tuple[str, str]
 """Key of an object, and a text that changes with its content."""
@@ -133,12 +136,12 @@ class RemoteStore:
         try:
             size = self._size(key)
             last = ByteRange(max(size + byte_range.start, 0), size)
-            answer = self._get(key, last) if size else Answer(b"", 0, None)
+            answer = self._get(key, last) if size else Answer(b"", 0, None, False)
         except NotSupportedError as error:
             return self._cut_from_whole(key, byte_range, reason(error))
         if self._has_suffixes is not False and refused and size:
             self._has_suffixes = False
-            log.warning(
+            warn_once(
                 "%s does not send the last bytes of an object (%s): two requests are needed for each shard's index",
                 self._name,
                 refused,
@@ -186,7 +189,7 @@ class RemoteStore:
             self._web_reads += 1
             say = self._web_reads == 2
         if say and error is not None:
-            log.warning(
+            warn_once(
                 "%s answers in an unusual way (%s): it is read over a connection for each request, which is slower; a "
                 "server that sends Content-Length and Content-Range, such as nginx, is faster",
                 self._name,
@@ -211,7 +214,10 @@ class RemoteStore:
         data, (start, stop) = bytes(found.bytes()), found.range
         if len(data) != stop - start:
             raise ProtocolError(f"{len(data)} bytes where Content-Range promises {stop - start}")
-        return Answer(data, found.meta["size"], _stamp(found.meta))
+        stamp, lasting = _stamp(found.meta), bool(found.meta["e_tag"])
+        if stamp is not None and not lasting:
+            lasting = is_past(found.meta["last_modified"].timestamp(), self._web.now(key) if self._web else time.time())
+        return Answer(data, found.meta["size"], stamp, lasting)
 
     def _cut_from_whole(self, key: str, byte_range: ByteRange, why: str) -> Answer:
         """A range of an object of a server that does not know ranges; the last object is kept, as more parts of it will
@@ -221,7 +227,7 @@ class RemoteStore:
                 return self._whole[1]._replace(data=cut(self._whole[1].data, byte_range))
             answer = self._get(key, None, _WHOLE_BYTES_MAX)
             if self._whole is None:
-                log.warning(
+                warn_once(
                     "%s ignores the Range header (%s): whole shards are fetched for a few of their chunks; a server "
                     "that supports Range, such as nginx, is faster",
                     self._name,
@@ -237,6 +243,13 @@ class RemoteStore:
                 f"sends more than {most / 2**20:.0f} MiB of {key} in {self._name}; serve the volume with a server that "
                 "supports Range, such as nginx, or copy it to a disk"
             )
+
+
+def warn_once(text: str, address: str, *arguments: object) -> None:
+    """Log a warning about an address, unless this process has."""
+    if (text, address) not in _warned:
+        _warned.add((text, address))
+        log.warning(text, address, *arguments)
 
 
 def _stamp(meta: Any) -> str | None:

@@ -8,7 +8,7 @@ where one is configured.  `Source` knows keys and byte ranges; that they are chu
 from __future__ import annotations
 
 import errno
-import logging
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,18 +21,42 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.errors import FetchError, ProtocolError, is_outage, reason, refusal, status_of
+from vesuvius.volumes.errors import (
+    FetchError,
+    ProtocolError,
+    RefusedError,
+    ReplacedError,
+    is_outage,
+    reason,
+    refusal,
+    status_of,
+)
 from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.local_files import check_file, check_path, list_files, read_file
 from vesuvius.volumes.store.object_store import is_remote, open_cache, shown_address
-from vesuvius.volumes.store.remote import Listed, RemoteStore
+from vesuvius.volumes.store.remote import Listed, RemoteStore, warn_once
 from vesuvius.volumes.store.retry import Outage, Retrier
-
-log = logging.getLogger(__name__)
+from vesuvius.volumes.store.web import Answer
 
 T = TypeVar("T")
 
-_STAMPS_MAX = 2**18  # some 50 MB
+_VERSIONS_MAX = 2**18  # some 100 MB
+
+
+_ROUNDS = 8  # of looking for two parts with one stamp; enough for dozens of servers
+
+
+@dataclass
+class _Version:
+    """What tells one version of an object from others.
+
+    Servers behind one address may each make up their own ETags: a version may have several stamps, and is known again
+    by the part that was read first, which of a shard is the index.
+    """
+
+    stamps: tuple[str | None, ...]
+    part: ByteRange | None = None
+    digest: bytes | None = None  # of that part; None before one was read
 
 
 @dataclass
@@ -75,8 +99,7 @@ class Source:
         self._store = RemoteStore(address, config) if self.remote else None
         self._root = Path(address).absolute()  # where it is a folder
         self._cache = open_cache(config) if self.remote else None
-        self._stamps: dict[str, str] = {}  # of the objects of which a part was read, or the cache holds something
-        self._warned_of_stamps = False
+        self._versions: dict[str, _Version] = {}  # of objects of which a part was read, or the cache holds something
         self.shown = shown_address(address)
         self._retrier = Retrier(self.shown, config, known, self.remote, self._may_pass, self.count)
         self._lock = threading.Lock()
@@ -88,7 +111,7 @@ class Source:
         return self._retrier.outage
 
     def get(
-        self, key: str, byte_range: ByteRange | None = None, cached: bool = True, stamp: str | None = None
+        self, key: str, byte_range: ByteRange | None = None, cached: bool = True, version: _Version | None = None
     ) -> bytes | None:
         """The object, or a range of it; None where there is none.
 
@@ -97,66 +120,100 @@ class Source:
 
         Args:
             cached: False for what may change at its address while it is read.
-            stamp: of the object of which other parts were read; by default that of the last part.
+            version: of the object of which other parts were read; by default that of the last part.
 
         Raises:
-            FetchError: it is damaged, or a part of another version of the object was read before.
+            FetchError: it is damaged.
+            ReplacedError: a part of another version of the object was read before.
             OutageError: the store has not answered for `data.store.outage_minutes`.
             RefusedError: the store refuses access, or cannot deliver byte ranges.
         """
         if self._store is None:
             return self._tried(key, lambda: read_file(self._root, key, byte_range))
         cache = self._cache if self.cache_scope and cached else None
-        name, store, stamp = self._cache_name(key, byte_range), self._store, stamp or self._stamps.get(key)
+        name, store = self._cache_name(key, byte_range), self._store
+        cache, version = self._cache if self.cache_scope and cached else None, version or self._versions.get(key)
         if cache is not None:
             kept = cache.get(name)
             of, _, data = (kept or b"").partition(b"\n")
-            if kept and stamp is None:  # of an earlier run, or of another process of this one
+            if kept and version is None:  # of an earlier run, or of another process of this one
                 stamp = self._tried(key, lambda: store.stamp(key))
-                self._note_stamp(key, stamp)
-            hit = bool(kept) and of == (stamp or "").encode()
+                version = None if stamp is None else self._note(key, _Version((stamp,)))
+            hit = bool(kept) and version is not None and of.decode() in version.stamps
             self.count(cache_hits=hit, cache_misses=not hit)
-            if hit:
+            if hit and version is not None:
+                _learn_part(version, byte_range, data)
                 return data
-        now: str | None = None
-
-        def read() -> bytes:
-            nonlocal now
-            data, _, now = store.read(key, byte_range)
-            return data
-
-        fetched = self._tried(key, read)
-        if fetched is None:
+        answer = self._fetch(key, byte_range)
+        if answer is None:
             return None
-        if byte_range is not None and stamp is not None and now != stamp:
-            raise FetchError(f"the object was replaced while parts of it were read (its stamp {stamp} is now {now})")
-        if cache is not None or byte_range is not None:
-            self._note_stamp(key, now)
-        if cache is not None and now is not None:
-            cache.put(name, now.encode() + b"\n" + fetched)
-        elif cache is not None and not self._warned_of_stamps:
-            self._warned_of_stamps = True
-            log.warning(
-                "%s says neither by ETag nor by Last-Modified whether an object has changed: nothing of it is kept in "
-                "data.store.cache_dir",
+        if byte_range is not None and version is not None:
+            answer = self._of_version(key, byte_range, answer, version)
+            _learn_part(version, byte_range, answer.data)
+        elif answer.stamp is not None and (
+            byte_range is not None or (cache is not None and (version is None or version.digest is None))
+        ):
+            _learn_part(self._note(key, _Version((answer.stamp,))), byte_range, answer.data)
+        if cache is not None and answer.stamp is not None and answer.lasting:
+            cache.put(name, answer.stamp.encode() + b"\n" + answer.data)
+        elif cache is not None:
+            warn_once(
+                "%s has told neither by an ETag nor by a Last-Modified of two seconds ago or more whether an object "
+                "has changed: what comes so is not kept in data.store.cache_dir",
                 self.shown,
             )
-        return fetched
+        return answer.data
 
-    def _note_stamp(self, key: str, stamp: str | None) -> None:
-        if stamp is not None:
-            with self._lock:
-                self._stamps[key] = stamp
-                if len(self._stamps) > _STAMPS_MAX:
-                    del self._stamps[next(iter(self._stamps))]
+    def _fetch(self, key: str, byte_range: ByteRange | None) -> Answer | None:
+        """From the store itself; None where there is no such object.  Raises as `get`."""
+        store, answers = self._store, list[Answer]()
+        assert store is not None
+
+        def read() -> bytes:
+            answers.append(store.read(key, byte_range))
+            return answers[-1].data
+
+        return None if self._tried(key, read) is None else answers[-1]
+
+    def _of_version(self, key: str, byte_range: ByteRange, answer: Answer, version: _Version) -> Answer:
+        """A part of the version of which other parts were read: `answer`, or one that comes later.
+
+        A stamp is one of that version if the part by which it is known comes with it, unchanged.  Raises ReplacedError
+        where it has changed, RefusedError where each answer has a stamp of its own, else as `get`.
+        """
+        for number in range(_ROUNDS):
+            for _ in range(1 + number % 2):  # one and two in turn: servers may take turns too
+                if answer.stamp in version.stamps:
+                    return answer
+                known = answer if byte_range == version.part else self._fetch(key, version.part)
+                if known is None or version.digest is None or _digest(known.data) != version.digest:
+                    raise ReplacedError(
+                        f"{key} was replaced while parts of it were read "
+                        f"(its stamp {version.stamps[0]} is now {answer.stamp})"
+                    )
+                version.stamps += (known.stamp,)
+            if answer.stamp not in version.stamps:
+                answer = self._fetch(key, byte_range) or answer
+        raise RefusedError(
+            f"{key} in {self.shown} has another ETag at each request ({version.stamps[0]}, then {answer.stamp}): parts "
+            "of it cannot be told from those of an object that replaces it; have the server send ETags that depend on "
+            "the content, or none, or copy the volume to a disk"
+        )
+
+    def _note(self, key: str, version: _Version) -> _Version:
+        with self._lock:
+            self._versions[key] = version
+            if len(self._versions) > _VERSIONS_MAX:
+                del self._versions[next(iter(self._versions))]
+        return version
 
     def submit(self, key: str, byte_range: ByteRange | None = None) -> Future[bytes | None]:
-        """`get` on one of `config.requests` threads; a range has the stamp that the object has now."""
-        return self.start(self.get, key, byte_range, True, self._stamps.get(key) if byte_range else None)
+        """`get` on one of `config.requests` threads; a range is of the version that the object has now."""
+        return self.start(self.get, key, byte_range, True, self._versions.get(key) if byte_range else None)
 
     def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
         """Remove from the cache what turned out to be damaged, and take the object for a new one."""
-        self._stamps.pop(key, None)
+        self._versions.pop(key, None)
         if self._store is not None:
             self._store.forget(key)
         if self._cache is not None:
@@ -316,3 +373,12 @@ class Source:
         with self._lock:
             for name, value in figures.items():
                 setattr(self.figures, name, getattr(self.figures, name) + value)
+
+
+def _learn_part(version: _Version, byte_range: ByteRange | None, data: bytes) -> None:
+    if version.digest is None and byte_range is not None:
+        version.part, version.digest = byte_range, _digest(data)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

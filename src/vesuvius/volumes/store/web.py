@@ -8,14 +8,16 @@ from __future__ import annotations
 import http.client
 import re
 import ssl
+import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from obstore.exceptions import GenericError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, GenericError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
 
 from vesuvius.volumes.errors import ProtocolError
 from vesuvius.volumes.store.byte_range import ByteRange
@@ -27,6 +29,12 @@ class Answer(NamedTuple):
     data: bytes
     size: int | None  # bytes of the whole object, if the server tells
     stamp: str | None  # changes with the content of the object; None where the server tells nothing of the kind
+    lasting: bool  # whether the stamp also differs from that of any version to come
+
+
+def is_past(changed: float, now: float) -> bool:
+    """Whether an object's time of change, in seconds, tells it from those that replace it from `now` on."""
+    return now - changed >= 2  # whole seconds, both
 
 
 # Characters that stay as they are in an address; `%` because it is escaped already.
@@ -59,6 +67,7 @@ class WebServer:
         for handler in _HANDLERS:
             self._opener.add_handler(handler())
         self._timeout_s = timeout_s
+        self._ahead_s: float | None = None  # of its clock before ours; None before an answer said so
 
     def read(self, key: str, byte_range: ByteRange | None, most: int | None = None) -> Answer:
         """An object or a range of it.
@@ -94,9 +103,27 @@ class WebServer:
                 )
         if length not in (None, len(data)):
             raise ProtocolError(f"{len(data)} bytes with Content-Range: {answer.headers['Content-Range']}")
-        changed = answer.headers.get("Last-Modified")
+        tag, changed = answer.headers.get("ETag"), answer.headers.get("Last-Modified")
         size = len(data) if byte_range is None else size
-        return Answer(data, size, answer.headers.get("ETag") or (f"{changed} {size}" if changed else None))
+        if tag or not changed:
+            return Answer(data, size, tag or None, bool(tag))
+        when = _seconds(changed)
+        return Answer(data, size, f"{changed} {size}", when is not None and is_past(when, self.now(key)))
+
+    def now(self, key: str) -> float:
+        """Seconds since 1970 by the server's clock, or by ours if it does not tell.
+
+        Args:
+            key: the object that is asked for where no answer has come yet.
+        """
+        if self._ahead_s is None:
+            with suppress(BaseError, FileNotFoundError, ProtocolError), self._open(key, {"Range": "bytes=0-0"}):
+                pass  # any answer has a date
+        return time.time() + (self._ahead_s or 0)
+
+    def _note_clock(self, headers: Any) -> None:
+        if (date := _seconds(headers.get("Date") or "")) is not None:
+            self._ahead_s = date - time.time()
 
     @contextmanager
     def _open(self, key: str, headers: dict[str, str]) -> Iterator[Any]:
@@ -106,9 +133,11 @@ class WebServer:
             request.add_unredirected_header(name, value)
         try:
             with self._opener.open(request, timeout=self._timeout_s) as answer:
+                self._note_clock(answer.headers)
                 yield answer
         except HTTPError as error:
             with error:
+                self._note_clock(error.headers)
                 raise _of_status(error) from None
         except URLError as error:
             cause = error.reason
@@ -123,6 +152,14 @@ class WebServer:
             raise ConnectionError(f"the body broke off after {len(error.partial)} bytes") from None
         except http.client.HTTPException as error:
             raise ProtocolError(f"not HTTP: {type(error).__name__} {error}".strip()) from None
+
+
+def _seconds(date: str) -> float | None:
+    """Seconds since 1970 of a date in a header; None where it is none."""
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
 
 
 def _of_status(error: HTTPError) -> Exception:
