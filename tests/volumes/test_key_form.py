@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -108,6 +109,55 @@ def test_a_mixture_of_two_forms_is_refused_rather_than_read_with_holes(
         opened(f"{address}/v")
 
 
+def move(path: Path, places: list[str]) -> None:
+    """Give chunks of a nested array flat keys."""
+    for place in places:
+        (path / place).rename(path / place.replace("/", "."))
+
+
+@pytest.mark.parametrize("moved", [1, 18, 35])
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_each_chunk_of_a_small_remote_volume_is_looked_for(tmp_path: Path, kind: str, moved: int, s3: Any) -> None:
+    """Whatever few of them a sample would hit."""
+    path = written(tmp_path / "v.zarr", 2, "/")
+    chunks = sorted(key[1:] for key in objects_of(path) if key.count("/") == 3)
+    move(path, [chunk for chunk in chunks if chunk != "1/1/1"][:moved])
+    with serving(objects_of(path, "/v")) as web, pytest.raises(DataError, match=rf": {moved} chunks lie as 0\.0\.0"):
+        opened(f"{web}/v" if kind == "http" else upload(s3, path, "public", tmp_path.name))
+
+
+@pytest.mark.parametrize("kind", ["disk", "http"])
+@pytest.mark.parametrize("shards", [None, (16, 16, 16)])
+def test_a_chunk_met_by_another_key_only_is_not_read_as_air(tmp_path: Path, kind: str, shards: Any) -> None:
+    """Though nothing was wrong when the volume was opened; an absent chunk of a shard that is there is air."""
+    voxels = VOXELS.copy()
+    voxels[:8, :8, :8] = voxels[16:32, 16:32, :16] = 0
+    encoding = {"name": "v2", "separator": "/"}
+    path = write_array(tmp_path / "v.zarr", voxels, 8, zarr_format=3, shards=shards, chunk_key_encoding=encoding)
+    with serving(objects := objects_of(path, "/v")) as web:
+        address = str(path) if kind == "disk" else f"{web}/v"
+        volume = opened(address)
+        np.testing.assert_array_equal(volume.read(((0, 0, 0), VOXELS.shape)), voxels)
+        volume.close()
+        volume = opened(address)
+        moved = max(path.glob("2/*/*")).relative_to(path).as_posix()
+        move(path, [moved])
+        objects["/v/" + moved.replace("/", ".")] = objects.pop("/v/" + moved)
+        with pytest.raises(DataError, match=rf"two forms of key: {moved} is absent, and {moved.replace('/', '.')} is"):
+            volume.read(((0, 0, 0), VOXELS.shape))
+        volume.close()
+
+
+def test_copies_that_fill_a_page_of_the_listing_are_no_mixture(
+    tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vesuvius.volumes.key_form._PAGE", 10)
+    path = written(tmp_path / "v.zarr", 2, "/")
+    for file in list(path.glob("[0-9]/*/*")):
+        shutil.copyfile(file, path / file.relative_to(path).as_posix().replace("/", "."))
+    np.testing.assert_array_equal(whole(upload(s3, path, "public", tmp_path.name)), VOXELS)
+
+
 def test_a_stray_copy_of_a_chunk_by_another_key_hides_nothing(tmp_path: Path) -> None:
     path = written(tmp_path / "v.zarr", 2, "/")
     shutil.copyfile(path / "0/0/0", path / "0.0.0")
@@ -154,6 +204,22 @@ def test_an_array_without_a_single_chunk_is_refused(tmp_path: Path, zarr_format:
     assert not whole(path).any(), "one stored chunk is enough"
 
 
+def test_shards_without_a_chunk_are_no_data_either(tmp_path: Path) -> None:
+    air = np.zeros_like(VOXELS)
+    path = write_array(tmp_path / "v.zarr", air, 8, zarr_format=3, shards=(16, 16, 16), **STORED_AIR)
+    index = b"\xff" * 16 * 8
+    for file in (path / "c").glob("*/*/*"):
+        file.write_bytes(index + google_crc32c.value(index).to_bytes(4, "little"))
+    one, full = (
+        path / "c/2/1/3",
+        write_array(tmp_path / "w.zarr", air, 8, zarr_format=3, shards=(16,) * 3, **STORED_AIR),
+    )
+    with pytest.raises(DataError, match=r"No chunk of .* is stored"):
+        opened(path)
+    one.write_bytes((full / "c/2/1/3").read_bytes())
+    assert not whole(path).any(), "one stored chunk is enough"
+
+
 def test_where_absence_cannot_be_known_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     voxels = np.zeros((96, 96, 96), "u1")
     voxels[90, 3, 50] = 7
@@ -164,7 +230,7 @@ def test_where_absence_cannot_be_known_it_is_said(tmp_path: Path, caplog: pytest
 
 
 def test_a_healthy_remote_volume_costs_one_round_of_a_few_requests(tmp_path: Path) -> None:
-    path, asked = written(tmp_path / "v.zarr", 2, "/"), list[str]()
+    path, asked = write_array(tmp_path / "v.zarr", VOXELS, 8), list[str]()
     with serving(objects_of(path, "/v"), asked=asked) as address:
         opened(f"{address}/v").close()
     assert len(asked) == 4 + 8, "metadata, and a probe"

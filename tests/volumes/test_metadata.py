@@ -118,6 +118,16 @@ REFUSED: dict[str, tuple[int, Change, str]] = {
     "chunks of 0": (2, set_to(chunks=[8, 8, 0]), r"chunks is \[8, 8, 0\]"),
     "no chunks": (2, lambda metadata: metadata.pop("chunks"), "chunks is missing"),
     "no node": (3, set_to(node_type="image"), "node_type is 'image'"),
+    "v2 number for a dtype": (2, set_to(dtype=5), "got 5; convert"),
+    "v2 dtype of nothing": (2, set_to(dtype=""), "dtype '' is unknown"),
+    "v2 filters": (2, set_to(filters=5), "5 is no codec"),
+    "v2 codec without a name": (2, set_to(compressor={"id": None}), "{'id': None} is no codec"),
+    "v3 codec without a name": (3, set_to(codecs=["bytes", {"configuration": {}}]), "{'name': None, .* is no codec"),
+    "v3 attributes": (3, set_to(attributes=[1]), r"attributes is \[1\], not an object"),
+    "v3 in v2": (2, set_to(zarr_format=3), "zarr_format is 3; convert"),
+    "huge": (2, set_to(shape=[10**12] * 3), r"shape is \[10+, 10+, 10+\], 2e\+33 chunks of \[8, 8, 8\]; correct"),
+    "shards of a huge array": (3, set_to(shape=[10**7] * 3), r"2e\+18 chunks"),
+    "shape of truth": (2, set_to(shape=[True, 16, 16]), r"shape is \[True, 16, 16\]"),
     "anything else": (2, set_to(fill_value="x"), r"zarr-python refuses them \(TypeError: .*\)"),
 }
 
@@ -141,6 +151,9 @@ NO_JSON: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "zeros": (lambda data: bytes(len(data)), "is empty"),
     "half": (lambda data: data[: len(data) // 2], r"breaks off after \d+ bytes"),
     "all but the last": (lambda data: data.rstrip()[:-1], r"breaks off after \d+ bytes"),
+    "a brace too many": (lambda data: data + b"}", r"is not JSON \(Extra data"),
+    "number": (lambda _: b"3", "they are a number"),
+    "nothing": (lambda _: b"null", "they are null"),
     "random": (lambda _: b"\x93\xfe" * 9, "is not JSON"),
     "list": (lambda _: b"[]", "they are a list"),
     "lfs": (lambda _: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
@@ -158,6 +171,35 @@ def test_what_lies_in_place_of_metadata_is_named(tmp_path: Path, case: str, zarr
         for address in (path, f"{web}/v"):
             with pytest.raises(DataError, match=rf"^The metadata {file.name} of .* cannot be read: .*{words}"):
                 read(address)
+
+
+def test_a_null_for_consolidated_metadata_is_read_over(tmp_path: Path) -> None:
+    np.testing.assert_array_equal(read(changed(tmp_path / "v.zarr", 3, set_to(consolidated_metadata=None))), VOXELS)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("attributes", [None, {}, {"ome": None}, {"ome": [1]}, {"ome": {"multiscales": None}}])
+def test_a_group_whose_attributes_name_no_image_is_said_to_be_none(
+    tmp_path: Path, zarr_format: int, attributes: Any
+) -> None:
+    group = {"zarr_format": zarr_format} | (
+        {"node_type": "group", "attributes": attributes} if zarr_format == 3 else {}
+    )
+    write_array(tmp_path / "g/0", VOXELS, 8, zarr_format=zarr_format)
+    (tmp_path / "g" / ("zarr.json" if zarr_format == 3 else ".zgroup")).write_text(json.dumps(group))
+    if zarr_format == 2:
+        (tmp_path / "g/.zattrs").write_text(json.dumps(attributes or {}))
+    with pytest.raises(DataError, match=r"which is a group without multiscales metadata; set path to \S+/g/0$"):
+        read(tmp_path / "g")
+
+
+@pytest.mark.parametrize("number", [1e39, -1e300])
+def test_a_number_too_large_for_the_voxels_is_refused_in_one_line(tmp_path: Path, number: float) -> None:
+    path = write_array(tmp_path / "v.zarr", VOXELS.astype(">f4"), 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(DataError, match=r"does not fit into the (float32|>f4) voxels"):
+            open_volume(ArrayConfig(path=str(path)), nan=number)
 
 
 def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ def version_and_title(group: zarr.Group) -> tuple[str | None, str | None]:
 def ome_attributes(group: zarr.Group) -> Any:
     """The OME metadata of a group, which OME-Zarr 0.5 nests under "ome" and 0.4 does not."""
     attributes: Any = group.attrs.asdict()
-    return attributes.get("ome", attributes)
+    ome = attributes.get("ome")
+    return ome if isinstance(ome, dict) else attributes
 
 
 def space_of(entry: Any, dataset: Any, ndim: int, name: str) -> Space:

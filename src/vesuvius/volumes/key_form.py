@@ -22,9 +22,9 @@ from zarr.core.array import AsyncArray
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
 from vesuvius.volumes.axes import Axes
-from vesuvius.volumes.box import triple
-from vesuvius.volumes.chunks import ChunkGrid
-from vesuvius.volumes.errors import FetchError
+from vesuvius.volumes.box import times, triple
+from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
+from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.store.source import Source
 
 log = logging.getLogger(__name__)
@@ -104,9 +104,10 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source, qui
             )
         return with_key_form(array, (form.encoding, form.separator))
     total = math.prod(declared.object_counts_zyx)
-    if stored or quiet or source.forbidden is not None:
+    hollow = bool(stored) and not quiet and _only_empty_shards(declared)
+    if quiet or (stored and not hollow) or source.forbidden is not None:
         return array
-    if complete:
+    if complete or hollow:
         raise DataError(
             f"No chunk of {name} is stored (0 of {total}, looked for as {declared.example} and by the other forms of "
             "key); correct its path, level or select, or copy its chunks too.  An array that is meant to be empty "
@@ -152,17 +153,11 @@ def _found_on_disk(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
 
 
 def _found_by_requests(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
-    """As `_found_on_disk`, by requests for a few chunks: without a listing only small arrays are known to have none."""
-    declared, *others = forms
-    source, nothing = declared.source, [set[Triple]() for _ in forms]
-    places = _some_places(declared.object_counts_zyx, _PROBES)
-    first = places[:_FIRST_PROBES]
-    stored = declared.found(first)
-    if len(stored) > len(first) // 4:
-        return [stored, *nothing[1:]], False
-    found = [stored, *(form.found(set(first) - stored) for form in others)]
-    if any(found):
-        return found, False
+    """As `_found_on_disk`, from a page of a listing, or by requests for a few chunks, or all where they are few."""
+    declared = forms[0]
+    source, counts = declared.source, declared.object_counts_zyx
+    places = _some_places(counts, _PROBES)
+    found, listed = [set[Triple]() for _ in forms], False
     if source.can_list:
         try:
             page = list(itertools.islice(source.list_keys(declared.array.path), _PAGE))
@@ -170,12 +165,48 @@ def _found_by_requests(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
             log.debug("%s is probed without a listing: %s", source.shown, error)
         else:
             found = [{place for key in page if (place := form.place(key)) is not None} for form in forms]
-            if any(found) or len(page) < _PAGE:
-                return found, len(page) < _PAGE
-    for number, form in enumerate(forms):
-        if not any(found):
-            found[number] = form.found(places)
-    return found, len(places) == math.prod(declared.object_counts_zyx)
+            listed = len(page) < _PAGE
+    if listed and any(found):
+        return found, True
+    few = len(places) == math.prod(counts)
+    _ask(forms, found, places if few else places[:_FIRST_PROBES])
+    if not any(found):
+        _ask(forms, found, places)
+    for other in found[1:]:  # a page may end before the same chunks by the right key
+        doubtful = sorted(other - found[0])[:_PROBES]
+        found[0] |= declared.found(doubtful)
+        other.intersection_update(doubtful)
+    return found, few or listed
+
+
+def _ask(forms: list[_Form], found: list[set[Triple]], places: Iterable[Triple]) -> None:
+    """Add to what is found what lies at some places: by the first form, or else by the others."""
+    wanted = set(places) - found[0]
+    for form, have in zip(forms, found, strict=True):
+        have |= form.found(wanted - have)
+        wanted -= found[0]
+
+
+def other_key(grid: ChunkGrid, place: Triple) -> str | None:
+    """The key by which an object lies there that is absent by its own; None where there is none.  One round trip."""
+    keys = [form.object_key(place) for form in _forms(grid.array, grid.axes, grid.source)[1:]]
+    try:
+        return next(iter(set(keys).difference(grid.source.absent(keys))), None)
+    except (FetchError, RefusedError) as error:
+        log.debug("%s is not probed: %s", keys, error)
+        return None
+
+
+def _only_empty_shards(form: _Form) -> bool:
+    """Whether the shards are few, on a disk, and hold no chunk: known by their indices."""
+    if form.source.remote or form.shard_zyx is None or math.prod(form.object_counts_zyx) > _PROBES:
+        return False
+    chunks = triple(s // c for s, c in zip(form.shard_zyx, form.chunk_zyx, strict=True))
+    try:
+        places = _some_places(form.object_counts_zyx, _PROBES)
+        return not any(form.present_in_shard(times(place, chunks)).any() for place in places)
+    except ShardIndexError:  # whoever reads the shard says what is wrong with it
+        return False
 
 
 def _some_places(counts_zyx: Triple, most: int) -> list[Triple]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 _NUMBERS = ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), "float16", "float32")
 _NUMBERS_V3 = {*_NUMBERS, "float64"}
 _KINDS = {"c": "complex numbers", "S": "strings", "U": "strings", "M": "dates", "m": "durations", "O": "Python objects"}
+_MOST_CHUNKS = 2**40  # lists of a volume hold a byte for each, in memory that is taken as it is used
 _INNER = ("codecs", "index_codecs")  # of a shard
 _FIELDS_V3 = {
     *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"),
@@ -73,15 +75,20 @@ def read_node(source: Source, path: str) -> Node | None:
     v3, array, group, attributes = stored
     if v3 is not None:
         document = _parsed(source, keys[0], v3)
+        _check_format(source, keys[0], document, 3)
         kind = document.get("node_type")
         if kind not in ("array", "group"):
             raise _wrong(source, keys[0], f"node_type is {kind!r}", "correct it to array or group")
+        document["attributes"] = document.get("attributes") or {}
+        if not isinstance(document["attributes"], dict):
+            raise _wrong(source, keys[0], f"attributes is {document['attributes']!r}, not an object", "correct it")
         if array is not None:
             log.debug("%s holds both zarr.json and .zarray; zarr.json is read", source.shown)
         return Node(keys[0], v3, document, kind == "array")
     for key, data in zip(keys[1:3], (array, group), strict=True):
         if data is not None:
             document = _parsed(source, key, data)
+            _check_format(source, key, document, 2)
             document["attributes"] = _parsed(source, keys[3], attributes) if attributes is not None else {}
             return Node(key, data, document, key == keys[1])
     return None
@@ -89,9 +96,8 @@ def read_node(source: Source, path: str) -> Node | None:
 
 def open_group(node: Node, store: Store) -> zarr.Group:
     """The group at the root of a store.  No I/O."""
-    attributes = node.document.get("attributes") or {}
-    zarr_format: Any = node.document.get("zarr_format")
-    return zarr.Group(AsyncGroup(GroupMetadata(attributes, zarr_format), StorePath(store)))
+    document = node.document
+    return zarr.Group(AsyncGroup(GroupMetadata(document["attributes"], document["zarr_format"]), StorePath(store)))
 
 
 def open_array(source: Source, node: Node, store: Store, path: str) -> zarr.Array[Any]:
@@ -105,10 +111,20 @@ def open_array(source: Source, node: Node, store: Store, path: str) -> zarr.Arra
     if problem:
         raise _wrong(source, node.key, *problem)
     try:
-        return zarr.Array(AsyncArray(document, StorePath(store, path)))  # type: ignore[call-overload]
+        array = zarr.Array(AsyncArray(document, StorePath(store, path)))  # type: ignore[call-overload]
+        chunks = math.prod(-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True))
     except Exception as error:  # malformed metadata raise many types
         cause = f"zarr-python refuses them ({type(error).__name__}: {one_line(error)})"
         raise _wrong(source, node.key, cause, "correct them") from error
+    if chunks > _MOST_CHUNKS:
+        cause = f"shape is {list(array.shape)}, {chunks:.2g} chunks of {list(array.chunks)}"
+        raise _wrong(source, node.key, cause, f"correct it, or store the volume in less than {_MOST_CHUNKS:.2g} chunks")
+    return array
+
+
+def _check_format(source: Source, key: str, document: dict[str, Any], wanted: int) -> None:
+    if (found := document.get("zarr_format")) != wanted:
+        raise _wrong(source, key, f"zarr_format is {found!r}", "convert the volume to zarr v2 or v3")
 
 
 def _wrong(source: Source, key: str, cause: str, remedy: str) -> DataError:
@@ -122,7 +138,8 @@ def _parsed(source: Source, key: str, data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _wrong(source, key, *_what_it_is(data, error)) from None
     if not isinstance(document, dict):
-        raise _wrong(source, key, f"they are a {type(document).__name__}, not an object", "restore them")
+        what = {list: "a list", str: "a string", type(None): "null"}.get(type(document), "a number")
+        raise _wrong(source, key, f"they are {what}, not an object", "restore them")
     return document
 
 
@@ -134,10 +151,10 @@ def _what_it_is(data: bytes, error: Exception) -> tuple[str, str]:
         if data.lstrip(b" \t\r\n").startswith(magic):
             what, _, remedy = words.partition(": ")
             return f"the object is {what}", remedy.strip()
-    broken_off = isinstance(error, json.JSONDecodeError) and (
-        error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip()) - 1
-    )
-    if broken_off:
+    if isinstance(error, json.JSONDecodeError) and (
+        error.msg.startswith("Unterminated")
+        or (error.pos >= len(error.doc.rstrip()) - 1 and not error.msg.startswith("Extra data"))
+    ):
         return f"the JSON breaks off after {len(data)} bytes", "restore it"
     return f"the object is not JSON ({one_line(error)})", "restore it"
 
@@ -150,6 +167,7 @@ def _normalised(document: dict[str, Any]) -> dict[str, Any]:
         if found.get("dimension_separator", "") is None:
             del found["dimension_separator"]
         return found
+    found.pop("consolidated_metadata", None)  # of groups; some writers give arrays a null
     axes = len(found["shape"]) if isinstance(found.get("shape"), list) else 0
     found["codecs"] = _codecs(found.get("codecs"), axes)
     for key in ("data_type", "chunk_key_encoding"):
@@ -191,9 +209,7 @@ def _codecs(codecs: Any, axes: int) -> Any:
 
 def _problem(document: dict[str, Any]) -> tuple[str, str] | None:
     """Why zarr-python, or this program, cannot read an array, and the remedy; None where it can.  Pure."""
-    zarr_format = document.get("zarr_format")
-    if zarr_format not in (2, 3):
-        return f"zarr_format is {zarr_format!r}", "convert the volume to zarr v2 or v3"
+    zarr_format = document["zarr_format"]
     wanted = ("shape", "chunks", "dtype") if zarr_format == 2 else ("shape", "chunk_grid", "data_type", "codecs")
     if missing := [key for key in wanted if document.get(key) is None]:
         return f"{', '.join(missing)} is missing", "restore them"
@@ -216,18 +232,19 @@ def _problem(document: dict[str, Any]) -> tuple[str, str] | None:
         }
         codecs = _missing_codecs_v3(document["codecs"])
     for key, size in sizes.items():
-        if not isinstance(size, list) or not all(isinstance(n, int) and n > 0 for n in size):
+        if not isinstance(size, list) or not all(type(n) is int and n > 0 for n in size):
             return f"{key} is {size!r}, not a list of numbers above 0", "correct them"
-    return next(codecs, None) or _no_number(document.get("dtype") or document.get("data_type"), zarr_format)
+    return next(codecs, None) or _no_number(document["dtype" if zarr_format == 2 else "data_type"], zarr_format)
 
 
 def _missing_codecs_v2(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for codec in (*(document.get("filters") or ()), document.get("compressor")):
+    filters = document.get("filters") or []
+    for codec in (*(filters if isinstance(filters, list) else [filters]), document.get("compressor")):
         if codec is None:
             continue
-        if not isinstance(codec, dict) or "id" not in codec:
+        if not isinstance(codec, dict) or not isinstance(codec.get("id"), str):
             yield f"{codec!r} is no codec", "correct them"
-        elif problem := _numcodecs_problem(str(codec["id"]), codec):
+        elif problem := _numcodecs_problem(codec["id"], codec):
             yield problem
 
 
@@ -235,10 +252,9 @@ def _missing_codecs_v3(codecs: Any) -> Iterator[tuple[str, str]]:
     """Of codecs, and of those inside of shards."""
     for codec in codecs if isinstance(codecs, list) else ():
         configuration = codec.get("configuration") if isinstance(codec, dict) else None
-        if not isinstance(configuration, dict):
+        if not isinstance(configuration, dict) or not isinstance(name := codec["name"], str):
             yield f"{codec!r} is no codec", "correct it"
             continue
-        name = str(codec["name"])
         try:
             get_codec_class(name)
         except KeyError:
@@ -284,7 +300,7 @@ def _no_number(dtype: Any, zarr_format: int) -> tuple[str, str] | None:
             return f"dtype {what!r} does not say in which order its bytes are", "correct it to < or >"
         what += f" ({_KINDS[parsed.kind]})" if parsed.kind in _KINDS else ""
     else:
-        supported, what = False, f"a structure of several values, {one_line(what, 80)}"
+        supported, what = False, f"{'a structure of several values, ' * isinstance(dtype, list)}{one_line(what, 80)}"
     if supported:
         return None
     return f"its dtype {what} is not bool, nor an integer or float of up to 8 bytes", "convert the volume"

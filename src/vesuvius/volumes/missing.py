@@ -18,11 +18,14 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, box_along, chunk_ranges, format_box, slices, triple
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.key_form import other_key
 from vesuvius.volumes.store.source import Source
 
 # Metadata are looked at no more often than this, and for no more than one part in so many of the time.
 _CHECK_EVERY_S = 1.0
 _CHECK_SHARE = 50
+# Absent objects of a volume for which a process looks by the other forms of key.
+_LOOKS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +97,7 @@ class MissingChunks:
         self._grid = grid
         self._metadata = metadata
         self._treatment = treatment
+        self._looked_for = set[Triple]()
         self._seen = np.zeros(grid.counts_zyx, bool)  # takes memory only where something was read
 
     def note_present(self, chunk: Triple) -> None:
@@ -123,6 +127,15 @@ class MissingChunks:
         if seen or listed:
             cause = f"{'read before' if seen else 'listed as stored'}, but missing"
             raise UnreadableChunkError(self._name, box, chunk, damaged, cause)
+        place = grid.object_index(chunk)
+        unsure = place not in self._looked_for and len(self._looked_for) < _LOOKS
+        if unsure and (grid.shard_zyx is None or whole):
+            if (other := other_key(grid, place)) is not None:
+                raise DataError(
+                    f"Chunks of {self._name} are stored by two forms of key: {grid.key_of(chunk)} is absent, and "
+                    f"{other} is there and would be read as air; rename those of one form"
+                )
+            self._looked_for.add(place)
 
 
 def _essential(metadata: bytes) -> Any:

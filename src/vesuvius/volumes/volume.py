@@ -390,7 +390,7 @@ def _open_volume(
             "path at the OME-Zarr group"
         )
     array = open_array(source, node, store, path)
-    if not isinstance(nan, str) and array.dtype.kind == "f" and not np.isfinite(array.dtype.type(nan)):
+    if not isinstance(nan, str) and array.dtype.kind == "f" and not abs(nan) <= float(np.finfo(array.dtype).max):
         raise DataError(f"data.nan={nan:g} does not fit into the {array.dtype} voxels of {name}; take a smaller number")
     space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
     axes, axis_names = find_axes(name, array, space.array_names(array.ndim) if space else None, spec.select)
