@@ -67,6 +67,18 @@ class ProtocolError(Exception):
     """A server answers, and its answer breaks the protocol."""
 
 
+class BrokenOffError(ConnectionError):
+    """A connection ended before the body that its headers promise.
+
+    Attributes:
+        after: bytes that came.
+    """
+
+    def __init__(self, after: int) -> None:
+        super().__init__(f"the body broke off after {after} bytes")
+        self.after = after
+
+
 class ClosedError(Exception):
     """A source was closed, by whoever ends the stream, while another thread read from it."""
 
@@ -149,11 +161,16 @@ def reason(error: BaseException) -> str:
     text, _, dump = str(error).partition("Debug source:")
     words = one_line(re.sub(r"^.*Error performing \w+ \S+ in \S+ - |^Generic \w+ error: ", "", text.rstrip(" :\n")))
     if status_of(error) is not None:
-        return words
+        _, status, body = re.split(r"(non-2xx status code: \d+[^:]*)(?:: )?", text.rstrip(" :\n"), maxsplit=1)
+        told = re.findall(r"<(?:title|Code|Message)>([^<]+)<", body, re.IGNORECASE) if "<" in body else [body]
+        return one_line(f"Server returned {status}" + (f": {' '.join(told)}" if any(told) else ""))
     for sign, meaning in _MEANINGS:
         if match := re.search(sign, dump):
             return meaning.format(*match.groups())
     if "error sending request" not in words:
         return words
     causes = re.findall(r'(?:message|error): "([^"]+)"', dump)
-    return causes[-1] if causes else "no answer in time" if "TimedOut" in dump else words
+    # Where a redirect has led, the address of the request is another one.
+    place = re.search(r'ConnectError\(\s*"[^"]*",\s*([\[\]\w.:]+:\d+),', dump)
+    at = f" by {place[1]}" if place and place[1] not in text else ""
+    return causes[-1] + at if causes else f"no answer in time{at}" if "TimedOut" in dump else words

@@ -5,8 +5,10 @@ All with an outage limit of an hour: a reader that takes an answer for an outage
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -22,8 +24,9 @@ from tests.support.odd_server import Asked, answer, files_below, odd_server, ser
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.errors import RefusedError, is_outage, is_protocol_error
+from vesuvius.volumes.errors import OutageError, RefusedError, is_outage, is_protocol_error
 from vesuvius.volumes.listing import list_chunks
+from vesuvius.volumes.store import retry
 from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import Volume, open_volume
@@ -85,7 +88,7 @@ READ_ALL_THE_SAME = {
         sized("200 OK", data) if asked.span is not None and asked.span[0] is None else served(data, asked)
     ),
     "bad date": with_bad_date,
-    **{f"suffix {status}": refusing_suffixes(f"{status} No") for status in (400, 403, 404, 405, 416, 501)},
+    **{f"suffix {status}": refusing_suffixes(f"{status} No") for status in (400, 403, 404, 405, 416, 500, 501, 503)},
     **{f"HEAD {status[:3]}": refusing_head(status) for status in ("405 No", "501 No")},
 }
 
@@ -183,6 +186,60 @@ def test_an_answer_that_cannot_be_used_is_named_with_its_address_after_two_tries
         assert "\n" not in str(caught.value)
         assert source.figures.requests <= 2
         assert source.outage is None
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_a_body_that_always_breaks_off_at_the_same_byte_is_named_and_another_one_is_an_outage(
+    monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setattr(retry, "_SAME_BREAK_S", 0.1)
+    config = StoreConfig(anonymous=True, max_pause_s=0.05)
+    came = itertools.cycle([5])
+    with odd_server(lambda asked: answer("200 OK", DATA[: next(came)], f"Content-Length: {len(DATA)}")) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        address = server.url if scheme == "http" else "s3://bucket"
+        source = Source(address, config, known=True)
+        with pytest.raises(RefusedError, match=r"the body broke off after 5 bytes at each of \d+ tries for data in "):
+            source.get("data")
+        came = itertools.chain([9, 9, 0, 0] * 4, itertools.repeat(len(DATA)))
+        assert Source(address, config, known=True).get("data") == DATA
+
+
+def test_a_redirect_to_where_nothing_is_names_that_place() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        place = f"127.0.0.1:{closed.getsockname()[1]}"
+    with odd_server(lambda asked: sized("302 Found", b"", f"Location: http://{place}/data")) as server:
+        source = Source(server.url, StoreConfig(outage_minutes=0.001))
+        with pytest.raises(OutageError, match=f"Connection refused by {place} .*data in {server.url}"):
+            source.get("data")
+
+
+PAGE = b"<!DOCTYPE HTML>\n<html><head><title>No such thing</title></head>\n<body><h1>Error: no</h1></body></html>"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (PAGE, ": No such thing"),
+        (b"<Error><Code>NoKey</Code><Message>Not here.</Message></Error>", ": NoKey Not here."),
+        (b"<p>no</p>", ""),
+        (b"out of: order\n", ": out of: order"),
+        (b"", ""),
+    ],
+)
+def test_the_body_of_an_error_is_told_in_short_without_its_tags(body: bytes, words: str) -> None:
+    with odd_server(lambda asked: sized("410 Gone", body)) as server:
+        with pytest.raises(RefusedError) as caught:
+            Source(server.url, StoreConfig()).get("data")
+        assert f" demands: Server returned non-2xx status code: 410 Gone{words} for data in " in str(caught.value)
+
+
+def test_what_is_unusual_is_said_once_for_each_address(caplog: pytest.LogCaptureFixture) -> None:
+    with odd_server(lambda asked: chunked(DATA, asked)) as server:
+        for address in (f"{server.url}/a", f"{server.url}/b") * 2:
+            source = Source(address, StoreConfig())
+            assert [source.get("data") for _ in range(3)] == [DATA] * 3
+    assert [record.getMessage().split()[0] for record in caplog.records] == [f"{server.url}/a", f"{server.url}/b"]
 
 
 @pytest.mark.parametrize("served_by", ["a certificate of its own", "no TLS"])

@@ -20,7 +20,15 @@ import obstore
 from obstore.exceptions import BaseError, GenericError, NotSupportedError
 
 from vesuvius.config import StoreConfig
-from vesuvius.volumes.errors import ProtocolError, RefusedError, is_outage, is_protocol_error, reason, status_of
+from vesuvius.volumes.errors import (
+    BrokenOffError,
+    ProtocolError,
+    RefusedError,
+    is_outage,
+    is_protocol_error,
+    reason,
+    status_of,
+)
 from vesuvius.volumes.store.byte_range import ByteRange, checked, cut
 from vesuvius.volumes.store.credentials import Signing, find_signing
 from vesuvius.volumes.store.object_store import is_web, open_store, shown_address, web_url
@@ -33,6 +41,7 @@ _WHOLE_BYTES_MAX = 64 * 2**20
 # How obstore calls answers to a range that are none, or of another range.
 _RANGE_ERRORS = re.compile(r"source: (NotPartial|NoContentRange|ParseContentRange|UnexpectedRange)")
 
+_BREAK_OFF = re.compile("IncompleteBody|kind: UnexpectedEof")
 
 _warned: set[tuple[str, str]] = set()
 
@@ -55,6 +64,8 @@ class RemoteStore:
         self._web = WebServer(*web_url(address), config.timeout_s) if is_web(address) else None
         self._web_reads = 0  # of what obstore could not read
         self._has_suffixes: bool | None = None  # ranges from the end; None before one has come
+        self._refusals = 0  # of such ranges
+        self._broken = set[str]()  # keys of objects whose body broke off when it was last read
         self._lock = threading.Lock()
         self._whole: tuple[str, Answer] | None = None
         self._whole_lock = threading.Lock()
@@ -126,10 +137,12 @@ class RemoteStore:
             except (BaseError, FileNotFoundError, ProtocolError) as error:
                 # Servers refuse such ranges with 400, 416, 501 and other statuses: what is not known to work is asked
                 # in the other way, whose error is the true one.
-                is_lasting = status_of(error) is not None and not is_outage(error, remote=True)
-                if not is_protocol_error(error) and not (is_lasting and self._has_suffixes is None):
+                has_status = status_of(error) is not None
+                if not is_protocol_error(error) and not (has_status and self._has_suffixes is None):
                     raise
                 refused = reason(error)
+                # A server that is overloaded may have refused this one alone.
+                self._refusals += 1 if has_status and is_outage(error, remote=True) else 2
             else:
                 self._has_suffixes = True
                 return answer
@@ -139,7 +152,7 @@ class RemoteStore:
             answer = self._get(key, last) if size else Answer(b"", 0, None, False)
         except NotSupportedError as error:
             return self._cut_from_whole(key, byte_range, reason(error))
-        if self._has_suffixes is not False and refused and size:
+        if self._has_suffixes is not False and self._refusals > 1 and refused and size:
             self._has_suffixes = False
             warn_once(
                 "%s does not send the last bytes of an object (%s): two requests are needed for each shard's index",
@@ -211,13 +224,31 @@ class RemoteStore:
                 raise GenericError(str(error)) from None
             raise
         self._check_size(key, found.meta["size"], most)
-        data, (start, stop) = bytes(found.bytes()), found.range
+        data, (start, stop) = self._body(key, found), found.range
         if len(data) != stop - start:
             raise ProtocolError(f"{len(data)} bytes where Content-Range promises {stop - start}")
         stamp, lasting = _stamp(found.meta), bool(found.meta["e_tag"])
         if stamp is not None and not lasting:
             lasting = is_past(found.meta["last_modified"].timestamp(), self._web.now(key) if self._web else time.time())
         return Answer(data, found.meta["size"], stamp, lasting)
+
+    def _body(self, key: str, found: Any) -> bytes:
+        """Raises BrokenOffError for one that breaks off, if that of the last try did so too, else BaseError."""
+        data, in_parts = bytearray(), key in self._broken  # slower, and tells how much has come
+        try:
+            if not in_parts:
+                return bytes(found.bytes())
+            for part in found.stream(min_chunk_size=1):
+                data += part
+        except BaseError as error:
+            if not _BREAK_OFF.search(str(error)):
+                raise
+            self._broken.add(key)
+            if in_parts:
+                raise BrokenOffError(len(data)) from error
+            raise
+        self._broken.discard(key)
+        return bytes(data)
 
     def _cut_from_whole(self, key: str, byte_range: ByteRange, why: str) -> Answer:
         """A range of an object of a server that does not know ranges; the last object is kept, as more parts of it will

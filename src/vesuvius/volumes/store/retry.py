@@ -17,7 +17,7 @@ from typing import TypeVar
 from obstore.exceptions import BaseError
 
 from vesuvius.config import StoreConfig
-from vesuvius.volumes.errors import ClosedError, OutageError, ProtocolError, is_protocol_error, reason
+from vesuvius.volumes.errors import BrokenOffError, ClosedError, OutageError, ProtocolError, is_protocol_error, reason
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ T = TypeVar("T")
 _FIRST_PAUSE_S = 0.1
 # A store that has never answered is more likely a wrong address than an outage.
 _FIRST_ANSWER_S = 60.0
+# A body that breaks off after the same bytes at each try for so long is the server's doing, not the network's.
+_SAME_BREAK_S = 5.0
 _SAID_AFTER_S = 10.0
 _SAID_EVERY_S = 60.0
 
@@ -92,6 +94,8 @@ class Retrier:
         is_second_answer = False  # after one that broke the protocol
         since: float | None = None
         began = 0.0
+        breaks: list[int] = []  # bytes that came, of the last tries if the body broke off after as many at each
+        same_since = 0.0
         answered = True
         try:
             while not self._closed.is_set():
@@ -106,6 +110,12 @@ class Retrier:
                     elif not self._may_pass(error):
                         raise
                     else:
+                        after = error.after if isinstance(error, BrokenOffError) else 0
+                        if not after or breaks[-1:] != [after]:
+                            breaks, same_since = [], time.monotonic()
+                        breaks += [after] if after else []
+                        if len(breaks) > 2 and time.monotonic() - same_since >= _SAME_BREAK_S:
+                            raise ProtocolError(f"{error} at each of {len(breaks)} tries") from error
                         if since is None:
                             since, began = time.time(), time.monotonic()
                         if time.monotonic() - began >= self._patience_s:

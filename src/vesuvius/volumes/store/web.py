@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from obstore.exceptions import BaseError, GenericError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
 
-from vesuvius.volumes.errors import ProtocolError
+from vesuvius.volumes.errors import BrokenOffError, ProtocolError
 from vesuvius.volumes.store.byte_range import ByteRange
 
 
@@ -93,7 +93,7 @@ class WebServer:
             elif answer.length is not None:
                 data = answer.read() if most is None else answer.read(most + 1)
                 if answer.length and (most is None or len(data) <= most):
-                    raise ConnectionError(f"the body broke off after {len(data)} bytes")
+                    raise BrokenOffError(len(data))
             else:
                 given = answer.headers.get("Content-Length")
                 raise ProtocolError(
@@ -149,7 +149,7 @@ class WebServer:
         except http.client.RemoteDisconnected:
             raise
         except http.client.IncompleteRead as error:
-            raise ConnectionError(f"the body broke off after {len(error.partial)} bytes") from None
+            raise BrokenOffError(len(error.partial)) from None
         except http.client.HTTPException as error:
             raise ProtocolError(f"not HTTP: {type(error).__name__} {error}".strip()) from None
 
