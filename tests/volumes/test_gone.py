@@ -130,12 +130,13 @@ def test_a_damaged_shard_index_takes_the_box_of_its_shard(tmp_path: Path, addres
 
 def test_damaged_bytes_are_fetched_as_often_as_asked(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    server.set_faults([{"path": "1/0/2", "kind": "corrupt", "times": 3}])
-    spec = ArrayConfig(path=server.url_of(path))
-    np.testing.assert_array_equal(open_volume(spec, StoreConfig(retries=3)).read(WHOLE), textured(SHAPE))
+    spec, fault = ArrayConfig(path=server.url_of(path)), {"path": "1/0/2", "kind": "corrupt", "times": 3}
+    patient, hasty = (open_volume(spec, StoreConfig(retries=n)) for n in (3, 2))
+    server.set_faults([fault])
+    np.testing.assert_array_equal(patient.read(WHOLE), textured(SHAPE))
     server.reset()
     with pytest.raises(UnreadableChunkError):
-        open_volume(spec, StoreConfig(retries=2)).read(WHOLE)
+        hasty.read(WHOLE)
     assert server.asked_for(path)["1/0/2"] == 3
 
 

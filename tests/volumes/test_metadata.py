@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[int, Change, str]] = {
     "chunks of 0": (2, set_to(chunks=[8, 8, 0]), r"chunks is \[8, 8, 0\]"),
     "no chunks": (2, lambda metadata: metadata.pop("chunks"), "chunks is missing"),
     "no node": (3, set_to(node_type="image"), "node_type is 'image'"),
-    "v2 number for a dtype": (2, set_to(dtype=5), "got 5; convert"),
+    "v2 number for a dtype": (2, set_to(dtype=5), "its dtype 5 is not .*; convert"),
     "v2 dtype of nothing": (2, set_to(dtype=""), "dtype '' is unknown"),
     "v2 filters": (2, set_to(filters=5), "5 is no codec"),
     "v2 codec without a name": (2, set_to(compressor={"id": None}), "{'id': None} is no codec"),
