@@ -59,7 +59,7 @@ def test_a_ray_that_does_not_start_is_one_line_with_the_remedy_of_its_cause(
         start.start_ray(start.ClusterConfig(), 2, 2**28)
     said = str(caught.value)
     assert said.startswith(f"Ray did not start: {error}; ")
-    assert said.endswith("training.workers=0 runs without Ray")
+    assert said.endswith("set training.workers=0, which runs without Ray")
     assert said.count("; ") == 1, "nothing is advised that is not known to help" if remedy is None else said
     assert remedy is None or remedy in said
     assert "ray start" not in said

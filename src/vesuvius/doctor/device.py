@@ -81,7 +81,8 @@ def look_at_kernels(config: Config | None, convolve: Convolve | None = None) -> 
     layout = config is not None and config.training.channels_last
     if config is not None:
         try:
-            check_convolutions(network_convolutions(config), device, amp, layout)
+            convolutions = network_convolutions(config, config.training.train_batch_size)
+            check_convolutions(convolutions, device, amp, layout)
         except ConfigError as error:
             value, _, remedy = str(error).rpartition("; ")
             return Finding("fail", value, remedy)

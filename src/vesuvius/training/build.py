@@ -52,7 +52,8 @@ def build_step(config: Config, preflight: Preflight, device: torch.device, part:
     train_step = TrainStep(config, network, schedule, device, part, ranks)
     check_cudnn(device, train_step.amp, config.training.channels_last)
     check_convolution(device, "off")
-    check_convolutions(network_convolutions(config), device, train_step.amp, config.training.channels_last)
+    convolutions = network_convolutions(config, config.training.train_batch_size)
+    check_convolutions(convolutions, device, train_step.amp, config.training.channels_last)
     check_norm(device, train_step.amp, config.training.channels_last)
     log_network(config, network, device, train_step.amp)
     return train_step

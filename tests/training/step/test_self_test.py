@@ -137,7 +137,7 @@ def test_the_convolutions_listed_are_those_of_a_step(
     x = torch.randn(batch, config.input_channels, *config.data.patch_size)
     with Recorded() as recorded:
         network(x, torch.rand(batch), torch.rand(batch, scalars + 1) if scalars else None).sum().backward()
-    listed = {(c.input_shape, c.weight_shape, c.stride, c.padding) for c in network_convolutions(config)}
+    listed = {(c.input_shape, c.weight_shape, c.stride, c.padding) for c in network_convolutions(config, batch)}
     assert listed == recorded.forward == recorded.backward
 
 
@@ -176,7 +176,7 @@ def test_a_run_starts_in_bf16_only_if_the_convolutions_of_its_network_are_right(
     monkeypatch.chdir(tmp_path)
     path = tiny_config(training={"amp": "bf16", "max_steps": 1}, data={"patch_size": [4, 16, 16]})
     wrong = False
-    for c in network_convolutions(read_config(path)):
+    for c in network_convolutions(read_config(path), 2):
         x, grads = torch.randn(c.input_shape), []
         kernel = torch.randn(c.weight_shape).requires_grad_()
         for amp in (False, True):

@@ -49,7 +49,7 @@ class Network:
         if problem := cudnn_problem(self.device, self.denoiser.amp, config.training.channels_last):
             log.warning("sampling will be slow: %s", problem)
         check_convolution(self.device, "off")
-        layers, channels_last = network_convolutions(config), config.training.channels_last
+        layers, channels_last = network_convolutions(config, request.batch_size), config.training.channels_last
         check_convolutions(layers, self.device, self.denoiser.amp, channels_last, backward=False)
         self._volume = request.volume
         self._conditioner = Conditioner(config.data.labels, data.greys.conditions, data.scalars, self.device)

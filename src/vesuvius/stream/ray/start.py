@@ -88,7 +88,7 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     try:
         # ray.init would handle SIGTERM by exiting on the spot; the trainer could not save.  Restoring the handler
         # afterwards is too late: a signal in between has left locks held for ever.
-        with _sigterm_blocked(), _stderr_held() as last_line, private.without_sigterm_handler():
+        with _stop_signals_blocked(), _stderr_held() as last_line, private.without_sigterm_handler():
             what = "a private Ray to start" if config.address is None else f"Ray at {config.address} to answer"
             with _said_while_waiting(what, last_line):
                 ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
@@ -100,7 +100,7 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
 
 def _not_started(address: str | None, error: Exception, began: float) -> ConfigError:
     """Why, from the error or else from the logs of Ray's processes, and what helps."""
-    without = "training.workers=0 runs without Ray"
+    without = "set training.workers=0, which runs without Ray"
     said = one_line(error, 300)
     if address is not None:
         return ConfigError(
@@ -206,12 +206,13 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def _sigterm_blocked() -> Iterator[None]:
-    """Block SIGTERM here, and for good in all processes that are started meanwhile, and in theirs.
+def _stop_signals_blocked() -> Iterator[None]:
+    """Block SIGTERM and SIGHUP here, and for good in all processes that are started meanwhile, and in theirs.
 
-    A scheduler sends it to all processes of a job: without its daemons Ray would abort this process before it saves.
+    A scheduler, or a terminal that closes, sends them to all processes of a job: without its daemons Ray would abort
+    this process before it saves.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:

@@ -71,8 +71,8 @@ def _measure(config: Config, spectrum: Spectrum, device: torch.device) -> tuple[
     training, channels, scalars = config.training, config.condition_channels, len(config.model.scalars)
     choose_kernels(device, training)
     step = TrainStep(config, build_network(config, device), Schedule.from_config(config.diffusion, spectrum), device)
-    check_convolutions(network_convolutions(config), device, step.amp, training.channels_last)
     batch, size_zyx = training.train_batch_size, config.data.patch_size
+    check_convolutions(network_convolutions(config, batch), device, step.amp, training.channels_last)
     condition = Condition(
         torch.zeros(batch, channels, *size_zyx, device=device) if channels else None,
         torch.zeros(batch, scalars + 1, device=device) if scalars else None,

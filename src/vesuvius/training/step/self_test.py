@@ -74,12 +74,12 @@ class Convolution:
         return "Conv3d to {} channels, kernel {}, of an input of {}".format(out, *sizes)
 
 
-def network_convolutions(config: Config) -> list[Convolution]:
-    """List the different convolutions of a network for a micro-batch, in the order of a forward pass.
+def network_convolutions(config: Config, batch: int) -> list[Convolution]:
+    """List the different convolutions of a network for `batch` patches, in the order of a forward pass.
 
     Runs the network on the meta device: takes no memory.
     """
-    network, batch = lay_out_network(config), config.training.train_batch_size
+    network = lay_out_network(config)
     scalars = len(config.model.scalars) + 1 if config.model.scalars else 0
     with torch.device("meta"), torch.no_grad(), _Recorder() as recorder:
         x = torch.empty(batch, config.input_channels, *config.data.patch_size)
