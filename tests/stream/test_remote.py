@@ -113,7 +113,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "reset": {"path": ".", "kind": "reset", "every": 3},
     "truncated": {"path": ".", "kind": "truncate", "every": 3},
     "stalled": {"path": CHUNK_KEYS, "kind": "stall", "every": 9},
-    "corrupt": {"path": CHUNK_KEYS, "kind": "corrupt", "every": 7},
+    "corrupt": {"path": CHUNK_KEYS, "kind": "corrupt", "every": 29},
     "delayed": {"path": CHUNK_KEYS, "kind": "delay", "delay_s": 0.03},
 }
 

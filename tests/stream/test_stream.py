@@ -507,7 +507,7 @@ def test_the_grey_range_leaves_out_air_and_refuses_a_blank_volume(tmp_path: Path
     assert 197 <= grey.high <= 199
     blank = write_array(tmp_path / "blank.zarr", np.full((96, 128, 128), 7, np.uint8))
     config = config.model_copy(update={"volumes": (VolumeConfig(path=str(blank)),)})
-    with pytest.raises(DataError, match="7 to 7 in 16 patches"):
+    with pytest.raises(DataError, match="7 to 7 in 16 boxes"):
         prepare_data(0, config).grey_ranges(config)
 
 

@@ -274,9 +274,10 @@ class Growing(Watcher):
 
 
 def test_a_run_that_saves_for_the_growth_of_others_goes_on_to_its_end(
-    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The guard orders it after the third step; no other checkpoint is due but the last."""
+    monkeypatch.chdir(tmp_path)
     orders = [Order("save", "near out of memory: the machine")]
     order = property(lambda self: orders[0] if orders and self.told.step >= 3 else None, lambda self, order: None)
     monkeypatch.setattr(Monitor, "order", order, raising=False)

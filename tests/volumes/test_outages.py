@@ -108,7 +108,7 @@ def test_one_line_a_minute_says_since_when_and_why_and_one_that_it_is_over(
         assert line.startswith(f"{address} has not answered since 20")
         assert "503 Service Unavailable (for " in line
     infos = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
-    assert infos == [f"{address} answers again after 2 s"]
+    assert infos in ([f"{address} answers again after {seconds} s"] for seconds in (2, 3))
 
 
 def test_a_blip_is_not_worth_a_line(server: ChunkServer, address: str, caplog: pytest.LogCaptureFixture) -> None:
