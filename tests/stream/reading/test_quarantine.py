@@ -165,7 +165,7 @@ def test_damage_puts_the_region_into_quarantine_with_its_cause(
     for record in found:
         assert (record["volume"], record["number"], record["chunk"]) == (server.url_of(sound), 0, [1, 1, 1])
         assert re.search(words, record["cause"])
-    assert server.asked_for(sound)["1/1/1"] <= 3 * len(found), "once with its region, twice by itself"
+    assert server.reads_of(sound)["1/1/1"] <= 1 + FAST.retries, "once with its region, then by itself; never again"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
