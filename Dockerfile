@@ -1,7 +1,7 @@
 # The image of a trainer; docs/docker.md says how to build and to run it.
 FROM python:3.12-slim-bookworm
 
-# Triton and torch.compile build C code when a run starts.
+# torch.compile builds C code when a run starts.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*

@@ -7,10 +7,9 @@
 Needs one CUDA GPU and torch, numpy and pydantic: no network, no data, no Ray, and no installation of vesuvius, which is
 then taken from ../src.  Exit codes: 0 done; 1 a self-test or the parity of losses failed; 2 no GPU, or wrong options.
 
-What is measured, most important first, at 72x136x136: a self-test of Conv3d, and of norms in both memory orders; our
-default model over micro-batches 1, 2, 4, ... until one does not fit; parity of the losses in float32, bf16 and fp16,
-and a step, both with edm and Muon as our configs have them (all else has cosine noise and AdamW, as the peers can); the
-eight largest convolutions in both memory orders, and norms, elementwise kernels and copies (`gpu/kernels.py`);
+What is measured, most important first, at 72x136x136: a self-test of Conv3d; our default model over micro-batches
+1, 2, 4, ... until one does not fit; parity of the losses in float32, bf16 and fp16, and a step, both with edm and Muon
+as our configs have them (all else has cosine noise and AdamW, as the peers can);
 MONAI's U-Net of as many parameters and as many halvings, where it can be imported; each switch turned from its default;
 our plain full-resolution U-Net; the largest micro-batch under --cap-gib; torch.compile.  A row is some optimizer steps
 of its own (at least 3 and --seconds), after two to warm up, with the data on the device; medians.
@@ -42,7 +41,6 @@ if importlib.util.find_spec("vesuvius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from bench.machine import describe_machine
-from gpu.kernels import LAYOUTS, convolution_row, family_rows, main_convolutions
 from gpu.measure import Bench, Budget, find_peak_tflops, fits, kernel_share, measured, predicted
 from gpu.networks import (
     FULL_MONAI,
@@ -52,15 +50,14 @@ from gpu.networks import (
     SHIPPED,
     Spec,
     count_parameters,
-    experiment,
     matched,
     training_flops,
 )
-from gpu.parity import AMPS, convolution_self_test, norm_self_test, parity
+from gpu.parity import AMPS, convolution_self_test, parity
 from gpu.report import GIB, Row, figures, print_report
 
 EXIT_OK, EXIT_WRONG, EXIT_USAGE = 0, 1, 2
-SECTIONS = ("networks", "self_test", "norms", "parity", "steps", "convolutions", "families", "kernels", "largest")
+SECTIONS = ("networks", "self_test", "parity", "steps", "kernels", "largest")
 LARGEST_SWEEP = 64
 LEAST_S = 8.0  # no measurement begins with less
 COMPILE_S = 60.0
@@ -97,10 +94,7 @@ class Findings:
 
 
 def _summary(row: Row) -> str:
-    names = (
-        "name channels convolution kernel layout system micro_batch settings amp outcome patches_s "
-        "largest_difference ok detail"
-    )
+    names = "name channels system micro_batch settings amp outcome patches_s largest_difference ok detail"
     values = [row[name] for name in names.split() if name in row]
     parts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
     return " ".join(part for part in parts if part != "{}")
@@ -168,20 +162,18 @@ class Check:
         self._parity(ours, min(batch, 2))  # one sample does not tell whether each has its own scale and shift
         self._step(ours, batch, **SHIPPED)
         self._step(ours, batch, channels_last=True)
-        self._convolutions(ours, batch)
-        self._families(ours, batch)
         if monai:
             self._sweep(monai)
         else:
             self._findings.skip("monai, which cannot be imported", self._budget.left_s)
-        self._step(ours, batch, lean_norm=False)
+        self._step(ours, batch, recompute_norm=False)
         self._step(ours, batch, amp="fp16")
         self._step(ours, batch, amp="off")
         self._kernels(ours, batch)
         self._step(ours, batch, checkpoint_levels=(0,))
         self._step(ours, batch, checkpoint_levels=(0, 1))
         self._step(ours, batch, cudnn_benchmark=False)
-        self._step(ours, batch, channels_last=True, lean_norm=False)
+        self._step(ours, batch, channels_last=True, recompute_norm=False)
         self._sweep(self._networks.plain)
         self._largest(ours, limits)
         self._largest(ours, (1, None), checkpoint_levels=(0, 1))
@@ -235,29 +227,11 @@ class Check:
     def _self_tests(self) -> None:
         for amp in AMPS:
             self._findings.add("self_test", convolution_self_test(self._bench, amp))
-            for channels_last in (False, True):
-                self._findings.add("norms", norm_self_test(self._bench, amp, channels_last))
 
     def _parity(self, spec: Spec, batch: int) -> None:
         if self._time_for("parity of losses", LEAST_S):
             for row in parity(self._bench, spec, batch, self._budget):
                 self._findings.add("parity", row)
-
-    def _convolutions(self, spec: Spec, batch: int) -> None:
-        for shape, count, share in main_convolutions(self._bench, spec):
-            for layout in LAYOUTS:
-                if self._time_for(f"convolution {shape} {layout}", LEAST_S):
-                    row = convolution_row(self._bench, shape, batch, layout, self._budget)
-                    self._findings.add("convolutions", row | {"count": count, "share_of_flops": share})
-
-    def _families(self, spec: Spec, batch: int) -> None:
-        config = experiment(spec, self._bench.patch_zyx).model
-        full, first = self._bench.patch_zyx, config.channels[0]
-        half = tuple(size // stride for size, stride in zip(full, config.stem_stride, strict=True))
-        for channels, size_zyx in ((config.full_res_channels, full), (first, half)):
-            if self._time_for(f"kernels on {channels} channels", LEAST_S):
-                for row in family_rows(self._bench, channels, size_zyx, batch, self._budget):
-                    self._findings.add("families", row)
 
     def _kernels(self, spec: Spec, batch: int) -> None:
         if self._time_for("profile", LEAST_S):
@@ -321,8 +295,7 @@ def main() -> int:
     content |= {"figures": figures(content), "finished": True}
     findings.write()
     print_report(json.loads(json.dumps(content)))  # as gpu/report.py prints it from the file
-    wrong = not content["figures"]["self_test_ok"] or not content["figures"]["norms_ok"]
-    wrong = wrong or content["figures"]["parity_ok"] is False
+    wrong = not content["figures"]["self_test_ok"] or content["figures"]["parity_ok"] is False
     return EXIT_WRONG if wrong else EXIT_OK
 
 

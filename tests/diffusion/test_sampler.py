@@ -375,9 +375,8 @@ def test_a_known_sample_is_reached_exactly_from_any_noise_along_any_levels(metho
 @pytest.mark.parametrize("kind", ["v", "x_0"])
 @pytest.mark.parametrize("method", METHODS)
 def test_all_methods_start_from_pure_noise(method: SamplerMethod, kind: Prediction) -> None:
-    config = DiffusionConfig(noise="cosine", prediction=kind, zero_terminal_snr=True)
-    levels = trailing_levels(Schedule.from_config(config), 10)
-    assert levels[0].alpha == 0
+    config = DiffusionConfig(noise="cosine", prediction=kind)
+    levels = (NoiseLevel(999, 0.0, 1.0), *trailing_levels(Schedule.from_config(config), 10)[1:])
     rows = step_table(levels, method)
     assert all(math.isfinite(number) for row in rows for number in vars(row).values())
     assert rows[1].x_0_before == 0  # the step before was infinitely long: no slope to take from it
@@ -394,9 +393,12 @@ def test_all_methods_start_from_pure_noise(method: SamplerMethod, kind: Predicti
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_zero_terminal_snr_gives_a_gaussian_its_mean(method: SamplerMethod) -> None:
+def test_from_pure_noise_a_gaussian_gets_its_mean(method: SamplerMethod) -> None:
     # From alpha 0 on, the mean of the noise, 0, becomes the mean of the data; 0 noise stays on it all the way.
-    levels = trailing_levels(Schedule.from_config(DiffusionConfig(noise="cosine", zero_terminal_snr=True)), 20)
+    levels = (
+        NoiseLevel(999, 0.0, 1.0),
+        *trailing_levels(Schedule.from_config(DiffusionConfig(noise="cosine")), 20)[1:],
+    )
     ours = sample(_gaussian(0.4, 0.25), levels, torch.zeros(SHAPE), method, step_noise=lambda k: torch.zeros(SHAPE))
     # 1e-5: the trapezoidal rule and the others are exact for a straight line; float32 over 20 steps.
     torch.testing.assert_close(ours, torch.full(SHAPE, 0.4), rtol=0, atol=1e-5)

@@ -20,8 +20,6 @@ from vesuvius.diffusion.schedule import (
     Schedule,
     cosine_betas,
     linear_betas,
-    sigmoid_betas,
-    with_zero_terminal_snr,
     x_0_and_eps,
 )
 
@@ -31,10 +29,10 @@ if TYPE_CHECKING:
 SHAPE = (5, 1, 3, 4, 6)
 TIMES = torch.tensor([0, 1, 500, 998, 999])
 KINDS: tuple[Prediction, ...] = ("v", "eps", "x_0", "flow")
-BETAS = {"linear": linear_betas, "cosine": cosine_betas, "sigmoid": sigmoid_betas}
+BETAS = {"linear": linear_betas, "cosine": cosine_betas}
 
 
-@pytest.fixture(params=["linear", "cosine", "sigmoid"])
+@pytest.fixture(params=["linear", "cosine"])
 def schedule(request: pytest.FixtureRequest) -> Schedule:
     return Schedule.from_config(DiffusionConfig(noise=request.param))
 
@@ -94,8 +92,7 @@ def test_linear_betas_and_alpha_bar_parity_with_monai() -> None:
     np.testing.assert_allclose(ours.alpha_bar_64, theirs.alphas_cumprod.numpy(), rtol=0, atol=1e-6)
 
 
-# Not compared: MONAI's sigmoid_beta, where beta and not alpha_bar is a sigmoid, and scaled_linear_beta, which we do
-# not have.
+# Not compared: MONAI's sigmoid_beta and scaled_linear_beta, which we do not have.
 @pytest.mark.long
 @pytest.mark.usefixtures("float64_default")
 @pytest.mark.parametrize("timesteps", [10, 1000])
@@ -105,26 +102,6 @@ def test_cosine_betas_and_alpha_bar_parity_with_monai(timesteps: int) -> None:
     betas = cosine_betas(timesteps)
     np.testing.assert_allclose(betas, theirs.betas.numpy(), rtol=0, atol=1e-6)
     np.testing.assert_allclose(np.cumprod(1 - betas), theirs.alphas_cumprod.numpy(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("timesteps", [10, 1000])
-def test_sigmoid_betas_and_alpha_bar_parity_with_the_papers_formula(timesteps: int) -> None:
-    # Chen 2023, "sigmoid (start = -3, end = 3, tau = 1)", which lucidrains' sigmoid_beta_schedule follows: with
-    # s(u) = 1 / (1 + exp(-u / tau)), gamma(u) = (s(end) - s(start + u (end - start))) / (s(end) - s(start)).
-    start, end, tau = -3.0, 3.0, 1.0
-
-    def s(u: np.ndarray | float) -> np.ndarray:
-        return 1 / (1 + np.exp(-np.asarray(u) / tau))
-
-    u = np.arange(timesteps + 1) / timesteps
-    gamma = (s(end) - s(start + u * (end - start))) / (s(end) - s(start))
-    alpha_bar = gamma[1:] / gamma[0]
-    betas = sigmoid_betas(timesteps)
-    # 1e-6 where nothing is clipped, and at the end the clip of betas at 0.999, which lucidrains has too.
-    np.testing.assert_allclose(np.cumprod(1 - betas)[:-1], alpha_bar[:-1], rtol=0, atol=1e-6)
-    expected = np.minimum(1 - gamma[1:] / gamma[:-1], 0.999)
-    np.testing.assert_allclose(betas, expected, rtol=0, atol=1e-6)
-    assert betas[-1] == 0.999
 
 
 def test_alpha_bar_follows_equation_17_where_beta_is_not_clipped() -> None:
@@ -140,50 +117,28 @@ def test_alpha_bar_follows_equation_17_where_beta_is_not_clipped() -> None:
     assert betas[-1] == 0.999
 
 
-@given(st.sampled_from(sorted(BETAS)), st.integers(2, 2000), st.booleans())
-def test_noise_grows_with_t_and_betas_stay_in_range(name: str, timesteps: int, zero_terminal: bool) -> None:
+@given(st.sampled_from(sorted(BETAS)), st.integers(2, 2000))
+def test_noise_grows_with_t_and_betas_stay_in_range(name: str, timesteps: int) -> None:
     betas = BETAS[name](timesteps)
-    betas = with_zero_terminal_snr(betas) if zero_terminal else betas
     schedule = Schedule.from_betas(betas)
     assert schedule.timesteps == timesteps
     assert betas.min() > 0
-    assert betas.max() <= (1.0 if zero_terminal else 0.999)
+    assert betas.max() <= 0.999
     assert (np.diff(schedule.alpha_bar_64) < 0).all()
     assert (schedule.snr_table.diff() < 0).all()
     assert (schedule.sqrt_one_minus_alpha_bar > 0).all()
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_zero_terminal_snr_parity_with_diffusers(name: str) -> None:
-    ours = Schedule.from_config(DiffusionConfig(noise=name, zero_terminal_snr=True))
-    theirs = _oracle(name, rescale_betas_zero_snr=True)
-    # 1e-6: as without rescaling.  Betas not compared near the end: diffusers takes ratios of float32 alpha_bar there.
-    np.testing.assert_allclose(ours.alpha_bar_64, theirs.alphas_cumprod.numpy(), rtol=0, atol=1e-6)
-
-
 def test_the_shipped_ddpm_has_the_levels_of_ho_et_al() -> None:
     config = read_config(REPOSITORY / "configs" / "ddpm.yaml").diffusion
-    classic = ("ddpm", 0.0, "l2", None, "eps")
-    found = (config.sampler, config.sampler_eta, config.loss, config.min_snr_gamma, config.prediction)
+    classic = ("ddpm", 0.0, None, "eps")
+    found = (config.sampler, config.sampler_eta, config.min_snr_gamma, config.prediction)
     assert found == classic
     # Section 4 of the paper: 1e-4 to 0.02 in 1000 equal steps, all of them sampled; about 4e-5 of the signal is left.
     alpha_bar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
     schedule = Schedule.from_config(config)
     np.testing.assert_allclose(schedule.alpha_bar_64, alpha_bar, rtol=1e-12)
     assert [level.t for level in sampling_levels(schedule, config)] == [*range(999, -1, -1), CLEAN.t]
-
-
-@pytest.mark.parametrize("name", sorted(BETAS))
-def test_zero_terminal_snr_ends_at_exactly_zero_and_leaves_the_start(name: str) -> None:
-    plain = Schedule.from_config(DiffusionConfig(noise=name))
-    rescaled = Schedule.from_config(DiffusionConfig(noise=name, zero_terminal_snr=True))
-    assert rescaled.alpha_bar_64[-1] == 0
-    assert rescaled.snr(torch.tensor([999])).item() == 0
-    # 1e-12 and 1e-10: float64; the cumulative product repeats what the betas' division did, 1000 times.
-    assert rescaled.alpha_bar_64[0] == pytest.approx(plain.alpha_bar_64[0], rel=1e-12)
-    before, after = np.sqrt(plain.alpha_bar_64), np.sqrt(rescaled.alpha_bar_64)
-    expected = (before - before[-1]) * before[0] / (before[0] - before[-1])
-    np.testing.assert_allclose(after, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("library", ["diffusers", pytest.param("monai", marks=pytest.mark.long)])
@@ -244,18 +199,6 @@ def test_conversions_go_round_between_all_predictions(angle: float, x_0: float, 
         x_0_and_eps("flow", from_v[1] - from_v[0], x_t, alpha, sigma),
     ):
         assert [float(part) for part in again] == pytest.approx([x_0, eps], abs=1e-11)
-
-
-def test_v_and_x_0_say_something_at_pure_noise() -> None:
-    x_0, eps = _batch()
-    schedule = Schedule.from_config(DiffusionConfig(noise="cosine", zero_terminal_snr=True))
-    t = torch.full((len(x_0),), 999)
-    x_t = schedule.q_sample(x_0, eps, t)
-    assert torch.equal(x_t, eps)
-    for kind in ("v", "x_0"):
-        pair = schedule.x_0_and_eps(kind, schedule.target(kind, x_0, eps, t), x_t, t)
-        assert torch.equal(pair[0], x_0)
-        assert torch.equal(pair[1], eps)
 
 
 def test_v_of_the_exact_pair_keeps_the_norm(schedule: Schedule) -> None:

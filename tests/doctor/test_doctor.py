@@ -115,7 +115,7 @@ def test_a_cudnn_that_torch_convolves_without_is_caught(
 @pytest.mark.parametrize("wrong", [1.01, float("nan")])
 def test_a_convolution_that_is_wrong_is_caught(wrong: float) -> None:
     assert device.look_at_kernels(None).level == "ok"
-    found = device.look_at_kernels(None, lambda x, kernel, bias: wrong * F.conv3d(x, kernel, bias, padding=1))
+    found = device.look_at_kernels(None, lambda *given, **how: wrong * F.conv3d(*given, **how))
     assert found.level == "fail"
     assert "training.amp=off" in found.remedy
 

@@ -145,9 +145,9 @@ def test_the_dry_run_says_where_not_even_one_patch_fits(
     assert vesuvius_train(tiny_config(), *too_small) == EXIT_CONFIG
     shown = capsys.readouterr()
     assert "largest  train_batch_size 0" in shown.out
-    assert "GiB; add training.checkpoint_levels" in shown.err, "lean_norm is on already"
-    assert vesuvius_train(tiny_config(), *too_small, "training.lean_norm=false") == EXIT_CONFIG
-    assert "GiB; set training.lean_norm=true, add training.checkpoint_levels" in capsys.readouterr().err
+    assert "GiB; add training.checkpoint_levels" in shown.err, "recompute_norm is on already"
+    assert vesuvius_train(tiny_config(), *too_small, "training.recompute_norm=false") == EXIT_CONFIG
+    assert "GiB; set training.recompute_norm=true, add training.checkpoint_levels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,10 @@ def relative(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]], *
     return max(abs(one[step][name] / other[step][name] - 1) for step in one for name in figures)
 
 
-def train_with(worlds: list[tuple[int, int, str]], config: Path, cwd: Path, *overrides: str) -> None:
-    """Sessions of a run, each of so many ranks up to a step, with weights sharded or not."""
-    for number, (world, step, sharding) in enumerate(worlds):
-        arguments = (f"training.max_steps={step}", f"training.sharding={sharding}", *overrides)
-        arguments += ("--resume",) if number else ()
+def train_with(worlds: list[tuple[int, int]], config: Path, cwd: Path, *overrides: str) -> None:
+    """Sessions of a run, each of so many ranks up to a step."""
+    for number, (world, step) in enumerate(worlds):
+        arguments = (f"training.max_steps={step}", *overrides, *(("--resume",) if number else ()))
         with started_ranks(config, cwd, world, *arguments) as ranks:
             assert ends_of(ranks) == [0] * world, output_of(cwd, world)
 
@@ -82,23 +81,20 @@ FOUR = {"train_batch_size": 3, "accumulate_steps": 1, "ranks": 4, "epochs": 5, "
 
 
 @pytest.mark.parametrize(
-    ("shardings", "optimizer"),
+    ("worlds", "optimizer"),
     [
-        pytest.param(shardings.split(), optimizer, marks=[pytest.mark.long] if long else [])
-        for shardings, optimizer, long in [
-            ("none fsdp", "adamw", False),
-            ("none none none none", "adamw", True),
-            ("fsdp fsdp fsdp fsdp", "adamw", True),
-            ("fsdp none none fsdp", "muon", True),
-            ("none fsdp fsdp none", "adamw", True),
-        ]
+        ([(2, 3), (3, 6)], "adamw"),
+        pytest.param([(4, 12), (2, 25), (3, 38), (4, 50)], "adamw", marks=pytest.mark.long),
+        pytest.param([(4, 12), (2, 25), (3, 38), (4, 50)], "muon", marks=pytest.mark.long),
     ],
 )
-def test_any_number_of_ranks_over_resumes_sharded_or_not_trains_on_the_same_numbers_as_one(
-    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shardings: list[str], optimizer: str
+def test_any_number_of_ranks_over_resumes_trains_on_the_same_numbers_as_one(
+    tiny_config: WriteConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    worlds: list[tuple[int, int]],
+    optimizer: str,
 ) -> None:
-    places = [(2, 3), (3, 6)] if len(shardings) == 2 else [(4, 12), (2, 25), (3, 38), (4, 50)]
-    worlds = [(world, step, sharding) for (world, step), sharding in zip(places, shardings, strict=True)]
     tiny_config("one", training=FOUR | {"optimizer": optimizer})
     several = tiny_config("several", training=FOUR | {"optimizer": optimizer})
     train_with(worlds, several, tmp_path)
@@ -112,39 +108,12 @@ def test_any_number_of_ranks_over_resumes_sharded_or_not_trains_on_the_same_numb
     print(f"{worlds}, {optimizer}: at most {difference:.1e} from one rank")
     assert difference < 1e-5
     ranks = steps_of(tmp_path / "runs/several", "ranks")
-    assert all(
-        len(record["times"]) == next(w for w, last, _ in worlds if step <= last) for step, record in ranks.items()
-    )
+    assert all(len(record["times"]) == next(w for w, last in worlds if step <= last) for step, record in ranks.items())
     told = [one for record in ranks.values() for one in record["times"]]
     assert all(one["node"] == platform.node() and one["trainer_bytes"] > 2**20 for one in told)
     for record in found.values():
         parts = ("data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "other_s")
         assert sum(record[part] for part in parts) == pytest.approx(record["step_s"], rel=1e-6)
-
-
-@pytest.mark.long
-def test_ranks_with_sharded_weights_validate_draw_and_save_as_one_rank_does(
-    tiny_config: WriteConfig, tmp_path: Path
-) -> None:
-    due = {"validate_every": 2, "validate_patches": 2, "preview_every": 2, "preview_count": 1, "save_every": 2}
-    due |= {"accumulate_steps": 1, "epochs": 1, "steps_per_epoch": 4, "warmup_steps": 1}
-    several = tiny_config("several", training=due | {"ranks": 2})
-    tiny_config("one", training=due | {"train_batch_size": 4})
-    train_with([(2, 4, "fsdp")], several, tmp_path)
-    with Session(tmp_path / "one.yaml", tmp_path) as session:
-        assert session.end() == 0, session.text()
-    found, expected = (steps_of(tmp_path / "runs" / name, "validation") for name in ("several", "one"))
-    assert list(found) == list(expected) == [2, 4]
-    for step, record in found.items():
-        for weights in ("raw", "ema"):
-            losses = [one["weights"][weights]["loss"] for one in (record, expected[step])]
-            assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert len(steps_of(tmp_path / "runs/several", "preview")) == 2
-    names = [
-        [path.name for path in list_checkpoints(tmp_path / "runs" / name / "checkpoints")]
-        for name in ("several", "one")
-    ]
-    assert names[0] == names[1]
 
 
 DATA_OF_RANK_0_END = """
@@ -175,23 +144,20 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 # Two micro-batches a step: the ninth batch is the first of step 5, the tenth its second one.
-@pytest.mark.parametrize(
-    ("batches", "saved"), [pytest.param(8, [4], id="first"), pytest.param(9, [], marks=pytest.mark.long, id="second")]
-)
+@pytest.mark.parametrize("batches", [pytest.param(8, id="first"), pytest.param(9, marks=pytest.mark.long, id="second")])
 @pytest.mark.usefixtures("of_two_micro_batches")
 def test_a_signal_to_one_rank_stops_all_while_another_waits_for_data(
-    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int, saved: list[int]
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int
 ) -> None:
-    """Sharded weights can be saved only where all ranks take part: not in the middle of a step."""
     monkeypatch.setenv("TEST_BATCHES", str(batches))
-    config = tiny_config(training={"ranks": 2, "epochs": 1000, "sharding": "fsdp"})
+    config = tiny_config(training={"ranks": 2, "epochs": 1000})
     with started_ranks(config, tmp_path, 2, program=("-c", DATA_OF_RANK_0_END)) as ranks:
         wait_for_step(tmp_path / "runs/tiny", 4, ranks)
         while not (tmp_path / "waits").exists():
             time.sleep(0.05)
         ranks[0 if batches == 9 else 1].terminate()
         assert ends_of(ranks, 120) == [75, 75], output_of(tmp_path, 2)
-    assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == saved
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == [4]
     last = [max(steps_of(tmp_path / "runs/tiny" / part)) for part in (".", "ranks/1")]
     assert last == [4, 4]
     assert "Traceback" not in output_of(tmp_path, 2)
@@ -212,17 +178,16 @@ def test_rank_0_saves_while_its_data_do_not_come_when_another_rank_fails(
     assert "hangs in a collective" not in output_of(tmp_path, 2)
 
 
-@pytest.mark.parametrize(("sharding", "kept"), [("none", [2]), pytest.param("fsdp", [], marks=pytest.mark.long)])
 def test_the_error_of_one_rank_ends_all_with_its_cause_and_keeps_the_steps_before(
-    tiny_config: WriteConfig, tmp_path: Path, sharding: str, kept: list[int]
+    tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
-    config = tiny_config(training={"ranks": 2, "sharding": sharding})
+    config = tiny_config(training={"ranks": 2})
     with started_ranks(config, tmp_path, 2, program=("-c", DAMAGED_ON_RANK_1)) as ranks:
         assert ends_of(ranks) == [6, 6], output_of(tmp_path, 2)
     log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
     assert log.count("rank 1 failed: a chunk must be readable; got none") == 1
     assert "Traceback" not in log
-    assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == kept
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == [2]
 
 
 def test_a_config_that_rank_0_refuses_ends_all_with_its_exit_code(tiny_config: WriteConfig, tmp_path: Path) -> None:

@@ -177,7 +177,6 @@ def test_samples_are_an_ome_zarr_in_the_volumes_dtype_with_a_chunk_each(tmp_path
         "steps": 3,
         "eta": 0.0,
         "clip": None,
-        "quantile": None,
         "guidance": 1.0,
         "evaluations_per_sample": 3,
         "checkpoint": "runs/plain/checkpoints/step_00000010",
@@ -262,10 +261,10 @@ def test_each_sampler_draws_and_says_what_it_cost(tmp_path: Path, capsys: pytest
         assert samples.record["evaluations_per_sample"] == count
         assert f"{count} network evaluations per sample" in capsys.readouterr().out
     assert len(set(found.values())) == 4
-    limits = ["--eta", 0.5, "--clip", 1, "--quantile", 0.9]
+    limits = ["--eta", 0.5, "--clip", 1]
     tamed = drawn(tmp_path / "tamed", "--count", 1, "--sampler", "ddim", *limits, "--amp", "bf16")
-    kept = {key: tamed.record[key] for key in ("eta", "clip", "quantile", "amp", "steps")}
-    assert kept == {"eta": 0.5, "clip": 1.0, "quantile": 0.9, "amp": "bf16", "steps": 3}
+    kept = {key: tamed.record[key] for key in ("eta", "clip", "amp", "steps")}
+    assert kept == {"eta": 0.5, "clip": 1.0, "amp": "bf16", "steps": 3}
 
 
 @in_plain
@@ -349,7 +348,6 @@ REFUSALS = [
     (("--steps", "many"), "override diffusion.sampler_steps=many: diffusion.sampler_steps: must be an integer"),
     (("--sampler", "euler"), "must be one of ddim, ddpm, dpmpp2m, heun; got 'euler'"),
     (("--sampler", "heun", "--eta", "1"), "sampler_eta belongs to ddim; got 1.0 with heun"),
-    (("--quantile", "0.9"), "sampler_quantile needs sampler_clip"),
     (("--guidance", "2"), "needs a model trained both with and without a condition"),
     (("--volume", "2"), "--volume numbers the 2 training volumes from 0; got 2"),
     (("--batch-size", "4000000", "--count", "4000000"), "here --batch-size replaces training"),

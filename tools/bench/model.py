@@ -88,9 +88,9 @@ SYSTEMS = {spec.name: spec for spec in (OURS, PLAIN, MONAI, DIFFUSERS)}
 def switched(spec: Spec, compiled: bool) -> list[Spec]:
     """Ours with one switch at a time turned from its default, and together where they concern the same kernels."""
     specs = [
-        spec.with_switches("ours, lean_norm off", lean_norm=False),
+        spec.with_switches("ours, recompute_norm off", recompute_norm=False),
         spec.with_switches("ours, channels_last", channels_last=True),
-        spec.with_switches("ours, channels_last, lean_norm off", channels_last=True, lean_norm=False),
+        spec.with_switches("ours, channels_last, recompute_norm off", channels_last=True, recompute_norm=False),
         spec.with_switches("ours, checkpoint_levels [0]", checkpoint_levels=(0,)),
         spec.with_switches("ours, checkpoint_levels [0, 1]", checkpoint_levels=(0, 1)),
     ]

@@ -11,7 +11,7 @@ from gpu.measure import Bench, Budget, Row, attempt, make_step, one_step, reside
 from gpu.networks import SHIPPED, Spec, experiment
 from torch import nn
 
-from vesuvius.training.step.self_test import TOLERANCES, convolution_errors, norm_errors
+from vesuvius.training.step.self_test import TOLERANCES, USUAL, convolution_errors
 from vesuvius.training.step.step import AmpMode
 
 AMPS: tuple[AmpMode, ...] = ("off", "bf16", "fp16")
@@ -22,15 +22,8 @@ PARITY_LIMIT = 0.03  # bf16 has 8 bits of mantissa; losses of a few steps stay w
 
 def convolution_self_test(bench: Bench, amp: AmpMode) -> Row:
     """The test that every run begins with, and its relative errors."""
-    errors = convolution_errors(bench.device, amp)
+    errors = convolution_errors(USUAL, bench.device, amp)
     return {"amp": amp, "errors": errors, "ok": all(error <= TOLERANCES[amp] for error in errors.values())}
-
-
-def norm_self_test(bench: Bench, amp: AmpMode, channels_last: bool) -> Row:
-    """The same of norm and SiLU in the lean form, in either memory order."""
-    row: Row = {"amp": amp, "layout": "channels_last" if channels_last else "contiguous"}
-    errors = norm_errors(bench.device, amp, channels_last)
-    return row | {"errors": errors, "ok": all(error <= TOLERANCES[amp] for error in errors.values())}
 
 
 def parity(bench: Bench, spec: Spec, batch: int, budget: Budget) -> list[Row]:

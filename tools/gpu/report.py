@@ -34,7 +34,6 @@ def figures(content: Row) -> Row:
     ]
     return {
         "self_test_ok": all(row["ok"] for row in content["self_test"]),
-        "norms_ok": all(row["ok"] for row in content["norms"]),
         "parity_ok": all(row["ok"] for row in content["parity"]) if content["parity"] else None,
         "patches_s_to_monai": best["ours"] / monai if monai and "ours" in best else None,
         "largest_micro_batch": max(swept + found, default=None),
@@ -56,13 +55,8 @@ def print_report(content: Row) -> None:
         )
     print("\nConv3d against float64, relative error\n")
     print_markdown(
-        ["dtype", "output", "input gradient", "weight gradient", "ok"],
+        ["dtype", "output", "input gradient", "weight gradient", "bias gradient", "ok"],
         [[r["amp"], *(f"{error:.1e}" for error in r["errors"].values()), _yes(r)] for r in content["self_test"]],
-    )
-    print("\nNorm and SiLU against float64, relative error\n")
-    print_markdown(
-        ["dtype", "order", "output", "input gradient", "scale gradient", "shift gradient", "ok"],
-        [[r["amp"], r["layout"], *(f"{e:.1e}" for e in r["errors"].values()), _yes(r)] for r in content["norms"]],
     )
     print("\nLosses of a few steps, largest difference from float32\n")
     print_markdown(
@@ -75,12 +69,6 @@ def print_report(content: Row) -> None:
     print("\nTraining steps\n")
     heads = ["system", "micro-batch", "settings", "patches/s", "step s", "peak GiB (reserved)", "predicted GiB"]
     print_markdown([*heads, "MFU", "waiting"], [_step_cells(row) for row in content["steps"]])
-    print("\nThe convolutions with most operations, bf16\n")
-    heads = ["convolution", "input", "in the model", "of its FLOPs", "order", "forward ms", "TFLOP/s", "backward ms"]
-    print_markdown([*heads, "TFLOP/s", "MFU"], [_convolution_cells(row) for row in content["convolutions"]])
-    print("\nOther kernels, bf16\n")
-    heads = ["kernel", "channels", "size", "micro-batch", "order", "ms", "GB/s"]
-    print_markdown(heads, [_family_cells(row) for row in content["families"]])
     print()
     for row in content["kernels"]:
         shares = f"kernels ran {cell(row['kernel_share'], '.1%')} of the time, copies {cell(row['copy_share'], '.1%')}"
@@ -113,25 +101,6 @@ def _step_cells(row: Row) -> list[str]:
     peak, reserved = (_gib(row[f"peak_{kind}_bytes"]) for kind in ("allocated", "reserved"))
     cells += [f"{row['patches_s']:.2f}", f"{row['step_s']:.3f}", f"{peak} ({reserved})"]
     return [*cells, _gib(row.get("predicted_peak_bytes")), cell(row["mfu"], ".1%"), cell(row["waiting_share"], ".2%")]
-
-
-def _convolution_cells(row: Row) -> list[str]:
-    count, share = f"{row['count']} times", f"{row['share_of_flops']:.1%}"
-    cells = [row["convolution"], f"{row['micro_batch']} x {_size(row['size'])}", count, share, row["layout"]]
-    if row["outcome"] != "ok":
-        return [*cells, row["outcome"]]
-    for way in ("forward", "backward"):
-        cells += [f"{row[f'{way}_ms']:.3f}", f"{row[f'{way}_tflops']:.3g}"]
-    return [*cells, cell(row["mfu"], ".1%")]
-
-
-def _family_cells(row: Row) -> list[str]:
-    cells = [row["kernel"], str(row["channels"]), _size(row["size"]), str(row["micro_batch"]), row["layout"]]
-    return [*cells, f"{row['ms']:.3f}", f"{row['gb_s']:.0f}"] if row["outcome"] == "ok" else [*cells, row["outcome"]]
-
-
-def _size(size: list[int]) -> str:
-    return "x".join(map(str, size))
 
 
 def print_markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

@@ -18,6 +18,13 @@ KeyPath = tuple[str | int, ...]
 JsonSchema = dict[str, Any]
 
 REMOVED = {
+    "diffusion.zero_terminal_snr": "diffusion.noise=edm, the default, reaches the noise that the data need",
+    "diffusion.loss": "the loss is the squared error, weighted by level",
+    "diffusion.huber_delta": "the loss is the squared error, weighted by level",
+    "diffusion.sampler_quantile": "diffusion.sampler_clip limits |x_0|",
+    "training.sharding": "every rank holds the whole network (DistributedDataParallel); training.checkpoint_levels and "
+    "model.channels save memory",
+    "training.lean_norm": "training.recompute_norm, on by default, takes its place",
     "monitor.webhook": "Prometheus alert rules (docs/prometheus) or W&B alerts (monitor.trackers) notify an operator",
 }
 """Keys of earlier versions, by what takes their place."""

@@ -17,7 +17,7 @@ class DiffusionConfig(Section):
     """Noise schedule, target, loss and sampler.  The timestep t counts from 0, the least noisy."""
 
     timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(1000, description="noise levels of the schedule")
-    noise: Literal["edm", "cosine", "linear", "sigmoid"] = Field(
+    noise: Literal["edm", "cosine", "linear"] = Field(
         "edm",
         description="noise levels: edm = uniform in log-SNR, over the range that the data's power spectrum needs; "
         "others = how alpha_bar falls with t",
@@ -28,16 +28,11 @@ class DiffusionConfig(Section):
     sigma_max: float | None = Field(
         None, gt=0, description="largest noise of edm; null = four times the largest amplitude of the measured spectrum"
     )
-    zero_terminal_snr: bool = Field(
-        False, description="rescale the schedule so that the last t is pure noise; not with prediction eps"
-    )
     prediction: Prediction = Field(
         "v",
         description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; flow = eps - x_0; eps needs "
         "a sampler_clip",
     )
-    loss: Literal["l2", "huber"] = Field("l2", description="error of the prediction, per voxel")
-    huber_delta: float = Field(1.0, gt=0, description="error above which the Huber loss is linear, model values")
     min_snr_gamma: float | None = Field(
         None,
         gt=0,
@@ -55,9 +50,6 @@ class DiffusionConfig(Section):
     )
     sampler_eta: float = Field(0.0, ge=0, le=1, description="noise that ddim adds in each step; 0 = none, 1 = ddpm's")
     sampler_clip: float | None = Field(None, gt=0, description="limit of |x_0| in each step, model values; null = none")
-    sampler_quantile: float | None = Field(
-        None, gt=0, le=1, description="dynamic thresholding: limit at this quantile of |x_0|, at least sampler_clip"
-    )
     sampler_guidance: float = Field(
         1.0, ge=0, description="classifier-free guidance: 1 = the condition as it is, more = stronger, 0 = none"
     )
@@ -80,28 +72,8 @@ class DiffusionConfig(Section):
             )
         if self.noise == "edm" and self.min_snr_gamma is not None:
             yield (
-                f"min_snr_gamma weighs cosine, linear and sigmoid noise; got {self.min_snr_gamma:g} with edm, whose "
+                f"min_snr_gamma weighs cosine and linear noise; got {self.min_snr_gamma:g} with edm, whose "
                 "weights follow from the spectrum; set diffusion.min_snr_gamma=null"
-            )
-        if self.noise == "edm" and self.zero_terminal_snr:
-            yield (
-                "zero_terminal_snr rescales the schedules of alpha_bar; got it with noise edm, which has sigma_max for "
-                "that; set diffusion.zero_terminal_snr=false"
-            )
-        if self.loss != "huber" and self.huber_delta != 1.0:
-            yield (
-                f"huber_delta belongs to the Huber loss; got {self.huber_delta:g} with {self.loss}; set "
-                "diffusion.loss=huber or remove diffusion.huber_delta"
-            )
-        if self.zero_terminal_snr and self.prediction == "eps":
-            yield (
-                "zero_terminal_snr needs a prediction that says something at pure noise; got prediction eps; set "
-                "diffusion.prediction=v"
-            )
-        if self.sampler_quantile is not None and self.sampler_clip is None:
-            yield (
-                f"sampler_quantile needs sampler_clip, the least limit; got {self.sampler_quantile} and null; set "
-                "diffusion.sampler_clip=1.0"
             )
         if self.sampler_eta > 0 and self.sampler != "ddim":
             yield (

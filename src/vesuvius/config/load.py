@@ -78,16 +78,21 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
 
 
 def parse_stored(stored: Any, overrides: Sequence[str] = (), source: str = "config") -> Config:
-    """As `parse_config`, from an earlier `config.model_dump(mode="json")`, which may lack keys that came later."""
+    """As `parse_config`, from an earlier `config.model_dump(mode="json")`, of another set of keys."""
     diffusion = stored.get("diffusion") if isinstance(stored, dict) else None
     if isinstance(diffusion, dict) and "schedule" in diffusion:  # the key's name in earlier versions
         renamed = {key: value for key, value in diffusion.items() if key != "schedule"}
         stored = stored | {"diffusion": renamed | {"noise": diffusion["schedule"]}}
+    if isinstance(diffusion, dict) and (diffusion.get("zero_terminal_snr") or diffusion.get("loss", "l2") != "l2"):
+        raise ConfigError(
+            f"{source} was trained with diffusion.zero_terminal_snr or a Huber loss, which this version no longer has; "
+            "use the version of vesuvius that trained it"
+        )
     return parse_config(to_yaml(_without_removed(stored)), overrides, source)
 
 
 def _without_removed(stored: Any, path: KeyPath = ()) -> Any:
-    """Without keys that this version no longer has: what was trained does not depend on them."""
+    """Without keys that this version no longer has."""
     if not isinstance(stored, dict):
         return stored
     kept = {key: item for key, item in stored.items() if dotted((*path, key)) not in REMOVED}

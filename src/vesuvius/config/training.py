@@ -20,10 +20,6 @@ class TrainingConfig(Section):
     ranks: PositiveInt | Literal["auto"] = Field(
         1, description="trainer processes, one GPU each; auto = as many as there are GPUs, or as torchrun has started"
     )
-    sharding: Literal["none", "fsdp"] = Field(
-        "none",
-        description="fsdp = each rank holds its part of weights, gradients, moments and averages; none = all of them",
-    )
     workers: NonNegativeInt = Field(2, description="Ray reader processes per rank; 0 reads in the trainer, without Ray")
     prefetch_factor: PositiveInt = Field(
         2, description="batches prepared ahead, per worker; costs trainer memory (pinned on a GPU)"
@@ -50,10 +46,8 @@ class TrainingConfig(Section):
         "auto", description="autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"
     )
     channels_last: bool = Field(False, description="weights and activations in channels_last_3d memory order")
-    lean_norm: bool | Literal["auto"] = Field(
-        "auto",
-        description="recompute norms and SiLU in the backward pass instead of keeping them; same numbers; auto = "
-        "unless a GPU has room for them when the run begins",
+    recompute_norm: bool = Field(
+        True, description="recompute norms and SiLU in the backward pass instead of keeping them: same numbers"
     )
     checkpoint_levels: tuple[NonNegativeInt, ...] = Field(
         (), description="levels whose activations are recomputed in the backward pass; 0 = full resolution"
@@ -114,6 +108,3 @@ class TrainingConfig(Section):
         decays = (self.ema_decay, *self.extra_ema_decays)
         if len(set(decays)) < len(decays):
             yield (f"each average must have a decay of its own; got {list(decays)}; change training.extra_ema_decays")
-        for key in ("compile", "channels_last"):
-            if self.sharding == "fsdp" and getattr(self, key):
-                yield f"training.sharding=fsdp goes without training.{key}; got both; set training.{key}=false"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, Prediction
@@ -34,11 +33,10 @@ def min_snr_weight(kind: Prediction, snr: Tensor, gamma: float) -> Tensor:
 def loss_per_sample(
     prediction: Tensor, x_0: Tensor, eps: Tensor, t: Tensor, schedule: Schedule, config: DiffusionConfig
 ) -> Tensor:
-    """Return the weighted mean error of each sample over its voxels: float32 [B].
+    """Return the weighted mean squared error of each sample over its voxels: float32 [B].
 
-    l2 is the squared error; huber is half of it up to `huber_delta` and linear beyond (Huber 1964).  The weight is the
-    schedule's if it has one (edm), else min-SNR with `config.min_snr_gamma`, or 1 if that is None.  Pure; float32 also
-    inside an autocast region.
+    The weight is the schedule's if it has one (edm), else min-SNR with `config.min_snr_gamma`, or 1 if that is None.
+    Pure; float32 also inside an autocast region.
 
     Args:
         prediction: network output for `schedule.q_sample(x_0, eps, t)`, BCZYX, any float dtype.
@@ -47,12 +45,7 @@ def loss_per_sample(
     """
     assert prediction.shape == x_0.shape == eps.shape, (prediction.shape, x_0.shape, eps.shape)
     target = schedule.target(config.prediction, x_0, eps, t)
-    match config.loss:
-        case "l2":
-            error = (prediction.float() - target).square()
-        case "huber":
-            error = F.huber_loss(prediction.float(), target, reduction="none", delta=config.huber_delta)
-    mean = error.mean(dim=(1, 2, 3, 4))
+    mean = (prediction.float() - target).square().mean(dim=(1, 2, 3, 4))
     if schedule.loss_weight is not None:
         return mean * schedule.loss_weight.index_select(0, t)
     if config.min_snr_gamma is None:

@@ -23,7 +23,6 @@ Betas = npt.NDArray[np.float64]
 COSINE_OFFSET = 0.008
 MAX_BETA = 0.999
 LINEAR_FIRST, LINEAR_LAST = 1e-4, 0.02  # for 1000 timesteps
-SIGMOID_START, SIGMOID_END = -3.0, 3.0
 # Sampling returns a mode of power P with the share sigma_max^2 / (sigma_max^2 + P) of its variance: here at least 0.94.
 _SIGMA_MAX_OVER_AMPLITUDE = 4.0
 _POWERS = 256
@@ -48,17 +47,6 @@ def cosine_betas(timesteps: int) -> Betas:
     """
     angles = (np.arange(timesteps + 1) / timesteps + COSINE_OFFSET) / (1 + COSINE_OFFSET) * (math.pi / 2)
     return _betas_of(np.cos(angles) ** 2)
-
-
-def sigmoid_betas(timesteps: int) -> Betas:
-    """Return the betas of the sigmoid schedule: float64 [timesteps], each in (0, 0.999].
-
-    Source: Jabri et al. 2022 and Chen 2023 (start -3, end 3, temperature 1): alpha_bar(t) falls as the logistic
-    function of -3 ... 3, shifted and scaled to go from 1 to 0.  Keeps more signal than cosine at large t.  Pure.
-    """
-    levels = np.linspace(SIGMOID_START, SIGMOID_END, timesteps + 1)
-    falling = 1 / (1 + np.exp(levels))
-    return _betas_of((falling - falling[-1]) / (falling[0] - falling[-1]))
 
 
 def edm_betas(timesteps: int, sigma_min: float, sigma_max: float | None, spectrum: Spectrum) -> Betas:
@@ -110,18 +98,6 @@ def _betas_of(alpha_bar: npt.NDArray[np.float64], limit: float = MAX_BETA) -> Be
     return betas
 
 
-def with_zero_terminal_snr(betas: Betas) -> Betas:
-    """Return betas with a last alpha_bar of 0 and an unchanged first one: float64 [timesteps], the last beta is 1.
-
-    Source: Lin et al. 2023, algorithm 1: sqrt(alpha_bar) is shifted and scaled.  Pure.
-    """
-    root = np.sqrt(np.cumprod(1 - betas))
-    root = (root - root[-1]) * root[0] / (root[0] - root[-1])
-    alpha_bar = root**2
-    rescaled: Betas = 1 - alpha_bar / np.concatenate([[1.0], alpha_bar[:-1]])
-    return rescaled
-
-
 def x_0_and_eps(
     kind: Prediction, prediction: Tensor, x_t: Tensor, alpha: Tensor | float, sigma: Tensor | float
 ) -> tuple[Tensor, Tensor]:
@@ -168,7 +144,7 @@ class Schedule:
 
     @classmethod
     def from_betas(cls, betas: Betas, spectrum: Spectrum | None = None) -> Self:
-        """Build the tables on the CPU from float64 betas [timesteps], each in (0, 1); the last may be 1."""
+        """Build the tables on the CPU from float64 betas [timesteps], each in (0, 1)."""
         alpha_bar = np.cumprod(1 - betas, dtype=np.float64)
 
         def table(values: npt.NDArray[np.floating]) -> Tensor:
@@ -205,12 +181,9 @@ class Schedule:
                     edm_betas(config.timesteps, config.sigma_min, config.sigma_max, spectrum), spectrum
                 )
             case "linear":
-                betas = linear_betas(config.timesteps)
+                return cls.from_betas(linear_betas(config.timesteps))
             case "cosine":
-                betas = cosine_betas(config.timesteps)
-            case "sigmoid":
-                betas = sigmoid_betas(config.timesteps)
-        return cls.from_betas(with_zero_terminal_snr(betas) if config.zero_terminal_snr else betas)
+                return cls.from_betas(cosine_betas(config.timesteps))
 
     @property
     def timesteps(self) -> int:

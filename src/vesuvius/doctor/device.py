@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from vesuvius.config import Config
 from vesuvius.diffusion.network.unet import check_torch_version
@@ -13,12 +14,11 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import size_text
 from vesuvius.training.step.self_test import (
     TOLERANCES,
+    USUAL,
     Convolve,
-    check_convolutions,
+    check_kernels,
     convolution_errors,
     cudnn_problem,
-    network_convolutions,
-    norm_errors,
 )
 from vesuvius.training.step.step import AmpMode, choose_device, resolve_amp
 
@@ -71,22 +71,19 @@ def look_at_cudnn(config: Config | None) -> Finding:
 
 
 def look_at_kernels(config: Config | None, convolve: Convolve | None = None) -> Finding:
-    """Conv3d and norm, forward and backward, in the dtype of the config, against float64 on the CPU.
+    """Conv3d, forward and backward, in the dtype of the config, against float64 on the CPU.
 
     Of a config also the convolutions of its network, against float32.
     """
     device = choose_device()
     amp = _amp(config, device)
-    errors = convolution_errors(device, amp, convolve)
-    layout = config is not None and config.training.channels_last
+    errors = convolution_errors(USUAL, device, amp, convolve=convolve or F.conv3d)
     if config is not None:
         try:
-            convolutions = network_convolutions(config, config.training.train_batch_size)
-            check_convolutions(convolutions, device, amp, layout)
+            check_kernels(config, config.training.train_batch_size, device, amp)
         except ConfigError as error:
             value, _, remedy = str(error).rpartition("; ")
             return Finding("fail", value, remedy)
-    errors |= {f"norm {name}": error for name, error in norm_errors(device, amp, layout).items()}
     name, worst = max(errors.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
     value = f"largest relative error {worst:.1e} ({name}), allowed {TOLERANCES[amp]:g}, amp {amp} on {device}"
     if not worst <= TOLERANCES[amp]:

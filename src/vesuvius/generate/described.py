@@ -60,7 +60,7 @@ def described(info: CheckpointInfo, request: DrawRequest) -> dict[str, Any]:
         "weights": request.weights,
         "weights_sha256": check_weights(info.checkpoint, request.weights),
         "sampler": diffusion.sampler,
-        **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "eta", "clip", "quantile", "guidance")},
+        **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "eta", "clip", "guidance")},
         "volume": info.data.volumes[request.volume].name,
         "grey_low": grey.low,
         "grey_high": grey.high,

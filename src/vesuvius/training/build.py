@@ -33,13 +33,7 @@ from vesuvius.training.reporting.deaths import Deaths
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.network import build_network
-from vesuvius.training.step.self_test import (
-    check_convolution,
-    check_convolutions,
-    check_cudnn,
-    check_norm,
-    network_convolutions,
-)
+from vesuvius.training.step.self_test import check_kernels
 from vesuvius.training.step.step import TrainStep, choose_kernels
 from vesuvius.training.validation.reference import Reference
 
@@ -50,11 +44,7 @@ def build_step(config: Config, preflight: Preflight, device: torch.device, part:
     network = build_network(config, device)
     schedule = Schedule.from_config(config.diffusion, preflight.spectrum)
     train_step = TrainStep(config, network, schedule, device, part, ranks)
-    check_cudnn(device, train_step.amp, config.training.channels_last)
-    check_convolution(device, "off")
-    convolutions = network_convolutions(config, config.training.train_batch_size)
-    check_convolutions(convolutions, device, train_step.amp, config.training.channels_last)
-    check_norm(device, train_step.amp, config.training.channels_last)
+    check_kernels(config, config.training.train_batch_size, device, train_step.amp)
     log_network(config, network, device, train_step.amp)
     return train_step
 
@@ -82,14 +72,13 @@ def open_watchdog(config: Config, directory: RunDir, metrics: JsonLines, progres
     return Watchdog(stall_s, directory.stacks, metrics.write, lambda: (progress.step, config.stop_step))
 
 
-def open_writer(run: RunContext, train_step: TrainStep) -> CheckpointWriter:
+def open_writer(run: RunContext) -> CheckpointWriter:
     """Writes checkpoints beside the steps."""
     return CheckpointWriter(
         run.directory.checkpoints,
         retention(run.config),
         dump_config(run.config),
         on_progress=lambda: run.watchdog.alive("checkpoint"),
-        before_copy=(lambda: run.ranks.call("state")) if train_step.sharded else lambda: None,
     )
 
 

@@ -109,14 +109,10 @@ class Milestones:
             self._writer.prepare(self._state())
 
     def save_last(self) -> StorageError | None:
-        """Save the present step, unless that has been done, and wait for the disk; returns why the last save failed.
-
-        On other ranks than 0, take part in what rank 0 saves, where weights are sharded.
-        """
+        """Save the present step, unless that has been done, and wait for the disk; returns why the last save failed."""
         self.save()
         if self._run.ranks.is_main:
             self._run.watchdog.expects("checkpoint", "the disk")
-        self._run.ranks.end_calls()
         failure = self._writer.wait()
         self.record_saves()
         return failure

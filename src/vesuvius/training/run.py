@@ -23,7 +23,6 @@ from vesuvius.training.checkpoint.mirror import Mirror, open_run_store
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import ResumePoint, check_same_config, checkpoint_to_resume, is_finished
 from vesuvius.training.checkpoint.save import set_aside
-from vesuvius.training.checkpoint.snapshot import take_part
 from vesuvius.training.context import RunContext
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
@@ -155,7 +154,6 @@ def _train_and_record(
     ranks: Ranks,
 ) -> int:
     """Run one session, and record how it began and how it ended, however it ends."""
-    config = preflight.resolved(config)
     directory, device = preflight.directory, choose_device(ranks.local_rank)
     part = part_of(config, ranks.rank, ranks.world)
     log_ranks(config, part)
@@ -163,10 +161,6 @@ def _train_and_record(
         progress: Progress | None = None
         try:
             train_step = build_step(config, preflight, device, part, ranks)
-            if train_step.sharded:
-                ranks.on_call = lambda what: take_part(  # "state", or the name of a set of weights
-                    train_step.state_dict() if what == "state" else train_step.weights(what)
-                )
             progress = load_weights(config, preflight, train_step, device)
             progress.begin_at_multiple(ranks.world, config.global_batch)
             watchdog = open_watchdog(config, directory, metrics, progress)
@@ -256,7 +250,7 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
     """Run steps until the last one or a request to stop, save, and return the exit code."""
     config, progress, stop = run.config, run.progress, run.stop
     guard_actions = GuardActions(run, preflight.data.job.patch_bytes)
-    with run.watchdog, open_monitor(run, guard_actions.exit) as monitor, open_writer(run, train_step) as writer:
+    with run.watchdog, open_monitor(run, guard_actions.exit) as monitor, open_writer(run) as writer:
         loop = build_loop(run, preflight, train_step, writer, monitor, guard_actions, make_tuner or make_autotuner)
         milestones, deaths = loop.milestones, loop.deaths
         try:
@@ -271,9 +265,8 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
             )
             # Also after non-finite steps: they were not applied, and a resume continues after them.
             # On a GPU not where another rank failed: a step may be queued after a sum that is not complete.
-            # Nor of sharded weights, as not all ranks may come to gather them.
             behind_sum = isinstance(cause, RankError) and run.device.type == "cuda"
-            intact = not (train_step.updating or behind_sum or train_step.sharded)
+            intact = not (train_step.updating or behind_sum)
             saved = milestones.save_after_error() if intact else None
             if is_gpu_memory_error(error):
                 short = gpu_memory_error(config, run.device, error, saved)

@@ -15,15 +15,15 @@ def test_each_group_holds_at_least_four_channels_or_all_there_are(channels: int,
     assert layers.group_count(channels, norm_groups) == groups
 
 
-@pytest.mark.parametrize("lean", [False, True])
-def test_adaptive_norm_parity_with_group_norm_then_scale_and_shift(lean: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_adaptive_norm_parity_with_group_norm_then_scale_and_shift(recompute: bool) -> None:
     norm, conv = layers.AdaptiveNormSiLU(8, 5, norm_groups=2), nn.Conv3d(8, 3, 3, padding=1)
     generator = torch.Generator().manual_seed(6)
     x, embedding = torch.randn(3, 8, 2, 3, 4, generator=generator), torch.randn(3, 5, generator=generator)
     scale, shift = norm.project(embedding)[:, :, None, None, None].chunk(2, dim=1)
     expected = conv(F.silu(nn.GroupNorm(2, 8, affine=False)(x) * (1 + scale) + shift))
     # 1e-5: the fused form multiplies mean and scale in another order.
-    torch.testing.assert_close(norm(x, embedding, conv, lean), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm(x, embedding, conv, recompute), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_parity_with_the_softmax_formula() -> None:

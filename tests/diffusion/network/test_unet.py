@@ -180,11 +180,11 @@ def _loss_and_gradients(model: UNet) -> tuple[Tensor, dict[str, Tensor]]:
 @CONFIGS
 @pytest.mark.parametrize(
     "execution",
-    [Execution(lean_norm=True), Execution(lean_norm=False, checkpoint_levels=(0, 1)), Execution(True, (0, 1, 2, 3))],
-    ids=["lean", "checkpointed", "both"],
+    [Execution(True), Execution(False, checkpoint_levels=(0, 1)), Execution(True, (0, 1, 2, 3))],
+    ids=["recomputed", "checkpointed", "both"],
 )
 def test_how_it_is_computed_changes_no_number(config: ModelConfig, execution: Execution) -> None:
-    plain, other = _awake(config, execution=Execution(lean_norm=False)), _awake(config, execution=execution)
+    plain, other = _awake(config, execution=Execution(False)), _awake(config, execution=execution)
     loss, gradients = _loss_and_gradients(plain)
     other_loss, other_gradients = _loss_and_gradients(other)
     assert torch.equal(loss, other_loss)
@@ -244,12 +244,12 @@ def one_dnn() -> Iterator[None]:
 @pytest.mark.sample(7)
 @pytest.mark.usefixtures("one_dnn")
 @CONFIGS
-@pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_in_channels_last_order_no_activation_and_no_gradient_lies_otherwise(
-    config: ModelConfig, lean: bool, channels: int
+    config: ModelConfig, recompute: bool, channels: int
 ) -> None:
-    model = _awake(config, channels, Execution(lean))
+    model = _awake(config, channels, Execution(recompute))
     model.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     x, t = _input(2, channels)  # contiguous, as the loader delivers it
     with _Layouts() as layouts:
@@ -259,7 +259,7 @@ def test_in_channels_last_order_no_activation_and_no_gradient_lies_otherwise(
     allowed = ("aten.stack.default (3, ", f"aten.clone.default (2, {layouts.tokens}, 3, ")
     assert [line for line in layouts.others if not line.startswith(allowed)] == []
     with _Layouts() as layouts:
-        _awake(config, channels, Execution(lean))(x, t).square().sum().backward()
+        _awake(config, channels, Execution(recompute))(x, t).square().sum().backward()
     assert layouts.others, "contiguous weights are seen"
 
 
@@ -291,9 +291,9 @@ def compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.long  # the test below compiles one graph, too
-@pytest.mark.parametrize("lean", [False, True])
-def test_forward_and_backward_are_one_graph_for_torch_compile(lean: bool) -> None:
-    execution = Execution(lean_norm=lean)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_forward_and_backward_are_one_graph_for_torch_compile(recompute: bool) -> None:
+    execution = Execution(recompute)
     model, compiled = _awake(ALL_PARTS, execution=execution), _awake(ALL_PARTS, execution=execution)
     # backend="eager" runs the captured graph as it is: a graph break would raise, the numbers stay the same.
     compiled.forward = torch.compile(compiled.forward, backend="eager", fullgraph=True)  # type: ignore[method-assign]
@@ -320,7 +320,7 @@ def _kept_bytes(model: UNet, forward: Callable[[Tensor, Tensor], Tensor]) -> int
 
 
 @pytest.mark.usefixtures("compiler")
-def test_compiled_the_lean_form_keeps_no_more_than_eager_and_gives_the_same_numbers() -> None:
+def test_compiled_with_recomputed_norms_it_keeps_no_more_than_eager_and_gives_the_same_numbers() -> None:
     # aot_eager: torch.compile's own choice of what is kept and what is computed again, without its code generator.
     model, compiled, plain = _awake(ALL_PARTS), _awake(ALL_PARTS), _awake(ALL_PARTS, execution=Execution(False))
     compiled.forward = torch.compile(compiled.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]

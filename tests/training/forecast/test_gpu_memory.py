@@ -148,9 +148,9 @@ def test_a_plan_that_fails_is_said_and_the_next_smaller_batch_is_proposed(monkey
 
 
 def test_where_not_even_one_patch_fits_the_network_must_shrink() -> None:
-    config = small(*batches(2, 1), "training.lean_norm=false")
+    config = small(*batches(2, 1), "training.recompute_norm=false")
     text = remedy(config, CPU, gpu_of(GIB // 2))
-    assert "of 0.50 GiB, and not even one patch fits: set training.lean_norm=true, add training" in text
+    assert "of 0.50 GiB, and not even one patch fits: set training.recompute_norm=true, add training" in text
     assert "train_batch_size=" not in text
 
 

@@ -223,37 +223,6 @@ def test_the_checks_of_rank_0_may_take_longer_than_a_step(ranks: list[Ranks]) ->
     ranks[0]._ended.set()
 
 
-def test_a_call_of_rank_0_is_answered_by_all_while_they_wait_for_the_step(ranks: list[Ranks]) -> None:
-    answered: list[tuple[int, str]] = []
-    for one in ranks[1:]:
-        one.on_call = lambda what, rank=one.rank: answered.append((rank, what))  # type: ignore[misc]
-
-    def act(one: Ranks) -> None:
-        if one.is_main:
-            for number, what in enumerate(["state", "ema"], 1):
-                one.call(what)
-                while len(answered) < number * (WORLD - 1):  # as a collective would
-                    time.sleep(0.01)
-        one.agree(None, {})
-        one.end_calls()
-
-    on_all(ranks, act)
-    assert sorted(answered) == [(1, "ema"), (1, "state"), (2, "ema"), (2, "state")]
-
-
-def test_a_call_is_answered_before_what_was_set_after_it_is_taken(ranks: list[Ranks]) -> None:
-    """On a GPU rank 0 only enqueues its part of a collective, and begins the next step at once."""
-    answered: list[str] = []
-    ranks[1].on_call = answered.append
-    ranks[0].call("state")
-    assert ranks[0]._store is not None
-    ranks[0]._store.set("later", "value")
-    assert ranks[1]._get("later", 0, "go on") == b"value"
-    assert answered == ["state"]
-    for one in ranks:
-        one._ended.set()
-
-
 HANGS = """
 import os, signal, sys, threading, time
 from vesuvius.training.ranks import ranks as module

@@ -21,14 +21,13 @@ from vesuvius.errors import ConfigError
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.self_test import (
     TOLERANCES,
+    USUAL,
     Convolution,
     check_convolution,
-    check_convolutions,
-    check_cudnn,
-    check_norm,
+    check_kernels,
+    convolution_errors,
     cudnn_problem,
     network_convolutions,
-    norm_errors,
 )
 from vesuvius.training.step.step import AmpMode
 
@@ -39,47 +38,26 @@ MODES = pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @MODES
 def test_this_machine_convolves_rightly(amp: AmpMode) -> None:
     before = torch.get_rng_state()
-    check_convolution(CPU, amp, partial(F.conv3d, padding=1))  # the tests' own: what others have found is not taken
+    check_convolution(USUAL, CPU, amp, convolve=partial(F.conv3d))  # the tests' own: what others found is not taken
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@MODES
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("lean", [False, True])
-def test_this_machine_normalises_rightly_in_either_form_and_order(
-    amp: AmpMode, channels_last: bool, lean: bool
-) -> None:
-    before = torch.get_rng_state()
-    errors = norm_errors(CPU, amp, channels_last, lean)
-    check_norm(CPU, amp, channels_last, errors)
-    assert torch.equal(torch.get_rng_state(), before)
-    # Rounding is there, so it is compared with float64 in the dtype that was asked for.
-    assert min(errors.values()) > (1e-8 if amp == "off" else 1e-5)
-
-
-@pytest.mark.parametrize("name", ["output", "input gradient", "scale gradient", "shift gradient"])
-def test_a_wrong_norm_is_refused_with_the_remedy(name: str) -> None:
-    for error in (2 * TOLERANCES["bf16"], float("nan")):
-        with pytest.raises(ConfigError, match=rf"wrong .*: {name} off by .* amp bf16\); set training\.amp=off or"):
-            check_norm(CPU, "bf16", True, {"other": 0.0, name: error})
-
-
-def _one_plane_lost(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
+def _one_plane_lost(x: Tensor, *given: Tensor, **how: Any) -> Tensor:
     keep = torch.ones(x.shape[2]).index_fill(0, torch.tensor([x.shape[2] - 1]), 0.0).view(1, 1, -1, 1, 1)
-    return F.conv3d(x, kernel, bias, padding=1) * keep
+    return F.conv3d(x, *given, **how) * keep
 
 
-def _mirrored(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
-    return F.conv3d(x, kernel.flip(2), bias, padding=1)
+def _mirrored(x: Tensor, kernel: Tensor, bias: Tensor, **how: Any) -> Tensor:
+    return F.conv3d(x, kernel.flip(2), bias, **how)
 
 
-def _wrong_gradient(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
-    right = F.conv3d(x, kernel, bias, padding=1)
+def _wrong_gradient(*given: Tensor, **how: Any) -> Tensor:
+    right = F.conv3d(*given, **how)
     return right.detach() + 1.02 * (right - right.detach())
 
 
-def _nan(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
-    return F.conv3d(x, kernel, bias, padding=1) * float("nan")
+def _nan(*given: Tensor, **how: Any) -> Tensor:
+    return F.conv3d(*given, **how) * float("nan")
 
 
 @MODES
@@ -90,7 +68,7 @@ def _nan(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
 def test_a_wrong_convolution_is_refused_with_the_remedy(amp: AmpMode, convolve: object, part: str) -> None:
     remedy = "install a different torch" if amp == "off" else r"set training\.amp=off or"
     with pytest.raises(ConfigError, match=rf"wrong .*: {part} off by .* amp {amp}\); {remedy}"):
-        check_convolution(CPU, amp, convolve)  # type: ignore[arg-type]
+        check_convolution(USUAL, CPU, amp, convolve=convolve)  # type: ignore[arg-type]
 
 
 class Recorded(TorchDispatchMode):
@@ -119,7 +97,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     [
         ({}, {}, {}),
         ({"full_res_channels": 4, "skips": "add"}, {"patch_size": [4, 32, 32]}, {"train_batch_size": 3}),
-        ({"scalars": ["voxel_size"], "strides": [[1, 2, 2]]}, {}, {"channels_last": True, "lean_norm": False}),
+        ({"scalars": ["voxel_size"], "strides": [[1, 2, 2]]}, {}, {"channels_last": True, "recompute_norm": False}),
         ({"attention_heads": 0}, {"condition_classes": 3}, {"checkpoint_levels": [1]}),
     ],
 )
@@ -162,11 +140,11 @@ FLAT = Convolution((1, 8, 2, 8, 8), (16, 8, 3, 3, 3), (1, 2, 2), (1, 1, 1))
 @pytest.mark.parametrize("part", ["input gradient", "weight gradient", "bias gradient"])
 def test_a_gradient_that_is_wrong_for_one_shape_is_refused_with_the_shape(part: str) -> None:
     convolve = _lost_where_flat(part)
-    assert max(check_convolutions([DEEP], CPU, "fp16", False, convolve=convolve).values()) < TOLERANCES["fp16"]
+    assert max(convolution_errors(DEEP, CPU, "fp16", convolve=convolve).values()) < TOLERANCES["fp16"]
     said = rf"Conv3d to 16 channels, kernel 3x3x3, of an input of 1x8x2x8x8 is wrong .*: {part} off by 1 of its norm"
     with pytest.raises(ConfigError, match=said):
-        check_convolutions([DEEP, FLAT], CPU, "fp16", False, convolve=convolve)
-    check_convolutions([DEEP, FLAT], CPU, "fp16", False, backward=False, convolve=convolve)  # sampling has no gradients
+        check_convolution(FLAT, CPU, "fp16", convolve=convolve)
+    check_convolution(FLAT, CPU, "fp16", backward=False, convolve=convolve)  # sampling has no gradients
 
 
 def test_a_run_starts_in_bf16_only_if_the_convolutions_of_its_network_are_right(
@@ -192,31 +170,29 @@ def test_a_run_starts_in_bf16_only_if_the_convolutions_of_its_network_are_right(
         assert code == 0
 
 
-@pytest.mark.parametrize("version", [90800, 91002, 91400])
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_a_cudnn_without_16_bit_conv3d_is_refused_with_the_remedy(amp: AmpMode, version: int) -> None:
-    said = rf"got cuDNN 9\.{version // 100 % 100}, .* set training\.channels_last=true or install cuDNN 9\.15"
-    with pytest.raises(ConfigError, match=said):
-        check_cudnn(torch.device("cuda"), amp, channels_last=False, version=version)
-
-
 @pytest.mark.parametrize(
-    ("device", "amp", "channels_last", "version"),
+    ("device", "amp", "channels_last", "version", "refused"),
     [
-        ("cuda", "bf16", True, 91002),
-        ("cuda", "off", False, 91002),
-        ("cpu", "bf16", False, 91002),
-        ("cuda", "bf16", False, 90799),
-        ("cuda", "bf16", False, 91500),
+        ("cuda", "bf16", False, 90800, True),
+        ("cuda", "fp16", False, 91400, True),
+        ("cuda", "bf16", True, 91002, False),
+        ("cuda", "off", False, 91002, False),
+        ("cpu", "bf16", False, 91002, False),
+        ("cuda", "bf16", False, 90799, False),
+        ("cuda", "bf16", False, 91500, False),
+        ("cuda", "bf16", False, None, False),
     ],
-    ids=["channels_last", "float32", "cpu", "older", "newer"],
 )
-def test_cudnn_is_not_to_blame_elsewhere(device: str, amp: AmpMode, channels_last: bool, version: int) -> None:
-    assert cudnn_problem(torch.device(device), amp, channels_last, version) == ""
-
-
-def test_the_version_is_that_of_the_cudnn_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    assert "cuDNN 9.10" in cudnn_problem(torch.device("cuda"), "bf16", False)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # torch without cuDNN
-    assert cudnn_problem(torch.device("cuda"), "bf16", False) == ""
+def test_a_cudnn_without_16_bit_conv3d_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, device: str, amp: AmpMode, channels_last: bool, version: int | None, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)  # None: torch without cuDNN
+    problem = cudnn_problem(torch.device(device), amp, channels_last)
+    assert bool(problem) == refused
+    if refused:
+        assert version is not None
+        assert f"got cuDNN 9.{version // 100 % 100}, " in problem
+        assert problem.endswith("set training.channels_last=true or install cuDNN 9.15 or newer")
+        config = parse_config(yaml.safe_dump(tiny_sections("tiny", Path("v.zarr"))))
+        with pytest.raises(ConfigError, match="must run on cuDNN"):
+            check_kernels(config, 2, torch.device(device), amp)

@@ -92,7 +92,7 @@ class Recorder:
     [
         {"prediction": "v", "min_snr_gamma": 5.0},
         {"prediction": "eps", "min_snr_gamma": None},
-        {"prediction": "x_0", "min_snr_gamma": 2.0, "loss": "huber", "huber_delta": 0.3},
+        {"prediction": "x_0", "min_snr_gamma": 2.0},
         {"prediction": "v", "min_snr_gamma": None, "timesteps": 5, "sampler_steps": 2},
     ],
 )
@@ -109,11 +109,7 @@ def test_validation_equals_the_loss_written_out_in_float64(diffusion: dict[str, 
         alpha, sigma, snr = np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar), alpha_bar / (1 - alpha_bar)
         prediction = (alpha * x_0 + sigma * eps) / 2
         target = {"v": alpha * eps - sigma * x_0, "eps": eps, "x_0": x_0}[config.diffusion.prediction]
-        error, delta = np.abs(prediction - target), config.diffusion.huber_delta
-        if config.diffusion.loss == "huber":
-            losses = np.where(error < delta, error**2 / 2, delta * (error - delta / 2))
-        else:
-            losses = error**2
+        losses = (prediction - target) ** 2
         gamma = config.diffusion.min_snr_gamma
         per_snr = {"v": 1 / (snr + 1), "eps": 1 / snr, "x_0": 1.0}[config.diffusion.prediction]
         expected[patch, bin_] = losses.mean() * (1.0 if gamma is None else min(snr, gamma) * per_snr)

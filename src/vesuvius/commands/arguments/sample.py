@@ -19,7 +19,6 @@ KEYS = {
     "steps": "diffusion.sampler_steps",
     "eta": "diffusion.sampler_eta",
     "clip": "diffusion.sampler_clip",
-    "quantile": "diffusion.sampler_quantile",
     "guidance": "diffusion.sampler_guidance",
     "amp": "training.amp",
 }
@@ -28,7 +27,6 @@ _MEANINGS = {
     "steps": "sampling steps",
     "eta": "noise that ddim adds in each step, 0 to 1",
     "clip": "limit of |x_0| in each step, model values; null = none",
-    "quantile": "dynamic thresholding: limit at this quantile of |x_0|, at least --clip; null = none",
     "guidance": "1 = the condition as it is, more = stronger, 0 = none",
     "amp": "auto, off, bf16 or fp16",
 }

@@ -12,8 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from vesuvius.config import Triple
-from vesuvius.diffusion.network.lean import no_autocast, norm_silu_conv
-from vesuvius.diffusion.network.norm_silu import NORM_EPS, laid_out, layout_of
+from vesuvius.diffusion.network.norm import NORM_EPS, laid_out, layout_of, no_autocast, norm_silu_conv
 
 FREQUENCIES = 64
 LONGEST_PERIOD = 10_000.0
@@ -81,8 +80,8 @@ class NormSiLU(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: Tensor, conv: nn.Conv3d, lean: bool) -> Tensor:
-        return norm_silu_conv(x, self.weight, self.bias, self.groups, conv, lean)
+    def forward(self, x: Tensor, conv: nn.Conv3d, recompute: bool) -> Tensor:
+        return norm_silu_conv(x, self.weight, self.bias, self.groups, conv, recompute)
 
 
 class AdaptiveNormSiLU(nn.Module):
@@ -96,10 +95,10 @@ class AdaptiveNormSiLU(nn.Module):
         self.groups = group_count(channels, norm_groups)
         self.project = nn.Linear(embedding, 2 * channels)
 
-    def forward(self, x: Tensor, embedding: Tensor, conv: nn.Conv3d, lean: bool) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor, conv: nn.Conv3d, recompute: bool) -> Tensor:
         """[B, C, Z, Y, X] and [B, embedding] -> conv(SiLU(norm(x) (1 + scale) + shift))."""
         scale, shift = self.project(embedding).chunk(2, dim=1)
-        return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, lean)
+        return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, recompute)
 
 
 class ResidualBlock(nn.Module):
@@ -113,10 +112,10 @@ class ResidualBlock(nn.Module):
         self.conv_2 = ZeroConv3d(channels_out, channels_out, 3, padding=1)
         self.skip = nn.Identity() if channels_in == channels_out else nn.Conv3d(channels_in, channels_out, 1)
 
-    def forward(self, x: Tensor, embedding: Tensor, lean: bool) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor, recompute: bool) -> Tensor:
         """[B, channels_in, Z, Y, X] and [B, embedding] -> [B, channels_out, Z, Y, X]."""
-        h = self.norm_1(x, self.conv_1, lean)
-        out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, lean)
+        h = self.norm_1(x, self.conv_1, recompute)
+        out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, recompute)
         return out
 
 

@@ -26,7 +26,7 @@ from vesuvius.diffusion.network.layers import (
     depth_to_space,
     space_to_depth,
 )
-from vesuvius.diffusion.network.norm_silu import layout_of, with_channels_last_strides
+from vesuvius.diffusion.network.norm import layout_of, with_channels_last_strides
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.errors import ConfigError
 
@@ -60,7 +60,7 @@ def largest_activation_elements(config: ModelConfig, batch: int, size_zyx: Tripl
 class Execution:
     """How a network is computed.  Does not change its weights or, beyond rounding, its results."""
 
-    lean_norm: bool = True  # recompute norm and SiLU in the backward pass instead of keeping their outputs
+    recompute_norm: bool = True  # recompute norm and SiLU in the backward pass instead of keeping their outputs
     # levels whose blocks are recomputed in the backward pass; 0 = full resolution, 1 = the first of
     # `ModelConfig.channels`, and so on
     checkpoint_levels: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class Execution:
         """Join parts by channel and apply a residual block of a level."""
 
         def applied(*parts: Tensor) -> Any:
-            return block(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], embedding, self.lean_norm)
+            return block(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], embedding, self.recompute_norm)
 
         again = level in self.checkpoint_levels and torch.is_grad_enabled()
         # Blocks have no randomness, so no generator state has to be restored.
@@ -192,14 +192,14 @@ class UNet(nn.Module):
         self.check_size(batch, (z, y, x_size))
         x = self._laid_out_as_weights(x)
         embedding = self.embed(t, scalars)
-        stride, run, lean = self.config.stem_stride, self.execution.run, self.execution.lean_norm
+        stride, run, recompute = self.config.stem_stride, self.execution.run, self.execution.recompute_norm
         if not self.config.full_res_channels:
             h = self.trunk(self.stem_in(space_to_depth(x, stride)), embedding)
-            return depth_to_space(self.norm_out(h, self.conv_out, lean), stride).float()
+            return depth_to_space(self.norm_out(h, self.conv_out, recompute), stride).float()
         fine = run(0, self.full_down, embedding, self.full_in(x))
         h = self.trunk(self.stem_in(space_to_depth(fine, stride)), embedding)
         fine = run(0, self.full_up, embedding, fine + depth_to_space(self.stem_out(h), stride))
-        out: Tensor = self.norm_out(fine, self.conv_out, lean)
+        out: Tensor = self.norm_out(fine, self.conv_out, recompute)
         return out.float()
 
     def _laid_out_as_weights(self, x: Tensor) -> Tensor:

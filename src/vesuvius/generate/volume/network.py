@@ -18,12 +18,7 @@ from vesuvius.generate.described import DrawRequest
 from vesuvius.generate.volume.work import VolumeJob, Work
 from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
 from vesuvius.training.step.conditioning import Conditioner
-from vesuvius.training.step.self_test import (
-    check_convolution,
-    check_convolutions,
-    cudnn_problem,
-    network_convolutions,
-)
+from vesuvius.training.step.self_test import check_kernels, cudnn_problem
 from vesuvius.training.step.step import choose_device
 
 log = logging.getLogger(__name__)
@@ -48,9 +43,7 @@ class Network:
         self.denoiser = Denoiser(self.info, request.weights, self.schedule, self.device)
         if problem := cudnn_problem(self.device, self.denoiser.amp, config.training.channels_last):
             log.warning("sampling will be slow: %s", problem)
-        check_convolution(self.device, "off")
-        layers, channels_last = network_convolutions(config, request.batch_size), config.training.channels_last
-        check_convolutions(layers, self.device, self.denoiser.amp, channels_last, backward=False)
+        check_kernels(config, request.batch_size, self.device, self.denoiser.amp, backward=False)
         self._volume = request.volume
         self._conditioner = Conditioner(config.data.labels, data.greys.conditions, data.scalars, self.device)
 

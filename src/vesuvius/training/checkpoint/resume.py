@@ -119,8 +119,6 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
     state = load_checkpoint(path, verified=True)
     stored = parse_stored(state["config"], source=str(path / STATE))
     before, now = stored.model_dump(mode="json"), config.model_dump(mode="json")
-    if config.training.lean_norm == "auto":  # goes on as it is stored
-        now["training"]["lean_norm"] = before["training"]["lean_norm"]
     if stored.training.optimizer != config.training.optimizer:
         raise ConfigError(
             "a resumed run must keep its optimizer, whose moments are of no use to another; got training.optimizer="

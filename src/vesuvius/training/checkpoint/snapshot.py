@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from vesuvius.errors import StorageError, one_line
 from vesuvius.training.checkpoint.files import tensors_in
-from vesuvius.training.step.shards import whole
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,9 @@ class Snapshot:
 
     The first touch of fresh memory is several times slower than a copy: 2.8 against 15 GB/s, on 2 cores of
     an AMD EPYC.  Buffers for tensors of a GPU are pinned; torch rounds each up to a power of two.
-
-    Args:
-        before_copy: called when there is room for all and nothing is copied yet.  Of sharded tensors the whole ones are
-            copied, one after the other, in which the other ranks have to take part.
     """
 
-    def __init__(self, before_copy: Callable[[], None] = lambda: None) -> None:
-        self._before_copy = before_copy
+    def __init__(self) -> None:
         self._buffers: list[tuple[Layout, Tensor]] = []
         self._state: Any = None
         self._copied: torch.cuda.Event | None = None
@@ -69,11 +63,10 @@ class Snapshot:
         layouts = layouts_of(state)
         used = [(layout, free[layout].pop(0) if free[layout] else _allocate(layout)) for layout in layouts]
         buffers = iter(used)
-        self._before_copy()
 
         def copied(tensor: Tensor) -> Tensor:
             layout, buffer = next(buffers)
-            return buffer.copy_(whole(tensor), non_blocking=layout.pinned)
+            return buffer.copy_(tensor, non_blocking=layout.pinned)
 
         with torch.no_grad():
             self._state = tree_map_only(Tensor, copied, state)  # dicts and lists are new ones: nothing is shared
@@ -110,9 +103,3 @@ def _allocate(layout: Layout) -> Tensor:
             f"{tuple(layout.shape)}, {layout.dtype}{', pinned' if layout.pinned else ''}; give the run more memory, or "
             "lower training.workers or training.prefetch_factor"
         ) from error
-
-
-def take_part(state: Any) -> None:
-    """On other ranks than 0, gather what is sharded in a state, one tensor after the other, as `Snapshot.take` does."""
-    for tensor in tensors_in(state):
-        whole(tensor)

@@ -35,7 +35,6 @@ class CheckpointWriter:
         retention: which checkpoints stay; its `best_step` comes with each save.
         config_yaml: resolved config of the run.
         on_progress: called on the thread, often, while the disk takes the bytes.
-        before_copy: as of `Snapshot`.
 
     Attributes:
         failures: step and error of each save that failed, for the caller to take out.
@@ -48,13 +47,12 @@ class CheckpointWriter:
         retention: RetentionPolicy,
         config_yaml: str,
         on_progress: Callable[[], None] = lambda: None,
-        before_copy: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._retention = retention
         self._config_yaml = config_yaml
         self._on_progress = on_progress
-        self._snapshot = Snapshot(before_copy)
+        self._snapshot = Snapshot()
         self._job: Future[None] | None = None
         self._doing = ""
         self._error: StorageError | None = None

@@ -57,7 +57,6 @@ def dry_run(
     device, asked = choose_device(), config.training.ranks
     ranks_here = max(torch.cuda.device_count(), 1) if asked == "auto" else asked
     checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=ranks_here)
-    config = checked.resolved(config)
     training = config.training
     yield f"run        {checked.directory.path}, steps {_steps(config)}"
     yield from _resume_lines(config, checked, resume)
@@ -66,7 +65,7 @@ def dry_run(
     yield from (f"chunks     {check.line()}" for check in chunks)
     yield (
         f"model      {checked.parameters / 1e6:.1f} M parameters, device {device}, "
-        f"amp {resolve_amp(training.amp, device)}, lean_norm {str(checked.lean_norm).lower()} ({checked.lean_reason})"
+        f"amp {resolve_amp(training.amp, device)}"
     )
     ranks = "" if training.ranks == 1 else f" x {training.ranks} ranks"
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
@@ -186,24 +185,9 @@ def _memory_lines(config: Config, plan: MemoryPlan, vram_bytes: int, whose: str)
         f"EMA {size_text(plan.ema_bytes)}",
         f"  kept     {size_text(plan.activation_bytes_per_patch)} of activations per patch, "
         f"{size_text(plan.weight_copy_bytes)} of autocast copies of weights",
-        *_sharding_lines(config, plan),
         f"  peak     {size_text(plan.peak_bytes)} with train_batch_size {plan.batch}, "
         f"{size_text(plan.vram_bytes)} with the reserve for CUDA, cuDNN and fragmentation",
         f"  largest  train_batch_size {largest}{limits.get(largest, '')}",
-    ]
-
-
-def _sharding_lines(config: Config, plan: MemoryPlan) -> list[str]:
-    """What sharding adds to a rank's memory."""
-    if config.training.sharding == "none":
-        return []
-    ranks = config.training.ranks
-    if ranks == "auto" or not plan.gathered_bytes:
-        return [f"  sharding not planned for: what it saves with training.ranks {ranks} is unknown here"]
-    whole = size_text(ranks * plan.weight_bytes)
-    return [
-        f"  sharding one rank of {ranks}; the peak includes {size_text(plan.gathered_bytes)} of gathered "
-        f"weights; a validation also gathers {whole} for each set of weights on rank 0"
     ]
 
 

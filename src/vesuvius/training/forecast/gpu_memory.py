@@ -146,7 +146,7 @@ def _go_on(config: Config, fitting: int | None) -> str:
 
 def leaner(config: Config) -> str:
     """How one patch takes less memory.  Pure."""
-    lean = "" if config.training.lean_norm else "set training.lean_norm=true, "
+    lean = "" if config.training.recompute_norm else "set training.recompute_norm=true, "
     return f"{lean}add training.checkpoint_levels, or lower model.channels"
 
 

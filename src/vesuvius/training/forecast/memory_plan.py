@@ -6,9 +6,8 @@ have a shape, a dtype and no memory, and `Footprint` watches it.  So the plan fo
 The fake tensors are those of a CPU: torch without CUDA refuses to compute with fake CUDA tensors, and on meta tensors
 attention would form the whole matrix of scores.  Convolutions, linear maps and attention have the same autocast dtype
 on both.  What differs on CUDA: autocast computes the norm in front of the attention in float32, which here counts in
-bf16, some MiB a patch at the lowest level; Triton's kernels of norm and SiLU (`norm_kernels.py`) do not write the
-norm's result, which `lean_norm: false` keeps on a CPU: there the plan is too high, by a third of what is kept.
-Beside the step, `DeviceFeed` holds 5 bytes a voxel more than the plan has.
+bf16: some MiB a patch at the lowest level, and every norm with `recompute_norm: false`.  Beside the step, `DeviceFeed`
+holds 5 bytes a voxel more than the plan has.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, Vol
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.network.unet import INT32_LIMIT, UNet, largest_activation_elements
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import one_line
-from vesuvius.runlog.units import GIB, size_text
+from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast.footprint import Footprint
 from vesuvius.training.step.network import execution, lay_out_network
-from vesuvius.training.step.shards import gathered_bytes
 from vesuvius.training.step.step import AmpMode, TrainStep, choose_device, resolve_amp
 
 CONTEXT_BYTES = int(0.6 * GIB)  # what CUDA itself, cuDNN's and cuBLAS's handles and kernels take of a GPU
@@ -38,7 +35,6 @@ CONTEXT_BYTES = int(0.6 * GIB)  # what CUDA itself, cuDNN's and cuBLAS's handles
 _CPU_HOLES = 0.5
 # The caching allocator takes segments of 2 MiB and more, and holes in them stay unused.  Assumed, not measured.
 FRAGMENTATION = 0.05
-_USABLE_SHARE = 0.9  # of the free GPU memory, for a step without `lean_norm`
 LARGEST_PLANNED_BATCH = 1024  # a larger answer is of no use
 
 
@@ -61,9 +57,6 @@ class MemoryPlan:
     # what is alive after each allocation of a step, in their order, all of the above included
     live_bytes: tuple[int, ...]
     convolution_bytes: tuple[int, ...]  # input and output of each convolution
-    # with sharded weights, the most that whole ones take at a time; in `live_bytes` too, where gradients count as if
-    # they were not sharded, the most that they can take
-    gathered_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -110,8 +103,7 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
     """Trace one training step of `config`.
 
     Takes a few seconds for a network that was not planned before and no memory, needs no GPU and touches no global
-    generator.  `training.compile` keeps as much as the eager step with `lean_norm`, whose norms are opaque to it, and
-    the plan is the eager step's.
+    generator.  The plan is the eager step's, with `training.compile` too.
 
     Beyond three patches nothing is traced: the same operations follow each other, and each figure, as well as what is
     alive at each of them, lies on a straight line through those of two and of three patches.
@@ -120,31 +112,8 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
     """
     batch = batch or config.training.train_batch_size
     lay_out_network(config).check_size(batch, config.data.patch_size)
-    plan = _sharded(_plan(_TracedStep(_what_matters(config), amp or planned_amp(config)), batch), config)
+    plan = _plan(_TracedStep(_what_matters(config), amp or planned_amp(config)), batch)
     return replace(plan, flops_per_step=plan.flops_per_step * config.training.accumulate_steps)
-
-
-def lean_norm(config: Config, device: torch.device, free_bytes: int | None = None) -> tuple[bool, str]:
-    """What `training.lean_norm` means on this device, and why.
-
-    It costs a pass over memory per norm, so auto is false where a step fits without it into 0.9 of what is free.
-
-    Args:
-        free_bytes: of the GPU; None = ask it.
-    """
-    if config.training.lean_norm != "auto":
-        return config.training.lean_norm, "by the config"
-    if device.type != "cuda":
-        return True, "as always on a CPU"
-    if free_bytes is None:
-        free_bytes = torch.cuda.mem_get_info(device)[0]
-    amp = resolve_amp(config.training.amp, device)
-    try:
-        need_bytes = plan_memory(config.with_training(lean_norm=False), amp=amp).vram_bytes
-    except Exception as error:  # a plan must not end a run
-        return True, f"the memory plan has no answer: {one_line(error)}"
-    reason = f"without it a step takes {size_text(need_bytes)} by the plan, of {size_text(free_bytes)} free"
-    return need_bytes > _USABLE_SHARE * free_bytes, reason
 
 
 def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -> int:
@@ -155,29 +124,7 @@ def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -
     """
     step = _TracedStep(_what_matters(config), amp or planned_amp(config))
     batches = range(1, min(indexable_batch(config), LARGEST_PLANNED_BATCH) + 1)
-    return bisect_right(batches, vram_bytes, key=lambda batch: _sharded(_plan(step, batch), config).vram_bytes)
-
-
-def _sharded(plan: MemoryPlan, config: Config) -> MemoryPlan:
-    """The plan of a rank that holds its part of weights, moments and averages, if `training.sharding` asks for that.
-
-    Gradients of accumulated micro-batches stay whole until the last one.
-    """
-    training, ranks = config.training, config.training.ranks
-    if training.sharding == "none" or ranks == "auto" or ranks == 1:
-        return plan
-    gathered = gathered_bytes(lay_out_network(config))
-    held = plan.weight_bytes + plan.optimizer_bytes + plan.ema_bytes
-    spared = held - -(-held // ranks) - gathered
-    return replace(
-        plan,
-        weight_bytes=-(-plan.weight_bytes // ranks),
-        gradient_bytes=plan.gradient_bytes if training.accumulate_steps > 1 else -(-plan.gradient_bytes // ranks),
-        optimizer_bytes=-(-plan.optimizer_bytes // ranks),
-        ema_bytes=-(-plan.ema_bytes // ranks),
-        live_bytes=tuple(live - spared for live in plan.live_bytes),
-        gathered_bytes=gathered,
-    )
+    return bisect_right(batches, vram_bytes, key=lambda batch: _plan(step, batch).vram_bytes)
 
 
 def _plan(step: _TracedStep, batch: int) -> MemoryPlan:
@@ -216,7 +163,7 @@ def _what_matters(config: Config) -> Config:
         training=TrainingConfig(
             accumulate_steps=min(training.accumulate_steps, 2),
             channels_last=training.channels_last,
-            lean_norm=training.lean_norm is not False,
+            recompute_norm=training.recompute_norm,
             checkpoint_levels=training.checkpoint_levels,
             deterministic=training.deterministic,
             optimizer=training.optimizer,

@@ -33,10 +33,9 @@ from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
 from vesuvius.training.checkpoint.trained import InitialWeights, read_initial_weights
 from vesuvius.training.forecast.limits import check_limits
-from vesuvius.training.forecast.memory_plan import lean_norm
 from vesuvius.training.step.conditioning import volume_scalars
 from vesuvius.training.step.network import lay_out_network
-from vesuvius.training.step.step import check_initial_weights, choose_device, parameter_count, saved_copies
+from vesuvius.training.step.step import check_initial_weights, parameter_count, saved_copies
 from vesuvius.training.validation.data_spectrum import measure_spectrum
 from vesuvius.volumes.store.object_store import open_cache
 
@@ -54,8 +53,6 @@ class Preflight:
     resumed: ResumePoint | None  # the checkpoint it continues from, or None to start at step 0
     initial: InitialWeights | None  # the weights it starts from, for `training.init_from` at step 0
     fixed: FixedPatches | None  # patches for validation and previews, or None where the config wants neither
-    lean_norm: bool  # whether norms are recomputed: as the checkpoint has it, or as `memory_plan.lean_norm` finds
-    lean_reason: str  # why
     parameters: int  # trainable weights of the network
     checkpoint_bytes: int  # size of one checkpoint on disk, estimated
     free_bytes: int  # free space where the run directory is or will be
@@ -65,10 +62,6 @@ class Preflight:
         """Of the data: measured where a checkpoint does not hold it."""
         assert self.facts.spectrum is not None
         return self.facts.spectrum
-
-    def resolved(self, config: Config) -> Config:
-        """The config with what `training.lean_norm: auto` came to, the same on all ranks."""
-        return config.with_training(lean_norm=self.lean_norm)
 
 
 def for_other_ranks(checked: Preflight) -> Preflight:
@@ -158,11 +151,6 @@ def preflight(
             fixed = read_fixed_patches(data, config.data, count if caches else 0, reads.read, reads.expect)
     scalars = facts.scalars if facts else volume_scalars(config, data)
     initial = None if resumed else _initial_weights(config)
-    stored = resumed.state["config"]["training"].get("lean_norm") if resumed else None
-    if config.training.lean_norm == "auto" and isinstance(stored, bool):
-        lean, reason = stored, "as in the checkpoint"
-    else:
-        lean, reason = lean_norm(config, choose_device())
     checkpoint_bytes = sum(checkpoint_sizes(config))
     free_bytes = _check_disk(directory.path, checkpoint_bytes)
     return Preflight(
@@ -172,8 +160,6 @@ def preflight(
         resumed,
         initial,
         fixed,
-        lean,
-        reason,
         parameter_count(network),
         checkpoint_bytes,
         free_bytes,
@@ -223,11 +209,6 @@ def doubts(config: Config, cores: float) -> list[str]:
         found.append(
             "diffusion.prediction eps without diffusion.sampler_clip: near pure noise x_0 is what eps leaves over, "
             "divided by almost 0, and samples may be useless; set diffusion.sampler_clip=1.5"
-        )
-    if diffusion.zero_terminal_snr and diffusion.min_snr_gamma is not None:
-        found.append(
-            "diffusion.zero_terminal_snr with diffusion.min_snr_gamma: the last timestep has weight 0 and is learned "
-            "from its neighbours only; set diffusion.min_snr_gamma=null to train it"
         )
     return found
 

@@ -76,7 +76,6 @@ def log_start(config: Config, preflight: Preflight, world: int, lost: bool) -> N
             data.plan.regions_in_flight,
         )
     log.info("%s", noise_text(config.diffusion, preflight.spectrum))
-    log.info("training.lean_norm is %s: %s", str(preflight.lean_norm).lower(), preflight.lean_reason)
     if config.training.validate_every and not any(split.validation for split in data.splits):
         log.info("no validation: data.validation.fraction is 0")
 

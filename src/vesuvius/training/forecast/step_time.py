@@ -19,7 +19,7 @@ from vesuvius.runlog.units import format_duration
 from vesuvius.training.forecast.machine import reachable_flops_s
 from vesuvius.training.step.device import synchronize
 from vesuvius.training.step.network import build_network
-from vesuvius.training.step.self_test import check_convolutions, network_convolutions
+from vesuvius.training.step.self_test import check_kernels
 from vesuvius.training.step.step import TrainStep, choose_kernels, resolve_amp
 
 _MEASURED_S = 2.0  # of micro-batches; at least two of them
@@ -53,7 +53,7 @@ def predict_step_time(config: Config, spectrum: Spectrum, device: torch.device, 
     """Run micro-batches and updates of the network on noise for about two seconds, if they are quick enough.
 
     Raises:
-        ConfigError: the convolutions of the network are wrong on this machine (`check_convolutions`).
+        ConfigError: the convolutions of the network are wrong on this machine (`check_kernels`).
     """
     before = cpu_seconds()
     amp = resolve_amp(config.training.amp, device)
@@ -72,7 +72,7 @@ def _measure(config: Config, spectrum: Spectrum, device: torch.device) -> tuple[
     choose_kernels(device, training)
     step = TrainStep(config, build_network(config, device), Schedule.from_config(config.diffusion, spectrum), device)
     batch, size_zyx = training.train_batch_size, config.data.patch_size
-    check_convolutions(network_convolutions(config, batch), device, step.amp, training.channels_last)
+    check_kernels(config, batch, device, step.amp)
     condition = Condition(
         torch.zeros(batch, channels, *size_zyx, device=device) if channels else None,
         torch.zeros(batch, scalars + 1, device=device) if scalars else None,

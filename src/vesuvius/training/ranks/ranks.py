@@ -82,13 +82,10 @@ class Ranks:
     _ended: threading.Event = field(default_factory=threading.Event)
     _unwinding: threading.Event = field(default_factory=threading.Event)
     _beat_s: float = field(default_factory=time.monotonic)
-    _calls: int = 0
     _cause: RankError | None = None
     # whether that is this one, which may be waiting for the others while these wait for data
     asked_to_stop: Callable[[], tuple[int, str] | None] = lambda: None
     on_sign: Callable[[], None] = lambda: None  # called while another rank is awaited and lives
-    # what this rank does, between two steps, when rank 0 asks for it by `call`
-    on_call: Callable[[str], None] | None = None
 
     @property
     def is_main(self) -> bool:
@@ -140,27 +137,6 @@ class Ranks:
         self._store.set(key, json.dumps(agreed))
         self._store.delete_key(f"step/{self._round - 2}")  # all have read it: they have come to a later one
         return Agreement(tuple(agreed) if agreed else None, tuple(one["tell"] for one in told))
-
-    def call(self, what: str) -> None:
-        """On rank 0, between two steps, let the others do their `on_call(what)`: their part of a collective."""
-        if self._store is not None:
-            self._calls += 1
-            self._store.set(f"call/{self._calls}", what)
-            if self._calls > 1:  # all have done what was asked before
-                self._store.delete_key(f"call/{self._calls - 1}")
-
-    def end_calls(self) -> None:
-        """On rank 0, say that no `call` will follow.  On the others, answer calls until then.
-
-        Raises:
-            RankError: rank 0 failed or did not answer.
-        """
-        if self._store is None:
-            return
-        if self.is_main:
-            self._store.set("called", "")
-        elif self.on_call is not None:
-            self._get("called", 0, "save")
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective: on a GPU the device does, on a CPU the host, but not for a rank that has failed.
@@ -254,16 +230,9 @@ class Ranks:
         while True:
             try:
                 found = self._store.check([key])
-                # Whoever set the key has called before: all must take part in that before they go on.
-                called = self.on_call is not None and self._store.check([f"call/{self._calls + 1}"])
-                value = self._store.get(f"call/{self._calls + 1}" if called else key) if called or found else b""
+                value = self._store.get(key) if found else b""
             except RuntimeError as error:
                 raise RankLostError(f"rank 0 must answer; it is gone: {one_line(error)}") from error
-            if called and self.on_call is not None:
-                self._calls += 1
-                self.on_call(value.decode())
-                began = sign = time.monotonic()
-                continue
             if found:
                 return cast(bytes, value)
             now = time.monotonic()

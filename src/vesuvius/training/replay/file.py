@@ -92,9 +92,6 @@ class ReplayWriter:
             Its file; None where that cannot be written or there are enough.  Says why; the run has other worries.
         """
         path = self._directory / f"step_{step:08d}.pt"
-        if self._train_step.sharded:
-            log.warning("step %d is not kept for replay: no rank holds all weights (training.sharding=fsdp)", step)
-            return None
         others = [other for other in self._directory.glob("step_*.pt") if other != path]
         if len(others) >= MOST_FILES:
             log.warning("%s already holds %d steps: step %d is not kept for replay", path.parent, len(others), step)

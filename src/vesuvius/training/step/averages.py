@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from vesuvius.config import TrainingConfig
-from vesuvius.training.step.shards import own_part, sharded_like
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class MovingAverage:
         parameters = dict(network.named_parameters())
         self.weights = {name: p.detach().clone().float() for name, p in parameters.items()}
         # Paired once: to walk the modules for their names costs more than a small network's update.
-        self._pairs = [(own_part(self.weights[name]), own_part(p.detach())) for name, p in parameters.items()]
+        self._pairs = [(self.weights[name], p.detach()) for name, p in parameters.items()]
         self.updates = torch.zeros((), device=self._pairs[0][0].device)
 
     @torch.no_grad()
@@ -51,7 +50,7 @@ class MovingAverage:
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Forget what has entered; start from these weights."""
         for name, average in self.weights.items():
-            own_part(average).copy_(own_part(sharded_like(average, weights[name])))
+            average.copy_(weights[name])
         self.updates.zero_()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sums gradients and losses over the ranks of a run, by torch's DistributedDataParallel or FSDP2."""
+"""Sums gradients and losses over the ranks of a run, by torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from vesuvius.training.ranks.part import Part
 from vesuvius.training.ranks.ranks import Ranks
-from vesuvius.training.step.shards import shard
 
 
 class GradientSync:
@@ -24,30 +22,23 @@ class GradientSync:
         network: on its device, with the same weights on all ranks.
         part: of this rank.
         ranks: to wait with.
-        sharded: leave each rank its part of weights and gradients (FSDP2); else each has all of both (DDP).
 
     Attributes:
         forward: what to call in place of the network, so that its gradients are summed.
-        sharded: as asked for, where there is more than one rank.
     """
 
-    def __init__(self, network: nn.Module, part: Part, ranks: Ranks, sharded: bool = False) -> None:
+    def __init__(self, network: nn.Module, part: Part, ranks: Ranks) -> None:
         self._part, self._ranks = part, ranks
         self._pending: list[dist.Work] = []
         self._parallel: DistributedDataParallel | None = None
         self.forward: nn.Module = network
-        self.sharded = sharded and part.world > 1
-        if self.sharded:
-            shard(network, ranks.group)
-        elif part.world > 1:
+        if part.world > 1:
             self._parallel = DistributedDataParallel(network, process_group=ranks.group, gradient_as_bucket_view=True)
             self._parallel.register_comm_hook(None, lambda state, bucket: self._start_sum(bucket))
             self.forward = self._parallel
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Enter around forward and backward pass of a micro-batch; gradients travel in the last one of a step."""
-        if isinstance(self.forward, FSDPModule):
-            self.forward.set_requires_gradient_sync(last)
         return nullcontext() if last or self._parallel is None else self._parallel.no_sync()
 
     def wait(self) -> None:

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vesuvius.training.step.shards import joined_like, own_part, sharded_like
-
 _MOMENTUM = 0.95
 _ITERATIONS, _COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 _LEAST_NORM = 1e-7
@@ -26,8 +24,7 @@ class Muon(torch.optim.AdamW):
     """Fused AdamW whose groups with `orthogonal: True` step by `orthogonalized` momentum (Nesterov's).
 
     Such a step is scaled to the size of AdamW's: one learning rate and one weight decay serve both.  Where the flag
-    `found_inf` is set, a step changes nothing.  Of sharded kernels each rank gathers one after the other, and computes
-    the same.  Sources: Jordan et al. 2024; Liu et al. 2025 for the scale.
+    `found_inf` is set, a step changes nothing.  Sources: Jordan et al. 2024; Liu et al. 2025 for the scale.
     """
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -54,16 +51,15 @@ class Muon(torch.optim.AdamW):
             if not state:
                 state["momentum"] = torch.zeros_like(kernel)
                 state["step"] = torch.zeros((), device=kernel.device)  # AdamW looks for it where a state is loaded
-            momentum, own = own_part(state["momentum"]), own_part(kernel)
+            momentum = state["momentum"]
             applied = torch.ones((), device=kernel.device) if found_inf is None else 1 - found_inf
-            gradient = torch.where(applied > 0, own_part(kernel.grad), 0.0)  # of NaN no multiple is 0
+            gradient = torch.where(applied > 0, kernel.grad, 0.0)  # of NaN no multiple is 0
             state["step"] += applied
             momentum.lerp_(gradient, (1 - _MOMENTUM) * applied)
-            direction = orthogonalized(joined_like(kernel, gradient.lerp(momentum, _MOMENTUM)).flatten(1))
+            direction = orthogonalized(gradient.lerp(momentum, _MOMENTUM).flatten(1))
             size = applied * group["lr"]
-            own.mul_(1 - size * group["weight_decay"])
-            change = own_part(sharded_like(kernel, direction.reshape(kernel.shape)))
-            own.sub_(change * (0.2 * math.sqrt(max(direction.shape)) * size))
+            kernel.mul_(1 - size * group["weight_decay"])
+            kernel.sub_(direction.reshape(kernel.shape) * (0.2 * math.sqrt(max(direction.shape)) * size))
 
 
 @contextmanager

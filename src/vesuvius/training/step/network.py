@@ -9,11 +9,8 @@ from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 
 
 def execution(config: TrainingConfig) -> Execution:
-    """How the network is computed; changes no number of weights and no result beyond rounding.
-
-    `lean_norm: auto` that no run has resolved (`memory_plan.lean_norm`) counts as true.
-    """
-    return Execution(lean_norm=config.lean_norm is not False, checkpoint_levels=config.checkpoint_levels)
+    """How the network is computed; changes no number of weights and no result beyond rounding."""
+    return Execution(config.recompute_norm, config.checkpoint_levels)
 
 
 def build_network(config: Config, device: torch.device) -> UNet:

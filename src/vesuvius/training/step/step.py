@@ -34,9 +34,7 @@ from vesuvius.training.step.averages import MovingAverage, average_decays, load_
 from vesuvius.training.step.gradient_sync import GradientSync
 from vesuvius.training.step.grey_values import to_device
 from vesuvius.training.step.muon import Muon
-from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.outcome import StepResult
-from vesuvius.training.step.shards import own_part, sharded_like, sharded_moments, whole
 
 AmpMode = Literal["off", "bf16", "fp16"]
 
@@ -66,9 +64,7 @@ class TrainStep:
         self._device = device
         self.amp = resolve_amp(config.training.amp, device)
         self.network = network.to(device)
-        sharded = config.training.sharding == "fsdp"
-        self._sync = GradientSync(self.network, part or part_of(config, 0, 1), ranks, sharded)
-        self._ranks = ranks
+        self._sync = GradientSync(self.network, part or part_of(config, 0, 1), ranks)
         forward = self._sync.forward
         self._forward: Any = torch.compile(forward, dynamic=False) if config.training.compile else forward
         self.optimizer = make_optimizer(self.network, config.training)
@@ -85,11 +81,6 @@ class TrainStep:
     def weight_names(self) -> tuple[str, ...]:
         """What `denoiser` takes: "raw" for the weights of the last step, and each average."""
         return ("raw", *self.averages)
-
-    @property
-    def sharded(self) -> bool:
-        """Whether this rank holds a part of weights, moments and averages."""
-        return self._sync.sharded
 
     def accumulate(
         self,
@@ -147,10 +138,10 @@ class TrainStep:
         if self.amp == "fp16":
             assert self.scaler._scale is not None
             scale = self.scaler._scale.clone()  # `get_scale()` would wait for the device
-        self.scaler.unscale_(self.optimizer)  # of sharded gradients, finds on all ranks what one has
+        self.scaler.unscale_(self.optimizer)
         parameters = list(self.network.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        grad_norm = whole(nn.utils.get_total_norm(gradients)).detach()
+        grad_norm = nn.utils.get_total_norm(gradients).detach()
         nn.utils.clip_grads_with_norm_(parameters, self._config.training.clip_norm, grad_norm)
         finite, overflowed, applied = self._judge(grad_norm, scale)
         # The fused AdamW leaves weights, moments and step counts alone where this flag is set: the contract that
@@ -186,19 +177,13 @@ class TrainStep:
         return finite, overflowed, applied
 
     def denoiser(self, weights: str) -> Denoise:
-        """The prediction with one of `weight_names`, without a gradient; where sharded, rank 0 gathers them once."""
-        module = lay_out_network(self._config) if self.sharded else self.network
-        parameters: dict[str, Tensor] = {}
+        """The prediction with one of `weight_names`, without a gradient."""
+        parameters = self.weights(weights)
 
         @torch.no_grad()
         def denoise(x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION) -> Tensor:
-            if not parameters:
-                if self.sharded:
-                    self._ranks.call(weights)
-                parameters.update({name: whole(weight) for name, weight in self.weights(weights).items()})
-
             def network(*arguments: Tensor | None) -> Tensor:
-                output: Tensor = functional_call(module, parameters, arguments)
+                output: Tensor = functional_call(self.network, parameters, arguments)
                 return output
 
             with autocast(self._device, self.amp):
@@ -207,7 +192,7 @@ class TrainStep:
         return denoise
 
     def weights(self, weights: str) -> dict[str, Tensor]:
-        """Those of one of `weight_names`, which may be sharded, by the names of the network's parameters."""
+        """Those of one of `weight_names`, by the names of the network's parameters."""
         return dict(self.network.named_parameters()) if weights == "raw" else self.averages[weights].weights
 
     @torch.no_grad()
@@ -215,12 +200,12 @@ class TrainStep:
         """Start the network and every average from these weights.  Raises ConfigError for those of another network."""
         check_initial_weights(self.network, weights)
         for name, parameter in self.network.named_parameters():
-            own_part(parameter).copy_(own_part(sharded_like(parameter, weights[name])))
+            parameter.copy_(weights[name])
         for average in self.averages.values():
             average.restart(weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs of this object: tensors, which may be sharded, and plain data."""
+        """All that a resume needs of this object: tensors and plain data."""
         return {
             "model": dict(self.network.state_dict()),
             "optimizer": self.optimizer.state_dict(),
@@ -230,12 +215,9 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, of any number of ranks, with whole tensors."""
-        weights = self.weights("raw")
-        self.network.load_state_dict(
-            {name: sharded_like(weights.get(name, value), value) for name, value in state["model"].items()}
-        )
-        self.optimizer.load_state_dict(sharded_moments(self.optimizer, state["optimizer"]))
+        """Take over what `state_dict` gave, of any number of ranks."""
+        self.network.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self._lay_out_moments()
         if self.amp == "fp16" and state["scaler"]:  # empty where the run has not used fp16 so far
             self.scaler.load_state_dict(state["scaler"])
