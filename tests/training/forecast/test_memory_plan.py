@@ -209,8 +209,8 @@ def test_a_checkpointed_level_is_computed_again() -> None:
     config = make_config()
     once = plan_memory(config).flops_per_step
     again = plan_memory(config.with_training(checkpoint_levels=(0, 1, 2))).flops_per_step
-    # All but stem, changes of level and attention run a third time; four instead of three passes at most.
-    assert 1.2 * once < again < 4 / 3 * once
+    # The first convolution of each block runs a third time, the second, whose result nothing needs, does not.
+    assert 1.1 * once < again < 4 / 3 * once
 
 
 def test_accumulated_gradients_live_through_the_forward_passes() -> None:
