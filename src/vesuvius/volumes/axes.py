@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import zarr
@@ -29,7 +30,7 @@ class Axes:
     zyx: Triple  # positions of z, y and x among them
     select: tuple[int, ...] = ()  # the index at which each other axis is fixed, in stored order
 
-    @property
+    @cached_property
     def others(self) -> tuple[int, ...]:
         """Positions of the axes that `select` fixes."""
         return tuple(axis for axis in range(3 + len(self.select)) if axis not in self.zyx)

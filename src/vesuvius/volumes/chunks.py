@@ -52,20 +52,20 @@ class ChunkGrid:
     _indices: OrderedDict[str, tuple[bytes, Index] | None] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
+    @cached_property
     def chunk_zyx(self) -> Triple:
         return self.axes.zyx_of(self.array.chunks)
 
-    @property
+    @cached_property
     def shape_zyx(self) -> Triple:
         return self.axes.zyx_of(self.array.shape)
 
-    @property
+    @cached_property
     def counts_zyx(self) -> Triple:
         """Chunks along each axis."""
         return grid_shape(self.shape_zyx, self.chunk_zyx)
 
-    @property
+    @cached_property
     def shard_zyx(self) -> Triple | None:
         """Voxels of a shard; None where chunks are objects of their own."""
         return None if self.array.shards is None else self.axes.zyx_of(self.array.shards)
@@ -78,12 +78,12 @@ class ChunkGrid:
         """The voxels of a chunk, cut at the end of the array."""
         return chunk_box(chunk, self.chunk_zyx, self.shape_zyx)
 
-    @property
+    @cached_property
     def object_zyx(self) -> Triple:
         """Voxels of an object: a chunk, or a shard."""
         return self.shard_zyx or self.chunk_zyx
 
-    @property
+    @cached_property
     def object_counts_zyx(self) -> Triple:
         """Objects along each axis."""
         return grid_shape(self.shape_zyx, self.object_zyx)
@@ -260,7 +260,7 @@ class ChunkGrid:
         """The bytes of a shard that hold its index; None without shards."""
         return None if self.array.shards is None else self._form.index_range
 
-    @property
+    @cached_property
     def _folder(self) -> str:
         return f"{self.array.path}/" if self.array.path else ""
 

@@ -70,13 +70,13 @@ class _Chain:
 
     def __init__(self, spec: ArraySpec, codecs: Sequence[Any]) -> None:
         self._prototype = spec.prototype
-        self._steps: list[tuple[Any, ArraySpec, int, bool]] = []  # with the bytes that the codec decodes to
+        self._steps: list[tuple[Any, ArraySpec, int, bool, bool]] = []  # with the bytes that the codec decodes to
         size, exact = _raw_bytes(spec), True
         for codec in codecs:
             codec = codec.evolve_from_array_spec(spec)
             if isinstance(codec, ShardingCodec):
                 codec = _InnerShards(codec, spec)
-            self._steps.append((codec, spec, size, exact))
+            self._steps.append((codec, spec, size, exact, isinstance(codec, SupportsSyncCodec | _InnerShards)))
             exact = exact and getattr(codec, "is_fixed_size", False)
             size = codec.compute_encoded_size(size, spec) if exact else size
             spec = codec.resolve_metadata(spec)
@@ -84,9 +84,9 @@ class _Chain:
 
     def decode(self, data: bytes) -> NDArray[Any]:
         value: Any = self._prototype.buffer.from_bytes(data)
-        for codec, spec, size, exact in self._steps:
+        for codec, spec, size, exact, on_this_thread in self._steps:
             _check_frame(codec, value, size, exact)
-            if isinstance(codec, SupportsSyncCodec | _InnerShards):
+            if on_this_thread:
                 value = codec._decode_sync(value, spec)
             else:
                 (value,) = sync(codec.decode([(value, spec)]))
