@@ -29,7 +29,7 @@ from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import one_line
-from vesuvius.monitor.clock import Timed, make_clock, untimed
+from vesuvius.monitor.clock import make_clock
 from vesuvius.runlog.step_times import StepTimes
 from vesuvius.training.forecast.gpu_memory import is_gpu_memory_error
 from vesuvius.training.forecast.mfu import peak_flops_s
@@ -195,22 +195,23 @@ def resident_patches(bench: Bench, batch: int) -> Tensor:
     return torch.tanh(F.interpolate(coarse.to(bench.device), size=bench.patch_zyx, mode="trilinear"))
 
 
-def one_step(step: TrainStep, config: Config, x_0: Tensor, number: int, timed: Timed = untimed) -> StepResult:
+def one_step(step: TrainStep, config: Config, x_0: Tensor, number: int) -> StepResult:
     """Optimizer step `number` of a run whose batch is always the same patches."""
     batch = len(x_0)
     t = stratified_timesteps(config.seed, number, batch, config.diffusion.timesteps)
-    step.accumulate(x_0, np.arange(batch, dtype=np.int64) + number * batch, t, timed=timed)
-    return step.apply(config.training.lr, timed)
+    step.accumulate(x_0, np.arange(batch, dtype=np.int64) + number * batch, t)
+    return step.apply(config.training.lr)
 
 
 def _clocked(bench: Bench, step: TrainStep, config: Config, x_0: Tensor, count: int) -> list[StepTimes]:
     """Steps as the training loop runs them: the host never waits for the device."""
     clock = make_clock(bench.device)
+    step.timed = clock.computing
     times = []
     for number in range(WARM_UP_STEPS, WARM_UP_STEPS + count):
         with clock.waiting():
             batch = x_0  # it is there already
-        one_step(step, config, batch, number, clock.computing)
+        one_step(step, config, batch, number)
         clock.step_done()
         times += clock.finished()
     return times + clock.finished(wait=True)

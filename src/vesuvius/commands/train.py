@@ -1,4 +1,4 @@
-"""`vesuvius train --config FILE [key.path=value ...]` or `--replay FILE`, also `python -m vesuvius.train`."""
+"""`vesuvius train --config FILE [key.path=value ...]`, also `python -m vesuvius.train`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from vesuvius.commands.arguments.config import take_config
 from vesuvius.commands.arguments.types import positive_number
 from vesuvius.commands.command import as_command, say
 from vesuvius.commands.output.progress import terminal_bar
+from vesuvius.config import Config
 from vesuvius.config.load import explain_config
 from vesuvius.errors import EXIT_OK
 
@@ -29,11 +30,7 @@ _PROFILED_STEPS = 20
 def main(argv: list[str]) -> int:
     """Parse the command line and train.  Returns the exit code."""
     parser = argparse.ArgumentParser(prog="vesuvius train", description="Train a 3D diffusion model.")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the experiment")
-    what.add_argument(
-        "--replay", type=Path, metavar="FILE", help="compute a step of runs/NAME/nonfinite again and say what is wrong"
-    )
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run, if any")
     parser.add_argument(
@@ -61,6 +58,9 @@ def main(argv: list[str]) -> int:
         metavar="N",
         help="write a profile of 20 steps of this run after step N, or after its first ones, while it trains",
     )
+    parser.add_argument(
+        "--replay", type=_step, metavar="STEP", help="compute a step again, from a checkpoint and the volumes, no more"
+    )
     # Of the trainer that `vesuvius tune` starts: it takes commands on standard input, and ends with that.
     parser.add_argument("--tune-worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
@@ -69,12 +69,13 @@ def main(argv: list[str]) -> int:
     if args.replay is not None:
         others = (args.resume, args.allow_drift, args.restart_damaged, args.dry_run, args.print_config)
         if any(others) or args.profile is not None:
-            parser.error("--replay trains nothing; it takes overrides only")
-        return _replay(args.replay, args.overrides)
+            parser.error("--replay trains nothing; it takes --config and overrides only")
     if args.print_config:
         say(explain_config(args.config, args.overrides, os.environ).rstrip("\n"), exact=True)
         return EXIT_OK
     config = take_config(args.config, args.overrides)
+    if args.replay is not None:
+        return _replay(config, args.replay)
     resume = args.resume or config.training.resume == "auto"
     if args.allow_drift and not resume:
         parser.error("--allow-drift is about resuming; use it with --resume")
@@ -130,12 +131,12 @@ def _let_segments_grow() -> None:
         )
 
 
-def _replay(path: Path, overrides: list[str]) -> int:
-    from vesuvius.training.replay.replay import replay
+def _replay(config: Config, step: int) -> int:
+    from vesuvius.training.replay import replay
 
-    replayed = replay(path, overrides)
-    say("\n".join(replayed.lines()))
-    return replayed.exit_code
+    *lines, exit_code = replay(config, step)
+    say("\n".join(map(str, lines)))
+    return int(exit_code)
 
 
 @contextmanager

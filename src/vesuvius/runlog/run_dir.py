@@ -80,7 +80,6 @@ class RunDir:
     reading = _Below("reading")  # notes of the processes that read, and what those left that crashed
     checkpoints = _Below("checkpoints")
     samples = _Below("samples")
-    nonfinite = _Below("nonfinite")
     stacks = _Below("stacks")
     tensorboard = _Below("tb")
 

@@ -26,9 +26,8 @@ from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.loop import MakeTuner, TrainingLoop
 from vesuvius.training.milestones import Milestones
 from vesuvius.training.quarantine import still_quarantined
-from vesuvius.training.ranks.part import Part, config_of
+from vesuvius.training.ranks.part import Part
 from vesuvius.training.ranks.ranks import Ranks
-from vesuvius.training.replay.file import ReplayWriter
 from vesuvius.training.reporting.deaths import Deaths
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceFeed
@@ -107,7 +106,6 @@ def build_loop(
         job=job,
         feed=DeviceFeed(run.device, options, job, facts.greys.volumes, conditioner),
         train_step=train_step,
-        replays=ReplayWriter(run.directory.nonfinite, config_of(config, run.part), facts, train_step),
         milestones=Milestones(run, train_step, reference, preflight.spectrum, writer, state),
         monitor=monitor,
         guard_actions=guard_actions,

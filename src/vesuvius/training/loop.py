@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +25,7 @@ from vesuvius.training.context import RunContext
 from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.milestones import Milestones
 from vesuvius.training.ranks.errors import RankError
-from vesuvius.training.replay.file import MicroBatch, ReplayWriter
+from vesuvius.training.replay import MicroBatch, diagnose
 from vesuvius.training.reporting.deaths import Deaths
 from vesuvius.training.reporting.rank_news import RankNews
 from vesuvius.training.reporting.report import Launched, StepReporter
@@ -65,7 +66,6 @@ class TrainingLoop:
     job: ReaderJob  # of the stream
     feed: DeviceFeed  # delivers its batches to the device
     train_step: TrainStep
-    replays: ReplayWriter  # keeps the batches of non-finite steps
     milestones: Milestones
     monitor: Monitor
     guard_actions: GuardActions
@@ -95,8 +95,9 @@ class TrainingLoop:
             watchdog.with_readers(stream.dump_reader_stacks),
         ):
             clock, news = make_clock(self.run.device), RankNews(self.run)
+            self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.feed)
             reporter = StepReporter(
-                self.run, clock, stream, self.monitor, self.replays, lambda verdict: tuner.take(verdict), news
+                self.run, clock, stream, self.monitor, again, lambda verdict: tuner.take(verdict), news
             )
             tuner = self.make_tuner(self, reporter)
             try:
@@ -177,9 +178,9 @@ class TrainingLoop:
                 batch = self._next_batch(clock)
                 self._in_step = False
             last = len(batches) == part.accumulate_steps - 1
-            self.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition, clock.computing, last)
+            self.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition, last)
             batches.append((batch.stored, t))
-        result = self.train_step.apply(lr, clock.computing)
+        result = self.train_step.apply(lr)
         clock.step_done()
         reporter.launched(Launched(progress.step + 1, progress.sample_index, lr, result, batches))
         progress.advance(config.global_batch)

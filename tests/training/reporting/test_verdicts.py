@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,14 @@ from vesuvius.stream.feeder import FeederFigures
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.reader_figures import ReaderFigures
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.replay.file import ReplayWriter
+from vesuvius.training.replay import diagnose
 from vesuvius.training.reporting.report import Launched, StepReporter
 from vesuvius.training.reporting.verdicts import Verdicts
 from vesuvius.training.step.conditioning import Conditioner, volume_scalars
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.step import TrainStep
-from vesuvius.training.validation.data_spectrum import measure_spectrum
 
 CPU = torch.device("cpu")
 QUOTAS = "vesuvius.training.reporting.verdicts.cpu_quotas"
@@ -60,19 +59,18 @@ def run_steps(config: Config, directory: Path, steps: int) -> list[dict[str, Any
     step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
     options = StreamOptions.from_config(config.training, config.cluster)
     feed = DeviceFeed(CPU, options, data.job, greys.volumes, conditioner)
-    spectrum = measure_spectrum(data, config.data, greys, data.read)
-    replays = ReplayWriter(directory / "nonfinite", config, DataFacts.of(data, greys, spectrum, scalars), step)
     run, clock = run_context(config, directory), HostClock()
+    step.timed = clock.computing
     with feed.open() as stream:
-        reporter = StepReporter(run, clock, stream, FixedMachine(), replays)
+        reporter = StepReporter(run, clock, stream, FixedMachine(), partial(diagnose, step, feed))
         for number in range(steps):
             batches = []
             timesteps = stratified_timesteps(config.seed, number, config.global_batch, config.diffusion.timesteps)
             for t in np.split(timesteps, config.training.accumulate_steps):
                 batch = feed.next(clock)
-                step.accumulate(batch.x_0, batch.indices, t, batch.condition, clock.computing)
+                step.accumulate(batch.x_0, batch.indices, t, batch.condition)
                 batches.append((batch.stored, t))
-            result = step.apply(1e-3, clock.computing)
+            result = step.apply(1e-3)
             clock.step_done()
             reporter.launched(Launched(number + 1, number * config.global_batch, 1e-3, result, batches))
             reporter.report()

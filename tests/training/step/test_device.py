@@ -155,7 +155,7 @@ on_each_device = pytest.mark.parametrize(
 
 
 @on_each_device
-def test_the_batch_kept_for_replay_holds_the_stored_voxels_however_many_come_after_it(
+def test_the_batch_kept_to_be_computed_again_holds_the_stored_voxels_however_many_come_after_it(
     tmp_path: Path, device: torch.device
 ) -> None:
     feed, data, _ = _textured_feed(tmp_path, device)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from vesuvius.diffusion.randomness import stratified_timesteps
-from vesuvius.errors import NonFiniteError
+from vesuvius.errors import NonFiniteError, one_line
 from vesuvius.monitor.clock import StepClock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.quantile import quantile
@@ -21,7 +21,7 @@ from vesuvius.runlog.step_times import StepTimes
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.context import RunContext
 from vesuvius.training.forecast.mfu import seconds_at_peak
-from vesuvius.training.replay.file import MicroBatch, ReplayWriter
+from vesuvius.training.replay import Diagnosis, MicroBatch
 from vesuvius.training.reporting.rank_news import RankNews
 from vesuvius.training.reporting.verdicts import Verdicts, telemetry
 from vesuvius.training.step.outcome import StepOutcome, StepResult
@@ -35,7 +35,7 @@ _RECENT_STEPS = 10
 
 @dataclass(frozen=True)
 class Launched:
-    """A step whose figures may still be on the device, and its batches, which are kept if it was not finite."""
+    """A step whose figures may still be on the device, and its batches, to be computed again if it was not finite."""
 
     step: int  # counted from 1
     first_sample: int
@@ -53,11 +53,11 @@ def _name_samples(offending: list[tuple[int, int]], limit: int = 4) -> str:
 
 
 class StepReporter:
-    """Logs steps once the device has finished them, judges what limits them, and keeps those that were not finite.
+    """Logs steps once the device has finished them, judges what limits them, and says where bad ones went wrong.
 
     Args:
         stream: that feeds the steps.
-        replays: keeps the batches of non-finite steps.
+        diagnose: computes a step again and says where its numbers stop being finite.
         on_verdict: called with each verdict on what limits the run.
         news: is told the times of each step.
 
@@ -71,7 +71,7 @@ class StepReporter:
         clock: StepClock,
         stream: PatchStream,
         machine: Monitor,
-        replays: ReplayWriter,
+        diagnose: Callable[[Sequence[MicroBatch]], Diagnosis],
         on_verdict: Callable[[Verdict], None] = lambda verdict: None,
         news: RankNews | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class StepReporter:
         self._launched: deque[Launched] = deque()
         self._reported = 0
         self._work_s: deque[float] = deque(maxlen=_ROLLING_STEPS)
-        self._replays = replays
+        self._diagnose = diagnose
         self._seconds_at_peak = seconds_at_peak(run.config, run.device, run.part)
 
     def launched(self, step: Launched) -> None:
@@ -144,9 +144,7 @@ class StepReporter:
         indices, timesteps = self._samples_of(launched)
         offending = [place for place, loss in enumerate(outcome.losses) if not math.isfinite(loss)]
         last = outcome.nonfinite_in_a_row >= self._config.training.max_nonfinite
-        # After the last one nothing is applied; after others the steps launched by now may have been.
-        later_steps = 0 if last else len(self._launched)
-        replay = self._replays.write(launched.step, launched.lr, outcome.scale, launched.batches, later_steps)
+        found = self._compute_again(launched)
         self._metrics.write(
             "event",
             event="nonfinite",
@@ -159,22 +157,33 @@ class StepReporter:
             indices=indices,
             timesteps=timesteps,
             losses=outcome.losses,
-            replay=None if replay is None else f"{replay.parent.name}/{replay.name}",
+            boxes=[sample.box for batch, _ in launched.batches for sample in batch.samples],
+            layer=found and found.layer,
+            input_max=found and found.input_max,
+            gradients=found and found.gradients,
         )
         where = _name_samples([(indices[place], timesteps[place]) for place in offending])
         text = (
             f"step {launched.step} was not applied: loss {outcome.loss}, gradient norm {outcome.grad_norm}, samples "
             f"{indices[0]} to {indices[-1]}, {where}"
         )
-        log.error("%s; %s", text, f"kept in {replay}" if replay else "not kept for replay")
+        log.error("%s; %s", text, found or "it could not be computed again")
         if last:
             raise NonFiniteError(
                 f"loss and gradient must be finite; {text} ({outcome.nonfinite_in_a_row} in a row); "
-                + (f"see `vesuvius train --replay {replay}`, " if replay else "")
-                + "lower training.lr or training.clip_norm, look at these samples, or allow more "
+                f"{found or 'it could not be computed again'}; `vesuvius train --config ... --replay {launched.step}` "
+                "shows each sample; lower training.lr or training.clip_norm, look at these samples, or allow more "
                 "with training.max_nonfinite",
                 launched.step,
             )
+
+    def _compute_again(self, launched: Launched) -> Diagnosis | None:
+        """Where the step went wrong; the weights may have moved in steps launched since, but not after the last one."""
+        try:
+            return self._diagnose(launched.batches)
+        except Exception as error:  # the run has other worries
+            log.warning("step %d could not be computed again: %s", launched.step, one_line(error))
+            return None
 
     def _samples_of(self, launched: Launched) -> tuple[list[int], list[int]]:
         """Indices and timesteps of the global batch, in its order; this rank holds some of the samples."""

@@ -37,7 +37,7 @@ class DeviceBatch:
     indices: NDArray[np.int64]  # int64 [B], on the host
     x_0: Tensor  # float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1
     condition: Condition  # what the network is shown beside, mirrored and turned with its patch
-    stored: Batch  # the batch as it was read, in memory of its own on the host: what a replay needs
+    stored: Batch  # the batch as it was read, in memory of its own on the host
 
 
 class DeviceFeed:
@@ -132,6 +132,11 @@ class DeviceFeed:
                 raw = [torch.from_numpy(part) for part in (batch.patches, batch.condition) if part is not None]
         with clock.computing("forward"):
             return self._augmented(batch, *raw)
+
+    def to_device(self, batch: Batch) -> DeviceBatch:
+        """A batch that `next` has delivered before (`DeviceBatch.stored`), again; waits for the copy."""
+        parts = [part for part in (batch.patches, batch.condition) if part is not None]
+        return self._augmented(batch, *(torch.from_numpy(part).to(self._device) for part in parts))
 
     def _copy_to_device(self, ring: BatchRing, batch: Batch, clock: StepClock) -> list[Tensor]:
         slot, count = ring.take(batch.patches), len(batch.indices)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +47,7 @@ class TrainStep:
     Attributes:
         schedule: noise levels, on the device.
         averages: by name; the first is "ema", what a run is sampled and published with.
+        timed: `computing` of the clock that says where the time goes, if there is one.
         updating: weights, moments and averages are being changed; where an error ended that, they are of no use.
     """
 
@@ -72,6 +73,7 @@ class TrainStep:
         decays = average_decays(config.training)
         self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
         self.updating = False
+        self.timed: Timed = untimed
         self._holds_trials = holds_trials(device, config.training)
         self._loss = torch.zeros((), device=device)
         self._losses: list[Tensor] = []
@@ -88,20 +90,18 @@ class TrainStep:
         indices: NDArray[np.int64],
         t: NDArray[np.int64],
         condition: Condition = NO_CONDITION,
-        timed: Timed = untimed,
         last: bool = True,
-    ) -> None:
-        """Add the gradient of one micro-batch.
+    ) -> Tensor:
+        """Add the gradient of one micro-batch; returns the loss of each sample, float32 [B] on the device.
 
         Args:
             x_0: model values, float32 [B, 1, Z, Y, X] on the device, as is the condition.
             indices: sample indices [B]; the noise, and whether the condition is shown, follow from them.
-            timed: `computing` of a clock.
             last: it is the last one of the step: only then do the ranks exchange gradients.
         """
         seed = self._config.seed
         with self._sync.micro_batch(last):
-            with timed("forward"):
+            with self.timed("forward"):
                 eps = sample_noise(seed, indices, (1, *x_0.shape[2:]), self._device)
                 t_device = to_device(torch.from_numpy(t), self._device)
                 x_t = self.schedule.q_sample(x_0, eps, t_device)
@@ -112,19 +112,20 @@ class TrainStep:
                     prediction = predict(self._forward, self.schedule, x_t, t_device, condition)
                 per_sample = loss_per_sample(prediction, x_0, eps, t_device, self.schedule, self._config.diffusion)
                 loss = per_sample.sum() / self._config.global_batch
-            with timed("backward"):
+            with self.timed("backward"):
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 self._loss += loss.detach()
                 self._losses.append(per_sample.detach())
+        return self._losses[-1]
 
-    def apply(self, lr: float, timed: Timed = untimed) -> StepResult:
+    def apply(self, lr: float) -> StepResult:
         """Update the weights with the accumulated gradient, if it is finite, and start the next one."""
         if self._sync.parallel:
-            with timed("comm"):
+            with self.timed("comm"):
                 self._sync.wait()
                 self._losses = [self._sync.gather(self._losses)]
                 self._loss = self._losses[0].sum() / self._config.global_batch
-        with timed("optimizer"):
+        with self.timed("optimizer"):
             result = self._apply(lr)
         if self._holds_trials:
             torch.cuda.empty_cache()  # waits for the step: once
@@ -156,10 +157,24 @@ class TrainStep:
             average.update(applied)
         scalars = [self._loss, grad_norm, finite, applied, overflowed, self._nonfinite_in_a_row, scale]
         result = StepResult(scalars, self._losses)
-        self.optimizer.zero_grad(set_to_none=True)
-        self._loss, self._losses = torch.zeros((), device=self._device), []
+        self._begin()
         self.updating = False  # not before: what is allocated here may fail, and the step is not counted yet
         return result
+
+    def _begin(self) -> None:
+        """Drop the accumulated gradient and losses."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._loss, self._losses = torch.zeros((), device=self._device), []
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Between two steps: what is accumulated here, by the plain network, is dropped at the end."""
+        forward, self._forward = self._forward, self.network
+        try:
+            yield
+        finally:
+            self._forward = forward
+            self._begin()
 
     def _judge(self, grad_norm: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Whether the step is finite, whether it overflowed fp16, and whether to apply it: flags on the device.

@@ -1,0 +1,224 @@
+"""Steps that were not finite: what is recorded of them, where they went wrong, and that a replay is the same step."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from tests.conftest import textured, write_array
+from tests.training.stand_ins import FixedMachine, StillStream, run_context
+from vesuvius.commands import train
+from vesuvius.config import Config
+from vesuvius.config.load import read_config
+from vesuvius.diffusion.randomness import stratified_timesteps
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.errors import NonFiniteError
+from vesuvius.monitor.clock import HostClock
+from vesuvius.runlog.records import read_records
+from vesuvius.runlog.step_times import StepTimes
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
+from vesuvius.training.replay import diagnose
+from vesuvius.training.reporting.report import Launched, StepReporter
+from vesuvius.training.step.conditioning import Conditioner, volume_scalars
+from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.network import build_network
+from vesuvius.training.step.step import TrainStep
+from vesuvius.training.validation.data_spectrum import measure_spectrum
+
+CPU = torch.device("cpu")
+WriteConfig = Callable[..., Path]
+
+pytestmark = pytest.mark.usefixtures("of_two_micro_batches")
+
+
+class LateClock(HostClock):
+    """Steps are finished two steps late, as a GPU's are that the host runs ahead of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: list[StepTimes] = []
+
+    def finished(self, wait: bool = False) -> list[StepTimes]:
+        self._late += super().finished()
+        count = len(self._late) if wait else max(len(self._late) - 2, 0)
+        done, self._late = self._late[:count], self._late[count:]
+        return done
+
+
+@dataclass
+class Session:
+    """The steps of a run, with neither checkpoints nor validation."""
+
+    config: Config
+    directory: Path
+    clock: HostClock = field(default_factory=HostClock)
+    kept: list[weakref.ref[Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.data: PreparedData = prepare_data(config.seed, config.data)
+        greys, scalars = self.data.grey_ranges(config.data), volume_scalars(config, self.data)
+        spectrum = measure_spectrum(self.data, config.data, greys, self.data.read)
+        schedule = Schedule.from_config(config.diffusion, spectrum)
+        self.step = TrainStep(config, build_network(config, CPU), schedule, CPU)
+        conditioner = Conditioner(config.data.labels, greys.conditions, scalars, CPU)
+        options = StreamOptions.from_config(config.training, config.cluster)
+        self._feed = DeviceFeed(CPU, options, self.data.job, greys.volumes, conditioner)
+        run, again = run_context(config, self.directory), partial(diagnose, self.step, self._feed)
+        self.reporter = StepReporter(run, self.clock, StillStream(options), FixedMachine(), again)
+
+    def run(self, steps: int) -> None:
+        """Raises NonFiniteError as a run does."""
+        config = self.config
+        with self._feed.open():
+            for number in range(steps):
+                batches = []
+                timesteps = stratified_timesteps(config.seed, number, config.global_batch, config.diffusion.timesteps)
+                for t in np.split(timesteps, config.training.accumulate_steps):
+                    batch = self._feed.next(self.clock)
+                    self.step.accumulate(batch.x_0, batch.indices, t, batch.condition)
+                    batches.append((batch.stored, t))
+                    self.kept.append(weakref.ref(batch.stored.patches))
+                result = self.step.apply(1e-3)
+                self.clock.step_done()
+                self.reporter.launched(Launched(number + 1, number * config.global_batch, 1e-3, result, batches))
+                del batches, batch
+                self.reporter.report()
+            self.reporter.report(wait=True)
+
+    def events(self) -> list[dict[str, Any]]:
+        return [record for record in read_records(self.directory / "metrics.jsonl") if record["kind"] == "event"]
+
+
+def spoil(path: Path, data: PreparedData, sample: int, value: float) -> None:
+    """Give one voxel of a sample this value: one that none of the other first 32 samples sees."""
+    starts = [data.plan.sample(index).start_zyx for index in range(32) if index != sample]
+    first, size = data.plan.sample(sample).start_zyx, data.plan.patch_zyx
+    inside = (np.add(first, offset) for offset in np.ndindex(*size))
+    voxel = next(v for v in inside if not any(((v >= s) & (v < np.add(s, size))).all() for s in starts))
+    array: Any = zarr.open_array(str(path), mode="r+")
+    array[tuple(voxel)] = value
+
+
+def spoiled_config(tiny_config: WriteConfig, value: float = 1e30, **sections: Any) -> Config:
+    """A config on a volume of floats in which one voxel of sample 6, the third of step 2, is spoiled.
+
+    1e30 overflows float32 when squared in the loss: a real infinity.
+    """
+    path = write_array(Path("floats.zarr").absolute(), textured((96, 128, 128), dtype="float32"))
+    data = {
+        "volumes": [{"path": str(path)}],
+        "normalize": {"low": 0.0, "high": 200.0},
+        "augment": {"contrast": 0.2, "brightness": 0.1},
+    }
+    config = read_config(tiny_config(data=data, **sections))
+    spoil(path, prepare_data(config.seed, config.data), 6, value)
+    return config
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_names_the_sample_the_box_and_the_layer_at_once_and_a_replay_is_the_same_step_bit_by_bit(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A model value of 3e5: more than fp16 holds, whose largest number is 65504, and little for float32.
+    config = spoiled_config(tiny_config, value=3e7, training={"amp": "fp16"})
+    assert train.main(["--config", "tiny.yaml"]) == 5
+    said = capsys.readouterr().err
+    run = Path("runs/tiny")
+    (event,) = [record for record in read_records(run / "metrics.jsonl") if record["kind"] == "event"]
+    timesteps = stratified_timesteps(config.seed, 1, 4, 1000).tolist()
+    assert (event["step"], event["samples"], event["cause"], event["offending"]) == (2, [4, 8], "loss", [6])
+    assert (event["indices"], event["timesteps"]) == ([4, 5, 6, 7], timesteps)
+    assert [loss is None for loss in event["losses"]] == [False, False, True, False]
+    plan = prepare_data(config.seed, config.data).plan
+    assert event["boxes"] == [[list(corner) for corner in plan.sample(i).box] for i in range(4, 8)]
+    assert event["layer"] in dict(build_network(config, CPU).named_modules())
+    assert 0 < event["input_max"] < math.inf
+    assert len(event["gradients"]) > 0
+    assert f"samples 4 to 7, not finite in 6 (t {timesteps[2]})" in said
+    assert f"first output that is not finite: {event['layer']}, sample 6; largest finite |x|" in said
+    assert "--replay 2" in said
+    assert load_checkpoint(list_checkpoints(run / "checkpoints")[-1])["step"] == 2
+
+    assert train.main(["--config", "tiny.yaml", "--replay", "2"]) == 5
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 2 of tiny, on cpu with amp fp16, weights of ")
+    losses = [float(line.rpartition("loss ")[2]) for line in lines[1:5]]
+    assert [float(f"{loss:.9g}") if math.isfinite(loss) else None for loss in losses] == [
+        loss and float(f"{loss:.9g}") for loss in event["losses"]
+    ]
+    assert [line.split()[:2] for line in lines[1:5]] == [["sample", str(index)] for index in (4, 5, 6, 7)]
+    assert event["layer"] in lines[-1]
+
+    assert train.main(["--config", "tiny.yaml", "--replay", "2", "training.amp=off"]) == 0, "it was the precision"
+    assert "every layer and gradient is finite" in capsys.readouterr().out
+    assert train.main(["--config", "tiny.yaml", "--replay", "1"]) == 2
+    assert "has no checkpoint up to step 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--config", "tiny.yaml", "--replay", "2", "--resume"])
+
+
+def test_a_gradient_that_is_not_finite_is_told_from_a_loss_and_named(tiny_config: WriteConfig) -> None:
+    session = Session(read_config(tiny_config()), Path.cwd())
+    name, weight = next(iter(session.step.network.named_parameters()))
+    weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(NonFiniteError, match="samples 0 to 3, each with a finite loss"):
+        session.run(1)
+    (event,) = session.events()
+    assert (event["cause"], event["offending"], event["grad_norm"]) == ("gradient", [], None)
+    assert (event["layer"], event["gradients"]) == (None, [name])
+
+
+def test_steps_launched_before_a_bad_one_is_noticed_are_as_if_they_had_not_been(tiny_config: WriteConfig) -> None:
+    """Nor does computing it again leave anything behind."""
+    config = spoiled_config(tiny_config)
+    session = Session(config, Path.cwd(), LateClock())
+    with pytest.raises(NonFiniteError) as error:
+        session.run(8)
+    assert error.value.step == 2
+    Path("before").mkdir()
+    before = Session(config, Path("before"))
+    before.run(1)
+    torch.testing.assert_close(_lasting(session.step), _lasting(before.step), rtol=0, atol=0)
+
+
+def _lasting(step: TrainStep) -> list[Any]:
+    state = step.state_dict()
+    return [state["model"], state["optimizer"]["state"], state["averages"]]
+
+
+def test_a_run_that_goes_on_after_a_bad_step_trains_as_if_that_had_not_been_computed_again(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = spoiled_config(tiny_config, training={"max_nonfinite": 2})
+    sessions = []
+    for name in ("again", "not"):
+        Path(name).mkdir()
+        sessions.append(session := Session(config, Path(name)))
+        if name == "not":
+            monkeypatch.setattr(session.reporter, "_diagnose", lambda batches: 1 / 0)
+        session.run(4)
+    torch.testing.assert_close(_lasting(sessions[0].step), _lasting(sessions[1].step), rtol=0, atol=0)
+    assert [session.events()[0]["layer"] is None for session in sessions] == [False, True]
+
+
+def test_batches_are_let_go_once_their_step_is_reported(tiny_config: WriteConfig) -> None:
+    session = Session(read_config(tiny_config()), Path.cwd(), LateClock())
+    session.run(4)
+    assert [patches() for patches in session.kept] == [None] * 8
