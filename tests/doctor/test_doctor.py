@@ -30,7 +30,7 @@ from vesuvius.doctor import device, examination, host, trial
 from vesuvius.doctor.check import THREADS, Check, Finding, examine
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_OK
 from vesuvius.monitor.probes.task_limits import TaskLimit
-from vesuvius.runlog.run_dir import installed_version
+from vesuvius.runlog.environment import installed_version
 from vesuvius.runlog.units import GIB
 from vesuvius.trials import process
 

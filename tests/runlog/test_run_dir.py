@@ -15,7 +15,7 @@ import pytest
 
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.runlog import run_dir as module
+from vesuvius.runlog import environment
 from vesuvius.runlog.run_dir import RunDir, run_dir
 
 
@@ -122,12 +122,9 @@ def test_a_place_that_cannot_be_written_is_an_error_of_storage(tmp_path: Path) -
         pass
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP])
-def test_a_file_system_without_locks_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_file_system_without_locks_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     expected = pytest.raises(StorageError, match=r"needs a file system with flock; got .*VESUVIUS_RUNS")
@@ -136,9 +133,10 @@ def test_a_file_system_without_locks_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-@pytest.fixture
-def other_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """A repository whose HEAD is not ours, and git in it; this package's module is installed in its `.venv`."""
+def test_the_commit_of_a_run_is_that_of_the_repository_that_tracks_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One around the environment that the package is installed in is not its own, whatever git's variables say."""
     monkeypatch.chdir(tmp_path)
 
     def git(*words: str) -> str:
@@ -149,49 +147,16 @@ def other_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     Path("theirs.txt").write_text("theirs")
     git("add", "theirs.txt")
     git("commit", "--quiet", "-m", "theirs")
-    git("tag", "-a", "v7", "-m", "a name that is no commit")
-    installed = tmp_path / ".venv/lib/vesuvius/runlog/run_dir.py"
+    installed = tmp_path / ".venv/lib/vesuvius/runlog/environment.py"
     installed.parent.mkdir(parents=True)
     installed.write_text("# ours")
-    monkeypatch.setattr(module, "__file__", str(installed))
-    return git
-
-
-@pytest.mark.parametrize("ignored", [True, False])
-def test_a_repository_around_the_environment_of_the_package_is_not_its_own(
-    other_repository: Callable[..., str], ignored: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path(".gitignore").write_text(".venv\n" if ignored else "")
-    assert module._commit() is None
-    monkeypatch.setenv("GIT_DIR", str(Path(".git").absolute()))  # as in a hook of theirs
-    monkeypatch.setenv("GIT_WORK_TREE", str(Path().absolute()))
-    assert module._commit() is None
-
-
-def test_a_repository_that_tracks_the_package_is_its_own(other_repository: Callable[..., str]) -> None:
-    other_repository("add", "--force", ".venv")
-    other_repository("commit", "--quiet", "-m", "ours")
-    commit = other_repository("rev-parse", "HEAD")
-    assert module._commit() == commit
-    Path(".venv/lib/vesuvius/runlog/run_dir.py").write_text("# changed")
-    assert module._commit() == f"{commit}+"
-
-
-def test_without_a_repository_the_commit_is_that_which_pip_installed_if_it_did(
-    other_repository: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    elsewhere = tmp_path.with_name(f"{tmp_path.name}_elsewhere")
-    elsewhere.mkdir()
-    monkeypatch.setattr(module, "__file__", str(elsewhere / "run_dir.py"))
-    distribution = tmp_path / "site/vesuvius_diffusion-9.dist-info"
-    distribution.mkdir(parents=True)
-    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: vesuvius-diffusion\nVersion: 9\n")
-    monkeypatch.syspath_prepend(distribution.parent)
-    assert module._commit() is None
-    (distribution / "direct_url.json").write_text('{"url": "file:///x", "dir_info": {"editable": true}}')
-    assert module._commit() is None
-    (distribution / "direct_url.json").write_text(
-        '{"url": "https://h/v.git", "vcs_info": {"vcs": "git", "commit_id": "abc123"}}'
-    )
-    assert module._commit() == "abc123"
+    monkeypatch.setattr(environment, "__file__", str(installed))
+    assert environment._commit() is None
+    with monkeypatch.context() as hook:
+        hook.setenv("GIT_DIR", str(Path(".git").absolute()))
+        assert environment._commit() is None
+    git("add", "--force", ".venv")
+    git("commit", "--quiet", "-m", "ours")
+    assert environment._commit() == (commit := git("rev-parse", "HEAD"))
+    installed.write_text("# changed")
+    assert environment._commit() == f"{commit}+"

@@ -9,8 +9,8 @@ import pytest
 
 from tests.tuning.simulated import BY_NAME, BiasedPlanner, SimulatedRunner
 from vesuvius.errors import ConfigError
+from vesuvius.report.content import RunReport
 from vesuvius.report.markdown import render_markdown
-from vesuvius.report.model import RunReport
 from vesuvius.tuning.report import SLOWEST, block_line, build_options, build_page, headline, plan_lines, planned_line
 from vesuvius.tuning.search.pairs import Comparison
 from vesuvius.tuning.search.policy import recommend
@@ -83,7 +83,7 @@ def test_every_block_is_a_line_of_the_log_and_a_row_of_the_table() -> None:
         assert planned_line(entry.planned).startswith(f"Block {entry.planned.number} {entry.planned.stage}, ")
         ended = "ended by a kill: a reader was killed by signal 9" if entry.block.ended != "ok" else " samples/s"
         assert ended in block_line(entry)
-    text = render_markdown([page], (), "made", "report.html")
+    text = render_markdown([page], "made", "report.html")
     assert "ended by a kill: a reader was killed" in text
     assert "exp\\|001" in text, "no name breaks a table"
 

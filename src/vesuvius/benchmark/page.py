@@ -8,8 +8,8 @@ import numpy as np
 
 from vesuvius.benchmark.paired import BANDS, Interval
 from vesuvius.benchmark.results import RANKS, Result, span_words, told_apart, verdict
+from vesuvius.report.content import RunReport, Table, filled
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.model import RunReport, Table, filled
 from vesuvius.runlog.units import GIB, format_percent, number, size_text
 
 Memory = Mapping[str, tuple[Sequence[float], Sequence[float]]]

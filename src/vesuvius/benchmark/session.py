@@ -24,12 +24,13 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.monitor.recent import read_recent
-from vesuvius.report.files import made_by, new_folder, write_pages
 from vesuvius.report.model import commit_text
+from vesuvius.report.page import made_by, new_folder, write_pages
 from vesuvius.report.records import figure, read_run
+from vesuvius.runlog.environment import describe_environment
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.redact import redacted
-from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
+from vesuvius.runlog.run_dir import BENCHES, run_dir
 from vesuvius.runlog.units import format_duration, number
 from vesuvius.training.step.step import choose_device
 from vesuvius.trials.alone import locked, run_storage_errors, signals_to

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     runs = [find_run(text) for text in args.runs]
-    from vesuvius.report.files import write_report  # imports numpy
+    from vesuvius.report.report import write_report  # imports numpy and matplotlib
 
     folder = write_report(runs, args.out, shlex.join(["vesuvius", "report", *argv]))
     say(f"{folder / 'report.html'}\n{folder / 'report.md'}")

@@ -20,10 +20,10 @@ from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.window import THROTTLED
+from vesuvius.runlog.environment import installed_version
 from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.namesake import namesake_problem
-from vesuvius.runlog.run_dir import installed_version
 from vesuvius.runlog.units import GIB, format_percent, size_text
 
 DISTRIBUTION = "vesuvius-diffusion"

@@ -15,18 +15,9 @@ from vesuvius.monitor.quantile import quantile
 from vesuvius.profiling.observer import Observed
 from vesuvius.profiling.recommend import Advice
 from vesuvius.report.charts import build_charts
+from vesuvius.report.content import NOT_KNOWN, RunReport, Table, filled
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.model import (
-    NOT_KNOWN,
-    RunReport,
-    Table,
-    config_texts,
-    filled,
-    largest,
-    of_limit,
-    ranks_table,
-    thresholds_of,
-)
+from vesuvius.report.model import config_texts, largest, of_limit, ranks_table, thresholds_of
 from vesuvius.report.records import RunRecords, figure
 from vesuvius.report.share import Row, shared_out, targets_of, work_rows
 from vesuvius.runlog.records import Record

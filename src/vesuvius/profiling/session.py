@@ -25,8 +25,8 @@ from vesuvius.monitor.window import Thresholds
 from vesuvius.profiling.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, Observer
 from vesuvius.profiling.page import build_profile
 from vesuvius.profiling.recommend import leave_alone, recommend
-from vesuvius.report.files import made_by, new_folder, write_pages
-from vesuvius.report.model import NOT_KNOWN
+from vesuvius.report.content import NOT_KNOWN
+from vesuvius.report.page import made_by, new_folder, write_pages
 from vesuvius.report.records import read_run
 from vesuvius.runlog.records import current_records, iter_records, run_starts
 from vesuvius.runlog.run_dir import run_dir

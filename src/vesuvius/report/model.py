@@ -1,9 +1,8 @@
-"""What a report says of a run: sentences, tables and charts, from its records.  Pure."""
+"""The report of a run: sentences, tables and charts, from its records.  Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,53 +11,16 @@ from vesuvius.config.describe import flatten
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.window import Thresholds
 from vesuvius.report.charts import build_charts
-from vesuvius.report.curves import Chart
+from vesuvius.report.content import NOT_KNOWN, PARTS_NOTE, RunReport, Table, filled
 from vesuvius.report.records import Column, RunRecords, figure
-from vesuvius.report.share import PARTS_NOTE, Target, TimePart, split_time, targets_of
+from vesuvius.report.share import split_time, targets_of
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import format_duration, format_percent, format_time, number, size_text
-
-NOT_KNOWN = "not known"
 
 _LAST_STEPS = 100
 _MOST_EVENTS = 200
 _SLICES = 10
 _QUIET = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "block")
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table with its title; the rows are as long as the columns."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-    # a figure of each row, which the page also draws as a bar; the largest is the longest
-    bars: tuple[float, ...] = ()
-
-
-def filled(*tables: Table) -> tuple[Table, ...]:
-    """Those that have rows."""
-    return tuple(table for table in tables if table.rows)
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """A run, ready to be written down."""
-
-    name: str  # of the run; of several with one name, with the directory
-    directory: str
-    facts: Mapping[str, str]  # what came of it: a label and a value each, the same labels for every run
-    verdict: str  # the last one, in words
-    parts: tuple[TimePart, ...] = ()  # where its time went; the shares add up to 1
-    targets: tuple[Target, ...] = ()
-    charts: tuple[Chart, ...] = ()
-    tables: tuple[Table, ...] = ()  # sessions, events and a course of the run in ten slices
-    previews: tuple[tuple[int, str], ...] = ()  # pictures, relative to the run, with the step of each
-    config: Mapping[str, str] = field(default_factory=dict)  # keys and values of the resolved config
-    config_text: str = ""
-    parts_note: str = PARTS_NOTE  # what the parts hold
 
 
 def build(records: RunRecords) -> RunReport:

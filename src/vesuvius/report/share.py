@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.window import Thresholds
+from vesuvius.report.content import Target, TimePart
 from vesuvius.report.records import Column, RunRecords
-from vesuvius.runlog.units import format_percent, number
+from vesuvius.runlog.units import format_percent
 
 WORK = (
     ("data wait", "I/O", "data_s"),
@@ -25,37 +25,8 @@ WORK = (
 )
 """Name, class and column of each part of a step without its pause."""
 
-PARTS_NOTE = (
-    "The first step of a session holds the start of the readers and the choice of kernels; pauses are validation, "
-    "previews and copies for checkpoints.  A wait that is hidden behind computing counts 0."
-)
-
 Row = tuple[str, str, float, float, float]
 """Name, class, seconds, p50 and p95 of a step."""
-
-
-@dataclass(frozen=True)
-class TimePart:
-    """A part of the time."""
-
-    name: str
-    kind: str
-    total_s: float  # over all steps
-    share: float  # of the time that was recorded
-    percent: float  # the share to a tenth, so that the parts' percents add up as their shares do
-    # p50_s, p95_s: of a step; NaN where the part has none
-    p50_s: float = math.nan
-    p95_s: float = math.nan
-
-
-@dataclass(frozen=True)
-class Target:
-    """A share of the working time, and whether it is as it should be."""
-
-    name: str
-    wanted: str
-    found: str
-    met: bool
 
 
 def work_columns(records: RunRecords) -> dict[str, Column]:
@@ -107,25 +78,6 @@ def rounded_together(values: Sequence[float]) -> list[int]:
     short = round(math.fsum(values)) - sum(down)
     up = sorted(range(len(values)), key=lambda place: down[place] - values[place])[:short]
     return [low + (place in up) for place, low in enumerate(down)]
-
-
-def part_rows(parts: Sequence[TimePart], words: Callable[[float], str]) -> list[tuple[str, ...]]:
-    """A row for each part, and the total: name, class, time, share, p50 and p95 in milliseconds.
-
-    Args:
-        words: of the time, in seconds.
-    """
-    total = TimePart("total", "", math.fsum(part.total_s for part in parts), 1.0, math.fsum(p.percent for p in parts))
-    return [
-        (
-            part.name,
-            part.kind,
-            words(part.total_s),
-            f"{part.percent:.1f} %",
-            *("" if math.isnan(seconds) else number(1000 * seconds) for seconds in (part.p50_s, part.p95_s)),
-        )
-        for part in (*parts, total)
-    ]
 
 
 def _row(name: str, kind: str, seconds: Column) -> Row:

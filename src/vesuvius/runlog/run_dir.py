@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,10 +19,10 @@ from typing import Any
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_source
 from vesuvius.errors import ConfigError, storage_errors
+from vesuvius.runlog.environment import describe_environment
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.find_run import runs_root
-from vesuvius.runlog.redact import redacted
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +38,6 @@ _OF_A_START = (
 )
 """What a session writes before its first step."""
 _LOOK_AGAIN_S = 0.2
-_PACKAGES = (
-    "vesuvius-diffusion",
-    "torch",
-    "ray",
-    "zarr",
-    "numcodecs",
-    "numpy",
-    "pydantic",
-    "safetensors",
-    "tensorboard",
-)
 
 
 class _Below:
@@ -205,64 +191,6 @@ def refuse_existing(directory: RunDir) -> None:
             f"a new run needs a directory of its own; got {directory.path}, which exists; continue it with "
             "--resume, choose another name, or move it away"
         )
-
-
-def describe_environment() -> dict[str, Any]:
-    """Versions, machine and command line, for env.json."""
-    import torch  # takes seconds: who only asks where a run is need not wait for it
-
-    return {
-        "command": redacted([sys.executable, *sys.argv]),
-        "directory": os.getcwd(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": platform.node(),
-        "cpus": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cuda": torch.version.cuda,
-        "torch_threads": torch.get_num_threads(),
-        "packages": {name: installed_version(name) for name in _PACKAGES},
-        "commit": _commit(),
-    }
-
-
-def installed_version(package: str) -> str | None:
-    """The version of a distribution; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of this package, with '+' where files of its checkout differ; None where it is not known.
-
-    A repository counts only if it tracks this file: one may just hold the environment that the package is installed in.
-    Else the commit that pip installed from, if it did.
-    """
-    here = Path(__file__).resolve()
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set within a hook
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(here.parent), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, env=variables)
-        return done.stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", here.name)
-        return git("describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*")
-    except (OSError, subprocess.SubprocessError):
-        return _installed_commit()
-
-
-def _installed_commit() -> str | None:
-    """Of `pip install git+https://...`."""
-    try:
-        origin = importlib.metadata.distribution(_PACKAGES[0]).read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    commit = json.loads(origin or "{}").get("vcs_info", {}).get("commit_id")
-    return commit if isinstance(commit, str) else None
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from vesuvius.config.describe import to_yaml
 from vesuvius.errors import ConfigError
+from vesuvius.report.content import RunReport, Table, filled
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.model import RunReport, Table, filled
 from vesuvius.runlog.units import GIB, format_duration, format_percent, number, size_text
 from vesuvius.tuning.measurement import BlockKind, Planner, SearchSpace, Setting, in_words
 from vesuvius.tuning.search.memory import ENDED_BY, PredictedMemory, Risk

@@ -15,12 +15,13 @@ from vesuvius.config.environment import key_of_variable
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.monitor.session import is_alive, read_session
-from vesuvius.report.files import made_by, write_pages
 from vesuvius.report.model import commit_text
+from vesuvius.report.page import made_by, write_pages
+from vesuvius.runlog.environment import describe_environment
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.logfile import open_log
 from vesuvius.runlog.redact import redacted
-from vesuvius.runlog.run_dir import TUNE, describe_environment, run_dir
+from vesuvius.runlog.run_dir import TUNE, run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.ranks.part import one_rank

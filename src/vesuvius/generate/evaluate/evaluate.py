@@ -37,9 +37,8 @@ from vesuvius.generate.sampling import SampleRequest, default_out, describe, dra
 from vesuvius.generate.volume.output import DRAWING
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.watch import OnProgress
-from vesuvius.report.files import FOLDER, new_folder, write_pages
-from vesuvius.report.model import Table
-from vesuvius.report.pictures import Picture
+from vesuvius.report.content import Picture, Table
+from vesuvius.report.page import FOLDER, new_folder, write_pages
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.checkpoint.format import find_checkpoint

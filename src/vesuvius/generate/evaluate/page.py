@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from vesuvius.generate.evaluate.figures import Estimate, Figure, Judgement
 from vesuvius.generate.evaluate.seams import LEVEL, Seam
+from vesuvius.report.content import RunReport, Table
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.model import RunReport, Table
 from vesuvius.training.validation.montage import MontageCell, middle_slice
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES
 

@@ -1,14 +1,34 @@
-"""Several runs beside each other: what differs in result and config, and one curve of each in a chart.  Pure."""
+"""`vesuvius report`: the page of one run, or of several with what differs and one curve of each in a chart."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from vesuvius.report.content import NOT_KNOWN, RunReport, Table, filled
 from vesuvius.report.curves import Chart
-from vesuvius.report.model import NOT_KNOWN, RunReport, Table, filled
+from vesuvius.report.model import build
+from vesuvius.report.page import FOLDER, made_by, new_folder, write_pages
+from vesuvius.report.records import read_run
 
 _OVERLAID = ("loss", "relative_error", "step_s", "samples_s", "ram", "vram")
+
+
+def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
+    """Write report.html and report.md of one or several runs, and return their folder.
+
+    Args:
+        out: the folder; None = one named by the time, below the first run's `reports/`.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    folder = out or new_folder(runs[0] / FOLDER)
+    reports = named_apart([build(read_run(run)) for run in runs])
+    tables, charts = comparison(reports)
+    write_pages(folder, "report", reports, made_by(command), (), tables, charts)
+    return folder
 
 
 def named_apart(reports: Sequence[RunReport]) -> list[RunReport]:

@@ -1,0 +1,64 @@
+"""Versions, machine and command line of a session, for `env.json` and for those who compare them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from vesuvius.runlog.redact import redacted
+
+_PACKAGES = (
+    "vesuvius-diffusion", "torch", "ray", "zarr", "numcodecs", "numpy", "pydantic", "safetensors", "tensorboard",
+)  # fmt: skip
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, machine and command line, for env.json."""
+    import torch  # takes seconds: who only asks where a run is need not wait for it
+
+    return {
+        "command": redacted([sys.executable, *sys.argv]),
+        "directory": os.getcwd(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "torch_threads": torch.get_num_threads(),
+        "packages": {name: installed_version(name) for name in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this package, with '+' where files of its checkout differ; None where it is not known.
+
+    A repository counts only if it tracks this file: one may just hold the environment that the package is installed in.
+    """
+    here = Path(__file__).resolve()
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set within a hook
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(here.parent), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, env=variables)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)
+        return git("describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
