@@ -17,7 +17,7 @@ INTRODUCTION = """\
 <!-- Made by tools/config_table.py from src/vesuvius/config; change the descriptions there. -->
 
 An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `vesuvius train --config FILE
---print-config` prints every key with its value, where that is set, and its meaning.
+--print-config` prints every key with its value and its meaning.
 
 - **Scalars** follow YAML 1.2: `1e-4` is a number, `off` and `yes` are text, `null` means none. Unknown keys and values
   of the wrong type are refused with file and line. Nothing is converted silently.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
-from vesuvius.commands import train
 from vesuvius.config import Config, VolumeConfig
 from vesuvius.config.load import parse_config, read_config, read_source
-from vesuvius.errors import EXIT_OK, ConfigError
+from vesuvius.errors import ConfigError
 
 BASE = """\
 name: base
@@ -86,9 +84,9 @@ def test_a_wrong_item_of_a_list_in_the_other_file_is_found_there() -> None:
     ]
 
 
-def test_keys_of_two_files_that_contradict_each_other_name_both() -> None:
+def test_keys_that_contradict_each_other_name_the_first_file_with_the_section() -> None:
     (line,) = problems("extends: base.yaml\ndata: {patch_size: [72, 136, 128]}", "seed=1")
-    assert line.startswith("x.yaml:2 with base.yaml: data: augment.turn needs a patch that is square")
+    assert line.startswith("x.yaml:2: data: augment.turn needs a patch that is square")
 
 
 def test_a_value_over_a_section_replaces_it() -> None:
@@ -136,42 +134,13 @@ def test_a_text_without_a_file_extends_nothing() -> None:
         parse_config("name: x\nextends: base.yaml", source="x")
 
 
-def test_the_kept_source_needs_no_other_file_and_says_where_each_key_was_set() -> None:
+def test_the_kept_source_needs_no_other_file() -> None:
     assert read_source(Path("base.yaml")) == BASE.encode(), "as it is"
     config = read("extends: base.yaml\nseed: 3\ntraining: {workers: 8}")
     kept = read_source(Path("x.yaml")).decode()
     assert parse_config(kept) == config
-    assert "  workers: 8  # x.yaml:3\n" in kept
-    assert "  lr: 0.001  # base.yaml:7\n" in kept
+    assert kept.startswith("# Merged from 'x.yaml', 'base.yaml'.\n")
     Path("base.yaml").unlink()
     Path("kept.yaml").write_text(kept)
     assert read_config(Path("kept.yaml")) == config
     assert read_source(Path("kept.yaml")).decode() == kept, "a resume from the kept source leaves it as it is"
-
-
-def test_print_config_shows_the_merged_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("x.yaml").write_text("extends: base.yaml\ntraining: {workers: 8}\n")
-    assert train.main(["--config", "x.yaml", "--print-config"]) == EXIT_OK
-    shown = parse_config(capsys.readouterr().out)
-    assert (shown.training.workers, shown.training.lr) == (8, 1e-3)
-
-
-# ---- aliases
-
-
-def test_ten_lines_of_nested_aliases_are_refused_at_once() -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
-    began = time.monotonic()
-    (line,) = problems("\n".join(lines))
-    assert time.monotonic() - began < 10, "they stand for 10^10 values"
-    assert "aliases must repeat at most 2000 values; got more; write values out" in line
-    assert line.startswith("x.yaml:")
-
-
-def test_an_alias_that_a_hundred_volumes_share_is_fine() -> None:
-    volumes = "".join(f"\n    - {{path: {n}.zarr, mask: *m}}" for n in range(100))
-    config = read(
-        f"name: x\ndata:\n  min_foreground: 0.5\n  volumes:\n    - {{path: a, mask: &m {{path: m}}}}{volumes}"
-    )
-    assert config.data.volumes[100].mask == config.data.volumes[0].mask

@@ -27,7 +27,7 @@ from vesuvius.commands import train
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 
-CASES = 100
+CASES = 60
 Case = tuple[bytes, list[str]]  # the file, and further arguments
 _VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 10**30, 0.5, -0.5, 1e308, float("nan"), float("inf"), "", "auto", "x" * 100_000,
@@ -92,9 +92,7 @@ def with_other_bytes(rng: random.Random, base: dict[str, Any]) -> bytes:
             case 2:
                 text[at:at] = text[at : at + rng.randint(1, 40)]
             case _:
-                text[at:at] = rng.choice(
-                    [b"\xff", b"\0", b"&a ", b"*a", b"{", b"]", b"\t", b"!!set ", b"? ", b"---\n", b"<<: "]
-                )
+                text[at:at] = rng.choice(_STRANGE)
     return bytes(text)
 
 
@@ -183,17 +181,3 @@ def test_a_dry_run_of_nonsense_ends_in_one_message(
     found = list(run_in_child(given, more_bytes=8 * 2**30, each_s=60))
     assert_refused_or_fine(given, found)
     assert found[0][0] == EXIT_OK
-
-
-@pytest.mark.parametrize("ill", ["hangs", "swells"])
-def test_a_case_that_hangs_or_swells_is_named(ill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def main(arguments: list[str]) -> int:
-        if ill == "hangs":
-            signal.pause()
-        return len(bytearray(2**31)) and 0
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "main", main)
-    given: list[Case] = [(b"name: x", [])]
-    with pytest.raises(AssertionError, match="name: x"):
-        assert_refused_or_fine(given, list(run_in_child(given, more_bytes=2**30, each_s=1)))

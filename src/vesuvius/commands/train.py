@@ -18,7 +18,7 @@ from vesuvius.commands.arguments.types import positive_number
 from vesuvius.commands.command import as_command, say
 from vesuvius.commands.output.progress import terminal_bar
 from vesuvius.config import Config
-from vesuvius.config.load import explain_config
+from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_OK
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="print every key with its value, where that was set, and its meaning",
+        help="print every key with its value and its meaning",
     )
     parser.add_argument(
         "--profile",
@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
         if any(others) or args.profile is not None:
             parser.error("--replay trains nothing; it takes --config and overrides only")
     if args.print_config:
-        say(explain_config(args.config, args.overrides, os.environ).rstrip("\n"), exact=True)
+        config = read_config(args.config, args.overrides, os.environ)
+        say(dump_config(config, with_meanings=True).rstrip("\n"), exact=True)
         return EXIT_OK
     config = take_config(args.config, args.overrides)
     if args.replay is not None:

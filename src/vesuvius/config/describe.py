@@ -97,9 +97,18 @@ def describe_type(schema: JsonSchema) -> str:
 def to_yaml(value: object) -> str:
     """A value on one line, as one would write it after a key.  Pure."""
     # Inside a list because flow style quotes whatever could end the value early; the brackets are cut off again.
-    options: dict[str, Any] = {"default_flow_style": True, "width": float("inf"), "allow_unicode": True}
-    dumped: str = yaml.dump([value], Dumper=_PortableDumper, sort_keys=False, **options)
-    return dumped.strip()[1:-1]
+    return _dumped([value], default_flow_style=True).strip()[1:-1]
+
+
+def to_yaml_block(tree: Mapping[str, Any]) -> str:
+    """Sections as a file has them, a key a line.  Pure."""
+    return _dumped(tree, default_flow_style=False)
+
+
+def _dumped(value: object, default_flow_style: bool) -> str:
+    options: dict[str, Any] = {"default_flow_style": default_flow_style, "width": float("inf"), "allow_unicode": True}
+    dumped: str = yaml.dump(value, Dumper=_PortableDumper, sort_keys=False, **options)
+    return dumped
 
 
 def explain(error: ErrorDetails) -> dict[KeyPath, str]:

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 
 from vesuvius.config.describe import REMOVED, dotted, iter_keys
-from vesuvius.config.written import LineError, Origin
+from vesuvius.errors import ConfigError
 
 PREFIX = "VESUVIUS_"
 _NO_KEYS = ("VESUVIUS_RUNS",)  # read by `runlog/find_run.py`
@@ -28,26 +28,22 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in names if name not in _NO_KEYS}
 
 
-def origin_of(name: str) -> Origin:
-    """Where a value of this variable comes from, for messages."""
-    return Origin(f"environment variable {name}", is_override=True)
-
-
 def key_of_variable(name: str) -> str:
     """The key that a variable sets, as in an override.  Pure.
 
     Raises:
-        LineError: there is none; names the variable of the nearest key.
+        ConfigError: there is none; names the variable of the nearest key.
     """
     steps = tuple(int(part) if part.isdecimal() else part for part in name.removeprefix(PREFIX).lower().split("__"))
     known = [key for key, _ in iter_keys()]
     if name.isupper() and dotted(steps, index="[]").removesuffix("[]") in known:
         return dotted(steps)
     if removed := REMOVED.get(dotted(steps, index="[]")):
-        raise LineError(origin_of(name), f"{dotted(steps)} was removed; {removed}; unset the variable")
+        raise ConfigError(f"environment variable {name}: {dotted(steps)} was removed; {removed}; unset the variable")
     likely = max(map(_name_of, known), key=lambda candidate: _likeness(name.upper(), candidate))
-    raise LineError(
-        origin_of(name), f"names no config key; did you mean {likely}? unset it if it is not meant for vesuvius"
+    raise ConfigError(
+        f"environment variable {name}: names no config key; did you mean {likely}? unset it if it is not meant for "
+        "vesuvius"
     )
 
 

@@ -1,9 +1,10 @@
 """YAML files, environment variables and command-line overrides -> `Config`, and back to YAML.
 
-    text -> values with their lines (`written.py`), over those of the file that it extends -> variables -> overrides
+    text -> plain values (`yaml_source.py`), over those of the file that it extends -> variables -> overrides
          -> pydantic -> `Config`, or one `ConfigError` with one line per problem
 
-Functions that take a path read files; all others are pure.
+Files and lines of wrong values are looked up once something is wrong.  Functions that take a path read files; all
+others are pure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from vesuvius.config import Config
-from vesuvius.config.describe import REMOVED, KeyPath, dotted, explain, schema_at, show, to_yaml
-from vesuvius.config.environment import key_of_variable, origin_of, variables
-from vesuvius.config.written import LineError, Origin, Text, Value
+from vesuvius.config.describe import REMOVED, KeyPath, dotted, explain, schema_at, show, to_yaml, to_yaml_block
+from vesuvius.config.environment import key_of_variable, variables
+from vesuvius.config.yaml_source import line_of, read_yaml
 from vesuvius.errors import ConfigError
 
 _MOST_PROBLEMS = 20  # that are printed
 _LONGEST_CHAIN = 8  # files that extend one another
-_OVERRIDE = "override "
 
 _Comment = Callable[[KeyPath, FieldInfo], str | None]
 _NONE: Mapping[str, str] = {}
@@ -46,39 +46,19 @@ def read_config(path: Path, overrides: Sequence[str] = (), environment: Mapping[
     return _validated(_read_layers(path), overrides, environment)
 
 
-def explain_config(path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = _NONE) -> str:
-    """The whole config as `read_config` reads it, as YAML; comments say where each value comes from, and its meaning.
-
-    Raises ConfigError.
-    """
-    draft = _read_layers(path)
-    config = _validated(draft, overrides, environment)
-
-    def comment(path: KeyPath, info: FieldInfo) -> str:
-        found = draft.root.at(path)
-        is_section = "properties" in schema_at(path) or (found is not None and isinstance(found.content, dict))
-        return str(info.description) if is_section else f"{_source(found)}: {info.description}"
-
-    return "\n".join(_dump_section(config, comment)) + "\n"
-
-
-def _source(found: Value | None) -> str:
-    """`default`, `x.yaml:3`, `environment variable VESUVIUS_SEED` or `command line`."""
-    if found is None or found.origin is None:
-        return "default"
-    return "command line" if found.origin.source.startswith(_OVERRIDE) else str(found.origin)
-
-
 def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config") -> Config:
     """As `read_config`, from a text that extends no file; messages call it `source`.  Pure; raises ConfigError."""
     draft = _draft(text, source)
-    if named := draft.root.at(("extends",)):
-        raise LineError(next(named.origins()), "extends: only a file on disk can extend another")
+    if "extends" in draft.tree:
+        raise ConfigError(f"{draft.file_line(('extends',))}: extends: only a file on disk can extend another")
     return _validated(draft, overrides)
 
 
 def parse_stored(stored: Any, overrides: Sequence[str] = (), source: str = "config") -> Config:
-    """As `parse_config`, from an earlier `config.model_dump(mode="json")`, of another set of keys."""
+    """As `parse_config`, from an earlier `config.model_dump(mode="json")`, which may lack keys that came later.
+
+    Keys that this version no longer has are passed over: what was trained does not depend on them.
+    """
     diffusion = stored.get("diffusion") if isinstance(stored, dict) else None
     if isinstance(diffusion, dict) and "schedule" in diffusion:  # the key's name in earlier versions
         renamed = {key: value for key, value in diffusion.items() if key != "schedule"}
@@ -88,15 +68,18 @@ def parse_stored(stored: Any, overrides: Sequence[str] = (), source: str = "conf
             f"{source} was trained with diffusion.zero_terminal_snr or a Huber loss, which this version no longer has; "
             "use the version of vesuvius that trained it"
         )
-    return parse_config(to_yaml(_without_removed(stored)), overrides, source)
+    return parse_config(to_yaml(_without_removed(stored, only_null=False)), overrides, source)
 
 
-def _without_removed(stored: Any, path: KeyPath = ()) -> Any:
-    """Without keys that this version no longer has."""
-    if not isinstance(stored, dict):
-        return stored
-    kept = {key: item for key, item in stored.items() if dotted((*path, key)) not in REMOVED}
-    return {key: _without_removed(item, (*path, key)) for key, item in kept.items()}
+def _without_removed(tree: Any, only_null: bool, path: KeyPath = ()) -> Any:
+    """Without the keys of `REMOVED`, or those of them that are null, as in the resolved config of an older run."""
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: _without_removed(item, only_null, (*path, key))
+        for key, item in tree.items()
+        if dotted((*path, key)) not in REMOVED or (only_null and item is not None)
+    }
 
 
 def read_source(path: Path) -> bytes:
@@ -105,15 +88,14 @@ def read_source(path: Path) -> bytes:
     Raises ConfigError.
     """
     draft = _read_layers(path)
-    if len(draft.files) == 1:
+    if len(draft.texts) == 1:
         return path.read_bytes()
-    lines = [f"# Merged from {', '.join(map(show, draft.files))}; the comments say where each key was set.", ""]
-    return "\n".join([*lines, *_merged_lines(draft.root.content), ""]).encode()
+    return f"# Merged from {', '.join(map(show, draft.texts))}.\n\n{to_yaml_block(draft.tree)}".encode()
 
 
-def dump_config(config: Config) -> str:
-    """The whole config, defaults included, as YAML that reads back equal.  Pure."""
-    return "\n".join(_dump_section(config, lambda path, info: None)) + "\n"
+def dump_config(config: Config, with_meanings: bool = False) -> str:
+    """The whole config, defaults included, as YAML that reads back equal; comments say what the keys mean.  Pure."""
+    return "\n".join(_dump_section(config, lambda _, info: info.description if with_meanings else None)) + "\n"
 
 
 def dump_set_keys(config: Config, comments: Mapping[str, str]) -> str:
@@ -149,123 +131,104 @@ def _dump_section(section: BaseModel, comment: _Comment, path: KeyPath = (), onl
 
 @dataclass
 class _Draft:
-    """What files and overrides have set so far, and what is wrong with it."""
+    """What files, variables and overrides have set so far, and what is wrong with it."""
 
-    root: Value
-    files: list[str]  # this one, then those that it extends
-    problems: list[LineError]
+    tree: dict[str, Any]
+    texts: dict[str, str]  # by file: this one, then those that it extends
+    settings: list[tuple[str, KeyPath]] = field(default_factory=list)  # each variable or override, and what it sets
+    problems: list[tuple[tuple[int, int], str]] = field(default_factory=list)  # file or setting and line, message
 
-    def extend(self, base: _Draft) -> None:
-        """Fills in what this file leaves out: sections are merged key by key, all other values stay."""
-
-        def fill(above: dict[str, Value], below: dict[str, Value]) -> None:
-            for key, value in below.items():
-                present = above.setdefault(key, value)
-                if present is not value and isinstance(present.content, dict) and isinstance(value.content, dict):
-                    fill(present.content, value.content)
-
-        fill(self.root.content, base.root.content)
-        self.problems += base.problems
-        self.files += base.files
-
-    def set_from(self, variable: str, value: str) -> None:
-        """Applies an environment variable; one that names no key is noted as a problem."""
-        try:
-            self.override(f"{key_of_variable(variable)}={value}", origin_of(variable))
-        except LineError as problem:
-            self.problems.append(problem)
-
-    def override(self, text: str, origin: Origin | None = None) -> None:
-        """Applies one `key.path=value`; a malformed one is noted as a problem and changes nothing."""
-        origin = origin or Origin(f"{_OVERRIDE}{' '.join(text.split())}", is_override=True)
-        written = Text(origin)
-        key, equals, value_text = text.partition("=")
+    def set_from(self, label: str, key: str, value_text: str) -> None:
+        """Applies one variable or override; a malformed one is noted as a problem and changes nothing."""
         parts = tuple(part.strip() for part in re.sub(r"\[(\d+)\]", r".\1", key).split("."))
         try:
-            if not equals or not all(parts) or not key.isprintable():
-                raise LineError(origin, "an override must look like key.path=value, such as training.lr=1e-4")
-            value = written.value(value_text, parts)
-            if value is None:
-                raise LineError(origin, "the value is missing; write null for none, or '' for empty text")
-            _put(self.root, parts, value, origin)
-            self.problems += written.problems
-        except LineError as problem:
-            self.problems.append(problem)
+            value = read_yaml(value_text, label, parts, has_lines=False)
+            if value is None and not value_text.strip():
+                raise ConfigError(f"{label}: the value is missing; write null for none, or '' for empty text")
+            self.settings.append((label, _put(self.tree, parts, value, label)))
+        except ConfigError as error:
+            self.note(str(error))
+
+    def note(self, text: str) -> None:
+        """Notes a problem of a variable or override, after those of files."""
+        self.problems.append(((len(self.texts), len(self.settings)), text))
 
     def add_validation_errors(self, errors: list[ErrorDetails]) -> None:
-        """Notes pydantic's errors in the words of the file, each with its origin."""
+        """Notes pydantic's errors in the words of the file, each with the source of the value at fault."""
         texts: dict[KeyPath, str] = {}
-        for error in errors:
+        for error in errors[: 50 * _MOST_PROBLEMS]:
             texts |= explain(error)
         for path, text in texts.items():
-            origin, found = self._origin(path), self.root.at(path)
-            if found and "properties" in schema_at(path):  # keys of a section contradict each other, whoever wrote them
-                others = dict.fromkeys(o.source for o in found.origins() if o.source != origin.source)
-                origin = origin._replace(others=tuple(others))
-            self.problems.append(LineError(origin, f"{dotted(path)}: {text}" if path else text))
+            place, source = self._source(path, text)
+            self.problems.append((place, f"{source}: {dotted(path)}: {text}" if path else f"{source}: {text}"))
 
-    def _origin(self, path: KeyPath) -> Origin:
-        """Where `path` was written: itself, else its first key, else the section around it, else the file."""
-        found, around = self.root.at(path), self.root.at(path[:-1])
-        if path and found is not None:
-            return next(found.origins())
-        return (path[:-1] and around and around.origin) or Origin(self.files[0])
+    def _source(self, path: KeyPath, text: str) -> tuple[tuple[int, int], str]:
+        """The last setting of the value at fault, else its file and line.
 
-    def ordered_problems(self) -> list[LineError]:
-        """Files before variables and overrides, lines in order."""
+        Keys of a section that contradict each other are named in the text.
+        """
+        is_section = not path or "properties" in schema_at(path)
+        words = set(re.findall(r"\w+", text))
+        for place, (label, key) in reversed([*enumerate(self.settings)]):
+            is_within = key[: len(path)] == path and (not is_section or any(step in words for step in key[len(path) :]))
+            if is_within or key == path[: len(key)]:
+                return (len(self.texts), place), label
+        file, line = self._place(path)
+        return (file, line), self.file_line(path)
 
-        def place(problem: LineError) -> tuple[int, int]:
-            origin = problem.origin
-            return (len(self.files), 0) if origin.is_override else (self.files.index(origin.source), origin.line)
+    def _place(self, path: KeyPath) -> tuple[int, int]:
+        """Index of the file that has the value, or the section around it, and its line; 0 = none."""
+        found, place = 0, (0, 0)
+        for index, text in enumerate(self.texts.values()):
+            depth, line, goes_on = line_of(text, path)
+            if depth > found:
+                found, place = depth, (index, line)
+            if not goes_on:
+                break
+        return place
 
-        return sorted(self.problems, key=place)
-
-
-def _merged_lines(section: dict[str, Value], indent: str = "") -> Iterator[str]:
-    """YAML of a section, each value with its origin as comment."""
-    for key, value in section.items():
-        label = f"{indent}{to_yaml(key)}:"
-        if isinstance(value.content, dict) and value.content:
-            yield label
-            yield from _merged_lines(value.content, indent + "  ")
-        else:
-            yield f"{label} {to_yaml(value.plain())}  # {show(str(value.origin))[1:-1]}"
+    def file_line(self, path: KeyPath) -> str:
+        """`x.yaml:3`."""
+        file, line = self._place(path)
+        return [*self.texts][file] + (f":{line}" if line else "")
 
 
 def _draft(text: str, source: str) -> _Draft:
-    """Of one file; raises LineError where it is not YAML or has no keys at the top."""
-    written = Text(Origin(source))
-    root = written.value(text)
-    if root is None:
-        raise LineError(written.origin, "the file is empty; it needs at least name and data.volumes")
-    if not isinstance(root.content, dict):
-        assert root.origin is not None
-        raise LineError(root.origin, "the file must hold keys and values, such as `name: demo`, at the top level")
-    return _Draft(root, [source], written.problems)
+    """Of one file; raises ConfigError where it is not YAML or has no keys at the top."""
+    tree = read_yaml(text, source)
+    if tree is None:
+        raise ConfigError(f"{source}: the file is empty; it needs at least name and data.volumes")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: the file must hold keys and values, such as `name: demo`, at the top level")
+    return _Draft(tree, {source: text})
 
 
 def _validated(draft: _Draft, overrides: Sequence[str], environment: Mapping[str, str] = _NONE) -> Config:
-    for variable, value in variables(environment).items():
-        draft.set_from(variable, value)
+    for name, value in variables(environment).items():
+        try:
+            draft.set_from(f"environment variable {name}", key_of_variable(name), value)
+        except ConfigError as error:
+            draft.note(str(error))
     for override in overrides:
-        draft.override(override)
-    for *section, name in (key.split(".") for key in REMOVED):  # null, as in the resolved config of an older run
-        around, found = draft.root.at(tuple(section)), draft.root.at((*section, name))
-        if around and found and found.content is None:
-            del around.content[name]
+        key, equals, value = override.partition("=")
+        label = f"override {' '.join(override.split())}"
+        if equals and key.isprintable() and all(part.strip() for part in key.split(".")):
+            draft.set_from(label, key, value)
+        else:
+            draft.note(f"{label}: an override must look like key.path=value, such as training.lr=1e-4")
     try:
         # As JSON: in strict mode pydantic then takes a list for a tuple, and still converts nothing else.
-        config = Config.model_validate_json(json.dumps(draft.root.plain()))
+        config = Config.model_validate_json(json.dumps(_without_removed(draft.tree, only_null=True)))
     except ValidationError as error:
         draft.add_validation_errors(error.errors())
     if draft.problems:
-        lines = [str(problem) for problem in draft.ordered_problems()]
+        lines = [text for _, text in sorted(draft.problems, key=lambda problem: problem[0])]
         more = [f"and {len(lines) - _MOST_PROBLEMS} more"] if len(lines) > _MOST_PROBLEMS else []
         raise ConfigError("\n".join([*lines[:_MOST_PROBLEMS], *more]))
     return config
 
 
-def _read_layers(path: Path, chain: tuple[Path, ...] = (), named_at: Origin | None = None) -> _Draft:
+def _read_layers(path: Path, chain: tuple[Path, ...] = (), named_at: str = "") -> _Draft:
     """The draft of a file, over that of the file it extends.  Raises ConfigError.
 
     Args:
@@ -275,22 +238,33 @@ def _read_layers(path: Path, chain: tuple[Path, ...] = (), named_at: Origin | No
     try:
         text = _read_text(path)
     except ConfigError as error:
-        raise (LineError(named_at, f"extends: {error}") if named_at else error) from None
+        raise (ConfigError(f"{named_at}: extends: {error}") if named_at else error) from None
     draft = _draft(text, str(path))
-    named = draft.root.content.pop("extends", None)
-    if named is None:
+    if "extends" not in draft.tree:
         return draft
-    name, here = named.plain(), named.origin
+    name, here = draft.tree.pop("extends"), draft.file_line(("extends",))
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise LineError(here, f"extends: must be the path of a YAML config, from this file's folder; got {show(name)}")
+        raise ConfigError(
+            f"{here}: extends: must be the path of a YAML config, from this file's folder; got {show(name)}"
+        )
     chain, base = (*chain, path), path.parent / os.path.expanduser(name)
     if os.path.realpath(base) in map(os.path.realpath, chain):
         circle = " -> ".join(map(str, (*chain, base)))
-        raise LineError(here, f"extends: files must not extend each other in a circle; got {circle}; remove one")
+        raise ConfigError(f"{here}: extends: files must not extend each other in a circle; got {circle}; remove one")
     if len(chain) == _LONGEST_CHAIN:
-        raise LineError(here, f"extends: at most {_LONGEST_CHAIN} files may extend one another; got more; merge some")
-    draft.extend(_read_layers(base, chain, here))
+        raise ConfigError(f"{here}: extends: at most {_LONGEST_CHAIN} files may extend one another; merge some")
+    below = _read_layers(base, chain, here)
+    _fill(draft.tree, below.tree)
+    draft.texts |= below.texts
     return draft
+
+
+def _fill(above: dict[str, Any], below: dict[str, Any]) -> None:
+    """Fills in what a file leaves out: sections are merged key by key, all other values stay."""
+    for key, value in below.items():
+        present = above.setdefault(key, value)
+        if present is not value and isinstance(present, dict) and isinstance(value, dict):
+            _fill(present, value)
 
 
 def _read_text(path: Path) -> str:
@@ -308,25 +282,28 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path}:{line}: must be UTF-8 text; got byte 0x{data[error.start]:02x}") from None
 
 
-def _put(root: Value, parts: tuple[str, ...], value: Value, origin: Origin) -> None:
-    """Sets what an override names, with sections that are missing on the way.  Raises LineError before a change."""
-    way: list[tuple[Any, str | int, Value]] = []  # section or list, key or index, and what it holds there
-    held = root
+def _put(tree: dict[str, Any], parts: tuple[str, ...], value: Any, label: str) -> KeyPath:
+    """Sets what an override names, with sections that are missing on the way, and returns its path.
+
+    Raises ConfigError before a change.
+    """
+    holders: list[Any] = [tree]
+    steps: list[str | int] = []
     for number, part in enumerate(parts):
-        content, path = held.content, dotted(parts[:number])
-        step: str | int = part
-        match content:
-            case list() if part in map(str, range(len(content))):
-                step = int(part)
+        holder, path = holders[-1], dotted(parts[:number])
+        match holder:
+            case list() if part in map(str, range(len(holder))):
+                steps.append(int(part))
+                holders.append(holder[int(part)])
             case list():
-                raise LineError(origin, f"{path} has {len(content)} entries, counted from 0; got index {part}")
+                raise ConfigError(f"{label}: {path} has {len(holder)} entries, counted from 0; got index {part}")
             case dict() if part.isdecimal():
-                raise LineError(origin, f"{path} is not a list in the file; got index {part}; give the whole list")
+                raise ConfigError(f"{label}: {path} is not a list in the file; got index {part}; give the whole list")
             case dict():
-                pass
+                steps.append(part)
+                holders.append(holder.get(part, {}))
             case _:
-                raise LineError(origin, f"{path} is a plain value and has no key {part}; got {show(content)}")
-        held = held.at((step,)) or Value({}, None)
-        way.append((content, step, held))
-    for content, step, held in [*way[:-1], (*way[-1][:2], value)]:
-        content[step] = held
+                raise ConfigError(f"{label}: {path} is a plain value and has no key {part}; got {show(holder)}")
+    for holder, step, held in zip(holders[:-1], steps, [*holders[1:-1], value], strict=True):
+        holder[step] = held
+    return tuple(steps)

@@ -1,0 +1,129 @@
+"""YAML text -> plain values; and the line of a key, once something is found to be wrong with it.  Pure.
+
+Scalars follow the YAML 1.2 core schema: `1e-4` is a number, `off` is text, `010` is ten, there are no dates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from vesuvius.config.describe import KeyPath, add_core_scalars, dotted
+from vesuvius.errors import ConfigError
+
+_DEEPEST = 20  # levels of nesting; the schema has four, and an alias to its own parent has no end
+_MOST_VALUES = 20_000  # ten lines of nested aliases can stand for billions
+_LONGEST_NUMBER = 1000  # digits
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """Composes nodes whose plain scalars carry the tags of YAML 1.2."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - replaces PyYAML's YAML 1.1 table, filled below
+
+
+add_core_scalars(_CoreLoader)
+
+
+def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True) -> Any:
+    """The values of a text that stands at `path`: fresh dicts, lists and scalars; None where there is none.
+
+    Raises:
+        ConfigError: begins with the source and, if it `has_lines`, the line.
+    """
+    count = 0
+
+    def where(line: int) -> str:
+        return f"{source}:{line + 1}" if has_lines else source
+
+    def plain(node: yaml.Node, path: KeyPath) -> Any:
+        nonlocal count
+        count += 1
+        here = where(node.start_mark.line)
+        if len(path) > _DEEPEST:
+            raise ConfigError(f"{here}: {dotted(path[:3])}...: nested too deeply; does an alias name its own parent?")
+        if count > _MOST_VALUES:
+            raise ConfigError(f"{here}: more than {_MOST_VALUES} values; write out what aliases repeat, or less of it")
+        match node:
+            case yaml.MappingNode(tag="tag:yaml.org,2002:map"):
+                return section(node, path)
+            case yaml.SequenceNode(tag="tag:yaml.org,2002:seq"):
+                return [plain(item, (*path, index)) for index, item in enumerate(node.value)]
+            case yaml.ScalarNode():
+                try:
+                    return _scalar(node)
+                except ValueError:
+                    pass  # reported below, as for other kinds of nodes
+        raise ConfigError(
+            f"{here}: {dotted(path)}: cannot be read as {node.tag.rpartition(':')[2]}; write a plain value"
+        )
+
+    def section(node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in node.value:
+            here = where(key.start_mark.line)
+            if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
+                raise ConfigError(f"{here}: a key must be plain text on one line")
+            inner = (*path, key.value)
+            if key.value in found:
+                raise ConfigError(f"{here}: {dotted(inner)}: the key is set twice; remove one")
+            found[key.value] = plain(value, inner)
+        return found
+
+    line: int | None = None
+    try:
+        root = yaml.compose(text, Loader=_CoreLoader)
+        return None if root is None else plain(root, path)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position)
+        what = f"the character {chr(error.character)!r} is not allowed"
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line if mark else None
+        begun = f" begun on line {error.context_mark.line + 1}" if error.context_mark else ""
+        what = f"{error.context}{begun}, {error.problem}" if error.context else f"{error.problem}"
+        if r"'\t'" in what:
+            what = "a tab cannot stand here; indent with spaces"
+    except RecursionError:
+        what = "nested too deeply"
+    raise ConfigError(f"{source if line is None else where(line)}: not valid YAML: {what}")
+
+
+def line_of(text: str, path: KeyPath) -> tuple[int, int, bool]:
+    """Find a key in a text that has been read.
+
+    Returns:
+        How many steps of the path are there; the line of the last of them, counted from 1, 0 for none; and whether the
+        way ends in a section, so that a file below this one may have the rest.
+    """
+    node, line = yaml.compose(text, Loader=_CoreLoader), 0
+    for depth, step in enumerate(path):
+        if isinstance(node, yaml.MappingNode):
+            key, value = next((pair for pair in node.value if pair[0].value == step), (None, None))
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+            key = value = node.value[step]
+        else:
+            return depth, line, False
+        if key is None:
+            return depth, line, not any(isinstance(each, int) for each in path[:depth])
+        node, line = value, key.start_mark.line + 1
+    return len(path), line, isinstance(node, yaml.MappingNode)
+
+
+def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
+    """The value of a tagged scalar; raises ValueError for text that its tag does not fit, or an unknown tag."""
+    text: str = node.value
+    match node.tag.removeprefix("tag:yaml.org,2002:"):
+        case "null":
+            return None
+        case "bool":
+            return text.lower() == "true"
+        case "int" if len(text) < _LONGEST_NUMBER:
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        case "float":
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        case "str":
+            text.encode()  # refuses half of a surrogate pair, which "\\ud800" would make and JSON cannot carry
+            return text
+    raise ValueError(node.tag)
