@@ -13,7 +13,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numcodecs
@@ -31,7 +30,6 @@ from tests.support.tiny import TINY_MODEL as TINY_MODEL
 from tests.support.tiny import TINY_TRAINING, tiny_sections
 from vesuvius.monitor.probes import files
 from vesuvius.runlog.logfile import _TerminalHandler
-from vesuvius.stream.start import start_reads
 from vesuvius.volume_tools import child_reads
 
 # Before a test imports torch.  Tiny networks gain nothing by a second thread and lose much where other work runs
@@ -147,10 +145,8 @@ def real_system(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What reads before a run, and for `volume verify`, is forked: a new process takes a second to import zarr."""
-    stand_in = SimpleNamespace(**vars(subprocess) | {"Popen": fork_server.start_reads})
+    """What reads for `volume verify` is forked: a new process takes a second to import zarr."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start_reads, "subprocess", stand_in)
         patch.setattr(child_reads, "multiprocessing", forked.STAND_IN)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of fixtures; tests have their own
         yield

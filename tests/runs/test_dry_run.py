@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ import pytest
 from tests.support.chunk_server import ChunkServer
 from tests.support.runs import WriteConfig, vesuvius_train
 from vesuvius.config.load import read_config
-from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
+from vesuvius.errors import EXIT_CONFIG, EXIT_OK
 from vesuvius.runlog.units import format_duration
-from vesuvius.stream.start.spot_check import spot_check
-from vesuvius.training.forecast import dry_run, machine
+from vesuvius.training.forecast import machine
 from vesuvius.training.forecast.ram_plan import plan_ram
 from vesuvius.volumes.store.cache import DiskCache
 
@@ -207,30 +205,3 @@ def test_a_dry_run_refuses_a_cache_that_a_run_would_refuse(
     config = tiny_config(data={"store": {"cache_dir": str(tmp_path / "mine")}})
     assert vesuvius_train(config, "--dry-run") == 2
     assert "holds 'notes.txt'" in capsys.readouterr().err
-
-
-def test_the_dry_run_refuses_a_volume_with_torn_chunks_and_names_one(
-    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert vesuvius_train(tiny_config(), "--dry-run") == EXIT_OK
-    shown = capsys.readouterr().out
-    assert f"chunks     48 of 48 of {volume} read: all intact" in shown
-    assert "volume verify" not in shown, "all were read"
-    for key in ("0/0/1", "1/1/1", "0/3/2"):
-        (volume / key).write_bytes((volume / key).read_bytes()[:-50])
-    assert vesuvius_train(tiny_config(), "--dry-run") == EXIT_DATA
-    shown = capsys.readouterr()
-    assert "passed" not in shown.out
-    assert f"chunks     48 of 48 of {volume} read: 3 BROKEN" in shown.out
-    assert f"got 3 broken of 48 that were read of {volume}" in shown.err
-    assert re.search(r"the first: chunk \[0, 0, 1\]: \w+Error: ", shown.err)
-    assert f"`vesuvius volume verify {volume}`" in shown.err
-
-
-def test_the_dry_run_says_how_many_chunks_it_has_not_read(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dry_run, "spot_check", partial(spot_check, most=5))
-    assert vesuvius_train(tiny_config(), "--dry-run") == EXIT_OK
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith("nothing was written; 5 of 48 chunks were read, `vesuvius volume verify` reads all")

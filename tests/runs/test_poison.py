@@ -37,7 +37,7 @@ def test_a_run_with_readers_goes_on_and_says_what_killed_them(
     assert done.returncode == 0, done.stderr
     assert "was killed or died (SIGABRT, by its own account; SYSTEM_ERROR: Worker" in done.stderr
     assert f"while it read volume {sharded}, region z " in done.stderr
-    assert "regions that touch them are replaced with others: chunk [1, 1, 1]: killed its reader (" in done.stderr
+    assert "regions that touch them are replaced with others: chunk [1, 1, 1]: killed two readers" in done.stderr
     assert "RUST_BACKTRACE" not in done.stderr
     run = tmp_path / "runs" / "tiny"
     (death, *_) = [json.loads(line) for line in (run / "post_mortem.jsonl").read_text().splitlines()]
@@ -66,33 +66,16 @@ def test_more_deaths_than_allowed_end_the_run_with_exit_6(
     assert "workers=0" not in done.stderr, "it would take the trainer along"
 
 
-def test_without_readers_the_next_start_names_the_region_and_goes_on(
+def test_without_readers_the_next_start_names_the_place(
     tiny_config: WriteConfig, sharded: Path, tmp_path: Path
 ) -> None:
     config = config_of(tiny_config, sharded)
     done = run_armed("train", "--config", config, "training.max_steps=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for chunk in ALL[::2]:
+    for chunk in ALL[:32]:  # the others are held out
         poison(sharded, chunk)
-    ended = [run_armed("train", "--config", config, "--resume", "data.max_quarantined=1000", cwd=tmp_path)]
-    assert ended[0].returncode == -signal.SIGABRT
-    assert list((tmp_path / "runs" / "tiny" / "reading").glob("trainer-*.note"))
-    again = run_armed("train", "--config", config, "--resume", "training.max_steps=2", cwd=tmp_path)
-    said = [line for line in again.stderr.splitlines() if "the previous process" in line]
-    assert len(said) == 1, again.stderr
-    assert f"was ended by SIGABRT while it read volume {sharded}, region z " in said[0]
-
-
-@pytest.mark.long
-def test_a_dry_run_leaves_the_notes_of_the_run_alone(tiny_config: WriteConfig, sharded: Path, tmp_path: Path) -> None:
-    config = config_of(tiny_config, sharded)
-    done = run_armed("train", "--config", config, "training.max_steps=1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for chunk in ALL:
-        poison(sharded, chunk)
-    notes = tmp_path / "runs" / "tiny" / "reading"
-    before = list(notes.iterdir())
-    preview = ("training.preview_every=1", "data.max_quarantined=1000")
-    done = run_armed("train", "--config", config, "--resume", "--dry-run", *preview, cwd=tmp_path)
-    assert "the process that reads at the start was ended by SIGABRT" in done.stderr
-    assert list(notes.iterdir()) == before
+    ended = run_armed("train", "--config", config, "--resume", cwd=tmp_path)
+    assert ended.returncode == -signal.SIGABRT
+    again = run_armed("train", "--config", config, "--resume", cwd=tmp_path)
+    (said,) = [line for line in again.stderr.splitlines() if "readers of earlier sessions crashed 1 times" in line]
+    assert f"by SIGABRT while it read volume {sharded}, region z " in said

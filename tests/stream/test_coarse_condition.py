@@ -19,7 +19,6 @@ from vesuvius.errors import DataError
 from vesuvius.stream.reading.quarantine import damaged_box
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.stream.start.spot_check import spot_check
 from vesuvius.volumes.alignment import Alignment
 from vesuvius.volumes.box import box_at, intersects, slices
 
@@ -93,7 +92,7 @@ def test_decoded_bytes_are_the_chunks_of_the_coarse_array(tmp_path: Path) -> Non
     assert explicit - coarse == blocks * (128**3 - 64**3)
 
 
-def test_a_damaged_chunk_is_quarantined_in_voxels_of_the_volume_and_found_by_a_spot_check(tmp_path: Path) -> None:
+def test_a_damaged_chunk_is_quarantined_in_voxels_of_the_volume(tmp_path: Path) -> None:
     fine, voxels = textured((96, 128, 128)), textured((48, 64, 64), seed=1)
     config = config_of(write_array(tmp_path / "v.zarr", fine), write_array(tmp_path / "coarse.zarr", voxels))
     (tmp_path / "coarse.zarr/0/1/1").write_bytes(b"torn")
@@ -114,13 +113,8 @@ def test_a_damaged_chunk_is_quarantined_in_voxels_of_the_volume_and_found_by_a_s
                 np.testing.assert_array_equal(patch, fine[place(int(index))])
                 np.testing.assert_array_equal(condition, shown[place(int(index))])
         (record,) = stream.quarantined
-    assert damaged_box(record) == (0, damage)
+    assert damaged_box(record, 1) == (0, damage)
     assert (record["volume"], record["chunk"]) == (str(tmp_path / "coarse.zarr"), [0, 1, 1])
-
-    _, found = spot_check(data, config, data.read)
-    assert [error.chunk for error in found.broken] == [(0, 1, 1)]
-    _, found = spot_check(data, config, data.read, frozenset({(0, damage)}))
-    assert (found.broken, found.quarantined, found.read) == ([], 1, found.chunks - 1)
 
 
 def test_conditions_that_are_not_coarser_by_whole_factors_are_refused(tmp_path: Path) -> None:
@@ -188,7 +182,7 @@ def test_a_damaged_chunk_of_labels_of_a_part_is_quarantined_where_it_lies(tmp_pa
                 np.testing.assert_array_equal(condition, said[slices(sample.box)])
         (record,) = stream.quarantined
     z, y, x = AT  # chunks of 16 voxels of the labels, 32 of the volume; y has 30, so the last ends with them
-    assert damaged_box(record) == (0, ((z, y + 32, x), (z + 32, y + 60, x + 32)))
+    assert damaged_box(record, 1) == (0, ((z, y + 32, x), (z + 32, y + 60, x + 32)))
 
 
 def test_a_mask_of_a_part_is_foreground_where_it_lies_and_patches_stay_in_it(tmp_path: Path) -> None:

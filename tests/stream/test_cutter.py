@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.stream.test_stream import make_job, open_stream
-from vesuvius.stream.cutter import Cutter, Patch, StreamOrderError
+from vesuvius.stream.cutter import Cutter, Patch, StreamOrderError, WaitTime
 from vesuvius.stream.reading.reader import Block, Reader
 
 Change = Callable[[list[Block]], list[Block]]
@@ -20,7 +20,7 @@ def cut(volume: Path, change: Change) -> list[Patch]:
     reader = Reader(job, ring=2)
     blocks = [block.copy() for task in job.tasks(0, 96) for block in reader.blocks(task)]
     reader.close()
-    return list(Cutter(job, iter(change(blocks)), lambda report: None, 0, 96).patches())
+    return list(Cutter(job, iter(change(blocks)), lambda report: None, WaitTime(), 0, 96).patches())
 
 
 @pytest.mark.parametrize(

@@ -114,26 +114,6 @@ def test_the_trainer_says_that_it_waits(
     assert re.match(r"http://\S+ answers again after \d+ s", lines[1])
 
 
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(
-    ("workers", "remote"),
-    [(0, True), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, False), (2, False), (2, True)))],
-)
-def test_a_volume_that_is_deleted_amid_a_stream_ends_it_within_seconds(
-    server: ChunkServer, tmp_path: Path, workers: int, remote: bool
-) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    with open_stream(make_job(server.url_of(path) if remote else path), workers=workers) as stream:
-        collect(stream, 4)
-        shutil.rmtree(path)
-        began = time.monotonic()
-        with pytest.raises(DataError, match="the volume is gone") as caught:
-            collect(stream, 2000)
-        assert time.monotonic() - began < 10
-        assert caught.value.exit_code == 6
-        assert "\x1b" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("min_foreground", "workers"), [(0, 0), (0.5, 0), pytest.param(0, 1, marks=pytest.mark.long)])
 def test_a_run_over_a_volume_that_is_deleted_ends_with_6(
     tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, min_foreground: float, workers: int

@@ -121,14 +121,8 @@ def test_the_autoscaling_coordinator_is_the_one_that_ray_train_asks() -> None:
     assert asked._actor_id.hex() == started.actor
 
 
-def test_the_store_says_how_full_it_is() -> None:
-    state = private.cluster_state()
-    before = private.store_stats(state, timeout_s=5)
-    held = ray.put(np.zeros(2**24, np.uint8))
-    until(lambda: private.store_stats(state, timeout_s=5).used_bytes >= before.used_bytes + 2**24)
-    assert private.store_stats(state, timeout_s=5).capacity_bytes >= 2**24
-    assert before.spilled_bytes >= 0
-    del held
+def test_the_stores_say_how_much_they_have_spilled() -> None:
+    assert private.spilled_bytes() >= 0
 
 
 class Rows:
@@ -203,12 +197,11 @@ def test_the_threads_that_fetch_blocks_have_these_names(tmp_path: Path) -> None:
     assert known == {"iter_threaded", "Prefetcher"}, new
 
 
-def test_a_node_is_ended_by_a_function_with_these_parameters() -> None:
-    parameters = inspect.signature(private.Node.kill_all_processes).parameters
-    assert list(parameters) == ["self", "check_alive", "allow_graceful", "wait"]
-    assert any("DashboardAgent" in line for line in command_lines(private._children(private._daemons())))
-    assert "kill_all_processes" in inspect.getsource(worker.shutdown)
-    assert "disconnect" in inspect.getsource(worker.shutdown)
+def test_a_shutdown_disconnects_before_it_ends_the_daemons() -> None:
+    ends = inspect.getsource(worker.shutdown)
+    assert 0 < ends.index("del global_worker.core_worker") < ends.index("state.state.disconnect()")
+    assert ends.index("state.state.disconnect()") < ends.index("kill_all_processes")
+    assert "check_alive=False" in ends, "some may be dead"
 
 
 def test_a_ray_that_is_killed_is_not_started_anew_and_not_shut_down_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:

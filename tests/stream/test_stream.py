@@ -32,7 +32,7 @@ from vesuvius.stream.options import (
     check_store_need,
 )
 from vesuvius.stream.ray import blocks as ray_stream
-from vesuvius.stream.ray.deaths import exit_of
+from vesuvius.stream.ray.watch import exit_of
 from vesuvius.stream.reading.reader import Reader, ReaderJob
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
@@ -71,31 +71,10 @@ def test_patches_are_the_voxels_that_the_plan_names(volume: Path, job: ReaderJob
         np.testing.assert_array_equal(patch, voxels[z : z + 8, y : y + 16, x : x + 16])
 
 
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.long
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_batches_are_byte_identical_whoever_reads_them(job: ReaderJob, workers: int) -> None:
-    with open_stream(job) as stream:
-        expected, expected_indices = collect(stream, 20)
-    with open_stream(job, workers=workers) as stream:
-        patches, indices = collect(stream, 20)
-        assert len(stream.readers) >= 1
-        assert os.getpid() not in stream.readers
-    np.testing.assert_array_equal(indices, expected_indices)
-    assert patches.tobytes() == expected.tobytes()
-
-
 @pytest.mark.long
 @needs_scroll_data
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(
-    "store",
-    [
-        pytest.param("scroll_v2_blosc.zarr", marks=pytest.mark.long),
-        "scroll_v3_sharded.zarr",
-        pytest.param("scroll_v2_sparse_ragged.zarr", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("store", ["scroll_v2_blosc.zarr", "scroll_v3_sharded.zarr", "scroll_v2_sparse_ragged.zarr"])
 def test_real_scrolls_stream_alike_with_and_without_ray(store: str) -> None:
     job = make_job(SCROLL_DATA / store, patch_size=(24, 64, 64))
     with open_stream(job) as stream:
@@ -110,8 +89,9 @@ def test_real_scrolls_stream_alike_with_and_without_ray(store: str) -> None:
 def test_the_batch_size_cuts_the_same_order(job: ReaderJob, batch_size: int) -> None:
     with open_stream(job, batch_size=4) as stream:
         expected, _ = collect(stream, 30)
-    with open_stream(job, batch_size=batch_size) as stream:
+    with open_stream(job, batch_size=batch_size, stop=122) as stream:
         patches, indices = collect(stream, 120 // batch_size)
+        assert sum(len(batch.indices) for batch in stream) == 2, "the last batch may be short"
     assert indices.tolist() == list(range(120))
     np.testing.assert_array_equal(patches, expected)
 
@@ -132,29 +112,12 @@ def test_a_stream_goes_on_at_any_sample(job: ReaderJob, workers: int, first: int
     np.testing.assert_array_equal(patches, expected[first:])
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("first", [0, 7])
-def test_regions_of_different_sizes_travel_in_blocks_of_one_size(tmp_path: Path, first: int) -> None:
-    job = ragged_job(tmp_path)
-    with open_stream(job, first=first) as stream:
-        expected, _ = collect(stream, 20)
-    with open_stream(job, workers=1, first=first) as stream:
-        patches, _ = collect(stream, 20)
-    assert patches.tobytes() == expected.tobytes()
-
-
 def ragged_job(tmp_path: Path) -> ReaderJob:
     """Of regions of different sizes: Ray would merge short blocks and split long ones."""
     job = make_job(write_array(tmp_path / "ragged.zarr", textured((70, 90, 101))), patches_per_region=5)
     sizes = {tuple(b - a for a, b in zip(*job.plan.visit(slot).region, strict=True)) for slot in range(50)}
     assert len(sizes) > 3
     return job
-
-
-def test_the_last_batch_may_be_short(job: ReaderJob) -> None:
-    with open_stream(job, batch_size=4, stop=10) as stream:
-        assert [len(batch.indices) for batch in stream] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 16, 48])
@@ -173,13 +136,6 @@ def test_the_ranks_of_a_step_deliver_together_the_samples_of_one_rank(job: Reade
 
 def _hash(index: int, patch: Stack) -> str:
     return hashlib.sha256(str(index).encode() + patch.tobytes()).hexdigest()
-
-
-def test_buffers_are_filled_in_turn(job: ReaderJob) -> None:
-    ring = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(3)]
-    with open_stream(job, buffers=ring) as stream:
-        for number in range(6):
-            assert np.shares_memory(next(stream).patches, ring[number % 3])
 
 
 def test_a_ring_goes_on_where_it_was_and_spares_what_is_held_when_readers_change(job: ReaderJob) -> None:
@@ -218,20 +174,15 @@ def test_a_new_ring_is_filled_from_its_beginning_and_the_batches_in_the_old_one_
         np.testing.assert_array_equal(patches, expected[4 * number : 4 * number + 4])
 
 
-def test_a_ring_that_is_too_short_is_refused_and_the_stream_goes_on(job: ReaderJob) -> None:
+def test_what_a_running_stream_cannot_change_is_refused_and_it_goes_on(job: ReaderJob) -> None:
     short = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(2)]
     with open_stream(job) as stream:
         before = stream.options
+        with pytest.raises(TypeError, match=r"can change workers, prefetch_factor, .*; got batch_size"):
+            stream.reconfigure(batch_size=3)  # type: ignore[call-arg]
         with pytest.raises(ConfigError, match="a ring of buffers must have at least 3"):
             stream.reconfigure(prefetch_factor=5, buffers=short)
         assert stream.options is before
-        assert next(stream).indices.tolist() == [0, 1, 2, 3]
-
-
-def test_what_a_running_stream_cannot_change_is_refused_and_it_goes_on(job: ReaderJob) -> None:
-    with open_stream(job) as stream:
-        with pytest.raises(TypeError, match=r"can change workers, prefetch_factor, .*; got batch_size"):
-            stream.reconfigure(batch_size=3)  # type: ignore[call-arg]
         assert next(stream).indices.tolist() == [0, 1, 2, 3]
 
 
@@ -307,9 +258,8 @@ def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_wor
         assert stream.reader_totals.bytes_read >= before.bytes_read > 0, "what was read ahead may still have come"
         assert stream.options.workers == 1
         parts.append(collect(stream, 10))
-        living = sum(figures.bytes_read for figures in stream.readers.values())
         after = stream.reader_totals
-        assert after.bytes_read >= before.bytes_read + living
+        assert after.bytes_read > before.bytes_read
         assert after.decode_s > before.decode_s
         assert after.read_s is None, "null, not 0: on disk nobody can tell reading from decoding"
         stream.reconfigure(workers=0)
@@ -348,24 +298,6 @@ def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
         stream.load_state_dict(state)
 
 
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_condition_is_cut_where_its_patch_is(tmp_path: Path, volume: Path, workers: int) -> None:
-    labels = textured((96, 128, 128), seed=1, dtype="uint16")
-    spec = VolumeConfig(
-        path=str(volume), condition=ArrayConfig(path=str(write_array(tmp_path / "labels.zarr", labels, chunk=48)))
-    )
-    job = prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16), regions_per_task=4)).job
-    ring = [np.zeros((4, 8, 16, 16), np.uint16) for _ in range(3)]
-    with open_stream(job, workers=workers, condition_buffers=ring) as stream:
-        for batch in itertools.islice(stream, 10):
-            assert batch.condition is not None
-            assert any(np.shares_memory(batch.condition, buffer) for buffer in ring)
-            for patch, index in zip(batch.condition, batch.indices, strict=True):
-                z, y, x = job.plan.sample(int(index)).start_zyx
-                np.testing.assert_array_equal(patch, labels[z : z + 8, y : y + 16, x : x + 16])
-
-
 def test_a_byte_budget_limits_what_is_read_ahead(job: ReaderJob) -> None:
     free = StreamOptions(4, workers=2, prefetch_factor=100)
     assert batches_ahead(job.patch_bytes, free) == 200
@@ -374,15 +306,13 @@ def test_a_byte_budget_limits_what_is_read_ahead(job: ReaderJob) -> None:
     with open_stream(job, stop=400) as stream:
         next(stream)
         time.sleep(0.5)
-        (figures,) = stream.readers.values()
-        read_by_default = figures.bytes_read
+        read_by_default = stream.reader_totals.bytes_read
     with PatchStream(job, replace(free, workers=0), stop=400) as stream:
         next(stream)
         until = time.monotonic() + 30
-        while next(iter(stream.readers.values())).bytes_read <= 4 * read_by_default and time.monotonic() < until:
+        while stream.reader_totals.bytes_read <= 4 * read_by_default and time.monotonic() < until:
             time.sleep(0.01)
-        (figures,) = stream.readers.values()
-    assert figures.bytes_read > 4 * read_by_default
+        assert stream.reader_totals.bytes_read > 4 * read_by_default
 
 
 def test_what_the_feeder_did_is_counted_over_its_reopenings(volume: Path) -> None:
@@ -496,21 +426,6 @@ def test_volumes_of_one_run_share_a_dtype(tmp_path: Path) -> None:
         prepare_data(0, DataConfig(volumes=volumes, patch_size=(8, 16, 16)))
 
 
-def test_the_grey_range_leaves_out_air_and_refuses_a_blank_volume(tmp_path: Path) -> None:
-    voxels = textured((96, 128, 128))
-    voxels[:, :, 64:] = 0
-    config = DataConfig(
-        volumes=(VolumeConfig(path=str(write_array(tmp_path / "half.zarr", voxels))),), patch_size=(8, 16, 16)
-    )
-    (grey,) = prepare_data(0, config).grey_ranges(config).volumes
-    assert 1 <= grey.low <= 3
-    assert 197 <= grey.high <= 199
-    blank = write_array(tmp_path / "blank.zarr", np.full((96, 128, 128), 7, np.uint8))
-    config = config.model_copy(update={"volumes": (VolumeConfig(path=str(blank)),)})
-    with pytest.raises(DataError, match="7 to 7 in 16 boxes"):
-        prepare_data(0, config).grey_ranges(config)
-
-
 @pytest.fixture(autouse=True)
 def _no_leftover_ray(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that did not ask for Ray must not have started one."""
@@ -518,13 +433,3 @@ def _no_leftover_ray(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "ray_cluster" not in request.fixturenames:
         assert ray_stream.ray.is_initialized() == running
-
-
-def test_grey_ranges_do_not_depend_on_the_seed_of_the_run(tmp_path: Path) -> None:
-    voxels = textured((96, 128, 128)) // np.linspace(1, 4, 96).astype(np.uint8)[:, None, None]
-    config = DataConfig(
-        volumes=(VolumeConfig(path=str(write_array(tmp_path / "v.zarr", voxels))),), patch_size=(8, 16, 16)
-    )
-    one, other = (prepare_data(seed, config) for seed in (0, 1))
-    assert one.plan.hash != other.plan.hash
-    assert one.grey_ranges(config) == other.grey_ranges(config)

@@ -48,7 +48,6 @@ _PRELOADED = (
     "vesuvius.commands.memcheck",
     "vesuvius.commands.volume",
 )
-_READS = ("yaml", "vesuvius.stream.start.start_reads")  # a tenth of the memory: a fork takes as much less
 _PYTHON = sys.executable
 _INHERIT = -1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -58,8 +57,6 @@ _LENGTH = struct.Struct("<I")
 
 class Popen(subprocess.Popen[Any]):
     """As `subprocess.Popen`, for a command that begins with `sys.executable`; forked from the server."""
-
-    _kind = "runs"
 
     def _execute_child(  # type: ignore[override]
         self,
@@ -100,15 +97,9 @@ class Popen(subprocess.Popen[Any]):
         }
         standard = (p2cread, c2pwrite, errwrite)
         fds = {target: target if fd == _INHERIT else fd for target, fd in enumerate(standard)}
-        self.pid = _server(self._kind).fork(request, fds | {fd: fd for fd in pass_fds})
+        self.pid = _server().fork(request, fds | {fd: fd for fd in pass_fds})
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
-
-
-class ReadsPopen(Popen):
-    """Forked from a server that has imported what reads volumes alone."""
-
-    _kind = "reads"
 
 
 def run(
@@ -139,21 +130,16 @@ def start(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
     return (Popen if sys.executable == _PYTHON else subprocess.Popen)(command, **options)
 
 
-def start_reads(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
-    """As `start`, with `ReadsPopen`."""
-    return (ReadsPopen if sys.executable == _PYTHON else subprocess.Popen)(command, **options)
-
-
 class _Server:
     """The other end of the server's socket; it ends with this process."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
         self._socket, theirs = socket.socketpair()
         with theirs:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), kind], pass_fds=(theirs.fileno(),), env=environment
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env=environment
             )
         atexit.register(self.close)
 
@@ -178,15 +164,14 @@ class _Server:
         self._process.wait(10)
 
 
-_servers: dict[tuple[int, str], _Server] = {}
+_servers: dict[int, _Server] = {}
 
 
-def _server(kind: str) -> _Server:
+def _server() -> _Server:
     """That of this process: one that was forked from it has none."""
-    key = os.getpid(), kind
-    if key not in _servers:
-        _servers[key] = _Server(kind)
-    return _servers[key]
+    if os.getpid() not in _servers:
+        _servers[os.getpid()] = _Server()
+    return _servers[os.getpid()]
 
 
 def _serve(connection: socket.socket) -> dict[str, Any] | None:
@@ -335,12 +320,10 @@ if __name__ == "__main__":
     atexit.register(_end_by_interrupt)  # the last to be called
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the server ends with the tests
     _before = dict(os.environ)
-    _runs = sys.argv[2] == "runs"
-    for _name in _PRELOADED if _runs else _READS:
+    for _name in _PRELOADED:
         importlib.import_module(_name)
-    if _runs:
-        _plan_the_tiny_run()
-        _check_the_machine()
+    _plan_the_tiny_run()
+    _check_the_machine()
     _imported = {name: value for name, value in os.environ.items() if _before.get(name) != value}
     gc.freeze()
     _request = _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from tests.conftest import write_array
 from tests.support import fork_server
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.start import start_reads
 from vesuvius.volume_tools.child_reads import Reading
 from vesuvius.volumes.decode import ChunkDecoder
 
@@ -61,7 +60,6 @@ def _arm(decode: Any = ChunkDecoder.__call__) -> None:
 
     ChunkDecoder.__call__ = poisoned  # type: ignore[method-assign]
     ReaderJob.__reduce__ = Reading.__reduce__ = _reduce  # type: ignore[method-assign, assignment]
-    start_reads._SERVE = ARM + start_reads._SERVE
 
 
 _arm()

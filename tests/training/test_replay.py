@@ -70,7 +70,7 @@ class Session:
         config = self.config
         self.data: PreparedData = prepare_data(config.seed, config.data)
         greys, scalars = self.data.grey_ranges(config.data), volume_scalars(config, self.data)
-        spectrum = measure_spectrum(self.data, config.data, greys, self.data.read)
+        spectrum = measure_spectrum(self.data, config.data, greys)
         schedule = Schedule.from_config(config.diffusion, spectrum)
         self.step = TrainStep(config, build_network(config, CPU), schedule, CPU)
         conditioner = Conditioner(config.data.labels, greys.conditions, scalars, CPU)

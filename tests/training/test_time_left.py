@@ -132,7 +132,7 @@ def trained(
         clock.sleep(PREFLIGHT_S)
         run = run_context(config, directory, Progress(), stop)
         stream: Any = StillStream(StreamOptions.from_config(config.training, config.cluster))
-        stream.events, stream.dump_reader_stacks, stream.waiting_for = deque(), lambda: None, "data"
+        stream.events, stream.waiting_for = deque(), "data"
         network: Any = SimulatedNetwork(clock, stream, FIRST_STEP_S)
         disk: Any = SimulatedDisk(clock, handed_s)
         quiet: Any = SimpleNamespace(schedule=None, weight_names=("raw", "ema"))

@@ -58,7 +58,7 @@ def _read(data: PreparedData, volume: int) -> tuple[str, float]:
     while patches < _PATCHES and (not patches or time.perf_counter() - began < _READ_S / len(data.volumes)):
         visit = next(wanted, None)
         box = visit.region if visit is not None else plan.uniform_patch(volume, patches)  # its weight is next to none
-        voxels_bytes += data.read("volume", volume, box).nbytes
+        voxels_bytes += data.read_patch("volume", volume, box).nbytes
         patches += plan.patches_per_region if visit is not None else 1
     seconds = time.perf_counter() - began
     fetched = opened.source.figures.bytes_fetched

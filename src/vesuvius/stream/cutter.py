@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from vesuvius.errors import VesuviusError
 from vesuvius.plan.plan import Sample, Visit
-from vesuvius.stream.reading.reader import Block, BlockReport, ReaderJob, head_of, regions_in
+from vesuvius.stream.reading.reader import Block, ReaderJob, head_of, regions_in
+from vesuvius.stream.reading.reader_figures import BlockReport
 from vesuvius.volumes.box import shape_of, slices
 
 
@@ -60,23 +61,29 @@ class Cutter:
         job: what is read.
         blocks: the blocks of `job.tasks(first, stop)`, in order.
         on_report: called with the reader's report in each block.
+        starved: counts the time spent waiting for blocks.
 
     Attributes:
         index: of the sample that is cut next.
-        starved: the time spent waiting for blocks.
     """
 
     def __init__(
-        self, job: ReaderJob, blocks: Iterator[Block], on_report: Callable[[BlockReport], None], first: int, stop: int
+        self,
+        job: ReaderJob,
+        blocks: Iterator[Block],
+        on_report: Callable[[BlockReport], None],
+        starved: WaitTime,
+        first: int,
+        stop: int,
     ) -> None:
         self._job = job
         self._blocks = blocks
         self._on_report = on_report
+        self._starved = starved
         self._indices = range(first + job.rank, stop, job.world)
         self._in_flight: dict[int, tuple[Visit, list[NDArray[Any]]]] = {}
         self._last_slot = -1
         self.index = first + job.rank
-        self.starved = WaitTime()
 
     def patches(self) -> Generator[Patch]:
         """The patches in the order of the samples.  A region is dropped in the round after its last patch.
@@ -106,7 +113,7 @@ class Cutter:
 
     def _take_block(self, wanted: int) -> None:
         """Take in the next block; blocks come in rising order of their slots."""
-        with self.starved:
+        with self._starved:
             block = next(self._blocks, None)
         if block is None:
             raise StreamOrderError(

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from vesuvius.errors import DataError
-from vesuvius.stream.reading.quarantine import check_quarantine, damaged_box, damaged_boxes
+from vesuvius.stream.reading.quarantine import check_quarantine, damaged_box
+from vesuvius.stream.reading.reader import ReaderJob
 
 if TYPE_CHECKING:
-    from vesuvius.stream.ray.deaths import ReaderDeath  # Ray is not needed with workers: 0
+    from vesuvius.stream.ray.watch import ReaderDeath  # Ray is not needed with workers: 0
 
 log = logging.getLogger(__name__)
 
@@ -34,20 +35,28 @@ class EventRecorder:
     """Records and logs the events of a stream, and says when there are too many.
 
     Args:
+        job: its limits hold.
         quarantined: records of damage that is known already.
-        max_quarantined, max_reader_deaths: the limits.
 
     Attributes:
         events: the last 10,000.
-        quarantined: a record for each damaged place.
+        quarantined: a record for each damaged place; `damaged` the same as boxes.
         reader_deaths: readers that died.
+
+    Raises:
+        ConfigError: a record is not of these volumes.
     """
 
-    def __init__(self, quarantined: Sequence[dict[str, Any]], max_quarantined: int, max_reader_deaths: int) -> None:
+    def __init__(self, job: ReaderJob, quarantined: Sequence[dict[str, Any]]) -> None:
         self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
-        self.quarantined = list(quarantined)
         self.reader_deaths = 0
-        self._max_quarantined, self._max_reader_deaths = max_quarantined, max_reader_deaths
+        self._data = job.data
+        self.know(quarantined)
+
+    def know(self, quarantined: Sequence[dict[str, Any]]) -> None:
+        """Replace what is known of damage.  Raises ConfigError, and changes nothing, for a record of other volumes."""
+        self.damaged = {damaged_box(record, len(self._data.volumes)) for record in quarantined}
+        self.quarantined = list(quarantined)
 
     def record(self, kind: EventKind, text: str, fields: Any) -> None:
         """Record and log an event."""
@@ -60,15 +69,16 @@ class EventRecorder:
         Raises:
             DataError: more places are damaged than `data.max_quarantined`.
         """
-        if damaged_box(record) in damaged_boxes(self.quarantined):
+        if (place := damaged_box(record, len(self._data.volumes))) in self.damaged:
             return
+        self.damaged.add(place)
         self.quarantined.append(record)
         text = (
             f"voxels {record['box']} of {record['volume']} cannot be read; regions that touch them are "
             f"replaced with others: chunk {record['chunk']}: {record['cause']}"
         )
         self.record("quarantine", text, record)
-        check_quarantine(len(self.quarantined), self._max_quarantined, record)
+        check_quarantine(len(self.quarantined), self._data.max_quarantined, record)
 
     def reader_died(self, death: ReaderDeath, other_pid: int | None) -> DataError | None:
         """Record a death; returns the error that ends the stream where there were too many.
@@ -78,7 +88,7 @@ class EventRecorder:
         """
         self.reader_deaths += 1
         self.record("reader_died", f"{death}; another reader repeats its task", death.fields(other_pid))
-        limit = self._max_reader_deaths
+        limit = self._data.max_reader_deaths
         if self.reader_deaths <= limit:
             return None
         return DataError(

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import Sample
 from vesuvius.stream.cutter import Cutter, WaitTime
-from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.volumes.store.retry import Outage
 
 # A batch stays untouched until the second `next` after it: the copy to a GPU may still be reading it.
@@ -64,10 +63,21 @@ class FeederFigures:
     ran_empty: int = 0  # times that a batch was asked for and none was ready
     delivered_bytes: int = 0  # of the patches and conditions handed over
 
-    def plus(self, other: FeederFigures) -> FeederFigures:
-        """The sum of both."""
-        both = zip(vars(self).values(), vars(other).values(), strict=True)
-        return FeederFigures(*(mine + theirs for mine, theirs in both))
+
+class FeederClock:
+    """Counts what the feeders of a stream do, one after the other.  Any thread may ask."""
+
+    def __init__(self) -> None:
+        self.starved, self.full = WaitTime(), WaitTime()
+        self.cut_s = 0.0
+        self.batches = self.ran_empty = self.delivered_bytes = 0
+
+    @property
+    def figures(self) -> FeederFigures:
+        """So far, including waits that are under way."""
+        return FeederFigures(
+            self.cut_s, self.starved.seconds, self.full.seconds, self.batches, self.ran_empty, self.delivered_bytes
+        )
 
 
 def check_rings(rings: Sequence[Sequence[NDArray[Any]]]) -> None:
@@ -83,9 +93,9 @@ class Feeder:
     """Copies patches into batches, ahead of whoever takes them.
 
     Args:
-        job: what is read.
+        layout: shape and dtype of a batch's arrays; the last batch may be shorter.
         cutter: where the patches come from; iterated on the feeder's thread.
-        batch_size: samples per batch; the last one may be shorter.
+        clock: counts what it does.
         ahead: batches assembled ahead; fewer where the rings are shorter.
         rings: buffers to deliver patches in, and those for conditions; either may be empty, for new arrays.
         delivered: batches delivered in these rings so far: the next one goes into the buffer after theirs.
@@ -98,9 +108,9 @@ class Feeder:
 
     def __init__(
         self,
-        job: ReaderJob,
+        layout: Sequence[tuple[tuple[int, int, int, int], np.dtype[Any]]],
         cutter: Cutter,
-        batch_size: int,
+        clock: FeederClock,
         ahead: int,
         rings: Sequence[Sequence[NDArray[Any]]],
         delivered: int = 0,
@@ -109,13 +119,10 @@ class Feeder:
     ) -> None:
         check_rings(rings)
         self._interrupted = interrupted
-        self._batch_size = batch_size
-        self._layout = job.batch_layout(batch_size)
+        self._layout, self._batch_size = layout, layout[0][0][0]
         self._cutter = cutter
         self._patches = cutter.patches()
-        self._full = WaitTime()
-        self._cut_s = 0.0
-        self._delivered = FeederFigures()
+        self._clock = clock
         self._rings = [
             itertools.islice(itertools.cycle(ring), delivered % len(ring), None) if ring else iter(()) for ring in rings
         ]
@@ -150,7 +157,9 @@ class Feeder:
                 raise ready
             return None
         self.held.append(ready)
-        self._delivered = self._delivered.plus(FeederFigures(batches=1, ran_empty=empty, delivered_bytes=ready.nbytes))
+        self._clock.batches += 1
+        self._clock.ran_empty += empty
+        self._clock.delivered_bytes += ready.nbytes
         return ready
 
     def waiting_for(self, outages: Sequence[Outage] = ()) -> str:
@@ -161,17 +170,11 @@ class Feeder:
         """
         if not self._ready.empty():
             return "the device: a batch is ready"
-        if self._cutter.starved.waiting:
+        if self._clock.starved.waiting:
             oldest = min(outages, key=lambda outage: outage.since, default=None)
             why = f" ({oldest})" if oldest else ""
             return f"regions to be read, for sample {self._cutter.index} on{why}"
         return f"patches to be cut, for sample {self._cutter.index} on"
-
-    @property
-    def figures(self) -> FeederFigures:
-        """What it has done so far.  Any thread may ask."""
-        spent = FeederFigures(cut_s=self._cut_s, starved_s=self._cutter.starved.seconds, full_s=self._full.seconds)
-        return self._delivered.plus(spent)
 
     def stop(self) -> None:
         """End the thread after the current patch.  Does not wait."""
@@ -192,12 +195,12 @@ class Feeder:
                     raise StreamInterrupted from None
 
     def _run(self) -> None:
-        starved = self._cutter.starved
+        starved = self._clock.starved
         try:
             while not self._wait_for_buffer():
                 started, starved_s = time.perf_counter(), starved.seconds
                 batch = self._next()
-                self._cut_s += time.perf_counter() - started - (starved.seconds - starved_s)
+                self._clock.cut_s += time.perf_counter() - started - (starved.seconds - starved_s)
                 self._ready.put(batch)
                 if batch is None:
                     return
@@ -208,7 +211,7 @@ class Feeder:
 
     def _wait_for_buffer(self) -> bool:
         """Wait for a free buffer; returns whether the feeder was stopped."""
-        with self._full:
+        with self._clock.full:
             self._free.get()
         return self._stopped.is_set()
 

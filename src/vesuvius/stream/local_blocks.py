@@ -1,31 +1,19 @@
-"""Blocks read in this process (`workers: 0`), and what they share with those that Ray actors read (`ray/blocks.py`)."""
+"""Blocks read in this process (`workers: 0`), with what `ray/blocks.py` offers of those that Ray actors read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from vesuvius.plan.plan import Task
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob
 from vesuvius.volumes.store.retry import Outage
 
 
-class BlockSource(Iterator[Block], Protocol):
+class LocalBlocks(Iterator[Block]):
     """Blocks of consecutive tasks.  Iterated on one thread; the methods are called from another."""
 
-    @property
-    def outages(self) -> list[Outage]:
-        """Of the stores that readers wait for at the moment."""
-
-    def interrupt(self) -> None:
-        """Make a waiting `next` end soon, with any error."""
-
-    def close(self) -> None:
-        """End the readers, once nobody iterates any more."""
-
-
-class LocalBlocks(Iterator[Block]):
-    """Blocks read in this process."""
+    tasks_left = 0
+    readers_alive = 0
 
     def __init__(self, job: ReaderJob, first: int, stop: int) -> None:
         self._reader = Reader(job, ring=job.plan.regions_in_flight + 1)  # the cutter holds those in flight
@@ -43,10 +31,12 @@ class LocalBlocks(Iterator[Block]):
 
     @property
     def outages(self) -> list[Outage]:
+        """Of the stores that do not answer at the moment."""
         return self._reader.outages
 
     def interrupt(self) -> None:
+        """Make a waiting `next` end soon, with any error."""
         self._reader.close()
 
     def close(self) -> None:
-        self._reader.close()
+        """Nothing more to end once nobody iterates."""

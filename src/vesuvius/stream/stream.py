@@ -5,24 +5,25 @@ The content of batch n depends on the plan alone: not on the number of workers, 
 
 from __future__ import annotations
 
-import math
 import socket
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.errors import ConfigError, DataError
-from vesuvius.stream.closing import close_at_exit, forget
+from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.stream.cutter import Cutter, StreamOrderError
 from vesuvius.stream.events import EventRecorder, StreamEvent
-from vesuvius.stream.feeder import Batch, Feeder, FeederFigures, check_rings
-from vesuvius.stream.local_blocks import BlockSource, LocalBlocks
+from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederFigures, check_rings
+from vesuvius.stream.local_blocks import LocalBlocks
 from vesuvius.stream.options import (
     StreamChanges,
     StreamOptions,
@@ -32,18 +33,26 @@ from vesuvius.stream.options import (
     store_bytes,
     store_is_there,
 )
-from vesuvius.stream.reading.guarded import log_crashes
 from vesuvius.stream.reading.notes import claim_folder
-from vesuvius.stream.reading.quarantine import check_records, damaged_boxes
-from vesuvius.stream.reading.reader import BlockReport, ReaderJob
-from vesuvius.stream.reading.reader_figures import ReaderFigures, ReaderStats, ReaderTotals
-from vesuvius.stream.reading.stacks import dump_stacks
-from vesuvius.stream.state import StreamState, check_place, check_state
+from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.reading.reader_figures import BlockReport, ReaderFigures, Readers, ReaderTotals
 
 if TYPE_CHECKING:
-    from vesuvius.stream.ray.deaths import ReaderDeath  # Ray is not needed with workers: 0
+    from vesuvius.stream.ray.blocks import RayBlocks  # Ray is not needed with workers: 0
+    from vesuvius.stream.ray.session import Session
+    from vesuvius.stream.ray.watch import ReaderDeath
 
 _ENDLESS = 2**62
+_open = set["PatchStream"]()
+
+
+class StreamState(TypedDict):
+    """The state of a stream, as plain data: enough to continue with any workers, prefetch or cache."""
+
+    seed: int
+    sample_index: int
+    plan_hash: str
+    quarantined: list[dict[str, Any]]
 
 
 class PatchStream(Iterator[Batch]):
@@ -78,28 +87,28 @@ class PatchStream(Iterator[Batch]):
         quarantined: Sequence[dict[str, Any]] = (),
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        check_place(first, stop, job.world)
-        check_records(quarantined, len(job.volumes))
+        _check_place(first, stop, job.world)
         self._job = job
         self._options = options
         self._next_sample = first
         self._stop = _ENDLESS if stop is None else stop
         self._interrupted = interrupted
         self._buffers = (buffers, condition_buffers)
-        self._readers = ReaderStats()
-        self._events = EventRecorder(quarantined, job.max_quarantined, job.max_reader_deaths)
-        self._session: Any = None  # a ray.session.Session, whose module is not imported without workers
-        self._source: BlockSource | None = None
+        self._readers = Readers()
+        self._events = EventRecorder(job, quarantined)
+        self._session: Session | None = None
+        self._source: LocalBlocks | RayBlocks | None = None
         self._feeder: Feeder | None = None
-        self._fed = FeederFigures()
+        self._clock = FeederClock()
         self._delivered = 0  # into the present ring
         self._held: list[Batch] = []
         self._failure: BaseException | None = None
         self._closed = False
         self._temporary_notes: tempfile.TemporaryDirectory[str] | None = None
         if job.notes_dir is not None:
-            log_crashes(claim_folder(Path(job.notes_dir)))
-        close_at_exit(self.close)
+            claim_folder(Path(job.notes_dir))
+        _close_at_exit()
+        _open.add(self)
         try:
             self._open_readers()
         except BaseException:
@@ -140,7 +149,7 @@ class PatchStream(Iterator[Batch]):
         try:
             self._close_readers()
         finally:
-            forget(self.close)
+            _open.discard(self)
             if self._session is not None:
                 self._session.close()
                 self._session = None
@@ -166,15 +175,14 @@ class PatchStream(Iterator[Batch]):
             ConfigError: it is not a state, or that of another plan, or the stream is closed; it stays as it was.
         """
         self._check_open()
-        check_state(state)
+        _check_state(state)
         if state["plan_hash"] != self._job.plan.hash:
             raise ConfigError(
                 f"a stream continues with the plan it began with; got plan {state['plan_hash']} for "
                 f"{self._job.plan.hash}; use the same seed, data section and volumes"
             )
-        check_place(state["sample_index"], None, self._job.world)
-        check_records(state["quarantined"], len(self._job.volumes))
-        self._events.quarantined = list(state["quarantined"])
+        _check_place(state["sample_index"], None, self._job.world)
+        self._events.know(state["quarantined"])
         self._close_readers()
         self._next_sample = state["sample_index"]
         self._open_readers()
@@ -228,17 +236,6 @@ class PatchStream(Iterator[Batch]):
         readers = f"{workers} readers" if workers else "no readers: the trainer reads"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
-    def dump_reader_stacks(self, path: Path) -> None:
-        """Append the stacks of all threads of each reader on this machine to a file, within two seconds.
-
-        Nothing is written with `workers: 0`: the reading threads are the trainer's.  Any thread may call.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        if self._options.workers and self._job.notes_dir is not None:
-            dump_stacks(Path(self._job.notes_dir), path)
-
     def readers_here(self) -> frozenset[int]:
         """The reader processes on this machine, by pid; children of this process only where it started Ray itself."""
         host = socket.gethostname()
@@ -272,13 +269,12 @@ class PatchStream(Iterator[Batch]):
     @property
     def readers_with_work(self) -> int:
         """Readers for which there is a task: fewer than `options.workers` near the end, or where samples are few."""
-        tasks_left = getattr(self._source, "tasks_left", math.inf)
-        return min(self._options.workers, math.ceil(tasks_left)) if tasks_left < math.inf else self._options.workers
+        return min(self._options.workers, self._source.tasks_left) if self._source else self._options.workers
 
     @property
     def readers_alive(self) -> int:
         """Reader processes at the moment: they end once all that is left has been read."""
-        return getattr(self._source, "readers_alive", 0)
+        return self._source.readers_alive if self._source else 0
 
     @property
     def blocks_ahead(self) -> int:
@@ -294,13 +290,12 @@ class PatchStream(Iterator[Batch]):
     @property
     def reader_totals(self) -> ReaderTotals:
         """What all readers have done since the stream was opened, also those that have ended.  Never falls."""
-        return replace(self._readers.totals)
+        return self._readers.totals
 
     @property
     def feeder_figures(self) -> FeederFigures:
         """What this process has done with it since the stream was opened.  Never falls."""
-        feeder, fed = self._feeder, self._fed
-        return fed if feeder is None else fed.plus(feeder.figures)
+        return self._clock.figures
 
     def _check_open(self) -> None:
         if self._closed:
@@ -316,17 +311,16 @@ class PatchStream(Iterator[Batch]):
 
     def _start_readers(self) -> None:
         self._readers.clear()
-        self._job = replace(self._job, quarantined=damaged_boxes(self.quarantined))
+        self._job = replace(self._job, quarantined=frozenset(self._events.damaged))
         if (requests := self._options.requests) is not None:
-            self._job = replace(self._job, store=self._job.store.model_copy(update={"requests": requests}))
+            self._job = replace(self._job, data=self._job.data.with_store(requests=requests))
         self._source = self._open_source()
-        cutter = Cutter(self._job, self._source, self._take_report, self._next_sample, self._stop)
-        ahead = batches_ahead(self._job.patch_bytes, self._options)
+        cutter = Cutter(self._job, self._source, self._take_report, self._clock.starved, self._next_sample, self._stop)
         self._feeder = Feeder(
-            self._job,
+            self._job.batch_layout(self._options.batch_size),
             cutter,
-            self._options.batch_size,
-            ahead,
+            self._clock,
+            batches_ahead(self._job.patch_bytes, self._options),
             self._buffers,
             self._delivered,
             self._held,
@@ -344,11 +338,9 @@ class PatchStream(Iterator[Batch]):
             self._source.close()
         if self._feeder is not None:
             self._held = list(self._feeder.held)
-            feeder, self._feeder = self._feeder, None
-            self._fed = self._fed.plus(feeder.figures)
-        self._source = None
+        self._feeder = self._source = None
 
-    def _open_source(self) -> BlockSource:
+    def _open_source(self) -> LocalBlocks | RayBlocks:
         options = self._options
         if options.workers and self._job.notes_dir is None:
             self._temporary_notes = tempfile.TemporaryDirectory(prefix="vesuvius-notes-", ignore_cleanup_errors=True)
@@ -357,7 +349,8 @@ class PatchStream(Iterator[Batch]):
         if options.workers == 0:
             return LocalBlocks(job, self._next_sample, self._stop)
         # Ray takes a second to import and is not needed with workers: 0
-        from vesuvius.stream.ray import blocks, session
+        from vesuvius.stream.ray.blocks import RayBlocks
+        from vesuvius.stream.ray.session import Session
 
         need = (options.workers, job.world, store_bytes(job, options))
         if self._session is not None and not self._session.fits(*need):
@@ -366,8 +359,8 @@ class PatchStream(Iterator[Batch]):
         if self._session is None:
             if not store_is_there():
                 check_store(job, options)
-            self._session = session.Session(options.cluster, *need)
-        return blocks.RayBlocks(
+            self._session = Session(options.cluster, *need)
+        return RayBlocks(
             job,
             self._next_sample,
             self._stop,
@@ -378,7 +371,7 @@ class PatchStream(Iterator[Batch]):
 
     def _take_report(self, report: BlockReport) -> None:
         """On the feeder's thread."""
-        self._readers.take(report, self._options.workers)
+        self._readers.take(report, 2 * max(self._options.workers, 1))  # while one execution hands over to the next
         for record in report.quarantined:
             self._events.quarantine(record)
         for found in report.nonfinite:
@@ -389,3 +382,40 @@ class PatchStream(Iterator[Batch]):
         self.readers.pop(death.pid, None)
         others = [pid for pid, reader in self.readers.copy().items() if reader.node == death.node]
         return self._events.reader_died(death, others[0] if others else None)
+
+
+def _check_state(state: Any) -> None:
+    """Raises ConfigError for anything but what `state_dict` returns."""
+    wanted = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
+    for key, kind in wanted.items():
+        got = state.get(key) if isinstance(state, dict) else None
+        if not isinstance(got, kind) or isinstance(got, bool) or (isinstance(got, int) and got < 0):
+            raise ConfigError(
+                f"a stream's state must be what state_dict() returned; got {one_line(repr(state))}, where {key} is no "
+                f"{kind.__name__}; pass it on unchanged"
+            )
+
+
+def _check_place(first: int, stop: int | None, world: int) -> None:
+    """Raises ConfigError where a stream cannot begin at sample `first`."""
+    if first < 0 or first % world or (stop is not None and stop < first):
+        raise ConfigError(
+            f"a stream begins at a multiple of the number of ranks ({world}) and does not stop before it; got first "
+            f"{first} and stop {stop}; change one of them"
+        )
+
+
+@cache
+def _close_at_exit() -> None:
+    """Close open streams when the interpreter exits, which would otherwise wait for their threads for ever.
+
+    `atexit` runs too late: the interpreter waits for threads first, and Ray Data's wait for a block.
+    """
+
+    def close_all() -> None:
+        with ExitStack() as closing:  # one that cannot be closed does not keep the others open
+            for stream in _open:
+                closing.callback(stream.close)
+
+    with suppress(RuntimeError):  # the interpreter is already shutting down
+        threading._register_atexit(close_all)  # type: ignore[attr-defined]

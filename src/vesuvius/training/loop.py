@@ -85,15 +85,12 @@ class TrainingLoop:
         if progress.step >= config.stop_step:
             return
         watchdog.expects("batch", "the readers to start")
-        with (
-            self.feed.open(
-                first=progress.sample_index,
-                stop=progress.sample_index + (config.stop_step - progress.step) * config.global_batch,
-                quarantined=progress.quarantined,
-                interrupted=self._gives_up,
-            ) as stream,
-            watchdog.with_readers(stream.dump_reader_stacks),
-        ):
+        with self.feed.open(
+            first=progress.sample_index,
+            stop=progress.sample_index + (config.stop_step - progress.step) * config.global_batch,
+            quarantined=progress.quarantined,
+            interrupted=self._gives_up,
+        ) as stream:
             clock, news = make_clock(self.run.device), RankNews(self.run)
             self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.feed)
             reporter = StepReporter(

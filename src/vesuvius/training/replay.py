@@ -25,7 +25,6 @@ from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.feeder import Batch
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.stream.start.start_reads import StartReads
 from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
 from vesuvius.training.step.conditioning import Conditioner
@@ -108,8 +107,7 @@ def replay(config: Config, number: int) -> Iterator[str | int]:
     step.set_weights(state["model"])
     if step.amp == "fp16" and state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
-    with StartReads(config.data) as reads:
-        data = prepare_data(config.seed, config.data, foreground=reads.foreground_map)
+    data = prepare_data(config.seed, config.data)
     conditioner = Conditioner(config.data.labels, facts.greys.conditions, facts.scalars, device)
     options = replace(StreamOptions.from_config(config.training, config.cluster), workers=0)
     feed = DeviceFeed(device, options, data.job, facts.greys.volumes, conditioner)

@@ -133,7 +133,7 @@ class TuneWorker:
     def _bring_into_force(self, command: Command) -> str:
         """Change the readers if they differ; returns why that cannot be done, '' where it was."""
         loop, options = self._loop, self._stream.options
-        now = options.workers, options.prefetch_factor, options.requests or loop.job.store.requests
+        now = options.workers, options.prefetch_factor, options.requests or loop.job.data.store.requests
         workers, prefetch_factor, requests = command.workers, command.prefetch_factor, command.requests
         if now == (workers, prefetch_factor, requests):
             return ""

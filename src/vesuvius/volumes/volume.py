@@ -17,7 +17,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -195,7 +194,7 @@ class Volume:
         self,
         box: Box,
         out: NDArray[Any] | None = None,
-        around: Callable[[Triple], AbstractContextManager[None]] = lambda chunk: nullcontext(),
+        before: Callable[[Triple], None] = lambda chunk: None,
     ) -> NDArray[Any]:
         """Read and decode a box; absent chunks come as the fill value.  Waits for as long as an outage may last.
 
@@ -204,7 +203,7 @@ class Volume:
 
         Args:
             out: where to, of the volume's dtype and the shape of the box; a new array by default.
-            around: what each chunk is read in.
+            before: told of each chunk before it is decoded; what it raises ends the read.
 
         Returns:
             `out`, or an array of the stored dtype, shape stop - start.
@@ -222,8 +221,8 @@ class Volume:
             for chunk, fetch in self._fetches(box):
                 covered = self.grid.box_of(chunk)
                 part = intersection(covered, box)
-                with around(chunk):
-                    voxels = self._chunk(chunk, box, fetch)
+                before(chunk)
+                voxels = self._chunk(chunk, box, fetch)
                 into = out[slices(part, box[0])]
                 into[...] = self.fill_value if voxels is None else voxels[slices(part, covered[0])]
                 self._replace_nonfinite(into)

@@ -59,7 +59,7 @@ def test_samples_are_shown_held_out_labels_of_a_part_where_they_lie(tmp_path: Pa
     assert held_out is not None
     for box, patch_shown in zip(boxes, shown, strict=True):
         assert all(lo >= first and hi <= last for lo, hi, first, last in zip(*box, *held_out, strict=True))
-        np.testing.assert_array_equal(patch_shown, data.read_patch(data.read, "condition", 0, box))
+        np.testing.assert_array_equal(patch_shown, data.read_patch("condition", 0, box))
     given = spec(tmp_path / "labels")
     with ConditionPatches(config, facts, 0, 0, given, ((1, 2, 3), (9, 18, 19))) as conditions:
         assert conditions.start_zyx(0) == (1, 2, 3)

@@ -20,7 +20,7 @@ from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, open_stream
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.plan.plan import Task
-from vesuvius.stream.reading.quarantine import damaged_boxes
+from vesuvius.stream.reading.quarantine import damaged_box
 from vesuvius.stream.reading.reader import Reader, ReaderJob, head_of, regions_in
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volumes.box import intersects, shape_of
@@ -111,7 +111,7 @@ def test_slots_do_not_depend_on_who_reads_them_or_on_what_is_known(job: ReaderJo
     causes = " ".join(record["cause"] for record in records)
     assert all(words in causes for words in ("NaN", "checksum do not match", "of an object of", "index"))
     for first in range(0, len(tasks), 17):  # resumed, with all or some of the damage known
-        known = damaged_boxes(rng.sample(records, rng.randrange(len(records) + 1)))
+        known = frozenset(damaged_box(one, 1) for one in rng.sample(records, rng.randrange(len(records) + 1)))
         resumed = Reader(ReaderJob(**{**vars(job), "quarantined": known}), ring=3)
         for task in tasks[first : first + 6]:
             assert read(resumed, job, task)[0] == {slot: expected[slot] for slot in task.slots}
@@ -128,7 +128,7 @@ def test_a_region_is_replaced_if_and_only_if_it_touches_what_is_quarantined(job:
         expected |= found
         records += new
     reader.close()
-    boxes = [box for _, box in damaged_boxes(records)]
+    boxes = [damaged_box(record, 1)[1] for record in records]
     for slot, (visit, _) in expected.items():
         touches = [any(intersects(box, job.plan.visit(slot, n).region) for box in boxes) for n in range(visit.attempt)]
         assert all(touches), "of each attempt before"

@@ -57,3 +57,13 @@ def test_a_volume_of_air_alone_is_refused_as_such(tmp_path: Path) -> None:
         estimated(tmp_path / "v.zarr", np.zeros((96, 96, 96), "uint8"))
     with pytest.raises(DataError, match=r"grey values must differ .* got 7 to 7"):
         estimated(tmp_path / "grey.zarr", np.full((96, 96, 96), 7, "uint8"))
+
+
+def test_grey_ranges_do_not_depend_on_the_seed_of_the_run(tmp_path: Path) -> None:
+    voxels = textured((96, 128, 128)) // np.linspace(1, 4, 96).astype(np.uint8)[:, None, None]
+    config = DataConfig(
+        volumes=(VolumeConfig(path=str(write_array(tmp_path / "v.zarr", voxels))),), patch_size=(8, 16, 16)
+    )
+    one, other = (prepare_data(seed, config) for seed in (0, 1))
+    assert one.plan.hash != other.plan.hash
+    assert one.grey_ranges(config) == other.grey_ranges(config)

@@ -106,7 +106,7 @@ class RealSource:
         """Read so many patches of each kind.  Raises DataError."""
         data, config = self.data, self._config
         held_out = read_fixed_patches(data, config, count)
-        found = read_training_patches(data, config, 4 * count, data.read)
+        found = read_training_patches(data, config, 4 * count)
         side = disjoint_sides(_places(found), config.patch_size, len(found.volumes))
         sides = [np.flatnonzero(side == k)[:count].tolist() for k in (0, 1)]
         if min(map(len, sides)) < LEAST_PATCHES:
@@ -156,12 +156,12 @@ class RealSource:
     def values_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[np.float32]:
         """Real voxels at these places of a volume, as model values, not augmented: [N, Z, Y, X].  Raises DataError."""
         boxes = [box_at(start, self._config.patch_size) for start in starts_zyx]
-        return self._model_values([self.data.read("volume", number, box) for box in boxes], [number] * len(boxes))
+        return self._model_values([self.data.read_patch("volume", number, box) for box in boxes], [number] * len(boxes))
 
     def labels_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[Any]:
         """The condition there, as it is stored; a coarser one upsampled.  Raises DataError."""
         boxes = [box_at(start, self._config.patch_size) for start in starts_zyx]
-        return np.stack([self.data.read_patch(self.data.read, "condition", number, box) for box in boxes])
+        return np.stack([self.data.read_patch("condition", number, box) for box in boxes])
 
     def _set_of(self, found: FixedPatches, seed: int, rows: Sequence[int] | None = None) -> PatchSet:
         """Some of these patches, or all, as a perfect model would have drawn them."""
@@ -190,7 +190,7 @@ class RealSource:
             left -= math.prod(shape_of(box))
             if left < 0:
                 break
-            searched.append(self._model_values([data.read("volume", number, box)], [number])[0])
+            searched.append(self._model_values([data.read_patch("volume", number, box)], [number])[0])
         return searched
 
     def _around(self, number: int, start_zyx: Triple) -> Box:

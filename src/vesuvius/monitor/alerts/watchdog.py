@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,6 @@ class Watchdog:
         self._record = record
         self._step = step
         self._now = now
-        self._dump_readers: Callable[[Path], None] | None = None
         self._expected = _Expected("step", "the run to begin", now())
         self._signs: dict[str, float] = {}
         self._looked_s = self._awake_s = now()
@@ -92,15 +90,6 @@ class Watchdog:
         """What the loop waits for, and seconds since the last sign of life.  Any thread may call."""
         expected = self._expected
         return expected.what, self._now() - self._sign_s(expected)
-
-    @contextmanager
-    def with_readers(self, dump_stacks: Callable[[Path], None]) -> Iterator[None]:
-        """While there are readers, whose stacks are of interest too; `dump_stacks` has them appended to a file."""
-        self._dump_readers = dump_stacks
-        try:
-            yield
-        finally:
-            self._dump_readers = None
 
     def sample(self) -> None:
         """Compare the last sign of life with the clock, and say what is new."""
@@ -156,8 +145,6 @@ class Watchdog:
             with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{text}\n\nthreads of the trainer:\n")
                 file.writelines(stacks_of_threads())
-            if self._dump_readers is not None:
-                self._dump_readers(path)
         except OSError as error:
             log.warning("the stacks of a hung run must be writable; got %s for %s; free some space", error, path)
 

@@ -13,12 +13,11 @@ from typing import Any
 import ray
 
 from vesuvius.errors import DataError, VesuviusError
-from vesuvius.stream.closing import done_within
-from vesuvius.stream.options import TASKS_PER_SEGMENT, StreamOptions, reads_here
-from vesuvius.stream.ray.deaths import ReaderDeath
+from vesuvius.stream.options import TASKS_PER_SEGMENT, StreamOptions
 from vesuvius.stream.ray.segment import RayReader, ReaderLostError, Segment
-from vesuvius.stream.ray.watch import ReaderWatch, StoreWatch
+from vesuvius.stream.ray.watch import ReaderDeath, ReaderWatch
 from vesuvius.stream.reading.reader import Block, ReaderJob
+from vesuvius.threads import on_thread
 from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)
@@ -52,8 +51,7 @@ class RayBlocks(Iterator[Block]):
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
         self._options = options
         self._tasks = job.tasks(first, stop)
-        self._segment: Segment | None = None
-        self._upcoming: Segment | None = None
+        self._segments: list[Segment] = []  # the present one, and the next one where it has started
         self._failure: DataError | None = None
         self._failed = threading.Event()
         self._interrupted = False
@@ -61,26 +59,23 @@ class RayBlocks(Iterator[Block]):
         self._on_death = on_death
         # A name of this stream's own: Ray's table of actors lists those of all streams of the process.
         self._reader_class = type(f"_RayReader_{uuid.uuid4().hex[:8]}", (RayReader,), {})
-        self._store = StoreWatch(on_spill)
-        say_nodes_of = 0 if reads_here(options.cluster, job.world) else options.workers
-        self._readers = ReaderWatch(self._reader_class.__name__, Path(job.notes_dir), self._reader_died, say_nodes_of)
-        self._segment = self._next_segment()
-        self._heed_interrupt()
+        self._watch = ReaderWatch(self._reader_class.__name__, Path(job.notes_dir), self._reader_died, on_spill)
+        self._start_segment()
 
     @property
-    def tasks_left(self) -> float:
+    def tasks_left(self) -> int:
         """Tasks that readers are given and have not finished."""
-        return sum(segment.tasks_left for segment in (self._segment, self._upcoming) if segment is not None)
+        return sum(segment.tasks_left for segment in tuple(self._segments))
 
     @property
     def outages(self) -> list[Outage]:
         """Of the stores that readers on this machine wait for at the moment."""
-        return self._readers.outages
+        return self._watch.outages
 
     @property
     def readers_alive(self) -> int:
         """Reader processes, on any machine."""
-        return self._readers.alive
+        return self._watch.alive
 
     def __next__(self) -> Block:
         try:
@@ -96,16 +91,15 @@ class RayBlocks(Iterator[Block]):
         return block
 
     def _next(self) -> Block:
-        while self._segment is not None:
-            block = self._segment.next_block()
+        while self._segments:
+            segment = self._segments[0]
+            block = segment.next_block()
             if block is not None:
-                if self._upcoming is None and self._segment.ends_soon():
-                    self._upcoming = self._next_segment()
-                    self._heed_interrupt()
+                if len(self._segments) == 1 and segment.ends_soon():
+                    self._start_segment()
                 return block
-            self._segment.close()
-            self._segment, self._upcoming = self._upcoming, None
-            self._heed_interrupt()
+            segment.close()
+            self._segments = self._segments[1:]
         raise StopIteration
 
     def interrupt(self) -> None:
@@ -115,11 +109,16 @@ class RayBlocks(Iterator[Block]):
     def close(self) -> None:
         """End the executions and their actors, within seconds."""
         self._end(self._close)
-        self._segment = self._upcoming = None
+        self._segments = []
 
     def _end(self, act: Callable[[], None]) -> None:
         """Bounded: Ray waits for ever for a cluster whose head does not answer."""
-        if not self._hangs and not done_within(_END_S, act):
+        if self._hangs:
+            return
+        ending = on_thread(act, name="ray-end")
+        try:
+            ending.result(_END_S)
+        except TimeoutError:
             self._hangs = True
             log.warning(
                 "Ray did not end the readers within %g s, probably because its head hangs; a private Ray is killed",
@@ -129,19 +128,12 @@ class RayBlocks(Iterator[Block]):
     def _interrupt(self) -> None:
         self._interrupted = True
         self._tasks = iter(())
-        for segment in (self._segment, self._upcoming):
-            if segment is not None:
-                segment.interrupt()
-
-    def _heed_interrupt(self) -> None:
-        """Interrupt again where it came while a segment was made or replaced: that one was missed."""
-        if self._interrupted:
-            self._interrupt()
+        for segment in tuple(self._segments):
+            segment.interrupt()
 
     def _close(self) -> None:
-        segments = [segment for segment in (self._segment, self._upcoming) if segment is not None]
-        self._readers.close()
-        self._store.close()
+        segments = tuple(self._segments)
+        self._watch.close()
         for segment in segments:
             segment.close()
 
@@ -151,8 +143,10 @@ class RayBlocks(Iterator[Block]):
             self._failed.set()
             self._interrupt()
 
-    def _next_segment(self) -> Segment | None:
-        tasks = list(itertools.islice(self._tasks, TASKS_PER_SEGMENT))
-        if not tasks:
-            return None
-        return Segment(self._job, self._job_ref, self._reader_class, tasks, self._options)
+    def _start_segment(self) -> None:
+        """Start the execution of the next tasks, if there are any."""
+        if tasks := list(itertools.islice(self._tasks, TASKS_PER_SEGMENT)):
+            segment = Segment(self._job, self._job_ref, self._reader_class, tasks, self._options)
+            self._segments.append(segment)
+            if self._interrupted:  # while it was made
+                segment.interrupt()

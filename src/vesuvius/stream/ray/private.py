@@ -23,8 +23,7 @@ import ray._private.state
 import ray._private.utils
 import ray._private.worker
 import ray.data
-from ray._private.internal_api import get_memory_info_reply, get_state_from_address
-from ray._private.node import Node
+from ray._private.internal_api import get_memory_info_reply
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.core.generated import common_pb2, gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
@@ -59,15 +58,6 @@ class WorkerExit:
     exit_type: str
     detail: str  # in Ray's words, of many lines
     time: float  # when Ray noticed, seconds since 1970; a few tenths of a second late
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """All object stores of the cluster together; `spilled_bytes` since they were started."""
-
-    used_bytes: int
-    capacity_bytes: int
-    spilled_bytes: int
 
 
 def start_autoscaling_coordinator() -> None:
@@ -117,19 +107,15 @@ def worker_exits() -> list[WorkerExit]:
     ]
 
 
-def address_of_cluster(address: str) -> str | None:
-    """`host:port` of its head; None where that is not known before Ray connects, as of Ray's client.
+def wants_token(address: str, timeout_s: float) -> bool:
+    """Whether the head of a cluster answers only calls with a token; False where only Ray's client can tell.
 
-    Raises ConnectionError where `auto` finds none.
+    Raises ConnectionError: it does not answer, or `auto` finds none.
     """
     if "://" in address:
-        return None
-    return address if ":" in address else canonicalize_bootstrap_address_or_die(address)
-
-
-def wants_token(address: str, timeout_s: float) -> bool:
-    """Whether the head of a cluster answers only calls with a token.  Raises ConnectionError: it does not answer."""
-    with grpc.insecure_channel(address, (("grpc.enable_http_proxy", 0),)) as channel:
+        return False
+    head = address if ":" in address else canonicalize_bootstrap_address_or_die(address)
+    with grpc.insecure_channel(head, (("grpc.enable_http_proxy", 0),)) as channel:
         heads = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             heads.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=timeout_s)  # type: ignore[attr-defined]
@@ -140,34 +126,16 @@ def wants_token(address: str, timeout_s: float) -> bool:
     return False
 
 
-def has_token() -> bool:
-    """Whether Ray finds a token, in its variables or in ~/.ray."""
-    return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
-
-
 def reread_authentication() -> None:
     """Have Ray read its variables about tokens again, which it keeps."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def cluster_state() -> Any:
-    """A connection to the cluster for `store_stats`, which would make one each time."""
-    return get_state_from_address(ray.get_runtime_context().gcs_address)  # type: ignore[no-untyped-call]
-
-
-def store_stats(state: Any, timeout_s: float) -> StoreStats:
-    """How full the object stores are.  Raises ConnectionError where no machine answers in time."""
-    try:
-        reply = get_memory_info_reply(state, timeout_seconds=timeout_s)  # type: ignore[no-untyped-call]
-    except grpc.RpcError as error:
-        raise ConnectionError(
-            f"Ray on this machine does not answer ({error.code().name}: {error.details()})"
-        ) from error
-    stats = reply.store_stats
-    return StoreStats(
-        int(stats.object_store_bytes_used), int(stats.object_store_bytes_avail), int(stats.spilled_bytes_total)
-    )
+def spilled_bytes() -> int:
+    """What all object stores of the cluster have written to disk so far.  Raises grpc.RpcError after five seconds."""
+    reply = get_memory_info_reply(ray._private.state.state, timeout_seconds=5)  # type: ignore[no-untyped-call]
+    return int(reply.store_stats.spilled_bytes_total)
 
 
 def map_with_bounded_restarts(dataset: ray.data.Dataset, reader: type[Any], deaths: int, **settings: Any) -> Any:
@@ -230,28 +198,21 @@ def daemon_messages(take: Callable[[Any], None]) -> Iterator[None]:
 def shut_down(when_handlers_are_back: Callable[[], None]) -> None:
     """`ray.shutdown`, which early on restores the signal handlers that its C++ core found.
 
-    It sends SIGTERM to each daemon and waits a second before it kills it.  Ours block SIGTERM, so they are killed at
-    once, which saves five seconds, and with them their children, which would notice up to a minute later.
+    It would send SIGTERM to each daemon and wait a second before it kills it.  Ours block SIGTERM, so they are killed
+    before, which saves five seconds, and with them their children, which would notice up to a minute later.
 
     Args:
         when_handlers_are_back: called right after that.
     """
-    disconnect, kill = ray._private.state.state.disconnect, Node.kill_all_processes
+    disconnect, processes = ray._private.state.state.disconnect, _processes()
 
-    def tell_and_disconnect() -> None:
+    def disconnect_and_kill() -> None:
         when_handlers_are_back()
         disconnect()  # type: ignore[no-untyped-call]
+        _kill(processes)
 
-    def kill_at_once(node: Node, check_alive: bool = True, allow_graceful: bool = False, wait: bool = False) -> None:
-        kill(node, check_alive, False, wait)
-
-    children = _children(_daemons())
-    with (
-        _replaced(ray._private.state.state, "disconnect", tell_and_disconnect),
-        _replaced(Node, "kill_all_processes", kill_at_once),
-    ):
+    with _replaced(ray._private.state.state, "disconnect", disconnect_and_kill):
         ray.shutdown()
-    _kill(children)
 
 
 def kill_daemons() -> None:
@@ -260,8 +221,7 @@ def kill_daemons() -> None:
     Later calls do not start another one.
     """
     ray._private.auto_init_hook.enable_auto_connect = False
-    daemons = _daemons()
-    _kill([*daemons, *_children(daemons)])
+    _kill(_processes())
 
 
 def leave_to_the_system() -> None:
@@ -269,22 +229,14 @@ def leave_to_the_system() -> None:
     atexit.unregister(ray._private.worker.shutdown)
 
 
-def _daemons() -> list[psutil.Process]:
-    """Of the Ray that this process has started; none of a cluster that it is connected to."""
+def _processes() -> list[psutil.Process]:
+    """Daemons, workers and agents of the Ray that this process has started; none of a cluster it is connected to."""
     found: list[psutil.Process] = []
     node: Any = ray._private.worker._global_node
     for info in itertools.chain.from_iterable(node.all_processes.values() if node else ()):
         with suppress(psutil.Error):
-            found.append(psutil.Process(info.process.pid))
-    return found
-
-
-def _children(daemons: list[psutil.Process]) -> list[psutil.Process]:
-    """Workers and agents."""
-    found: list[psutil.Process] = []
-    for daemon in daemons:
-        with suppress(psutil.Error):
-            found += daemon.children(recursive=True)
+            daemon = psutil.Process(info.process.pid)
+            found += [daemon, *daemon.children(recursive=True)]
     return found
 
 

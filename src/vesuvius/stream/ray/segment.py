@@ -81,7 +81,6 @@ class Segment:
         tasks: list[Task],
         options: StreamOptions,
     ) -> None:
-        self.tasks = tasks
         workers, here = options.workers, reads_here(options.cluster, job.world)
         # Blocks until the end of each task, of which the first and the last may be short.
         self._ends = list(itertools.accumulate(len(task.slots) for task in tasks))
@@ -92,7 +91,7 @@ class Segment:
             dataset = private.map_with_bounded_restarts(
                 ray.data.from_blocks(_rows(tasks, workers)),
                 reader_class,
-                job.max_reader_deaths,
+                job.data.max_reader_deaths,
                 fn_constructor_args=([job_ref],),
                 batch_size=1,
                 compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=TASKS_IN_FLIGHT),
@@ -106,21 +105,17 @@ class Segment:
         self._first: Future[Block | None] | None = on_thread(self._next, name="ray-segment")  # None once it was taken
 
     @property
-    def tasks_left(self) -> float:
+    def tasks_left(self) -> int:
         """Tasks whose blocks have not all been handed over."""
-        done = bisect_right(self._ends, self._blocks)
-        if done == len(self._ends):
-            return 0.0
-        begin = self._ends[done - 1] if done else 0
-        return len(self._ends) - done - (self._blocks - begin) / (self._ends[done] - begin)
+        return len(self._ends) - bisect_right(self._ends, self._blocks)
 
     def ends_soon(self) -> bool:
         """Whether the next segment should start, given the blocks handed over so far."""
         now = time.monotonic()
         self._began = self._began or now
-        tasks_done = len(self.tasks) - self.tasks_left
+        tasks_done = len(self._ends) - self.tasks_left
         tasks_in_overlap = _OVERLAP_S * tasks_done / max(now - self._began, 1.0)
-        return self.tasks_left <= min(max(tasks_in_overlap, _OVERLAP_TASKS), len(self.tasks) / 2)
+        return self.tasks_left <= min(max(tasks_in_overlap, _OVERLAP_TASKS), len(self._ends) / 2)
 
     def next_block(self) -> Block | None:
         """The next block, or None at the end.
@@ -226,11 +221,7 @@ def _reader_error(error: BaseException) -> VesuviusError:
             "a reader may be replaced data.max_reader_deaths times; got one that Ray does not replace again: "
             f"{one_line(error)}; see the log for what it read, or raise the limit"
         )
-    if isinstance(error, RayError):
-        return VesuviusError(
-            f"a reader must not fail; got {type(error).__name__}: {one_line(error)}; run with training.workers=0 to "
-            "see the error where it happens"
-        )
     return VesuviusError(
-        f"the stream must not fail; got {type(error).__name__}: {one_line(error)}; see the log for more"
+        f"{'a reader' if isinstance(error, RayError) else 'the stream'} must not fail; got {type(error).__name__}: "
+        f"{one_line(error)}; run with training.workers=0 to see the error where it happens"
     )

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,45 +21,28 @@ import ray
 
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.stream.options import check_cluster
 from vesuvius.stream.ray import private
 
 log = logging.getLogger(__name__)
 
-_ANNOUNCEMENT = b"RAY_BACKEND_LOG_LEVEL"
+_ANNOUNCEMENT = "RAY_BACKEND_LOG_LEVEL"
 _AUTH_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _PASSED_ON = ("VESUVIUS_", "AWS_", "GOOGLE_", "NCCL_", "GLOO_")
 _ANSWER_S = 10.0
-_SAY_AFTER_S, _SAY_EVERY_S = 8.0, 30.0
-
-# Reads what Ray's C++ core has written where it ends this process while stderr is held back.
-_LAST_WORDS = (
-    "read -r done || { echo 'this process was ended while Ray started; the last lines that it wrote:' >&2;"
-    f' grep -v {_ANNOUNCEMENT.decode()} "$0" | grep . | tail -n 4 >&2; }}'
-)
+_FILTERED_S = 0.5
 
 # What is found in an error or in Ray's logs, and what helps against it; the first that is found counts.
-_REMEDIES = (
-    ("InvalidAuthToken|Unauthenticated|AuthenticationError", ""),  # the message says more
-    ("AF_UNIX|too long", "let RAY_TMPDIR name a folder with a short path, such as /tmp/ray-$USER"),
-    (
-        "start new thread|temporarily unavailable|pthread_create",
-        "raise the limit of processes and threads (`ulimit -u`, docker run --pids-limit) or lower training.workers",
-    ),
-    ("Too many open files", "raise the limit of open files (`ulimit -n`)"),
-    ("File too large", "raise the limit of a file's size (`ulimit -f unlimited`)"),
-    ("No space left", "free some space there, or let RAY_TMPDIR name another folder"),
-    ("/dev/shm|plasma|shared memory", "make /dev/shm writable for this user and large enough"),
-    (
-        "Permission denied|Read-only file system|not permitted",
-        "let RAY_TMPDIR name a folder that this user can write",
-    ),
-)
-_CAUSES = re.compile(
-    "|".join(words for words, _ in _REMEDIES[1:]) + r"|Check failed:|what\(\):|No such file|Cannot allocate memory"
-)
-
-
+_REMEDIES = {
+    "AF_UNIX|too long": "let RAY_TMPDIR name a folder with a short path, such as /tmp/ray-$USER",
+    "start new thread|temporarily unavailable|pthread_create": "raise the limit of processes and threads (`ulimit -u`, "
+    "docker run --pids-limit) or lower training.workers",
+    "Too many open files": "raise the limit of open files (`ulimit -n`)",
+    "File too large": "raise the limit of a file's size (`ulimit -f unlimited`)",
+    "No space left": "free some space there, or let RAY_TMPDIR name another folder",
+    "/dev/shm|plasma|shared memory": "make /dev/shm writable for this user and large enough",
+    "Permission denied|Read-only file system|not permitted": "let RAY_TMPDIR name a folder that this user can write",
+}
+_CAUSES = re.compile("|".join([*_REMEDIES, r"Check failed:|what\(\):|No such file|Cannot allocate memory"]))
 _STACK = re.compile(r"\[0x[0-9a-f]+\]")  # a frame of a C++ stack names functions, which say nothing of the cause
 
 
@@ -73,70 +56,53 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     """
     if ray.is_initialized():
         return
-    settings: dict[str, Any] = {
-        "address": "local",
-        "include_dashboard": False,
-        "object_store_memory": store_bytes,
-        "num_cpus": cpus,
-    }
-    if config.address is not None:
-        check_cluster(config.address)
-        settings = {"address": config.address}
-        if variables := passed_on(os.environ):
-            settings["runtime_env"] = {"env_vars": variables}
+    settings: dict[str, Any] = {"address": config.address}
+    if config.address is None:
+        settings = {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": store_bytes,
+            "num_cpus": cpus,
+        }
+    elif variables := passed_on(os.environ):
+        settings["runtime_env"] = {"env_vars": variables}
     began = time.time()
     try:
         # ray.init would handle SIGTERM by exiting on the spot; the trainer could not save.  Restoring the handler
         # afterwards is too late: a signal in between has left locks held for ever.
-        with _stop_signals_blocked(), _stderr_held() as last_line, private.without_sigterm_handler():
-            what = "a private Ray to start" if config.address is None else f"Ray at {config.address} to answer"
-            with _said_while_waiting(what, last_line):
-                ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
+        with _stop_signals_blocked(), _filtered_stderr(), private.without_sigterm_handler():
+            ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises plain ones, too
         with suppress(Exception):
             ray.shutdown()  # what has started
-        raise _not_started(config.address, error, began) from error
+        raise _not_started(config.address, one_line(error, 300), began) from error
 
 
-def _not_started(address: str | None, error: Exception, began: float) -> ConfigError:
+def _not_started(address: str | None, said: str, began: float) -> ConfigError:
     """Why, from the error or else from the logs of Ray's processes, and what helps."""
-    without = "set training.workers=0, which runs without Ray"
-    said = one_line(error, 300)
     if address is not None:
         return ConfigError(
             f"Cannot connect to the Ray cluster at cluster.address={address}: {said}; this process used "
             f"{_token_in_use()}; check the address and the cluster, or set cluster.address=null for a private Ray"
         )
-    folder = session_folder(began)
-    cause = said
-    if not _CAUSES.search(said) and folder is not None and (logged := cause_in_logs(folder)):
-        cause = logged
-    remedy = next((helps for words, helps in _REMEDIES if re.search(words, cause)), "")
-    logs = "" if folder is None else f"; its logs are in {folder / 'logs'}"
-    return ConfigError(f"Ray did not start: {cause}{logs}; {f'{remedy}, or ' if remedy else ''}{without}")
-
-
-def session_folder(began: float) -> Path | None:
-    """The folder of the Ray that this process has started since then, with its logs; None where there is none."""
     parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
-    with suppress(OSError):
-        made = [(path.stat().st_mtime, path) for path in parent.glob(f"session_*_{os.getpid()}")]
-        return max(((at, path) for at, path in made if at >= began - 1), default=(0.0, None))[1]
-    return None
+    sessions = [path for path in parent.glob(f"session_*_{os.getpid()}") if path.stat().st_mtime >= began - 1]
+    logs = max(sessions) / "logs" if sessions else None
+    cause = said if logs is None or _CAUSES.search(said) else cause_in_logs(logs) or said
+    remedy = next((f"{helps}, or " for words, helps in _REMEDIES.items() if re.search(words, cause)), "")
+    where = f"; its logs are in {logs}" if logs else ""
+    return ConfigError(f"Ray did not start: {cause}{where}; {remedy}set training.workers=0, which runs without Ray")
 
 
 def cause_in_logs(folder: Path) -> str:
     """The last line in which a process of Ray says what went wrong; '' where none does."""
-    found = ""
     for pattern in ("*.err", "*.out", "*.log"):
-        for path in sorted((folder / "logs").glob(pattern)):
+        for path in sorted(folder.glob(pattern), reverse=True):
             with suppress(OSError):
                 lines = path.read_text(encoding="utf-8", errors="replace")[-100_000:].splitlines()
                 if causes := [line for line in lines if _CAUSES.search(line) and not _STACK.search(line)]:
-                    found = f"{path.name}: {one_line(causes[-1], 300)}"
-        if found:
-            break
-    return found
+                    return f"{path.name}: {one_line(causes[-1], 300)}"
+    return ""
 
 
 @contextmanager
@@ -147,23 +113,17 @@ def authenticated(address: str | None) -> Iterator[None]:
     how `ray start` makes clusters.  A cluster is asked whether it wants one.
 
     Raises:
-        ConfigError: the cluster does not answer, or wants a token that is not here.
+        ConfigError: the cluster does not answer.
     """
-    changes: dict[str, str] = {}
-    if _AUTH_MODE not in os.environ:
-        if address is None:
-            changes = {_AUTH_MODE: "token", _TOKEN: secrets.token_hex(32)}
-        elif _wants_token(address):
-            changes = {_AUTH_MODE: "token"}
-    before = {name: os.environ.get(name) for name in (_AUTH_MODE, _TOKEN)}
+    changes = {_AUTH_MODE: "token", _TOKEN: secrets.token_hex(32)} if address is None else {}
+    if address is not None and _wants_token(address):
+        changes = {_AUTH_MODE: "token"}
+    if _AUTH_MODE in os.environ:
+        changes = {}
+    before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
         private.reread_authentication()
-        if address is not None and os.environ.get(_AUTH_MODE) == "token" and not private.has_token():
-            raise ConfigError(
-                f"The Ray cluster at cluster.address={address} wants a token, and there is none: {_token_in_use()}; "
-                f"copy ~/.ray/auth_token from the machine of its head, or let {_TOKEN_PATH} name a copy"
-            )
         yield
     finally:
         for name, value in before.items():
@@ -175,8 +135,7 @@ def authenticated(address: str | None) -> Iterator[None]:
 
 def _wants_token(address: str) -> bool:
     try:
-        head = private.address_of_cluster(address)
-        return head is not None and private.wants_token(head, _ANSWER_S)
+        return private.wants_token(address, _ANSWER_S)
     except ConnectionError as error:
         raise ConfigError(
             f"The Ray cluster at cluster.address={address} does not answer: {one_line(error)}; "
@@ -191,7 +150,9 @@ def _token_in_use() -> str:
         return f"no token ({_AUTH_MODE} {mode})"
     if _TOKEN in os.environ:
         return f"the token in {_TOKEN} ({_AUTH_MODE} {mode})"
-    path = os.environ.get(_TOKEN_PATH) or Path.home() / ".ray/auth_token"
+    path = Path(os.environ.get(_TOKEN_PATH) or Path.home() / ".ray/auth_token")
+    if not path.exists():
+        return f"no token, as there is no {path}: copy it from the machine of the head ({_AUTH_MODE} {mode})"
     return f"the token of {path} ({_AUTH_MODE} {mode})"
 
 
@@ -227,68 +188,21 @@ def _listen_to_sigterm() -> None:
 
 
 @contextmanager
-def _said_while_waiting(what: str, last_line: Callable[[], str]) -> Iterator[None]:
-    """Log what is waited for, after some seconds and then twice a minute."""
-    over, began = threading.Event(), time.monotonic()
+def _filtered_stderr() -> Iterator[None]:
+    """Drop the line in which Ray's C++ core announces its log level from what is written to file descriptor 2.
 
-    def say() -> None:
-        pause_s = _SAY_AFTER_S
-        while not over.wait(pause_s):
-            line = last_line()
-            log.info(  # which goes to stdout: stderr is held back
-                "waiting for %s for %.0f s%s", what, time.monotonic() - began, f"; it says: {line}" if line else ""
-            )
-            pause_s = _SAY_EVERY_S
-
-    thread = threading.Thread(target=say, name="ray-start", daemon=True)
-    thread.start()
+    Another process filters: what Ray writes before it aborts this one comes through.
+    """
+    saved = os.dup(2)
+    command = ["grep", "--line-buffered", "-v", _ANNOUNCEMENT]
+    grep = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=saved, start_new_session=True)
+    assert grep.stdin is not None
+    os.dup2(grep.stdin.fileno(), 2)
     try:
         yield
     finally:
-        over.set()
-        thread.join()
-
-
-@contextmanager
-def _stderr_held() -> Iterator[Callable[[], str]]:
-    """Delay what is written to file descriptor 2, and drop the line in which Ray's C++ core announces its log level.
-
-    After an error, which says it in one line, only the log at level debug has it.  Where the process dies meanwhile, a
-    shell that outlives it prints the end of it.
-
-    Yields:
-        What returns the last line so far.
-    """
-    saved = os.dup(2)
-    with tempfile.NamedTemporaryFile() as held, _last_words(held.name, saved):
-
-        def lines() -> list[bytes]:
-            written = os.pread(held.fileno(), os.fstat(held.fileno()).st_size, 0)
-            return [line for line in written.splitlines(keepends=True) if _ANNOUNCEMENT not in line]
-
-        os.dup2(held.fileno(), 2)
-        try:
-            yield lambda: one_line(b"".join(lines()[-1:]).decode(errors="replace"))
-        except Exception:
-            log.debug("while Ray started: %s", b"".join(lines()).decode(errors="replace"))
-            raise
-        else:
-            for line in lines():
-                os.write(saved, line)
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-
-
-@contextmanager
-def _last_words(held: str, stderr: int) -> Iterator[None]:
-    """Have a shell print the end of a file if this process dies before the context ends."""
-    command = ["sh", "-c", _LAST_WORDS, held]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stderr, start_new_session=True) as shell:
-        assert shell.stdin is not None
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                shell.stdin.write(b"done\n")
-                shell.stdin.flush()
+        os.dup2(saved, 2)
+        os.close(saved)
+        grep.stdin.close()
+        with suppress(subprocess.TimeoutExpired):  # a daemon has inherited its input
+            grep.wait(_FILTERED_S)

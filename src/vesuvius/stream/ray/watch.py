@@ -1,14 +1,12 @@
-"""Watches the cluster from the trainer: which readers died, which stores they wait for, and whether Ray spills."""
+"""Watches the readers from the trainer: which died and why, which stores they wait for, and whether Ray spills."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,157 +14,152 @@ import ray
 
 from vesuvius.errors import one_line
 from vesuvius.stream.ray import private
-from vesuvius.stream.ray.deaths import ReaderDeath, exit_of
-from vesuvius.stream.reading.notes import Note, read_notes
+from vesuvius.stream.reading.notes import Note, read_note, read_notes
 from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)
 
+_EVERY_S, _SPILLS_EVERY_S = 0.5, 1.0
 _JOIN_S = 3.0
+_LAG_S = 1.0  # Ray's table of processes lags behind that of its actors
 # Shorter outages end with the next retry.
-_SAID_AFTER_S = 10.0
-_SAID_EVERY_S = 60.0
+_SAID_AFTER_S, _SAID_EVERY_S = 10.0, 60.0
 
 
-class OutageLog:
-    """Logs, once a minute, each store that the readers wait for: nobody sees their own logs."""
+@dataclass(frozen=True)
+class ReaderDeath:
+    """A reader process that has ended, and was not asked to."""
 
-    def __init__(self) -> None:
-        self._said: dict[str, tuple[Outage, float]] = {}
+    pid: int  # 0 where it is not known: the reader died before it was seen in Ray's table
+    node: str  # host name of its machine
+    exit: private.WorkerExit | None  # how Ray says that it ended; None where Ray does not say
+    note: Note | None  # what it left behind on this machine
 
-    def take(self, outages: Sequence[Outage], now: float) -> None:
-        """Log what is due.
+    def __str__(self) -> str:
+        why = [f"{self.note.crash}, by its own account"] if self.note and self.note.crash else []
+        by = {"NODE_OUT_OF_MEMORY": "out of memory: Ray's memory monitor"}
+        told = f"{by.get(self.exit.exit_type, self.exit.exit_type)}: {self._detail}" if self.exit else ""
+        why.append((told or "Ray does not say why").rstrip("."))
+        reading = f" while it read {self.note.place}" if self.note and self.note.place else ""
+        return f"reader {self.pid or '?'} on {self.node} was killed or died ({'; '.join(why)}){reading}"
 
-        Args:
-            outages: of all readers, now.
-            now: seconds since 1970.
-        """
-        oldest: dict[str, Outage] = {}
-        for outage in sorted(outages, key=lambda outage: outage.since):
-            oldest.setdefault(outage.address, outage)
-        for address, outage in oldest.items():
-            _, said = self._said.get(address, (outage, 0.0))
-            if now - outage.since >= _SAID_AFTER_S and now - said >= _SAID_EVERY_S:
-                self._said[address] = outage, now
-                log.warning("%s (for %.0f s); the readers retry", outage, now - outage.since)
-        for address in self._said.keys() - oldest.keys():
-            outage, _ = self._said.pop(address)
-            log.info("%s answers again after %.0f s", address, now - outage.since)
+    def fields(self, other_pid: int | None) -> dict[str, Any]:
+        """As data, for `ReaderEnd`; `other_pid`: a living reader of the same machine."""
+        note, ended = self.note, self.exit
+        return {
+            "pid": self.pid,
+            "node": self.node,
+            "new_pid": other_pid,
+            "exit_type": ended.exit_type if ended else None,
+            "exit_detail": self._detail,
+            "exit_time": ended.time if ended else None,
+            "signal": note.crash if note else None,
+            "volume": note.volume if note else None,
+            "box": note.box if note else None,
+            "chunk": note.chunk if note else None,
+        }
 
-
-class Poller(ABC):
-    """Calls `_poll` every so often on a thread that its `__init__` starts, and continues where that raises."""
-
-    _every_s: float  # the pause between two calls
-    _blind: str  # logged, with the error, when the first of several calls fails
-    _seeing: str  # logged when one succeeds again
-
-    def __init__(self) -> None:
-        self._stop = threading.Event()
-        # Daemon: Ray waits for ever for a cluster whose head is gone.
-        self._thread = threading.Thread(target=self._run, name="ray-poller", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop; waits for a call under way, but not for ever."""
-        self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_S)
-
-    @abstractmethod
-    def _poll(self) -> None:
-        """Look once."""
-
-    def _run(self) -> None:
-        failing = False
-        while not self._stop.is_set():
-            try:
-                self._poll()
-            except Exception as error:  # a watch must not end the run that it watches; the log says that it is blind
-                if not failing and not self._stop.is_set():
-                    log.warning("%s: %s", self._blind, one_line(error))
-                failing = True
-            else:
-                if failing:
-                    log.info("%s", self._seeing)
-                failing = False
-            self._stop.wait(self._every_s)
+    @property
+    def _detail(self) -> str:
+        """Ray's words without its guesses, its advice and the memory of other processes."""
+        text = self.exit.detail if self.exit else ""
+        if "OOM kill reason: " in text:
+            return one_line(text.split("OOM kill reason: ")[1].split("\n")[0])
+        return one_line(text.split(" Some common causes include")[0])
 
 
-class ReaderWatch(Poller):
-    """Polls Ray's table of actors and the readers' notes, twice a second.
+class ReaderWatch:
+    """Polls Ray's tables and the readers' notes twice a second, on a thread of its own.
 
     Args:
         reader_class: what the names of the actors' class contain; of this stream's readers alone.
         notes: folder of the notes.
         on_death: called on the watch's thread.
-        say_nodes_of: the log says on which nodes so many readers run; 0 = it does not.
+        on_spill: the same, with a line and figures, where Ray wrote objects to disk since the last look.
 
     Attributes:
         outages: of the stores that readers on this machine wait for at the moment.
         alive: readers that have a process, on any machine; twice as many while one execution hands over to the next.
     """
 
-    _every_s = 0.5
-    _blind = "Ray does not say which readers are alive; retrying"
-    _seeing = "Ray says again which readers are alive"
-
     def __init__(
-        self, reader_class: str, notes: Path, on_death: Callable[[ReaderDeath], None], say_nodes_of: int = 0
+        self,
+        reader_class: str,
+        notes: Path,
+        on_death: Callable[[ReaderDeath], None],
+        on_spill: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self._say_nodes_of = say_nodes_of
-        self._nodes = Counter[str]()
-        self._reader_class = reader_class
-        self._notes = notes
-        self._ended: set[Path] = set()
-        self._on_death = on_death
+        self._reader_class, self._notes = reader_class, notes
+        self._on_death, self._on_spill = on_death, on_spill
         self._seen: dict[str, private.ActorRow] = {}
+        self._spilled_bytes: int | None = None
+        self._spills_due = 0.0
+        self._said: dict[str, float] = {}  # when each store that does not answer was last told of
         self.outages: list[Outage] = []
         self.alive = 0
-        self._outage_log = OutageLog()
-        super().__init__()
+        self._stop = threading.Event()
+        # Daemon: Ray waits for ever for a cluster whose head is gone.
+        self._thread = threading.Thread(target=self._run, name="ray-watch", daemon=True)
+        self._thread.start()
 
-    def _poll(self) -> None:
+    def close(self) -> None:
+        """Stop; waits for a look under way, but not for ever."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        failing = False
+        while not self._stop.is_set():
+            try:
+                self._look()
+            except Exception as error:  # a watch must not end the run that it watches; the log says that it is blind
+                if not failing and not self._stop.is_set():
+                    log.warning("Ray does not say how the readers are; retrying: %s", one_line(error))
+                failing = True
+            else:
+                if failing:
+                    log.info("Ray says again how the readers are")
+                failing = False
+            self._stop.wait(_EVERY_S)
+
+    def _look(self) -> None:
+        notes = read_notes(self._notes)
         # Before Ray is asked, which may hang.
-        self.outages = [note.outage for note in read_notes(self._notes) if note.outage is not None and note.is_alive()]
-        self._outage_log.take(self.outages, time.time())
-        rows = private.actor_rows()
-        living = [row.node_id.hex() for row in rows if row.state == "ALIVE" and self._is_mine(row)]
-        self.alive = len(living)
-        self._say_nodes(Counter(living))
+        self.outages = [note.outage for note in notes if note.outage is not None and note.is_alive()]
+        self._say_outages(time.time())
+        rows = [row for row in private.actor_rows() if self._reader_class in row.class_name]
+        self.alive = sum(row.state == "ALIVE" for row in rows)
         for row in rows:
-            if self._is_mine(row):
-                before = self._seen.get(row.actor)
-                gone = before is not None and not row.pid  # between two processes: remember the last one
-                self._seen[row.actor] = replace(row, pid=before.pid, node_id=before.node_id) if gone and before else row
-                deaths = row.restarts - (before.restarts if before else 0)
-                deaths += row.worker_died and not (before and before.worker_died)
-                for _ in range(deaths):
-                    self._died(row, before)
-        ended = {note.path: note for note in read_notes(self._notes) if self._is_done_with(note)}
-        for path in ended.keys() & self._ended:  # twice: it may have crashed after its note was read
-            ended[path].remove()
-        self._ended = set(ended)
+            before = self._seen.get(row.actor)
+            gone = before is not None and not row.pid  # between two processes: remember the last one
+            self._seen[row.actor] = replace(row, pid=before.pid, node_id=before.node_id) if gone and before else row
+            deaths = row.restarts - (before.restarts if before else 0)
+            deaths += row.worker_died and not (before and before.worker_died)
+            for _ in range(deaths):
+                self._died(row, before)
+        over = {row.actor for row in rows if row.state == "DEAD"}
+        for note in notes:
+            if note.actor in over and not note.is_alive():
+                left = read_note(note.path)  # as it was when the process ended
+                if left is not None and left.crash is None:
+                    left.remove()
+        if time.monotonic() >= self._spills_due:
+            self._spills_due = time.monotonic() + _SPILLS_EVERY_S
+            self._look_for_spills()
 
-    def _is_mine(self, row: private.ActorRow) -> bool:
-        return self._reader_class in row.class_name
-
-    def _say_nodes(self, nodes: Counter[str]) -> None:
-        """Log where the readers run, once all do, and again where that has changed."""
-        if self._say_nodes_of and nodes.total() == self._say_nodes_of and nodes != self._nodes:
-            self._nodes = nodes
-            if len(cluster := ray.nodes()) > 1:  # type: ignore[no-untyped-call]
-                log.info("readers: %s", placement(nodes, cluster))
-
-    def _is_done_with(self, note: Note) -> bool:
-        """Whether a note tells nothing any more: its reader ended without a crash, and its death is counted or wanted.
-
-        Ray's table lags behind: until it shows another process at work, or none to come, the death is not counted.
-        """
-        if not note.actor or note.crash is not None or not note.is_here or note.is_alive():
-            return False
-        row = self._seen.get(note.actor)  # None: a reader of an earlier stream
-        return row is None or row.state == "DEAD" or (row.state == "ALIVE" and row.pid != note.pid)
+    def _say_outages(self, now: float) -> None:
+        """Log, once a minute, each store that the readers wait for: nobody sees their own logs."""
+        oldest: dict[str, Outage] = {}
+        for outage in sorted(self.outages, key=lambda outage: outage.since):
+            oldest.setdefault(outage.address, outage)
+        for address, outage in oldest.items():
+            if now - outage.since >= _SAID_AFTER_S and now - self._said.get(address, 0.0) >= _SAID_EVERY_S:
+                self._said[address] = now
+                log.warning("%s (for %.0f s); the readers retry", outage, now - outage.since)
+        for address in self._said.keys() - oldest.keys():
+            del self._said[address]
+            log.info("%s answers again", address)
 
     def _died(self, row: private.ActorRow, before: private.ActorRow | None) -> None:
         pid, node_id = (before.pid if before else 0), (before or row).node_id
@@ -176,50 +169,32 @@ class ReaderWatch(Poller):
         pid, node = (note.pid, note.node) if note else (pid, _host_name(node_id))
         self._on_death(ReaderDeath(pid, node, exit_of(pid, node_id) if pid else None, note))
 
+    def _look_for_spills(self) -> None:
+        """What Ray spilled before the first look does not count."""
+        before, self._spilled_bytes = self._spilled_bytes, private.spilled_bytes()
+        if before is not None and self._spilled_bytes > before:
+            spilled = self._spilled_bytes - before
+            self._on_spill(
+                f"Ray's object store was out of memory and spilled {spilled / 2**20:.0f} MiB to disk; lower "
+                "data.regions_in_flight, data.reader_mib or training.workers, or raise cluster.object_store_gib",
+                {"spilled_bytes": spilled},
+            )
 
-def placement(counts: Mapping[str, int], cluster: Sequence[Mapping[str, Any]]) -> str:
-    """On which nodes of a cluster how many readers run, by their identities, for people.  Pure."""
-    known = {node["NodeID"]: node for node in cluster}
-    found = [(count, known[node]) for node, count in counts.items() if node in known]
-    gpus = [int(node["Resources"].get("GPU", 0)) or "no" for _, node in found]
-    return ", ".join(
-        f"{count} on {node['NodeManagerHostname']} ({gpu} GPU)" for (count, node), gpu in zip(found, gpus, strict=True)
-    )
+
+def exit_of(pid: int, node_id: bytes) -> private.WorkerExit | None:
+    """How Ray says that a process ended; None where it does not say within a second.  Never raises."""
+    deadline = time.monotonic() + _LAG_S
+    try:
+        while True:
+            found = [row for row in private.worker_exits() if (row.pid, row.node_id) == (pid, node_id)]
+            if found or time.monotonic() >= deadline:
+                return max(found, key=lambda row: row.time, default=None)
+            time.sleep(0.1)
+    except Exception as error:  # only one line of a report depends on it
+        log.debug("Ray does not say how reader %d ended: %s", pid, one_line(error))
+        return None
 
 
 def _host_name(node_id: bytes) -> str:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return next((node["NodeManagerHostname"] for node in nodes if node["NodeID"] == node_id.hex()), "")
-
-
-class StoreWatch(Poller):
-    """Polls the object stores of the cluster every second: whether Ray spilled to disk.
-
-    What Ray spilled before this was made does not count.
-
-    Args:
-        on_spill: called on the watch's thread with a line and figures.
-    """
-
-    _every_s = 1.0
-    _blind = "Ray's object store cannot be watched for spills; retrying every second"
-    _seeing = "Ray's object store is watched for spills again"
-
-    def __init__(self, on_spill: Callable[[str, dict[str, Any]], None]) -> None:
-        self._on_spill = on_spill
-        self._spilled_bytes: int | None = None
-        self._state: Any = None
-        super().__init__()
-
-    def _poll(self) -> None:
-        state, self._state = self._state or private.cluster_state(), None  # reconnects after an error
-        stats = private.store_stats(state, timeout_s=5)
-        self._state = state
-        before, self._spilled_bytes = self._spilled_bytes, stats.spilled_bytes
-        if before is not None and stats.spilled_bytes > before:
-            spilled = stats.spilled_bytes - before
-            self._on_spill(
-                f"Ray's object store was out of memory and spilled {spilled / 2**20:.0f} MiB to disk; lower "
-                "data.regions_in_flight, data.reader_mib or training.workers, or raise cluster.object_store_gib",
-                {"spilled_bytes": spilled, "capacity_bytes": stats.capacity_bytes},
-            )

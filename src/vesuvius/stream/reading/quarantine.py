@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from vesuvius.errors import ConfigError, DataError, one_line
@@ -27,15 +27,19 @@ def record_of(number: int, error: UnreadableChunkError) -> dict[str, Any]:
     }
 
 
-def damaged_box(record: dict[str, Any]) -> DamagedBox:
-    """Volume and voxels of a record.  Version 0.1 called the voxels `region`."""
-    (z0, y0, x0), (z1, y1, x1) = record["box"] if "box" in record else record["region"]
-    return int(record["number"]), ((z0, y0, x0), (z1, y1, x1))
-
-
-def damaged_boxes(records: Iterable[dict[str, Any]]) -> frozenset[DamagedBox]:
-    """Volumes and voxels of all these records."""
-    return frozenset(map(damaged_box, records))
+def damaged_box(record: Any, volumes: int) -> DamagedBox:
+    """Volume and voxels of a record.  Raises ConfigError for anything but a record of one of so many volumes."""
+    try:
+        (z0, y0, x0), (z1, y1, x1) = record["box"] if "box" in record else record["region"]  # as version 0.1
+        number = record["number"]
+        if not 0 <= number < volumes or not all(isinstance(edge, int) for edge in (z0, y0, x0, z1, y1, x1)):
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"a quarantine record must come from a stream of these {volumes} volumes; got "
+            f"{one_line(repr(record))}; pass it on unchanged"
+        ) from None
+    return number, ((z0, y0, x0), (z1, y1, x1))
 
 
 def replaced_share(plan: Plan, records: Iterable[dict[str, Any]], samples: int) -> float:
@@ -43,25 +47,10 @@ def replaced_share(plan: Plan, records: Iterable[dict[str, Any]], samples: int) 
 
     Counted over up to 1,000 of them, evenly spaced.
     """
-    damaged = damaged_boxes(records)
+    damaged = {damaged_box(record, len(plan.volumes)) for record in records}
     counted = [plan.sample(index) for index in range(0, samples, -(-samples // _COUNTED) or 1)]
     replaced = sum(any(s.volume == number and intersects(s.region, box) for number, box in damaged) for s in counted)
     return replaced / len(counted) if counted else 0.0
-
-
-def check_records(records: Sequence[Any], volumes: int) -> None:
-    """Raises ConfigError for anything but a record of damage in one of so many volumes."""
-    for record in records:
-        try:
-            number, (low, high) = damaged_box(record)
-            sound = 0 <= number < volumes and all(isinstance(edge, int) for edge in (*low, *high))
-        except (KeyError, TypeError, ValueError):
-            sound = False
-        if not sound:
-            raise ConfigError(
-                f"a quarantine record must come from a stream of these {volumes} volumes; got "
-                f"{one_line(repr(record))}; pass it on unchanged"
-            )
 
 
 def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:

@@ -9,22 +9,24 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import StoreConfig, Triple, VolumeConfig
+from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.runlog.proc import rss_anon_bytes
-from vesuvius.stream.reading.guarded import GuardedReader
+from vesuvius.stream.reading.notes import crashed_chunks, open_note
 from vesuvius.stream.reading.quarantine import DamagedBox, record_of
+from vesuvius.stream.reading.reader_figures import BlockReport, ReaderTotals
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -32,7 +34,7 @@ from vesuvius.volumes.key_form import KeyForm
 from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.retry import Outage
-from vesuvius.volumes.volume import Nan, Nonfinite, Volume, open_volume
+from vesuvius.volumes.volume import Volume, open_volume
 
 Block = NDArray[np.uint8]
 """One region on its way from a reader to the trainer: a head of `HEAD_BYTES` (a pickled `BlockHead`), the voxels of the
@@ -43,6 +45,8 @@ _ALIGNED = 64
 # Limit on compressed chunks fetched ahead of the region being decoded, in decoded bytes.
 STAGED_BYTES_MAX = 64 * 2**20
 _SUBSTITUTES_TRIED = 100
+_PUBLISH_S = 1.0
+_FETCHED = ("bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
 
 
 @dataclass(frozen=True)
@@ -50,26 +54,18 @@ class ReaderJob:
     """What to read.  Picklable."""
 
     plan: Plan
-    volumes: tuple[VolumeConfig, ...]
+    data: DataConfig
     # dtype, condition_dtype: of the patches; the latter None without conditions
     dtype: str
     condition_dtype: str | None = None
-    labels: tuple[int, ...] | None = None  # of the classes of a condition; None where it holds grey values
-    store: StoreConfig = StoreConfig()
-    missing_chunk: Literal["air", "error"] = "air"
-    # what NaN and infinity are read as, of volumes and of conditions
-    nan: Nan = "air"
-    condition_nan: Nan = "air"
     # the form of key of each volume and its condition; empty = to be found by each reader
     key_forms: tuple[tuple[KeyForm, ...], ...] = ()
     # the chunks listed for each volume, where they were listed: a missing one is damage, not air
     stored: tuple[StoredChunks | None, ...] = ()
-    max_quarantined: int = 0
     # known damage; regions that touch it are replaced without a read
     quarantined: frozenset[DamagedBox] = frozenset()
     rank: int = 0
     world: int = 1
-    max_reader_deaths: int = 32  # readers that may die in one stream
     # folder on each machine where readers keep notes of what they read; None = a temporary one
     notes_dir: str | None = None
 
@@ -100,29 +96,6 @@ class ReaderJob:
     def tasks(self, first: int, stop: int) -> Iterator[Task]:
         """What to read, in this order, for this rank's samples first <= i < stop."""
         return self.plan.tasks(first, stop, self.rank, self.world)
-
-
-@dataclass(frozen=True)
-class BlockReport:
-    """A reader's figures, sent with each block; seconds and counts since its last block."""
-
-    # pid, node, actor: the process, its machine and its Ray actor ('' without Ray)
-    pid: int
-    node: str
-    actor: str
-    rss_anon_bytes: int | None  # private memory of the process; None where the system does not tell (not Linux)
-    # waiting for bytes from a remote store; None on disk
-    read_s: float | None
-    decode_s: float  # decoding regions (on disk including reads)
-    bytes_read: int  # bytes decoded, whole chunks
-    bytes_fetched: int  # bytes received over the network
-    # requests, retries, cache_hits, cache_misses: as `SourceFigures`
-    requests: int
-    retries: int
-    cache_hits: int
-    cache_misses: int
-    quarantined: list[dict[str, Any]] = field(default_factory=list)  # damage found
-    nonfinite: list[Nonfinite] = field(default_factory=list)  # of volumes that hold NaN or infinity
 
 
 @dataclass(frozen=True)
@@ -162,18 +135,21 @@ class Reader:
         self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
         self._turn = 0
         self._node, self._actor = node, actor
-        self._arrays = [_open_arrays(number, job) for number in range(len(job.volumes))]
+        self._arrays = [_open_arrays(number, job) for number in range(len(job.data.volumes))]
         for ((volume, _), *_), stored in zip(self._arrays, job.stored, strict=False):
             volume.missing.stored = stored
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
         self._damaged = set(job.quarantined)
         self._staged: list[_RegionKey] = []
         self._last_cause = "all of them touch known damage"
-        self._since, self._fetched = _Tally(), _fetched(self._opened)
+        self._found: list[dict[str, Any]] = []  # damage since the last block
+        self._blocks, self._decode_s, self._bytes_read = 0, 0.0, 0
+        self._reported = self._totals()
         notes_dir = Path(job.notes_dir) if job.notes_dir else None
-        self._reads = GuardedReader(notes_dir, "reader" if actor else "trainer", actor)
+        self._crashed = crashed_chunks(notes_dir) if notes_dir else {}
+        self._note, self._closed = open_note(notes_dir, actor), threading.Event()
         if actor:  # the trainer's own sources say it themselves
-            self._reads.publish_outages(self._opened)
+            threading.Thread(target=self._publish_outages, name="notes", daemon=True).start()
 
     def blocks(self, task: Task, ahead: Task | None = None) -> Iterator[Block]:
         """Yield the regions of a task's slots, each once; valid for one round of the ring.
@@ -208,9 +184,11 @@ class Reader:
 
     def close(self) -> None:
         """End the threads that fetch."""
+        self._closed.set()
         for volume in self._opened:
             volume.close()
-        self._reads.close()
+        if self._note is not None:
+            self._note.close()
 
     @property
     def _block(self) -> Block:
@@ -259,17 +237,29 @@ class Reader:
         try:
             for place, (volume, alignment) in enumerate(self._arrays[number]):
                 out = regions_in(self._block, self._job, shape_of(box))[place]
-                alignment.read(box, partial(self._reads.read, volume), out)
-                if place and self._job.labels:
-                    check_labels(out, self._job.labels, volume.name, box)
-                self._since.bytes_read += _decoded_bytes(volume, alignment.array_box(box))
+                if self._note is not None:
+                    self._note.region(volume.name, box)
+                alignment.read(box, partial(volume.read, before=partial(self._before, volume, box)), out)
+                if place and self._job.data.labels:
+                    check_labels(out, self._job.data.labels, volume.name, box)
+                self._bytes_read += _decoded_bytes(volume, alignment.array_box(box))
         except UnreadableChunkError as error:
             self._unstage(key)
             self._quarantine(number, error)
             return False
         finally:
-            self._since.decode_s += time.perf_counter() - started
+            self._decode_s += time.perf_counter() - started
+            if self._note is not None:
+                self._note.between()
         return True
+
+    def _before(self, volume: Volume, box: Box, chunk: Triple) -> None:
+        """Note a chunk that is decoded next.  Raises UnreadableChunkError for one that has crashed two readers."""
+        if (crash := self._crashed.get((volume.name, chunk))) is not None:
+            cause = f"killed two readers, the last by {crash}"
+            raise UnreadableChunkError(volume.name, box, chunk, volume.grid.box_of(chunk), cause)
+        if self._note is not None:
+            self._note.chunk(chunk)
 
     def _unstage(self, key: _RegionKey) -> None:
         """Drop what was fetched for a region that is not read to its end."""
@@ -283,7 +273,7 @@ class Reader:
         """Remember and report damage."""
         self._damaged.add((number, error.box))
         self._last_cause = f"chunk {list(error.chunk)} of {error.volume}: {error.cause}"
-        self._since.quarantined.append(record_of(number, error))
+        self._found.append(record_of(number, error))
 
     def _write_head(self, visit: Visit) -> None:
         head = pickle.dumps(BlockHead(visit, self._report()))
@@ -291,24 +281,36 @@ class Reader:
         self._block[: len(head)] = np.frombuffer(head, np.uint8)
 
     def _report(self) -> BlockReport:
-        """The figures; they start again from zero."""
-        now, tally = _fetched(self._opened), self._since
-        since = {name: value - self._fetched[name] for name, value in now.items()}
-        self._since, self._fetched = _Tally(), now
-        waited_s = since.pop("wait_s")
-        remote = any(volume.source.remote for volume in self._opened)
+        """What was done and found since the last one."""
+        self._blocks += 1
+        before, self._reported = self._reported, self._totals()
+        found, self._found = self._found, []
         return BlockReport(
             pid=os.getpid(),
             node=self._node,
             actor=self._actor,
             rss_anon_bytes=rss_anon_bytes(),
-            read_s=waited_s if remote else None,
-            decode_s=max(tally.decode_s - waited_s, 0.0),
-            bytes_read=tally.bytes_read,
-            quarantined=tally.quarantined,
-            nonfinite=[found for volume in self._opened if (found := volume.nonfinite)],
-            **since,
+            done=self._reported.plus(before, sign=-1),
+            quarantined=found,
+            nonfinite=[bad for volume in self._opened if (bad := volume.nonfinite)],
         )
+
+    def _totals(self) -> ReaderTotals:
+        """What it has done so far."""
+        fetched = [volume.source.figures for volume in self._opened]
+        waited_s = sum(volume.wait_s for volume in self._opened)
+        return ReaderTotals(
+            blocks=self._blocks,
+            read_s=waited_s if any(volume.source.remote for volume in self._opened) else None,
+            decode_s=self._decode_s - waited_s,
+            bytes_read=self._bytes_read,
+            **{name: sum(getattr(figures, name) for figures in fetched) for name in _FETCHED},
+        )
+
+    def _publish_outages(self) -> None:
+        """Note which store does not answer, on a thread of its own: the reading one waits then."""
+        while self._note is not None and not self._closed.wait(_PUBLISH_S):
+            self._note.outage(min(self.outages, key=lambda outage: outage.since, default=None))
 
 
 _RegionKey = tuple[int, Box]  # volume number and region
@@ -316,29 +318,14 @@ _RegionKey = tuple[int, Box]  # volume number and region
 
 def _open_arrays(number: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
     """A volume, and its condition if it has one, with how they lie in the volume."""
-    spec = job.volumes[number]
-    specs = [(spec, job.nan), *([(spec.condition, job.condition_nan)] if spec.condition else [])]
+    data, spec = job.data, job.data.volumes[number]
+    specs = [(spec, data.nan), *([(spec.condition, data.condition_nan)] if spec.condition else [])]
     forms = job.key_forms[number] if job.key_forms else (None, None)
     arrays = [
-        open_volume(array, job.store, job.missing_chunk, nan, known=True, form=form)
+        open_volume(array, data.store, data.missing_chunk, nan, known=True, form=form)
         for (array, nan), form in zip(specs, forms, strict=False)
     ]
     return [(array, align(arrays[0], array, "the condition")) for array in arrays]
-
-
-@dataclass
-class _Tally:
-    """What happened since the last block, beside what the sources count."""
-
-    decode_s: float = 0.0
-    bytes_read: int = 0
-    quarantined: list[dict[str, Any]] = field(default_factory=list)
-
-
-def _fetched(volumes: list[Volume]) -> dict[str, Any]:
-    """The sum of the sources' figures, and of the seconds spent waiting for them."""
-    totals = [asdict(volume.source.figures) | {"wait_s": volume.wait_s} for volume in volumes]
-    return {name: sum(total[name] for total in totals) for name in totals[0]}
 
 
 def _decoded_bytes(volume: Volume, box: Box) -> int:

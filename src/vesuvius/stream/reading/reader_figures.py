@@ -1,83 +1,89 @@
-"""Sums of the readers' reports."""
+"""What readers have done: seconds and counts, and the memory of each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from vesuvius.stream.reading.reader import BlockReport
+from vesuvius.volumes.volume import Nonfinite
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReaderTotals:
-    """The sum of reports.
+    """Sums over blocks of regions: of one, or of all since a stream was opened."""
 
-    Attributes:
-        blocks: how many; each is counted before the first of its samples is cut.
-        others: as in `BlockReport`.
-    """
-
-    blocks: int = 0
-    read_s: float | None = None
-    decode_s: float = 0.0
-    bytes_read: int = 0
+    blocks: int = 0  # each is counted before the first of its samples is cut
+    read_s: float | None = None  # waiting for bytes from remote stores; None on disk, where they cannot be told apart
+    decode_s: float = 0.0  # decoding regions (on disk including reads)
+    bytes_read: int = 0  # bytes decoded, whole chunks
+    # bytes_fetched (over the network), requests, retries, cache_hits, cache_misses: as `SourceFigures`
     bytes_fetched: int = 0
     requests: int = 0
     retries: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
 
-    def add(self, report: BlockReport) -> None:
-        """Add a report."""
-        self.blocks += 1
-        if report.read_s is not None:
-            self.read_s = (self.read_s or 0.0) + report.read_s
-        for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(report, name))
+    def plus(self, other: ReaderTotals, sign: int = 1) -> ReaderTotals:
+        """The sum of both, or with a sign of -1 what came after `other`."""
+        both = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
+        known = {name: pair for name, pair in both.items() if pair != (None, None)}
+        return ReaderTotals(**{name: (mine or 0) + sign * (theirs or 0) for name, (mine, theirs) in known.items()})
 
 
-_SUMMED = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
+@dataclass(frozen=True)
+class BlockReport:
+    """What a reader says with each block."""
+
+    # pid, node, actor: the process, its machine and its Ray actor ('' without Ray)
+    pid: int
+    node: str
+    actor: str
+    rss_anon_bytes: int | None  # private memory of the process; None where the system does not tell (not Linux)
+    done: ReaderTotals  # since its last block
+    quarantined: list[dict[str, Any]] = field(default_factory=list)  # damage found since then
+    nonfinite: list[Nonfinite] = field(default_factory=list)  # of volumes that hold NaN or infinity
 
 
 @dataclass
-class ReaderFigures(ReaderTotals):
-    """The figures of one reader process."""
+class ReaderFigures:
+    """One reader process."""
 
-    node: str = ""
+    node: str = ""  # host name of its machine
+    # rss_anon_bytes: its private memory, and the most of it; None where the system does not tell (not Linux)
     rss_anon_bytes: int | None = None
     rss_anon_peak_bytes: int | None = None
 
-    def add(self, report: BlockReport) -> None:
-        """Add a report."""
-        super().add(report)
-        self.node = report.node
-        self.rss_anon_bytes = report.rss_anon_bytes
-        if report.rss_anon_bytes is not None:
-            self.rss_anon_peak_bytes = max(self.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
 
-
-class ReaderStats:
-    """The figures of all readers of a stream.
+@dataclass
+class Readers:
+    """The readers of a stream.
 
     Attributes:
-        living: of each living reader process by pid.
+        living: the figures of each living process by pid.
         totals: of all together, also those that have ended.  They never fall.
     """
 
-    def __init__(self) -> None:
-        self.living: dict[int, ReaderFigures] = {}
-        self.totals = ReaderTotals()
-        self._pids: dict[str, int] = {}
+    living: dict[int, ReaderFigures] = field(default_factory=dict)
+    totals: ReaderTotals = ReaderTotals()
+    _pids: dict[str, int] = field(default_factory=dict)
 
-    def take(self, report: BlockReport, workers: int) -> None:
-        """Add a report, of a stream with so many workers."""
-        before = self._pids.get(report.actor)
+    def take(self, report: BlockReport, most: int) -> None:
+        """Add a report.
+
+        Args:
+            most: actors that may live at once; those that have not reported for longest are over.
+        """
+        before = self._pids.pop(report.actor, report.pid)
         self._pids[report.actor] = report.pid
-        if before is not None and before != report.pid:
+        if before != report.pid:
             self.living.pop(before, None)
-        while len(self._pids) > 2 * max(workers, 1):  # readers of executions that are over
+        while len(self._pids) > most:
             self.living.pop(self._pids.pop(next(iter(self._pids))), None)
-        self.living.setdefault(report.pid, ReaderFigures()).add(report)
-        self.totals.add(report)
+        figures = self.living.setdefault(report.pid, ReaderFigures(report.node))
+        figures.rss_anon_bytes = report.rss_anon_bytes
+        if report.rss_anon_bytes is not None:
+            figures.rss_anon_peak_bytes = max(figures.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
+        self.totals = self.totals.plus(report.done)
 
     def clear(self) -> None:
         """All readers have ended."""

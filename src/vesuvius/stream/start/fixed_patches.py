@@ -7,7 +7,6 @@ session.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,7 @@ from vesuvius.errors import DataError
 from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.plan.split import Split
-from vesuvius.stream.start.prepare import Expect, PreparedData, ReadBox, expect_nothing
-from vesuvius.stream.start.start_reads import KINDS
+from vesuvius.stream.start.prepare import KINDS, PreparedData
 from vesuvius.volumes.errors import UnreadableChunkError
 
 log = logging.getLogger(__name__)
@@ -51,22 +49,12 @@ class FixedPatches:
     conditions: NDArray[Any] | None
 
 
-def read_fixed_patches(
-    data: PreparedData,
-    config: DataConfig,
-    count: int,
-    read: ReadBox | None = None,
-    expect: Expect = expect_nothing,
-) -> FixedPatches:
+def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> FixedPatches:
     """Read the first `count` fixed patches; a larger count adds to them.
 
     Held-out ones depend on the volumes, their weights, the patch size, the split and the foreground, not on the run's
     seed, batch, workers or regions.  Without a split they come from the regions that training reads.  An unreadable one
     is replaced by another of its volume, with a warning, up to `data.max_quarantined` times.
-
-    Args:
-        read: what reads them, e.g. `StartReads.read`; by default this process.
-        expect: told what will be read.
 
     Raises:
         DataError: no held-out slab holds enough foreground, or too many patches cannot be read.
@@ -74,57 +62,55 @@ def read_fixed_patches(
     held_out = config.validation.fraction > 0
     plan, numbers = _fixed_plan(data, config, held_out)
     arrays = [np.empty(shape, dtype) for shape, dtype in data.job.batch_layout(count)]
-    places = []
     kinds, samples = KINDS[: len(arrays)], [plan.sample(index) for index in range(count)]
-    boxes = [data.wanted(kind, numbers[sample.volume], sample.box) for sample in samples for kind in kinds]
-    expect("reading the patches of validation and previews", boxes)
-    for index in range(count):
-        out = [array[index] for array in arrays]
-        places.append(_read_patch(data, plan, numbers, index, config.max_quarantined, out, read or data.read))
+    boxes = [(numbers[sample.volume], sample.box) for sample in samples]
+    found = data.read_patches("reading the patches of validation and previews", boxes, count, kinds)
+    for index, voxels in enumerate(found):
+        attempt = 0
+        while isinstance(voxels, UnreadableChunkError):
+            start_zyx, attempt = samples[index].start_zyx, attempt + 1
+            log.warning("fixed patch %d is skipped at %s, for another of its volume: %s", index, start_zyx, voxels)
+            if attempt > config.max_quarantined:
+                raise DataError(
+                    f"a fixed patch may be replaced data.max_quarantined={config.max_quarantined} times; got no "
+                    f"readable one for patch {index} of {voxels.volume}; restore the volume or raise the limit"
+                )
+            samples[index] = sample = plan.sample(index, attempt)
+            box = numbers[sample.volume], sample.box
+            (voxels,) = data.read_patches("reading a patch in place of a damaged one", [box], 1, kinds)
+        for array, each in zip(arrays, voxels, strict=True):
+            array[index] = each
     return FixedPatches(
         held_out=held_out,
-        volumes=tuple(number for number, _ in places),
-        starts_zyx=tuple(start_zyx for _, start_zyx in places),
+        volumes=tuple(numbers[sample.volume] for sample in samples),
+        starts_zyx=tuple(sample.start_zyx for sample in samples),
         patches=arrays[0],
         conditions=arrays[1] if data.conditions else None,
     )
 
 
-def read_training_patches(
-    data: PreparedData, config: DataConfig, count: int, read: ReadBox, expect: Expect = expect_nothing
-) -> FixedPatches:
+def read_training_patches(data: PreparedData, config: DataConfig, count: int) -> FixedPatches:
     """Read up to `count` patches that training may draw, without conditions: the same for the same data.
 
-    Unreadable ones are left out: the readers will find, report and quarantine them.  Of what is read `expect` is told.
+    Unreadable ones are left out: the readers will find, report and quarantine them.
 
     Raises:
         DataError: hardly any can be read.
     """
     plan, numbers = _fixed_plan(data, config, held_out=False)
-    patches: list[NDArray[Any]] = []
-    places: list[tuple[int, Triple]] = []
-    last = ""
-    first = [plan.sample(index) for index in range(count)]
-    expect("reading patches of training", [data.wanted("volume", numbers[s.volume], s.box) for s in first])
-    for sample in (plan.sample(index) for index in range(_TRIES * count)):
-        number = numbers[sample.volume]
-        try:
-            patches.append(np.array(read("volume", number, sample.box)))
-        except UnreadableChunkError as error:
-            last = str(error)
-            continue
-        places.append((number, sample.start_zyx))
-        if len(patches) == count:
-            break
-    if len(patches) < 2:
+    samples = [plan.sample(index) for index in range(_TRIES * count)]
+    boxes = ((numbers[sample.volume], sample.box) for sample in samples)
+    found = list(zip(samples, data.read_patches("reading patches of training", boxes, count), strict=False))
+    read = [(sample, voxels[0]) for sample, voxels in found if not isinstance(voxels, UnreadableChunkError)]
+    if len(read) < 2:
         raise DataError(
-            f"some patches of training must be readable; got {len(patches)} of {_TRIES * count}, the last: {last}"
+            f"some patches of training must be readable; got {len(read)} of {len(found)}, the last: {found[-1][1]}"
         )
     return FixedPatches(
         held_out=False,
-        volumes=tuple(number for number, _ in places),
-        starts_zyx=tuple(start_zyx for _, start_zyx in places),
-        patches=np.stack(patches),
+        volumes=tuple(numbers[sample.volume] for sample, _ in read),
+        starts_zyx=tuple(sample.start_zyx for sample, _ in read),
+        patches=np.stack([voxels for _, voxels in read]),
         conditions=None,
     )
 
@@ -164,33 +150,3 @@ def _plan_slab(data: PreparedData, number: int, layout: DataConfig) -> PlanVolum
     except DataError as error:  # a slab is large enough for a patch: what it lacks is foreground
         log.warning("volume %s takes no part in validation, as its held-out end looks like air: %s", volume.name, error)
         return None
-
-
-def _read_patch(
-    data: PreparedData,
-    plan: Plan,
-    numbers: Sequence[int],
-    index: int,
-    replacements: int,
-    out: Sequence[NDArray[Any]],
-    read: ReadBox,
-) -> tuple[int, Triple]:
-    """Read sample `index` of the plan, or its first readable substitute, into `out`; returns its volume and start.
-
-    Args:
-        numbers: the number in `data` of each volume of the plan.
-        out: of the patch, and of its condition if there are conditions.
-    """
-    for attempt in range(replacements + 1):
-        sample = plan.sample(index, attempt)
-        number, start_zyx = numbers[sample.volume], sample.start_zyx
-        try:
-            for kind, voxels in zip(KINDS, out, strict=False):
-                voxels[...] = data.read_patch(read, kind, number, sample.box)
-            return number, start_zyx
-        except UnreadableChunkError as error:
-            log.warning("fixed patch %d is skipped at %s, for another of its volume: %s", index, start_zyx, error)
-    raise DataError(
-        f"a fixed patch may be replaced data.max_quarantined={replacements} times; got no readable one for patch "
-        f"{index} of {data.volumes[number].name}; restore the volume or raise the limit"
-    )

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import DataConfig, NormalizeConfig, Triple, VolumeConfig
+from vesuvius.config import DataConfig, NormalizeConfig, Triple
 from vesuvius.errors import DataError
-from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.occupancy import foreground_map
 from vesuvius.plan.plan import Plan
 from vesuvius.plan.split import Split, split_volume
-from vesuvius.runlog.progress import with_progress
+from vesuvius.runlog.progress import Progress, with_progress
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.start.start_reads import Kind, Wanted
 from vesuvius.volumes.alignment import Alignment, align, log_alignment
 from vesuvius.volumes.box import Box, box_along, intersection
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -29,21 +27,17 @@ from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import percentiles
 
+log = logging.getLogger(__name__)
+
+_AHEAD = 9  # boxes that are fetched or read at once: on a slow store a patch's chunks take few of all requests
 _BOXES_PER_ESTIMATE = 16
 _GREY_BOX: Triple = (72, 136, 136)  # at most, unless patches are larger
 _PATCHES_OF_LABELS = 4
 _PERCENTILES = (0.5, 99.5)
 _SEED = 0  # not the run's, so that runs with other seeds on the same data see the same model values
 
-ReadBox = Callable[[Kind, int, Box], NDArray[Any]]
-"""Reads a box of a volume, or of its condition in voxels of its own, by the number of the volume."""
-Expect = Callable[[str, Sequence[Wanted]], None]
-"""Takes what is done, for the log, and the boxes that will be read for it, e.g. `StartReads.expect`."""
-MakeForeground = Callable[[Volume, VolumeConfig, DataConfig], ForegroundMap | None]
-
-
-def expect_nothing(what: str, boxes: Sequence[Wanted]) -> None:
-    """An `Expect` of reads that are not fetched ahead."""
+Kind = Literal["volume", "condition"]
+KINDS: tuple[Kind, Kind] = ("volume", "condition")
 
 
 @dataclass(frozen=True)
@@ -80,33 +74,63 @@ class PreparedData:
         array = volume if kind == "volume" else self.conditions[number]
         return array, align(volume, array, "the condition")
 
-    def read(self, kind: Kind, number: int, box: Box) -> NDArray[Any]:
-        """A `ReadBox` in this process.  Raises as `Volume.read`."""
-        return self.array(kind, number)[0].read(box)
-
-    def read_patch(self, read: ReadBox, kind: Kind, number: int, box: Box) -> NDArray[Any]:
+    def read_patch(self, kind: Kind, number: int, box: Box) -> NDArray[Any]:
         """A box of the volume of this number, or its condition as it lies there.
 
-        Raises as `read`, and DataError for labels of no class.
+        Raises as `Volume.read`, and DataError for labels of no class.
         """
         array, alignment = self.array(kind, number)
-        voxels = alignment.read(box, lambda inner, _: read(kind, number, inner))
-        if kind == "condition" and self.job.labels:
-            check_labels(voxels, self.job.labels, array.name, box)
+        voxels = alignment.read(box, array.read)
+        if kind == "condition" and self.job.data.labels:
+            check_labels(voxels, self.job.data.labels, array.name, box)
         return voxels
 
-    def wanted(self, kind: Kind, number: int, box: Box) -> Wanted:
-        """What `read_patch` reads for a box."""
-        return kind, number, self.array(kind, number)[1].array_box(box)
+    def read_patches(
+        self, what: str, boxes: Iterable[tuple[int, Box]], total: int, kinds: Sequence[Kind] = ("volume",)
+    ) -> Iterator[list[NDArray[Any]] | UnreadableChunkError]:
+        """Read boxes of volumes by their numbers, of each kind, in order, until `total` could be read.
 
-    def grey_ranges(
-        self, config: DataConfig, read: ReadBox | None = None, expect: Expect = expect_nothing
-    ) -> GreyRanges:
-        """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
+        Of remote stores those that come next are fetched meanwhile.  In place of one that cannot be read comes why.
 
         Args:
-            read: what reads them, e.g. `StartReads.read`; by default this process.
-            expect: told what will be read.
+            what: is done, for the progress in the log.
+        """
+        upcoming, waiting, count = iter(boxes), deque[tuple[int, Box]](), 0
+        progress = Progress(what, total)
+        try:
+            while count < total:
+                for number, box in islice(upcoming, min(_AHEAD, total - count) - len(waiting)):
+                    waiting.append((number, box))
+                    for array, alignment in (self.array(kind, number) for kind in kinds):
+                        array.stage(alignment.array_box(box))
+                if not waiting:
+                    return
+                number, box = waiting.popleft()
+                try:
+                    voxels = [self.read_patch(kind, number, box) for kind in kinds]
+                except UnreadableChunkError as error:
+                    self._release(kinds, number, box)
+                    yield error
+                    continue
+                progress.add(sum(each.nbytes for each in voxels))
+                count += 1
+                yield voxels
+            progress.end()
+        finally:
+            progress.close()
+            for number, box in waiting:
+                self._release(kinds, number, box)
+            for array in (*self.volumes, *self.conditions):
+                if (bad := array.nonfinite) is not None:
+                    bad.say()
+
+    def _release(self, kinds: Sequence[Kind], number: int, box: Box) -> None:
+        """Forget what was fetched for a box that is not read to its end."""
+        for array, alignment in (self.array(kind, number) for kind in kinds):
+            array.release(alignment.array_box(box))
+
+    def grey_ranges(self, config: DataConfig) -> GreyRanges:
+        """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
 
         Raises:
             DataError: a range must be estimated, and all sampled voxels are air or equal, or labels are of no class.
@@ -117,16 +141,18 @@ class PreparedData:
         ) -> tuple[GreyRange, ...]:
             if normalize.low is not None and normalize.high is not None:
                 return (GreyRange(normalize.low, normalize.high),) * len(volumes)
-            read_patch, found = partial(self.read_patch, read or self.read, kind), []
-            for n, v in enumerate(volumes):
-                boxes = list(islice(self._grey_boxes(n), _BOXES_PER_ESTIMATE))
-                expect(f"reading patches of {v.name} for its grey range", [self.wanted(kind, n, box) for box in boxes])
-                found.append(estimate_grey_range(v, self._grey_boxes(n), key, partial(read_patch, n)))
+            found = []
+            for number, volume in enumerate(volumes):
+                boxes = ((number, box) for box in self._grey_boxes(number))
+                what = f"reading patches of {volume.name} for its grey range"
+                found.append(
+                    estimate_grey_range(volume, self.read_patches(what, boxes, _BOXES_PER_ESTIMATE, (kind,)), key)
+                )
             return tuple(found)
 
         conditions = () if config.condition_classes else self.conditions
         if config.condition_classes:
-            self._look_at_labels(read or self.read, expect)
+            self._look_at_labels()
         return GreyRanges(
             ranges("volume", "data.normalize", config.normalize, self.volumes),
             ranges("condition", "data.condition_normalize", config.condition_normalize, conditions),
@@ -149,14 +175,12 @@ class PreparedData:
                 ends.append((start, start + size))
             yield box_along(ends)
 
-    def _look_at_labels(self, read: ReadBox, expect: Expect) -> None:
+    def _look_at_labels(self) -> None:
         """Read a few patches of labels.  Raises DataError for labels of no class."""
         for number, labels in enumerate(self.conditions):
-            boxes = [self.plan.uniform_patch(number, draw) for draw in range(_PATCHES_OF_LABELS)]
-            expect(f"reading patches of {labels.name}", [self.wanted("condition", number, box) for box in boxes])
-            for box in boxes:
-                with suppress(UnreadableChunkError):  # the readers will find, report and quarantine it
-                    self.read_patch(read, "condition", number, box)
+            boxes = [(number, self.plan.uniform_patch(number, draw)) for draw in range(_PATCHES_OF_LABELS)]
+            for _ in self.read_patches(f"reading patches of {labels.name}", boxes, len(boxes), ("condition",)):
+                pass  # the readers will find, report and quarantine what is damaged
 
     def describe(self, config: DataConfig, greys: GreyRanges) -> dict[str, Any]:
         """The content of `split.json`."""
@@ -183,15 +207,10 @@ class PreparedData:
         }
 
 
-def prepare_data(
-    seed: int, config: DataConfig, rank: int = 0, world: int = 1, foreground: MakeForeground = foreground_map
-) -> PreparedData:
+def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -> PreparedData:
     """Open and check all volumes and make the plan.
 
     Reads metadata; with `data.min_foreground` also what the foreground map is made of.
-
-    Args:
-        foreground: what makes those maps, e.g. `StartReads.foreground_map`; by default this process.
 
     Raises:
         DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not go together.
@@ -204,7 +223,7 @@ def prepare_data(
         if spec.condition
     )
     dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
-    maps = [foreground(volume, spec, config) for volume, spec in zip(volumes, config.volumes, strict=True)]
+    maps = [foreground_map(volume, spec, config) for volume, spec in zip(volumes, config.volumes, strict=True)]
     within = [(found and found.within) or ((0, 0, 0), v.shape_zyx) for v, found in zip(volumes, maps, strict=True)]
     for number, (volume, condition) in enumerate(zip(volumes, conditions, strict=False)):
         covered = log_alignment(volume, condition, "the condition").covered
@@ -232,21 +251,14 @@ def prepare_data(
     plan = make_plan(seed, config, planned)
     job = ReaderJob(
         plan=plan,
-        volumes=config.volumes,
+        data=config,
         dtype=dtype,
         condition_dtype=condition_dtype,
-        labels=config.labels,
-        store=config.store,
-        missing_chunk=config.missing_chunk,
-        nan=config.nan,
-        condition_nan=config.condition_nan,
-        max_quarantined=config.max_quarantined,
         key_forms=tuple(
             tuple(array.key_form for array in arrays)
             for arrays in zip(volumes, *([conditions] if conditions else []), strict=True)
         ),
         stored=tuple(volume.missing.stored for volume in volumes),
-        max_reader_deaths=config.max_reader_deaths,
         rank=rank,
         world=world,
     )
@@ -263,9 +275,9 @@ def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:
 
 
 def estimate_grey_range(
-    volume: Volume, boxes: Iterable[Box], key: str, read: Callable[[Box], NDArray[Any]]
+    volume: Volume, boxes: Iterable[list[NDArray[Any]] | UnreadableChunkError], key: str
 ) -> GreyRange:
-    """0.5th and 99.5th percentile of the material in the first boxes that can be read.
+    """0.5th and 99.5th percentile of the material in the first boxes that can be read, as `read_patches` yields them.
 
     Voxels equal to the fill value are masked air and left out, as their share differs between volumes; so is NaN.
     The range of bool is always 0 to 1.
@@ -276,14 +288,11 @@ def estimate_grey_range(
     if volume.dtype == np.bool_:
         return GreyRange(0.0, 1.0)
     material: list[NDArray[Any]] = []
-    for box in boxes:
-        try:
-            voxels = read(box)
-        except UnreadableChunkError:
-            continue  # the readers will find, report and quarantine it
-        material.append(volume.material(voxels))
-        if len(material) == _BOXES_PER_ESTIMATE:
-            break
+    for found in boxes:
+        if isinstance(found, UnreadableChunkError):
+            log.warning("a patch is left out of the grey range: %s", found)
+            continue
+        material.append(volume.material(found[0]))
     if material and not any(map(len, material)):
         raise DataError(
             f"a volume must hold more than its fill value; got nothing else in {len(material)} boxes of "

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.stream.start.prepare import GreyRange, GreyRanges, PreparedData
-from vesuvius.stream.start.start_reads import Kind
+from vesuvius.stream.start.prepare import GreyRange, GreyRanges, Kind, PreparedData
 from vesuvius.training.checkpoint.files import read_state, write_state
 from vesuvius.volumes.alignment import ONES, ZEROS, Fractions
 from vesuvius.volumes.box import Box, triple

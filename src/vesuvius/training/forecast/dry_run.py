@@ -8,14 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from vesuvius.config import Config
-from vesuvius.errors import ConfigError, DataError
+from vesuvius.errors import ConfigError
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import GIB, format_sizes, gib, size_text
-from vesuvius.stream.reading.quarantine import damaged_boxes
 from vesuvius.stream.start.prepare import PreparedData
-from vesuvius.stream.start.spot_check import SpotCheck, spot_check
-from vesuvius.stream.start.start_reads import StartReads
 from vesuvius.training.checkpoint.resume import checkpoint_to_resume
 from vesuvius.training.forecast.gpu_memory import leaner
 from vesuvius.training.forecast.memory_plan import (
@@ -29,7 +26,6 @@ from vesuvius.training.forecast.preflight import Preflight, doubts, preflight, t
 from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning
 from vesuvius.training.forecast.start_log import mixing_text, noise_text
 from vesuvius.training.forecast.step_time import predict_step_time
-from vesuvius.training.quarantine import read_quarantine
 from vesuvius.training.step.step import choose_device, resolve_amp
 from vesuvius.volumes.box import format_box
 
@@ -43,14 +39,13 @@ def dry_run(
     allow_drift: bool = False,
     restart_damaged: bool = False,
 ) -> Iterator[str]:
-    """What would happen, a line each, with the chunks that were read to see whether they are whole.  Writes nothing.
+    """What would happen, a line each.  Writes nothing.
 
     Args:
         vram_gib: GPU memory to plan for; None = this machine's GPU, or 80 GiB where there is none.
 
     Raises:
         ConfigError: after all lines, where the run would not fit this machine or the GPU that was asked for.
-        DataError: after all lines, where a chunk that was read is broken.
         VesuviusError: what `preflight` raises.
     """
     checkpoint = checkpoint_to_resume(run_dir(config).checkpoints, restart_damaged) if resume else None
@@ -61,8 +56,6 @@ def dry_run(
     yield f"run        {checked.directory.path}, steps {_steps(config)}"
     yield from _resume_lines(config, checked, resume)
     yield from _data_lines(config, checked)
-    chunks = _read_chunks(config, checked)
-    yield from (f"chunks     {check.line()}" for check in chunks)
     yield (
         f"model      {checked.parameters / 1e6:.1f} M parameters, device {device}, "
         f"amp {resolve_amp(training.amp, device)}"
@@ -97,13 +90,10 @@ def dry_run(
         here = vram_gib is None or config.monitor.ram_limit_gib is not None
         (refused if here and ram.total_bytes > limit.limit_bytes else warned).append(ram_problem)
     yield from (f"WARN       {line}" for line in warned)
-    broken = [problem for check in chunks if (problem := check.problem(config.data.max_quarantined))]
-    if refused or broken:
-        raise (DataError if broken else ConfigError)("\n".join(refused + broken))
-    read, present = sum(check.read for check in chunks), sum(check.chunks for check in chunks)
+    if refused:
+        raise ConfigError("\n".join(refused))
     passed = f"passed with {len(warned)} warning{'s' * (len(warned) > 1)}" if warned else "all checks passed"
-    unread = f"; {read} of {present} chunks were read, `vesuvius volume verify` reads all" if read < present else ""
-    yield f"dry run: {passed}, nothing was written{unread}"
+    yield f"dry run: {passed}, nothing was written; `vesuvius volume verify` reads all chunks"
 
 
 def _steps(config: Config) -> str:
@@ -140,12 +130,6 @@ def _data_lines(config: Config, preflight: Preflight) -> list[str]:
         f"plan       {data.plan.hash}, {mixing_text(data.job)}",
         f"diffusion  {noise_text(config.diffusion, preflight.spectrum)}",
     ]
-
-
-def _read_chunks(config: Config, preflight: Preflight) -> list[SpotCheck]:
-    known = damaged_boxes(read_quarantine(preflight.directory.quarantine) if preflight.resumed else [])
-    with StartReads(config.data.with_store(cache_dir=None)) as reads:
-        return list(spot_check(preflight.data, config.data, reads.read, known, expect=reads.expect))
 
 
 def _regions(data: PreparedData, number: int, ranks: int) -> str:

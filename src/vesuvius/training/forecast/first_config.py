@@ -12,7 +12,6 @@ from vesuvius.errors import DataError, one_line
 from vesuvius.runlog.units import format_percent, format_sizes, gib
 from vesuvius.stream.options import StreamOptions, store_bytes
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.stream.start.start_reads import StartReads
 from vesuvius.training.forecast.machine import Machine, look_at_machine
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.ram_plan import plan_ram
@@ -60,9 +59,7 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
 
 
 def _prepare(config: Config) -> PreparedData:
-    bare = config.data.with_store(cache_dir=None)
-    with StartReads(bare) as reads:
-        return prepare_data(config.seed, bare, foreground=reads.foreground_map)
+    return prepare_data(config.seed, config.data.with_store(cache_dir=None))
 
 
 def _fitting_workers(chosen: Suggestion, data: PreparedData, machine: Machine) -> int:

@@ -27,7 +27,6 @@ from vesuvius.stream.options import (
 )
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.stream.start.start_reads import StartReads
 from vesuvius.training.checkpoint.data_facts import DataFacts, trained_volumes
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
@@ -106,8 +105,7 @@ def preflight(
     Args:
         resume: the run may exist.
         checkpoint: the whole one to continue from, if there is one.
-        caches: read by way of the disk cache, where one is configured, leave notes of what is read with the run that is
-            resumed, and read the fixed patches; a dry run does none of these.
+        caches: read by way of the disk cache, where one is configured, and read the fixed patches; a dry run does not.
         ranks_here: ranks on this machine, each with its readers.
         known: what another run has measured of these data; not used where they differ.
 
@@ -127,28 +125,26 @@ def preflight(
     if config.training.workers and config.cluster.address is not None:
         check_cluster(config.cluster.address)
     data_config = config.data if caches else config.data.with_store(cache_dir=None)
-    notes = directory.reading if caches and resume and directory.exists() else None
-    with StartReads(data_config, notes) as reads:
-        data = prepare_data(config.seed, data_config, foreground=reads.foreground_map)
-        options = StreamOptions.from_config(config.training, config.cluster)
-        check_store_need(data.job, options)
-        if not store_is_there():
-            check_store(data.job, options, ranks_here)
-            check_limits(config, ranks_here, 0 if config.cluster.address else store_bytes(data.job, options))
-        if cache := open_cache(config.data.store):
-            cache.check()
-        resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None
-        facts = known if known and known.volumes == trained_volumes(data) else None
-        if resumed:
-            facts = None if resumed.other_data else DataFacts.from_state(resumed.state)
-        greys = facts.greys if facts else data.grey_ranges(config.data, reads.read, reads.expect)
-        spectrum = facts.spectrum if facts else None
-        if spectrum is None:
-            spectrum = measure_spectrum(data, config.data, greys, reads.read, reads.expect)
-        # Read once, before a run starts, so that nothing fails weeks later.  A dry run says where they would lie.
-        fixed = None
-        if count := fixed_count(config.training, data):
-            fixed = read_fixed_patches(data, config.data, count if caches else 0, reads.read, reads.expect)
+    data = prepare_data(config.seed, data_config)
+    options = StreamOptions.from_config(config.training, config.cluster)
+    check_store_need(data.job, options)
+    if not store_is_there():
+        check_store(data.job, options, ranks_here)
+        check_limits(config, ranks_here, 0 if config.cluster.address else store_bytes(data.job, options))
+    if cache := open_cache(config.data.store):
+        cache.check()
+    resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None
+    facts = known if known and known.volumes == trained_volumes(data) else None
+    if resumed:
+        facts = None if resumed.other_data else DataFacts.from_state(resumed.state)
+    greys = facts.greys if facts else data.grey_ranges(config.data)
+    spectrum = facts.spectrum if facts else None
+    if spectrum is None:
+        spectrum = measure_spectrum(data, config.data, greys)
+    # Read once, before a run starts, so that nothing fails weeks later.  A dry run says where they would lie.
+    fixed = None
+    if count := fixed_count(config.training, data):
+        fixed = read_fixed_patches(data, config.data, count if caches else 0)
     scalars = facts.scalars if facts else volume_scalars(config, data)
     initial = None if resumed else _initial_weights(config)
     checkpoint_bytes = sum(checkpoint_sizes(config))

@@ -1,0 +1,64 @@
+"""Patches that are read before a run: those that come next are fetched meanwhile, and none that is not needed."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import textured, write_array
+from tests.support.chunk_server import ChunkServer
+from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
+from vesuvius.runlog import progress
+from vesuvius.stream.start.fixed_patches import read_fixed_patches
+from vesuvius.stream.start.prepare import prepare_data
+
+SHAPE = (128, 128, 128)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_start_fetches_what_it_reads_next_meanwhile_and_says_how_far_it_is(
+    server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, paired: bool
+) -> None:
+    """A patch touches eight chunks at most: where more are asked for at once, they are those of other patches too."""
+    monkeypatch.setattr(progress, "_EVERY_S", 0.02)
+    caplog.set_level(logging.INFO)
+    paths = [write_array(tmp_path / f"{name}.zarr", textured(SHAPE), chunk=16) for name in "vc"[: 1 + paired]]
+    configs = []
+    for addresses in ([str(path) for path in paths], [server.url_of(path) for path in paths]):
+        condition = ArrayConfig(path=addresses[1]) if paired else None
+        spec = VolumeConfig(path=addresses[0], condition=condition)
+        configs.append(DataConfig(volumes=(spec,), patch_size=(8, 16, 16)))
+    expected = read_fixed_patches(prepare_data(0, configs[0]), configs[0], 12)
+    data = prepare_data(0, configs[1])
+    server.set_faults([{"path": r"\.zarr/\d", "kind": "delay", "delay_s": 0.05}])
+    server.reset()
+    found = read_fixed_patches(data, configs[1], 12)
+    np.testing.assert_array_equal(found.patches, expected.patches)
+    stats = server.stats()
+    assert stats["max_in_flight"] > 8
+    assert sum(count for key, count in stats["paths"].items() if "zarr/." not in key) <= 12 * 8 * (1 + paired)
+    said = [line for line in caplog.messages if line.startswith("reading the patches of validation and previews: ")]
+    assert said[0].endswith(": 0 of 12"), "also before anything has come"
+    counts = [int(match[1]) for line in said if (match := re.search(r": (\d+) of 12, .* MiB, about .* left$", line))]
+    assert len(counts) > 1
+    assert counts == sorted(counts)
+    assert re.search(r": done, 12, .* MiB in ", said[-1])
+
+
+def test_damaged_patches_are_left_out_of_the_grey_range_and_not_fetched_for_ever(
+    server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), chunk=64)
+    (path / "0/0/0").write_bytes(b"torn")
+    config = DataConfig(volumes=(VolumeConfig(path=server.url_of(path)),), patch_size=(8, 16, 16))
+    data = prepare_data(0, config)
+    (grey,) = data.grey_ranges(config).volumes
+    assert grey.low < grey.high
+    assert "a patch is left out of the grey range: every chunk of a volume must be readable" in caplog.text
+    staging = data.volumes[0]._staging
+    assert staging is not None
+    assert not staging._staged, "nothing is held for boxes that are not read"
