@@ -24,45 +24,68 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_dry_run_says_what_would_happen_and_writes_nothing(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert vesuvius_train(tiny_config(), "--dry-run", "training.workers=2") == 0
+    monkeypatch.setattr(machine, "_convolution_flops_s", lambda device, amp: 2e5)
+    arguments = ("--dry-run", "training.workers=2", "training.amp=off", "training.epochs=40")
+    assert vesuvius_train(tiny_config(), *arguments) == 0
     text = capsys.readouterr().out
+    assert not Path("runs").exists()
     for fact in (
         "96x128x128 uint8",
         "validation",
         "read amplification",
         "M parameters",
-        "GiB free",
-    ):
-        assert fact in text
-    assert not Path("runs").exists()
-    for memory in (
+        r"80.0 GiB of VRAM \(assumed, as this machine has no GPU; --vram-gib N",
         r"host RAM +[\d.]+ GiB at the peak, planned on this CPU",
         r"readers +[\d.]+ GiB: 2 processes",
         r"store +[\d.]+ MiB: regions in flight and ahead",
         r"Ray +[\d.]+ GiB: its own processes",
         r"trainer +[\d.]+ GiB: process .* training step [\d.]+ MiB, copy of a checkpoint",
         r"limit +[\d.]+ GiB \(",
+        "GiB free",
     ):
-        assert re.search(memory, text), memory
+        assert re.search(fact, text), fact
     assert "WARN       memory" not in text
+    time = r"time +([\d.]+) GFLOP a step, about (\w+) to (\w+) on this CPU: (\w+) to (\w+) for (\d+) steps"
+    found = re.search(time, text)
+    assert found
+    step_s, steps = float(found[1]) * 1e9 / 1e5, read_config(tiny_config(), ["training.epochs=40"]).stop_step
+    assert int(found[6]) == steps
+    for factor, of_step, of_run in ((0.6, found[2], found[4]), (2.5, found[3], found[5])):
+        assert of_step[:3] == format_duration(factor * step_s)[:3], "to the digits of the operations shown"
+        assert of_run[:3] == format_duration(factor * step_s * steps)[:3]
 
 
 def test_the_dry_run_plans_the_memory_of_a_gpu(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "24", "training.amp=bf16") == 0
     text = capsys.readouterr().out
-    assert "planned for 24.0 GiB of VRAM (--vram-gib), amp bf16" in text
-    assert re.search(r"host RAM +[\d.]+ GiB at the peak, planned on a GPU", text), "that the memory plan is for"
     for fact in (
+        r"planned for 24.0 GiB of VRAM \(--vram-gib\), amp bf16",
+        r"host RAM +[\d.]+ GiB at the peak, planned on a GPU",
         r"time +[\d.]+ GFLOP a step; its time on a GPU that is not here is unknown",
         r"fixed +[\d.]+ MiB: weights [\d.]+ MiB, gradients [\d.]+ MiB, optimizer [\d.]+ MiB, EMA [\d.]+ MiB",
         r"kept +[\d.]+ MiB of activations per patch",
         r"peak +[\d.]+ MiB with train_batch_size 2, 0\.6\d GiB with the reserve",
         r"largest +train_batch_size 1024 or more",
     ):
-        assert re.search(fact, text)
+        assert re.search(fact, text), fact
     assert "WARN       train_batch_size" not in text
+
+
+def test_the_dry_run_refuses_a_gpu_that_is_too_small_and_names_what_fits(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = ("--dry-run", "--vram-gib", "0.65")
+    assert vesuvius_train(tiny_config(), *planned, "training.train_batch_size=512") == EXIT_CONFIG
+    refusal = re.search(r"train_batch_size 512 will not fit: .* set (\S+) and", capsys.readouterr().err)
+    assert refusal
+    assert vesuvius_train(tiny_config(), *planned, refusal[1]) == EXIT_OK
+    capsys.readouterr()
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "0.5") == EXIT_CONFIG
+    shown = capsys.readouterr()
+    assert "largest  train_batch_size 0" in shown.out
+    assert "GiB; add training.checkpoint_levels" in shown.err, "recompute_norm is on already"
 
 
 def test_the_dry_run_refuses_more_memory_than_there_is_and_its_workers_fit(
@@ -98,54 +121,6 @@ def test_a_cluster_where_nothing_listens_is_refused(
     assert vesuvius_train(tiny_config(), *arguments, "training.workers=1") == EXIT_CONFIG
     assert f"cluster.address must name a running Ray cluster; got '{address}'" in capsys.readouterr().err
     assert vesuvius_train(tiny_config(), *arguments, "training.workers=0") == EXIT_OK, "which has no use for it"
-
-
-def test_the_dry_run_says_how_long_it_will_take(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By operations: the measured time of a step is tested in training/forecast/test_step_time.py."""
-    monkeypatch.setattr(machine, "_convolution_flops_s", lambda device, amp: 2e5)
-    assert vesuvius_train(tiny_config(), "--dry-run", "training.amp=off", "training.epochs=40") == EXIT_OK
-    found = re.search(
-        r"time +([\d.]+) GFLOP a step, (\w+) to (\w+) on this CPU \(estimated .*\): (\w+) to (\w+) for (\d+) steps",
-        capsys.readouterr().out,
-    )
-    assert found
-    step_s, steps = float(found[1]) * 1e9 / 1e5, read_config(tiny_config(), ["training.epochs=40"]).stop_step
-    assert int(found[6]) == steps
-    for factor, of_step, of_run in ((0.6, found[2], found[4]), (2.5, found[3], found[5])):
-        assert of_step[:3] == format_duration(factor * step_s)[:3], "to the digits of the operations shown"
-        assert of_run[:3] == format_duration(factor * step_s * steps)[:3]
-
-
-def test_without_a_gpu_the_dry_run_says_what_it_assumes(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert vesuvius_train(tiny_config(), "--dry-run") == 0
-    assert "80.0 GiB of VRAM (assumed, as this machine has no GPU; --vram-gib N" in capsys.readouterr().out
-
-
-def test_the_dry_run_refuses_a_batch_that_will_not_fit_and_names_one_that_does(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planned = ("--dry-run", "--vram-gib", "0.65")
-    assert vesuvius_train(tiny_config(), *planned, "training.train_batch_size=512") == EXIT_CONFIG
-    refusal = re.search(r"train_batch_size 512 will not fit: .* set (\S+) and", capsys.readouterr().err)
-    assert refusal
-    assert vesuvius_train(tiny_config(), *planned, refusal[1]) == EXIT_OK
-
-
-def test_the_dry_run_says_where_not_even_one_patch_fits(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    too_small = ("--dry-run", "--vram-gib", "0.5")
-    assert vesuvius_train(tiny_config(), *too_small) == EXIT_CONFIG
-    shown = capsys.readouterr()
-    assert "largest  train_batch_size 0" in shown.out
-    assert "GiB; add training.checkpoint_levels" in shown.err, "recompute_norm is on already"
-    assert vesuvius_train(tiny_config(), *too_small, "training.recompute_norm=false") == EXIT_CONFIG
-    assert "GiB; set training.recompute_norm=true, add training.checkpoint_levels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

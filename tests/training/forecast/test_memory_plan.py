@@ -54,10 +54,7 @@ CASES = {
     "default": make_config(),
     "plain": make_config({"recompute_norm": False}),
     "no_stem": make_config(model=NO_STEM),
-    "no_attention": make_config(model={"attention_heads": 0}),
-    "added_skips": make_config(model={"skips": "add"}),
-    "channels_last": make_config({"channels_last": True}),
-    "checkpointed": make_config({"checkpoint_levels": (0, 1)}),
+    "channels_last, added skips": make_config({"channels_last": True}, {"skips": "add", "attention_heads": 0}),
     "plain_checkpointed": make_config({"recompute_norm": False, "checkpoint_levels": (0, 1, 2)}),
     "conditional": make_config(model={"scalars": ("voxel_size",)}, condition="c"),
 }
@@ -103,10 +100,12 @@ def record_memory() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @cases
 @precisions
-def test_activations_are_those_that_a_real_forward_pass_saves(config: Config, amp: AmpMode) -> None:
+def test_activations_are_those_that_a_real_forward_pass_saves_and_the_allocator_holds(
+    config: Config, amp: AmpMode
+) -> None:
     plan, network = plan_memory(config, amp=amp), build_network(config, CPU)
     parameters = {weight.data_ptr() for weight in network.parameters()}
     saved: dict[int, int] = {}
@@ -119,20 +118,14 @@ def test_activations_are_those_that_a_real_forward_pass_saves(config: Config, am
         loss = real_loss(config, amp, network)
     measured = sum(size for pointer, size in saved.items() if pointer not in parameters)
     assert loss.requires_grad
-    # The issue allows 5 %.  Left over are numbers of a few bytes: the loss is averaged in another way here.
+    # Left over are numbers of a few bytes: the loss is averaged in another way here.
     assert plan.activation_bytes + plan.weight_copy_bytes == pytest.approx(measured, rel=1e-3)
-
-
-@pytest.mark.sample(5)
-@few_cases
-@precisions
-def test_activations_are_what_the_allocator_still_holds_after_a_real_forward_pass(config: Config, amp: AmpMode) -> None:
-    plan, network = plan_memory(config, amp=amp), build_network(config, CPU)
+    del loss
     with record_memory() as record:
         loss = real_loss(config, amp, network)
+    # What no hook sees (a tensor kept beside `save_for_backward`) would show here.  1 %: masks, t, the loss.
     held = allocated_bytes(record)[-1]
     assert loss.requires_grad
-    # What no hook sees (a tensor kept beside `save_for_backward`) would show here.  1 %: masks of samples, t, the loss.
     assert plan.activation_bytes + plan.weight_copy_bytes == pytest.approx(held, rel=0.01)
 
 
@@ -158,17 +151,6 @@ def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
     # No kernel takes less than its tensors (1e-3: scalars).  oneDNN's take more: copies of input and output in another
     # order, which is what the workspace allows for, and for bf16 some float32 sums of gradients, hence 5 %.
     assert plan.peak_bytes * 0.999 <= measured <= (plan.peak_bytes + plan.workspace_bytes) * 1.05
-
-
-@pytest.mark.sample(3)
-@few_cases
-def test_what_a_patch_takes_does_not_depend_on_the_batch(config: Config) -> None:
-    one, three = plan_memory(config, 1), plan_memory(config, 3)
-    # 1e-3: constants such as the table of frequencies
-    assert three.activation_bytes_per_patch == pytest.approx(one.activation_bytes_per_patch, rel=1e-3)
-    assert three.flops_per_step == 3 * one.flops_per_step
-    assert three.fixed_bytes == one.fixed_bytes
-    assert three.weight_copy_bytes == one.weight_copy_bytes
 
 
 @pytest.mark.sample(5)
@@ -222,18 +204,6 @@ def test_accumulated_gradients_live_through_the_forward_passes() -> None:
     assert 0.5 * one.gradient_bytes < four.peak_bytes - one.peak_bytes <= one.gradient_bytes
 
 
-def test_float16_is_planned_as_bfloat16_is() -> None:
-    bf16, fp16 = plan_memory(make_config(), amp="bf16"), plan_memory(make_config(), amp="fp16")
-    assert fp16.peak_bytes == pytest.approx(bf16.peak_bytes, abs=1024)  # the scaler's own numbers
-
-
-def test_planning_draws_from_no_global_generator() -> None:
-    before = torch.get_rng_state()
-    memory_plan._TracedStep.cache_clear()  # it may know the answer
-    plan_memory(make_config())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_what_is_nothing_to_a_step_is_not_traced_again() -> None:
     plan_memory(make_config())
     misses = memory_plan._TracedStep.cache_info().misses
@@ -261,16 +231,13 @@ def test_compile_is_planned_as_the_eager_step() -> None:
     assert plan_memory(config.with_training(compile=True)) == plan_memory(config)
 
 
-@pytest.mark.parametrize("vram_gib", [0.7, 0.9])
-def test_the_largest_batch_fits_and_one_more_does_not(vram_gib: float) -> None:
-    config, vram_bytes = make_config(), int(vram_gib * GIB)
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    config, vram_bytes = make_config(), int(0.8 * GIB)
     batch = largest_batch(config, vram_bytes)
     assert batch > 2
     assert plan_memory(config, batch).vram_bytes <= vram_bytes < plan_memory(config, batch + 1).vram_bytes
-
-
-def test_a_gpu_that_holds_not_even_the_weights_holds_no_patch() -> None:
-    assert largest_batch(make_config(), vram_bytes=GIB // 4) == 0
+    assert largest_batch(config, vram_bytes=GIB // 4) == 0, "not even the weights"
+    assert largest_batch(config, vram_bytes=80 * GIB) == 1024, "of no use beyond"
 
 
 def test_the_largest_batch_stays_below_32_bit_indexing() -> None:
@@ -282,25 +249,14 @@ def test_the_largest_batch_stays_below_32_bit_indexing() -> None:
         plan_memory(config, batch + 1)
 
 
-def test_tiny_networks_are_not_traced_beyond_any_use() -> None:
-    assert largest_batch(make_config(), vram_bytes=80 * GIB) == 1024
-
-
+@pytest.mark.long  # plans are compared with real steps on small networks; tracing this one takes half a minute
 def test_the_default_network_has_the_documented_cost_and_80_gib_hold_16_patches() -> None:
-    """In one test, whose traces are the same whatever processes share the tests."""
     config = read_config(EXP001, ["training.accumulate_steps=1"])
-    assert config.training.checkpoint_levels == ()
-    lean = config.with_training(recompute_norm=True)
-    plan = plan_memory(lean, 16)
+    plan = plan_memory(config, 16)
     # The documented figures, to the digits given there: 5.3 TFLOP forward, twice that backward.
     assert round(plan.weight_bytes / 4e6) == 155
     assert round(plan.flops_per_step / 16 / 3e12, 1) == 5.3
-    assert largest_batch(lean, 80 * GIB) >= 16
-
-
-@pytest.mark.long  # that plans of the plain form are right is tested on small networks: 4 s less
-def test_80_gib_hold_8_patches_of_the_default_network_without_recompute_norm() -> None:
-    config = read_config(EXP001, ["training.accumulate_steps=1"])
+    assert largest_batch(config, 80 * GIB) >= 16
     assert largest_batch(config.with_training(recompute_norm=False), 80 * GIB) >= 8
 
 

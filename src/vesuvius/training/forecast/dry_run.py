@@ -11,25 +11,17 @@ from vesuvius.config import Config
 from vesuvius.errors import ConfigError
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.runlog.units import GIB, format_sizes, gib, size_text
+from vesuvius.runlog.units import format_duration, format_sizes, gib
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.checkpoint.resume import checkpoint_to_resume
-from vesuvius.training.forecast.gpu_memory import leaner
-from vesuvius.training.forecast.memory_plan import (
-    LARGEST_PLANNED_BATCH,
-    MemoryPlan,
-    indexable_batch,
-    largest_batch,
-    plan_memory,
-)
+from vesuvius.training.forecast.machine import reachable_flops_s
 from vesuvius.training.forecast.preflight import Preflight, doubts, preflight, too_few_tasks
-from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning
+from vesuvius.training.forecast.run_plan import plan_run
 from vesuvius.training.forecast.start_log import mixing_text, noise_text
-from vesuvius.training.forecast.step_time import predict_step_time
 from vesuvius.training.step.step import choose_device, resolve_amp
 from vesuvius.volumes.box import format_box
 
-ASSUMED_VRAM_GIB = 80  # of an A100 or H100
+_TIME_RANGE = (0.6, 2.5)  # of what its operations predict, for a step
 
 
 def dry_run(
@@ -63,14 +55,9 @@ def dry_run(
     ranks = "" if training.ranks == 1 else f" x {training.ranks} ranks"
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
     yield f"batch      {sizes} = {config.global_batch} samples a step"
-    plan = plan_memory(config)
-    yield from _time_lines(config, plan, checked, vram_gib)
-    vram_bytes, whose = _vram(device, vram_gib)
-    yield from _memory_lines(config, plan, vram_bytes, whose)
-    gpu = device.type == "cuda" or vram_gib is not None
-    ram, limit = plan_ram(config, checked.data, gpu), ram_limit(config)
-    yield from ram.lines()
-    yield f"  limit    {size_text(limit.limit_bytes)} ({limit.name})"
+    plan, done = plan_run(config, checked.data, vram_gib), checked.resumed.step if checked.resumed else 0
+    yield _time_line(config, plan.step.flops_per_step, max(config.stop_step - done, 0), vram_gib is not None)
+    yield from plan.lines()
     yield from _fixed_lines(config, checked)
     count = _checkpoints_kept(config, checked)
     yield (
@@ -79,16 +66,12 @@ def dry_run(
         "one waits in host memory"
     )
 
-    warned, refused = doubts(config, usable_cores(os.getpid())), list[str]()
-    warned += too_few_tasks(config, checked.data.plan, checked.resumed.step if checked.resumed else 0)
+    warned = doubts(config, usable_cores(os.getpid())) + too_few_tasks(config, checked.data.plan, done)
     if count * checked.checkpoint_bytes > checked.free_bytes:
         warned.append("the checkpoints will not fit on the disk: lower training.keep_last or raise training.keep_every")
-    if plan.vram_bytes > vram_bytes:
-        (refused if gpu else warned).append(_too_large(config, plan, vram_bytes))
-    if ram_problem := ram_warning(config, checked.data, ram, limit):
-        # A GPU that is not here may stand in a machine with more memory.
-        here = vram_gib is None or config.monitor.ram_limit_gib is not None
-        (refused if here and ram.total_bytes > limit.limit_bytes else warned).append(ram_problem)
+    problems = plan.problems()
+    warned += [problem.text for problem in problems if not problem.refused]
+    refused = [problem.text for problem in problems if problem.refused]
     yield from (f"WARN       {line}" for line in warned)
     if refused:
         raise ConfigError("\n".join(refused))
@@ -139,61 +122,21 @@ def _regions(data: PreparedData, number: int, ranks: int) -> str:
     return f"{planned.visits_per_pass} a pass, of up to {format_sizes(largest)}, read amplification {amplification:.2f}"
 
 
-def _time_lines(config: Config, plan: MemoryPlan, checked: Preflight, vram_gib: float | None) -> list[str]:
-    """Predicted time of a step and of the run."""
-    flops, device = plan.flops_per_step, choose_device()
+def _time_line(config: Config, flops: int, steps: int, elsewhere: bool) -> str:
+    """Predicted time of a step, and of the run, from its operations at the rate that one large convolution reaches."""
+    device = choose_device()
     compute = (f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP") + " a step"
-    if vram_gib is not None and device.type == "cpu":
-        return [f"time       {compute}; its time on a GPU that is not here is unknown"]
-    found = predict_step_time(config, checked.spectrum, device, flops)
-    steps = max(config.stop_step - (checked.resumed.step if checked.resumed else 0), 0)
-    how = "measured" if found.measured else "estimated from its operations"
-    lines = [
-        f"time       {compute}, {found.step_text} on this {'GPU' if device.type == 'cuda' else 'CPU'} ({how}): "
-        f"{found.run_text(steps)} for {steps} steps, if data never waits"
-    ]
-    if found.others:
-        effect = "steps are faster on a quiet machine" if found.measured else "steps will take longer until they end"
-        lines.append(f"  load     {found.others}: {effect}")
-    return lines
+    if elsewhere and device.type == "cpu":
+        return f"time       {compute}; its time on a GPU that is not here is unknown"
+    step_s = flops / reachable_flops_s(device, resolve_amp(config.training.amp, device))
+    of_step = " to ".join(_seconds(factor * step_s) for factor in _TIME_RANGE)
+    of_run = " to ".join(format_duration(factor * step_s * steps) for factor in _TIME_RANGE)
+    place = "GPU" if device.type == "cuda" else "CPU"
+    return f"time       {compute}, about {of_step} on this {place}: {of_run} for {steps} steps, if data never waits"
 
 
-def _memory_lines(config: Config, plan: MemoryPlan, vram_bytes: int, whose: str) -> list[str]:
-    """The memory plan of a GPU."""
-    largest = largest_batch(config, vram_bytes)
-    limits = {LARGEST_PLANNED_BATCH: " or more", indexable_batch(config): ", where a tensor nears 2^31 elements"}
-    return [
-        f"memory     planned for {vram_bytes / GIB:.1f} GiB of VRAM ({whose}), amp {plan.amp}",
-        f"  fixed    {size_text(plan.fixed_bytes)}: weights {size_text(plan.weight_bytes)}, gradients "
-        f"{size_text(plan.gradient_bytes)}, optimizer {size_text(plan.optimizer_bytes)}, "
-        f"EMA {size_text(plan.ema_bytes)}",
-        f"  kept     {size_text(plan.activation_bytes_per_patch)} of activations per patch, "
-        f"{size_text(plan.weight_copy_bytes)} of autocast copies of weights",
-        f"  peak     {size_text(plan.peak_bytes)} with train_batch_size {plan.batch}, "
-        f"{size_text(plan.vram_bytes)} with the reserve for CUDA, cuDNN and fragmentation",
-        f"  largest  train_batch_size {largest}{limits.get(largest, '')}",
-    ]
-
-
-def _vram(device: torch.device, vram_gib: float | None) -> tuple[int, str]:
-    """Bytes of GPU memory to plan for, and where the figure is from."""
-    if vram_gib is not None:
-        return int(vram_gib * GIB), "--vram-gib"
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return properties.total_memory, properties.name
-    return ASSUMED_VRAM_GIB * GIB, "assumed, as this machine has no GPU; --vram-gib N plans for another"
-
-
-def _too_large(config: Config, plan: MemoryPlan, vram_bytes: int) -> str:
-    largest = largest_batch(config, vram_bytes)
-    remedy = (
-        f"set training.train_batch_size={largest} and raise training.accumulate_steps" if largest else leaner(config)
-    )
-    return (
-        f"train_batch_size {plan.batch} will not fit: {size_text(plan.vram_bytes)} of GPU memory needed of "
-        f"{size_text(vram_bytes)}; {remedy}"
-    )
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 60 else format_duration(seconds)
 
 
 def _fixed_lines(config: Config, preflight: Preflight) -> list[str]:

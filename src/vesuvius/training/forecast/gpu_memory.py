@@ -15,7 +15,7 @@ from vesuvius.config import Config
 from vesuvius.errors import GpuMemoryError, one_line
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.runlog.units import size_text
-from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, largest_batch, plan_memory
+from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, largest_batch, leaner, plan_memory
 from vesuvius.training.step.step import resolve_amp
 
 # cuBLAS and cuDNN, and torch for pinned memory, report the same without torch's own class.
@@ -142,12 +142,6 @@ def _go_on(config: Config, fitting: int | None) -> str:
         return leaner(config)
     overrides = f"training.train_batch_size={smaller[0]} training.accumulate_steps={smaller[1]}"
     return f"continue with --resume {overrides}, which keeps the effective batch"
-
-
-def leaner(config: Config) -> str:
-    """How one patch takes less memory.  Pure."""
-    lean = "" if config.training.recompute_norm else "set training.recompute_norm=true, "
-    return f"{lean}add training.checkpoint_levels, or lower model.channels"
 
 
 def _unused_text(use: VramUse) -> str:

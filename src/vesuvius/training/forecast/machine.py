@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from vesuvius.monitor.memory.limits import Limits, tightest
-from vesuvius.monitor.probes.cores import cpu_seconds, others_cores, others_text, usable_cores
+from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.units import gib
 from vesuvius.training.step.device import synchronize
@@ -36,15 +36,12 @@ class Machine:
     gpu: str | None  # its name; None = no GPU
     vram_bytes: int | None  # free on the GPU
     amp: AmpMode  # what `training.amp: auto` means here
-    # floating-point operations a second that a training step is expected to reach, on a CPU if nothing else runs
-    flops_s: float
-    others: str = ""  # what other programs use now; '' where that is little
+    flops_s: float  # floating-point operations a second that a training step is expected to reach
 
     def words(self) -> str:
         """`12 cores, 170 GiB of memory, NVIDIA A100 with 79.1 GiB free`."""
         gpu = f"{self.gpu} with {gib(self.vram_bytes)} GiB free" if self.gpu else "no GPU"
-        load = f" ({self.others} now: steps will take longer until they end)" if self.others else ""
-        return f"{self.cores:g} cores, {gib(self.ram_bytes)} GiB of memory, {gpu}{load}"
+        return f"{self.cores:g} cores, {gib(self.ram_bytes)} GiB of memory, {gpu}"
 
 
 def look_at_machine() -> Machine:
@@ -53,19 +50,15 @@ def look_at_machine() -> Machine:
     shared = Path("/dev/shm")
     on_gpu = device.type == "cuda"
     amp = resolve_amp("auto", device)
-    cores, before = usable_cores(os.getpid()), cpu_seconds()
-    flops_s = reachable_flops_s(device, amp)
-    others = others_text(others_cores(before, cpu_seconds()), cores)
     return Machine(
-        cores=cores,
+        cores=usable_cores(os.getpid()),
         ram_bytes=tightest(sample_system(os.getpid()), Limits()).limit_bytes,
         shm_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         disk_bytes=shutil.disk_usage(Path.cwd()).free,
         gpu=torch.cuda.get_device_name(device) if on_gpu else None,
         vram_bytes=torch.cuda.mem_get_info(device)[0] if on_gpu else None,
         amp=amp,
-        flops_s=flops_s,
-        others=others,
+        flops_s=reachable_flops_s(device, amp),
     )
 
 
@@ -80,21 +73,19 @@ def reachable_flops_s(device: torch.device, amp: AmpMode) -> float:
 def _convolution_flops_s(device: torch.device, amp: AmpMode) -> float:
     """The best rate of forward and backward passes of a 3x3x3 convolution; a multiply-add is 2 operations.
 
-    Where other programs take processors meanwhile, the processor time of the passes counts in place of the clock's.
+    On a CPU processor time counts, not the clock's: other programs may run.
     """
     channels = _CHANNELS[device.type]
     x = torch.zeros(1, channels, _SIZE, _SIZE, _SIZE, device=device, requires_grad=True)
     weight = torch.zeros(channels, channels, 3, 3, 3, device=device, requires_grad=True)
     flops = 3 * 2 * 27 * channels**2 * _SIZE**3
-    passes: list[tuple[float, float]] = []  # seconds by the clock, and of each thread
-    before, until = cpu_seconds(), time.perf_counter() + _MEASURED_S
-    while len(passes) < 3 or time.perf_counter() < until:
-        began, cpu_began = time.perf_counter(), time.process_time()
+    on_cpu, passes_s = device.type == "cpu", list[float]()
+    clock, until = time.process_time if on_cpu else time.perf_counter, time.perf_counter() + _MEASURED_S
+    while len(passes_s) < 3 or time.perf_counter() < until:
+        began = clock()
         with autocast(device, amp):
             y = functional.conv3d(x, weight, padding=1)
         y.sum().backward()  # type: ignore[no-untyped-call]
         synchronize(device)
-        cpu_s = (time.process_time() - cpu_began) / torch.get_num_threads()
-        passes.append((time.perf_counter() - began, cpu_s))
-    shared = device.type == "cpu" and others_text(others_cores(before, cpu_seconds()), usable_cores(os.getpid()))
-    return flops / min(cpu_s if shared else wall_s for wall_s, cpu_s in passes)
+        passes_s.append((clock() - began) / (torch.get_num_threads() if on_cpu else 1))
+    return flops / min(passes_s)

@@ -228,6 +228,12 @@ def indexable_batch(config: Config) -> int:
     return (INT32_LIMIT - 1) // elements
 
 
+def leaner(config: Config) -> str:
+    """How one patch takes less memory.  Pure."""
+    lean = "" if config.training.recompute_norm else "set training.recompute_norm=true, "
+    return f"{lean}add training.checkpoint_levels, or lower model.channels"
+
+
 class _FakeUNet(UNet):
     """A network of fake weights, which is where it belongs and cannot be moved."""
 
