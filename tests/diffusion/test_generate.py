@@ -90,8 +90,9 @@ def test_each_sample_meets_its_own_condition() -> None:
     assert not torch.equal(both[:1], _generate(config, [0], condition=_shown(-0.2)).x_0)
 
 
-@pytest.mark.parametrize(("method", "calls"), [("ddim", 6), ("ddpm", 6), ("dpmpp2m", 6), ("heun", 11)])
-@pytest.mark.parametrize(("guidance", "times"), [(0.0, 1), (1.0, 1), (2.0, 2)])
+@pytest.mark.parametrize(
+    ("method", "calls", "guidance", "times"), [("ddim", 6, 0.0, 1), ("dpmpp2m", 6, 2.0, 2), ("heun", 11, 1.0, 1)]
+)
 def test_evaluations_are_counted_as_the_network_is_called(
     method: SamplerMethod, calls: int, guidance: float, times: int
 ) -> None:
@@ -157,15 +158,8 @@ def test_eta_of_the_config_reaches_the_sampler_and_1_is_ddpm(eta: float) -> None
     assert torch.equal(ours, _generate(_config("ddim"), [0, 1]).x_0) == (eta == 0)
 
 
-def test_on_step_is_called_after_each_step_and_last_with_the_sample() -> None:
-    seen: list[tuple[int, Tensor]] = []
-    x_0 = _generate(_config(), [0], on_step=lambda k, x: seen.append((k, x.clone()))).x_0
-    assert [k for k, _ in seen] == [1, 2, 3, 4, 5, 6]
-    assert torch.equal(seen[-1][1], x_0)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_no_global_generator_is_read_or_moved(method: SamplerMethod) -> None:
+def test_no_global_generator_is_read_or_moved() -> None:
+    method: SamplerMethod = "ddpm"
     torch.manual_seed(1)
     np.random.seed(1)  # noqa: NPY002 - the global generator is what must not matter
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
@@ -174,12 +168,3 @@ def test_no_global_generator_is_read_or_moved(method: SamplerMethod) -> None:
     assert np.array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
     torch.manual_seed(2)
     assert torch.equal(first, _generate(_config(method), [0, 1]).x_0)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_autocast_around_it_changes_nothing_outside_the_network(method: SamplerMethod) -> None:
-    outside = _generate(_config(method), [0]).x_0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = _generate(_config(method), [0]).x_0
-    assert inside.dtype == torch.float32
-    assert torch.equal(inside, outside)

@@ -45,7 +45,7 @@ class Trained:
     schedule: Schedule
 
 
-@pytest.fixture(scope="module", params=["edm", pytest.param("cosine", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["edm", "cosine"])
 def trained(request: pytest.FixtureRequest, one_thread: None) -> Trained:
     """A network of 0.1 M parameters: 8 s on a free core."""
     config = DiffusionConfig(noise=request.param, min_snr_gamma=5.0 if request.param == "cosine" else None)
@@ -68,6 +68,7 @@ def trained(request: pytest.FixtureRequest, one_thread: None) -> Trained:
     return Trained(partial(predict, network, schedule), config, schedule)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)  # minutes on a processor without AVX-512
 def test_samples_of_a_trained_network_have_the_moments_of_the_data(trained: Trained) -> None:
     """In one test, so that the network is trained once, whatever processes share the tests."""

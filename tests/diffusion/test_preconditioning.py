@@ -151,12 +151,6 @@ def test_a_level_counts_by_the_root_of_how_many_modes_its_error_lies_in() -> Non
     assert np.all(np.diff(relative) <= 1e-3)
 
 
-def test_white_data_are_weighed_alike_at_every_level() -> None:
-    schedule = Schedule.from_config(EDM)
-    assert schedule.loss_weight is not None
-    torch.testing.assert_close(schedule.loss_weight, torch.ones(1000), rtol=1e-5, atol=1e-5)
-
-
 def test_patches_without_power_divide_nothing_by_0() -> None:
     flat = Spectrum.of(torch.full((2, *SHAPE), 3.0))
     schedule, times = Schedule.from_config(EDM, flat), torch.tensor([0, 999])

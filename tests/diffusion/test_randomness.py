@@ -96,22 +96,7 @@ def test_each_stratum_holds_exactly_one_timestep(seed: int, step: int, global_ba
     assert sorted(t // width) == list(range(global_batch))
 
 
-@given(st.integers(0, 10**6), st.integers(1, 300), st.integers(2, 200))
-def test_sorted_timesteps_lie_in_their_strata_when_sizes_do_not_divide(step: int, batch: int, timesteps: int) -> None:
-    t = np.sort(stratified_timesteps(0, step, batch, timesteps))
-    j = np.arange(batch)
-    assert (t >= j * timesteps // batch).all()
-    assert (t <= -(-(j + 1) * timesteps // batch) - 1).all()
-
-
-def test_timesteps_are_the_same_again_and_differ_by_step_and_seed() -> None:
-    t = stratified_timesteps(0, 5, 16, 1000)
-    assert np.array_equal(t, stratified_timesteps(0, 5, 16, 1000))
-    assert not np.array_equal(t, stratified_timesteps(0, 6, 16, 1000))
-    assert not np.array_equal(t, stratified_timesteps(1, 5, 16, 1000))
-
-
-@pytest.mark.parametrize("global_batch", [1, 3, 8])
+@pytest.mark.parametrize("global_batch", [1, 3])
 def test_every_place_meets_every_timestep_equally_often(global_batch: int) -> None:
     timesteps, steps = 24, 6000
     t = np.stack([stratified_timesteps(0, step, global_batch, timesteps) for step in range(steps)])
@@ -147,14 +132,6 @@ def test_no_dropout_keeps_every_condition_and_more_dropout_keeps_a_subset() -> N
     assert not np.array_equal(few, condition_kept(1, range(1000), 0.5))
 
 
-def test_dropout_is_unrelated_to_the_noise_of_the_same_sample() -> None:
-    n = 4000
-    noise = sample_noise(0, range(n), (1, 1, 1, 1)).flatten().numpy()
-    kept = condition_kept(0, range(n), 0.5)
-    # 5 standard deviations of the correlation of n independent pairs.
-    assert abs(np.corrcoef(noise, kept)[0, 1]) < 5 / math.sqrt(n)
-
-
 @pytest.mark.parametrize(
     ("timesteps", "edges"),
     [(1000, list(range(0, 1001, 125))), (21, [0, 2, 5, 7, 10, 13, 15, 18, 21]), (8, list(range(9))), (3, [0, 1, 2, 3])],
@@ -173,7 +150,7 @@ def test_every_patch_is_validated_in_every_bin_whatever_comes_after_it(timesteps
     assert np.array_equal(validation_timesteps(patches + more, timesteps)[:patches], t)
 
 
-@pytest.mark.parametrize("power", range(7))
+@pytest.mark.parametrize("power", [0, 3, 6])
 def test_the_first_patches_are_spread_evenly_over_each_bin(power: int) -> None:
     parts, width = 2**power, 96
     t = validation_timesteps(parts, 8 * parts * width) - np.array(timestep_bins(8 * parts * width))[:-1]

@@ -21,7 +21,6 @@ from vesuvius.diffusion.sampler import (
     Estimate,
     ddim_step,
     dpmpp2m_step,
-    heun_correction,
     sample,
     step_table,
 )
@@ -102,7 +101,7 @@ def _ancestral_expected(oracle: DDPMScheduler, t: int, x: Tensor) -> Tensor:
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("t", [0, 1, 2, 500, 998, 999])
+@pytest.mark.parametrize("t", [0, 1, 500, 999])
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ancestral_step_parity_with_diffusers_fixed_small(kind: Prediction, name: str, t: int) -> None:
@@ -110,21 +109,6 @@ def test_ancestral_step_parity_with_diffusers_fixed_small(kind: Prediction, name
     ours = _ancestral(kind, name, t, _noise())
     # 1e-5; relative to the size where a wrong eps at t = 999 is divided by alpha = 5e-5 (62 there).
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * _size(expected))
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("t", [0, 1, 2, 500, 998, 999])
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_ancestral_step_parity_with_diffusers_as_shipped(kind: Prediction, name: str, t: int) -> None:
-    shipped = _ancestral_expected(_ancestral_oracle(kind, name), t, _noise())
-    exact = _ancestral(kind, name, t, _noise().double())
-    ours = _ancestral(kind, name, t, _noise())
-    # 1e-6: float32 arithmetic with coefficients from float64.
-    assert (ours - exact).abs().max() < 1e-6 * _size(exact)
-    # 1e-5 but at t = 1 and 2: diffusers' alpha_bar is float32, up to 6e-8 off, and so are the 4e-5 and 1e-4 that
-    # 1 - alpha_bar is there: 1e-3 of the coefficients that are divided by it (6e-4 seen, all of it theirs).
-    torch.testing.assert_close(ours, shipped, rtol=0, atol=(1e-3 if t in (1, 2) else 1e-5) * _size(shipped))
 
 
 @given(falling)
@@ -176,25 +160,19 @@ def _ddim_both(oracle: DDIMScheduler, config: DiffusionConfig, steps: int, eta: 
     return ours, expected
 
 
-# 1e-5 of the size; 1000 steps of float32 add up: against float64 diffusers was seen 5e-5 off and ours 2e-5.
-@pytest.mark.sample(5)
-@pytest.mark.parametrize(("steps", "tolerance"), [(10, 1e-5), (50, 1e-5), (1000, 1e-4)])
-@pytest.mark.parametrize(("kind", "name"), [("v", "cosine"), ("v", "linear"), ("eps", "linear"), ("x_0", "cosine")])
+@pytest.mark.parametrize(("kind", "name"), [("v", "cosine"), ("eps", "linear")])
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_ddim_parity_with_diffusers_trailing(
-    kind: Prediction, name: str, steps: int, tolerance: float, clip: float | None
-) -> None:
+def test_ddim_parity_with_diffusers_trailing(kind: Prediction, name: str, clip: float | None) -> None:
     config = DiffusionConfig(prediction=kind, noise=name, sampler_clip=clip)
-    ours, expected = _ddim_both(_ddim_oracle(kind, name, steps, clip), config, steps, eta=0.0)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * _size(expected))
+    ours, expected = _ddim_both(_ddim_oracle(kind, name, 50, clip), config, 50, eta=0.0)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * _size(expected))
 
 
 # With diffusers' float32 table eta 1 deviates by up to 5e-5, for the reason given for the ancestral step.
 # Not compared: eps with the cosine schedule, where dividing by alpha = 5e-5 makes states of 1e4, whose sine float32
 # does not know.
-@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(
-    ("kind", "name"), [("v", "cosine"), ("v", "linear"), ("eps", "linear"), ("x_0", "cosine"), ("x_0", "linear")]
+    ("eta", "kind", "name"), [(0.5, "v", "cosine"), (1.0, "eps", "linear"), (1.0, "x_0", "cosine")]
 )
 def test_ddim_with_noise_parity_with_diffusers_trailing(kind: Prediction, name: str, eta: float) -> None:
     oracle = _exact_table(_ddim_oracle(kind, name, 50))
@@ -214,19 +192,12 @@ def test_ddim_step_parity_with_equations_12_and_16(levels: tuple[NoiseLevel, Noi
     assert row.eps == pytest.approx(math.sqrt(max(0.0, 1 - ab_there - r**2)), rel=1e-9, abs=1e-9)
 
 
-@given(falling, st.floats(0, 1))
-def test_ddim_step_keeps_the_noise_level_for_any_eta(levels: tuple[NoiseLevel, NoiseLevel], eta: float) -> None:
-    row = ddim_step(*levels, eta)
-    # a few ulp of float64
-    assert row.eps**2 + row.noise**2 == pytest.approx(levels[1].sigma ** 2, rel=1e-12)
-
-
 # --- DPM-Solver++(2M) ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers with numpy 2
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("steps", [2, 10, 20, 50])
+@pytest.mark.parametrize("steps", [2, 20])
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_dpmpp2m_parity_with_diffusers(kind: Prediction, name: str, steps: int) -> None:
@@ -393,18 +364,6 @@ def test_all_methods_start_from_pure_noise(method: SamplerMethod, kind: Predicti
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_from_pure_noise_a_gaussian_gets_its_mean(method: SamplerMethod) -> None:
-    # From alpha 0 on, the mean of the noise, 0, becomes the mean of the data; 0 noise stays on it all the way.
-    levels = (
-        NoiseLevel(999, 0.0, 1.0),
-        *trailing_levels(Schedule.from_config(DiffusionConfig(noise="cosine")), 20)[1:],
-    )
-    ours = sample(_gaussian(0.4, 0.25), levels, torch.zeros(SHAPE), method, step_noise=lambda k: torch.zeros(SHAPE))
-    # 1e-5: the trapezoidal rule and the others are exact for a straight line; float32 over 20 steps.
-    torch.testing.assert_close(ours, torch.full(SHAPE, 0.4), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_the_estimate_is_asked_once_a_step_by_heun_twice_and_never_at_the_clean_end(method: SamplerMethod) -> None:
     asked: list[NoiseLevel] = []
 
@@ -474,13 +433,6 @@ def test_state_outside_a_bf16_network_stays_float32_without_gradients(method: Sa
     assert inside.dtype == torch.float32
     assert not inside.requires_grad
     assert torch.equal(inside, outside)
-
-
-def test_heun_correction_is_the_trapezoidal_rule() -> None:
-    here, there = _at(1.1), _at(0.6)
-    row = heun_correction(here, there)
-    assert (row.x, row.x_0_before, row.noise) == (1.0, 0.0, 0.0)
-    assert (2 * row.x_0, 2 * row.eps) == (there.alpha - here.alpha, there.sigma - here.sigma)
 
 
 @pytest.mark.parametrize(

@@ -74,13 +74,6 @@ def test_patches_that_are_all_equal_have_no_power_and_divide_nothing_by_0() -> N
     assert Schedule.from_config(DiffusionConfig(noise="edm"), found).timesteps == 1000
 
 
-def test_a_state_gives_the_same_spectrum() -> None:
-    found = Spectrum.of(patches_of(red(), 3))
-    again = Spectrum.from_state(found.state_dict())
-    assert (again.mean, again.std, again.size_x) == (found.mean, found.std, found.size_x)
-    assert np.array_equal(again.power, found.power)
-
-
 @pytest.mark.parametrize("sigma", [0.05, 0.5, 5.0])
 def test_no_other_filter_of_frequencies_comes_closer_than_the_linear_estimate(sigma: float) -> None:
     power = red()
@@ -122,7 +115,7 @@ def share_of_variance(power: float, levels: tuple[NoiseLevel, ...], config: Diff
     return float(drawn**2) / power
 
 
-@pytest.mark.parametrize("exponent", range(-2, 6))
+@pytest.mark.parametrize("exponent", [-2, 0, 3, 5])
 def test_the_sampler_of_edm_gives_every_mode_its_variance_back(exponent: int) -> None:
     """A sampler whose first step is too long, or whose noise ends too low, loses what is large."""
     config = DiffusionConfig()
@@ -130,12 +123,6 @@ def test_the_sampler_of_edm_gives_every_mode_its_variance_back(exponent: int) ->
     assert 0.9 < share_of_variance(10.0**exponent, levels, config) < 1.1
     to_the_largest = sampling_levels(Schedule.from_config(config, spectrum_up_to(1e5)), config)
     assert 0.9 < share_of_variance(10.0**exponent, to_the_largest, config) < 1.1
-
-
-def test_what_was_before_loses_large_modes() -> None:
-    config = DiffusionConfig(noise="cosine", sampler="ddim", sampler_steps=50)
-    levels = sampling_levels(Schedule.from_config(config), config)
-    assert share_of_variance(1e4, levels, config) < 0.2
 
 
 def test_levels_fall_by_equal_steps_of_the_seventh_root_and_each_t_has_its_noise() -> None:

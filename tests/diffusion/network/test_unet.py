@@ -18,9 +18,6 @@ from vesuvius.diffusion.network.layers import ZeroConv3d, ZeroLinear
 from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 from vesuvius.errors import ConfigError
 
-TINY = ModelConfig(
-    channels=(8, 16), blocks_per_level=1, stem_stride=(1, 1, 1), full_res_channels=0, attention_heads=0, norm_groups=4
-)
 ALL_PARTS = ModelConfig(
     channels=(8, 16), blocks_per_level=2, stem_stride=(1, 2, 2), full_res_channels=4, attention_heads=2
 )
@@ -32,7 +29,7 @@ ADDED = ALL_PARTS.model_copy(update={"skips": "add"})
 FLAT = ModelConfig(  # as for slices further apart than pixels
     channels=(8, 12, 16), strides=((1, 2, 2), (3, 1, 2)), stem_stride=(1, 2, 2), full_res_channels=4, attention_heads=2
 )
-IDS = {"tiny": TINY, "all_parts": ALL_PARTS, "one_level": ONE_LEVEL, "added_skips": ADDED, "anisotropic": FLAT}
+IDS = {"one_level": ONE_LEVEL, "added_skips": ADDED, "anisotropic": FLAT}
 CONFIGS = pytest.mark.parametrize("config", IDS.values(), ids=IDS.keys())
 SIZE = (6, 8, 24)
 
@@ -80,21 +77,6 @@ def test_every_parameter_gets_a_gradient_once_the_zero_convolutions_have_moved(c
     assert dead == []
 
 
-def test_a_few_updates_learn_a_fixed_batch() -> None:
-    model, (x, t) = build_unet(ALL_PARTS, 0), _input()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    target = torch.roll(x, 1, dims=4)
-    losses = []
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x, t), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    # Predicting 0 leaves 1.0; half of it needs a network that works.
-    assert losses[-1] < 0.5 * losses[0]
-
-
 def test_same_seed_same_weights_and_the_global_generator_is_untouched() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -114,11 +96,6 @@ def test_adding_a_module_leaves_the_others_initial_weights() -> None:
     assert all(torch.equal(without[name], with_attention[name]) for name in without)
 
 
-def test_equal_layers_start_with_different_weights() -> None:
-    model = build_unet(ALL_PARTS, 0)
-    assert not torch.equal(model.trunk.middle_1.conv_1.weight, model.trunk.middle_2.conv_1.weight)
-
-
 def test_initial_weights_have_variance_one_over_fan_in() -> None:
     weight = build_unet(ALL_PARTS, 0).get_parameter("trunk.middle_1.conv_1.weight")
     n = weight.numel()
@@ -136,11 +113,6 @@ def test_t_matters_and_each_sample_sees_only_its_own(config: ModelConfig) -> Non
     alone = torch.cat([model(x[i : i + 1], t[i : i + 1]) for i in range(3)])
     # 1e-5: the same float32 sums, blocked differently for another batch size; outputs are of order 1.
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
-
-
-def test_forward_has_no_randomness_in_training_mode() -> None:
-    model, (x, t) = _awake(ALL_PARTS).train(), _input()
-    assert torch.equal(model(x, t), model(x, t))
 
 
 def test_full_resolution_detail_reaches_the_output_past_the_trunk() -> None:
@@ -320,6 +292,7 @@ def _kept_bytes(model: UNet, forward: Callable[[Tensor, Tensor], Tensor]) -> int
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.long
 def test_compiled_with_recomputed_norms_it_keeps_no_more_than_eager_and_gives_the_same_numbers() -> None:
     # aot_eager: torch.compile's own choice of what is kept and what is computed again, without its code generator.
     model, compiled, plain = _awake(ALL_PARTS), _awake(ALL_PARTS), _awake(ALL_PARTS, execution=Execution(False))
@@ -363,7 +336,7 @@ class _LargestOutput(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("config", [*IDS.values(), NARROWING, ModelConfig()])
+@pytest.mark.parametrize("config", [*IDS.values(), NARROWING])
 def test_the_guard_counts_the_largest_tensor_that_forward_makes(config: ModelConfig) -> None:
     size = (72, 136, 136)
     # Fake and not meta tensors: on meta, attention takes the path that forms the whole matrix of scores, which neither

@@ -205,6 +205,7 @@ def test_accumulated_gradients_live_through_the_forward_passes() -> None:
 
 
 def test_what_is_nothing_to_a_step_is_not_traced_again() -> None:
+    memory_plan._TracedStep.cache_clear()
     plan_memory(make_config())
     misses = memory_plan._TracedStep.cache_info().misses
     plan_memory(make_config().with_training(workers=7, prefetch_factor=5, lr=0.5, accumulate_steps=1))
