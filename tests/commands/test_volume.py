@@ -21,8 +21,8 @@ from tests.support.chunk_server import ChunkServer
 from tests.volumes.test_alignment import volume_of
 from tests.volumes.test_axes import axis, ome_06, sequence
 from vesuvius.commands import cli, volume
-from vesuvius.commands.output import progress
 from vesuvius.config.load import read_config
+from vesuvius.runlog import progress
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volume_tools.phantom import Phantom
 
@@ -261,7 +261,7 @@ def test_occupancy_writes_the_sidecar_that_info_then_finds(tmp_path, capsys):
 
 
 def test_copy_says_how_far_it_is_and_then_what_it_did(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.0)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.01)
     voxels = textured((64, 64, 64))
     voxels[:32, :32, :32] = 0
     write_array(tmp_path / "served" / "v.zarr", voxels)
@@ -276,8 +276,7 @@ def test_copy_says_how_far_it_is_and_then_what_it_did(tmp_path, capsys, monkeypa
     assert chunks == "  chunks  8 written, 1 air, 0 failed"
     assert re.fullmatch(r"  bytes   256.0 KiB of voxels, \d+\.\d KiB fetched, \d+\.\d KiB stored", sizes)
     assert re.fullmatch(r"  time    \d+\.\d s, \d+\.\d MB/s of voxels, \d+\.\d MB/s fetched", seconds)
-    assert re.search(r" INFO copying: 3 of 9 chunks, .* MB/s fetched, about .* left\n", captured.err)
-    assert captured.err.count("\n") == 9, "one a chunk after the first, and the end"
+    assert re.search(r" INFO copying: \d of 9 chunks, .* MB/s fetched, about .* left\n", captured.err)
     assert "is already there and complete: nothing was done" in capsys.readouterr().out
 
 

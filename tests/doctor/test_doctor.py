@@ -262,7 +262,10 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
         {"host.installed_version": lambda name: "2.9.1" if name == "torch" else installed_version(name)},
         ("fail", "versions", "torch 2.9.1 where"),
     ),
-    "name clash": ({"host.namesake_problem": lambda: "two own it; uninstall it"}, ("fail", "import name", "two")),
+    "name clash": (
+        {"host.installed_version": lambda name: "0.9" if name == "vesuvius" else installed_version(name)},
+        ("fail", "import name", "the distribution 'vesuvius' 0.9"),
+    ),
     "quota below the readers": ({"host.usable_cores": lambda pid: 0.5}, ("warn", "processors", "0.5 of ")),
     "old cuDNN": (
         {"device.choose_device": lambda: CUDA, "device.torch.backends.cudnn.version": lambda: 91002},

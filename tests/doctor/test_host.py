@@ -59,7 +59,7 @@ def test_our_own_requirements_are_met_here() -> None:
 
 
 def test_the_name_clash_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", {"vesuvius": "0.9"}.__getitem__)
+    monkeypatch.setattr(host, "installed_version", {"vesuvius": "0.9"}.get)
     found = host.look_for_namesake()
     assert (found.level, found.value[:31]) == ("fail", "the distribution 'vesuvius' 0.9")
     assert "uninstall it" in found.remedy

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.small_disk import fill, small_disk
 from vesuvius.runlog.files.append_file import AppendFile
 from vesuvius.runlog.rotated import RotatedFile, iter_rotated
 
@@ -60,32 +59,6 @@ def test_a_line_of_which_half_was_written_is_completed_before_the_next(
     assert working == ("INFO", f"{path} is writable again; 0 lines were lost")
 
 
-def test_on_a_disk_that_fills_up_lines_wait_until_there_is_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with small_disk(tmp_path, kib=64) as disk:
-        file = AppendFile(disk / "lines")
-        lines = [f"{number:06d} {'x' * 150}" for number in range(1000)]
-        for line in lines[:300]:
-            file.write_line(line)
-        ballast = fill(disk)
-        for line in lines[300:600]:
-            file.write_line(line)
-        text = (disk / "lines").read_text()
-        assert len(text) % 4096 == 0, "tmpfs fills the last page: a torn line stands at the end"
-        assert not text.endswith("\n")
-        assert len(said(caplog)) == 1
-        ballast.rename(disk / "older")  # the disk has another 150 KiB of lines to take: too many
-        (disk / "older").write_bytes(b"")
-        for line in lines[600:]:
-            file.write_line(line)
-        assert len(said(caplog)) == 1, "it is full again before all that waited is written"
-        file.close()
-        whole = (disk / "lines").read_text().splitlines()
-        assert whole[:-1] == lines[: len(whole) - 1]
-        assert f"{1000 - len(whole) + 1} lines are lost" in said(caplog)[-1][1]
-
-
 def test_lines_beyond_what_is_kept_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = AppendFile(tmp_path / "lines", keep=3)
     with no_file_beyond(2):
@@ -95,15 +68,6 @@ def test_lines_beyond_what_is_kept_are_counted(tmp_path: Path, caplog: pytest.Lo
     file.close()
     assert (tmp_path / "lines").read_text().splitlines() == ["line 0", "line 1", "line 2", "line 8"]
     assert said(caplog)[-1] == ("ERROR", f"{tmp_path / 'lines'} is writable again; 5 lines were lost")
-
-
-def test_what_still_waits_is_written_when_the_file_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = AppendFile(tmp_path / "lines")
-    with no_file_beyond(3):
-        file.write_line("line 1")
-    file.close()
-    assert (tmp_path / "lines").read_text() == "line 1\n"
-    assert said(caplog)[-1][0] == "INFO"
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:

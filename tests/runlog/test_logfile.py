@@ -15,16 +15,11 @@ import pytest
 
 from tests.support.small_disk import fill, small_disk
 from vesuvius.runlog.files.append_file import AppendFile
-from vesuvius.runlog.logfile import _TerminalHandler, close_logs, log_to_terminal, open_log, terminal_lines_through
+from vesuvius.runlog.logfile import _TerminalHandler, close_logs, log_to_terminal, open_log
 
 log = logging.getLogger("vesuvius.test")
 
 needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is full")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 class Hangup(io.StringIO):
@@ -66,21 +61,6 @@ def test_an_output_that_is_gone_loses_its_lines_without_a_word_and_the_log_file_
     assert [line.split()[-1] for line in (tmp_path / "log").read_text().splitlines()] == ["first", "second", "third"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("WARNING third")
-
-
-def test_while_a_bar_prints_it_gets_the_lines_for_the_terminal_and_a_redirected_stream_keeps_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    above_the_bar: list[str] = []
-    with terminal_lines_through(above_the_bar.append):
-        log.info("for the terminal")
-        log.warning("for the file of 2>")
-    log.info("behind the bar")
-    (line,) = above_the_bar
-    assert line.endswith("INFO for the terminal")
-    assert sys.stdout.getvalue().endswith("INFO behind the bar\n")  # type: ignore[attr-defined]
-    assert capsys.readouterr().err.endswith("WARNING for the file of 2>\n")
 
 
 @needs_dev_full

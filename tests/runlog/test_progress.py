@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 
@@ -45,3 +46,24 @@ def test_what_ends_says_no_more(caplog: pytest.LogCaptureFixture, monkeypatch: p
     while threads() > before:
         time.sleep(0.005)
     assert not caplog.messages, "what is short is not worth a line"
+
+
+def test_a_command_tells_what_it_counts_and_another_thing_starts_another_estimate(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_EVERY_S", 0.01)
+    caplog.set_level(logging.INFO)
+
+    def line() -> str:
+        before = len(caplog.messages)
+        while len(caplog.messages) < before + 2:
+            time.sleep(0.005)
+        return caplog.messages[-1]
+
+    with progress.Progress("copying") as told:
+        told.tell("chunks", 1, 9, "3 MB/s")
+        assert line() == "copying: 1 of 9 chunks, 3 MB/s"
+        told.tell("chunks", 2, 9)
+        assert re.fullmatch(r"copying: 2 of 9 chunks, about \d+s left", line())
+        told.tell("levels", 2, 3)
+        assert line() == "copying: 2 of 3 levels"

@@ -51,12 +51,12 @@ def test_records_are_appended_and_a_torn_line_is_passed_over(tmp_path: Path) -> 
     with path.open("a") as file:
         file.write('{"kind": "step", "st')
     second = JsonLines(path)
-    second.write("step", step=2, loss=math.nan, parts=[math.inf, 1.0])
+    written = second.write("step", step=2, loss=math.nan, parts=(math.inf, 0.1 + 0.2))
     second.close()
     records = read_records(path)
     assert [r["step"] for r in records] == [1, 2]
-    assert records[1]["loss"] is None
-    assert records[1]["parts"] == [None, 1.0]
+    assert records[1] == written
+    assert (written["loss"], written["parts"]) == (None, [None, 0.1 + 0.2])
     for line in path.read_text().splitlines()[2:]:
         json.loads(line)
 
@@ -74,14 +74,6 @@ def test_going_on_with_a_long_file_does_not_read_it_whole(tmp_path: Path) -> Non
     assert path.read_bytes().endswith(b"{\n"), "its torn line is closed all the same"
 
 
-def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    file = JsonLines(tmp_path / "metrics.jsonl")
-    written = file.write("step", step=1, loss=math.inf, bins=(0.1, math.nan))
-    file.close()
-    assert written == {"kind": "step", "time": written["time"], "step": 1, "loss": None, "bins": [0.1, None]}
-    assert read_records(tmp_path / "metrics.jsonl") == [written]
-
-
 def test_a_full_disk_costs_no_record(tmp_path: Path) -> None:
     with small_disk(tmp_path, kib=64) as disk:
         file = JsonLines(disk / "metrics.jsonl")
@@ -92,9 +84,3 @@ def test_a_full_disk_costs_no_record(tmp_path: Path) -> None:
         written.append(file.write("step", step=300))
         assert read_records(disk / "metrics.jsonl") == written
         file.close()
-
-
-def test_figures_keep_their_precision(tmp_path: Path) -> None:
-    file = JsonLines(tmp_path / "m.jsonl")
-    file.write("step", loss=0.1 + 0.2)
-    assert read_records(tmp_path / "m.jsonl")[0]["loss"] == 0.1 + 0.2

@@ -26,26 +26,17 @@ def numbers(path: Path) -> list[int]:
     return [record["n"] for record in iter_rotated(path)]
 
 
-def test_records_are_read_back_in_order_over_all_parts(tmp_path: Path) -> None:
+def test_records_are_read_back_in_order_over_all_parts_and_sessions(tmp_path: Path) -> None:
     path = tmp_path / "system.jsonl"
-    lines = rotated_records(path, 1000)
-    for n in range(200):
-        lines.write("system", n=n, filler="x" * 40)
-    lines.close()
+    for session in range(3):
+        lines = rotated_records(path, 1000)
+        for n in range(100):
+            lines.write("system", n=100 * session + n, filler="x" * 40)
+        lines.close()
     assert len(list(tmp_path.glob("system.0*.jsonl.gz"))) > 5
     assert not list(tmp_path.glob(".*")), "nothing partial is left"
     assert path.stat().st_size < 1200
-    assert numbers(path) == list(range(200))
-
-
-def test_a_new_session_goes_on_with_the_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "system.jsonl"
-    for session in range(3):
-        lines = rotated_records(path, 300)
-        for n in range(10):
-            lines.write("system", n=10 * session + n, filler="x" * 40)
-        lines.close()
-    assert numbers(path) == list(range(30))
+    assert numbers(path) == list(range(300))
 
 
 class Died(BaseException):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -134,22 +133,6 @@ def test_vram_is_a_positive_number_that_goes_with_a_dry_run(
     assert exit_info.value.code == 2
     assert "--vram-gib" in capsys.readouterr().err
     assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize(("present", "warned"), [(None, False), ("max_split_size_mb:64", True)])
-def test_segments_of_gpu_memory_grow_unless_the_environment_says_otherwise(
-    tiny_config: WriteConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    present: str | None,
-    warned: bool,
-) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", present or "")
-    if present is None:
-        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
-    assert vesuvius_train(tiny_config(), "--dry-run", "training.cuda_allocator=expandable") == 0
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == (present or "expandable_segments:True")
-    assert ("which is kept" in capsys.readouterr().err) == warned
 
 
 def test_a_dry_run_leaves_the_chunk_cache_as_it_is(

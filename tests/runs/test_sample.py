@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
 from tests.conftest import TINY_MODEL, run_vesuvius, textured
-from tests.runs.test_terminal import BAR, output_on_a_terminal
 from tests.support import fork_server
 from tests.training.step.test_conditioning import write_group
 from vesuvius import __version__
@@ -523,14 +522,6 @@ def test_help_needs_nothing_heavy_and_sampling_no_ray(tmp_path: Path) -> None:
     result = subprocess.run(command, text=True, capture_output=True, check=True)
     assert result.stdout.count("\n[]\n") == 2, result.stdout
     assert "sample" in cli.COMMANDS
-
-
-def test_on_a_terminal_a_bar_is_shown_until_the_end(plain: Path, tmp_path: Path) -> None:
-    arguments = ["--checkpoint", "plain", "--out", str(tmp_path / "out"), "--count", "3", "--batch-size", "2"]
-    text = output_on_a_terminal([sys.executable, "-m", "vesuvius.sample", *arguments], plain)
-    assert BAR in text
-    assert "6/6" in text
-    assert "3 samples of 8x16x16 uint8" in text[text.rindex(BAR) :].replace("\r\n", "")
 
 
 def test_a_conditional_model_is_shown_the_held_out_condition_and_both_are_written(

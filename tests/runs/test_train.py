@@ -350,17 +350,6 @@ def test_help_needs_nothing_heavy() -> None:
     assert cli.main(["no-such-command"]) == 2
 
 
-def test_the_namesake_on_the_package_index_is_warned_of(
-    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    installed = tmp_path / "site" / "vesuvius-0.9.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vesuvius\nVersion: 0.9\n")
-    monkeypatch.syspath_prepend(str(installed.parent))
-    assert vesuvius_train(tiny_config(), "--dry-run") == 0
-    assert "'vesuvius' 0.9 is installed alongside ours" in capsys.readouterr().err
-
-
 @pytest.mark.long
 def test_no_process_of_a_run_outlives_it(tiny_config: WriteConfig, tmp_path: Path) -> None:
     marker = f"marker-{os.getpid()}-{time.time_ns()}"

@@ -68,7 +68,7 @@ def test_they_are_what_the_run_had_written_killed_and_gone_on_as_it_was(tmp_path
     assert rebuilt == shown(run / "tb")
     assert [event.step for event in rebuilt["train/loss"]] == list(range(1, 10))
     assert [event.step for event in rebuilt["system/cores_busy"]] == [1, 5], "one a minute, and one a session"
-    for tag in ("preview/picture", "events/nonfinite"):
+    for tag in ("preview/picture", "events/nonfinite/text_summary"):
         assert [event.step for event in rebuilt[tag]] == [9], tag
     assert before.items() <= content(run).items(), "nothing of the run is changed"
 

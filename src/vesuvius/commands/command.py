@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -14,7 +15,6 @@ from collections.abc import Callable
 from vesuvius.doctor.check import THREADS
 from vesuvius.errors import EXIT_ERROR, EXIT_GUARD, EXIT_INTERRUPTED, EXIT_STOPPED, StorageError, VesuviusError
 from vesuvius.runlog.logfile import close_logs, is_lost_terminal, log_to_terminal, silence
-from vesuvius.runlog.namesake import namesake_problem
 from vesuvius.runlog.redact import redact
 
 log = logging.getLogger(__name__)
@@ -22,17 +22,16 @@ log = logging.getLogger(__name__)
 _END_WITHIN_S = 0.5
 
 
-def as_command(body: Callable[[list[str]], int], *, check_install: bool = True) -> Callable[..., int]:
+def as_command(body: Callable[[list[str]], int]) -> Callable[..., int]:
     """Make a `main` of it: the log on the terminal, errors as one message and their exit code.
 
     Args:
         body: takes the arguments; where `main` is called without, those of this process, which is then about to end.
-        check_install: warn about another distribution of the same name; takes some hundredths of a second.
     """
 
     @functools.wraps(body)
     def main(argv: list[str] | None = None) -> int:
-        exit_code = _run_command(body, sys.argv[1:] if argv is None else argv, check_install)
+        exit_code = _run_command(body, sys.argv[1:] if argv is None else argv)
         if argv is None:
             end_soon(exit_code)
         return exit_code
@@ -63,13 +62,11 @@ def end_soon(exit_code: int) -> None:
     threading.Thread(target=end, name="end-soon", daemon=True).start()
 
 
-def _run_command(main: Callable[[list[str]], int], argv: list[str], check_install: bool) -> int:
+def _run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     log_to_terminal()
     # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
     # docs/performance.md has the figures.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    if check_install:
-        warn_of_namesake()
     try:
         try:
             return main(argv)
@@ -105,16 +102,10 @@ def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
     try:
         print(text if exact else redact(text), end=end, flush=True)
     except OSError as error:
-        lost = isinstance(error, BrokenPipeError) or is_lost_terminal(sys.stdout)
+        lost = isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and is_lost_terminal(sys.stdout))
         silence(sys.stdout)  # else Python tries to flush it again at exit
         if lost:
             return
         raise StorageError(
             f"the output must be writable; got {error}; free some space or write it elsewhere"
         ) from error
-
-
-def warn_of_namesake() -> None:
-    """Warn where another distribution that owns the import name `vesuvius` is installed: one overwrites the other."""
-    if problem := namesake_problem():
-        log.warning("%s", problem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
-from functools import partial
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_config
@@ -16,7 +15,7 @@ from vesuvius.errors import EXIT_ERROR, EXIT_OK, ConfigError, one_line
 _EPILOG = "exit codes: 0 = every line is ok or warn, 1 = a line is fail, 2 = usage"
 
 
-@partial(as_command, check_install=False)
+@as_command
 def main(argv: list[str]) -> int:
     """Parse the command line and examine.  Returns the exit code."""
     parser = argparse.ArgumentParser(

@@ -9,8 +9,8 @@ from pathlib import Path
 from vesuvius.commands.arguments.sample import add_keys, overrides_of
 from vesuvius.commands.arguments.types import natural, positive, whole
 from vesuvius.commands.command import as_command, say
-from vesuvius.commands.output.progress import progress
 from vesuvius.errors import EXIT_OK
+from vesuvius.runlog.progress import Progress
 
 LEAST = 16
 
@@ -64,9 +64,9 @@ def main(argv: list[str]) -> int:
         "classifier_steps",
     )}  # fmt: skip
     command = shlex.join(["vesuvius", "evaluate", *argv])
-    with progress("evaluating") as on_step:
+    with Progress("evaluating") as progress:
         folder, text = evaluate(
-            EvaluationRequest(**options, overrides=overrides_of(arguments), command=command), on_step
+            EvaluationRequest(**options, overrides=overrides_of(arguments), command=command), progress.tell
         )
     say(f"{text}\n{folder / 'evaluation.html'}")
     return EXIT_OK

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,7 @@ _EPILOG = """exit codes: 0 ok, 10 warn, 11 critical, or ended by the memory guar
 without a run: the machine's own state, and with --config what a config would need"""
 
 
-@partial(as_command, check_install=False)
+@as_command
 def main(argv: list[str]) -> int:
     """Parse the command line and look.  Returns the exit code."""
     parser = _parser()

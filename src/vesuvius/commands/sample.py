@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vesuvius.commands.arguments import sample as sample_arguments
 from vesuvius.commands.command import as_command, say
-from vesuvius.commands.output.progress import progress
 from vesuvius.errors import EXIT_OK
+from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.units import format_sizes
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         box=arguments.box,
         npy=arguments.npy,
     )
-    with progress("sampling") as on_progress:
-        report = draw_samples(request, on_progress)
+    with Progress("sampling") as progress:
+        report = draw_samples(request, progress.tell)
     say(_text(report))
     return EXIT_OK
 
@@ -65,8 +65,8 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         say(forecast.text())
         forecast.check_space(request.out)
         return EXIT_OK
-    with progress("sampling") as on_progress:
-        report = draw_volume(request, on_progress)
+    with Progress("sampling") as progress:
+        report = draw_volume(request, progress.tell)
     say(_volume_text(report))
     return EXIT_OK
 

@@ -6,9 +6,6 @@ import argparse
 import logging
 import os
 import shlex
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +13,6 @@ from pathlib import Path
 from vesuvius.commands.arguments.config import take_config
 from vesuvius.commands.arguments.types import positive_number
 from vesuvius.commands.command import as_command, say
-from vesuvius.commands.output.progress import terminal_bar
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_OK
@@ -82,8 +78,6 @@ def main(argv: list[str]) -> int:
         parser.error("--allow-drift is about resuming; use it with --resume")
     if args.restart_damaged and not resume:
         parser.error("--restart-damaged is about existing checkpoints; use it with --resume")
-    if config.training.cuda_allocator == "expandable":
-        _let_segments_grow()
     # torch takes seconds to import: not needed for what came before
     if args.dry_run:
         from vesuvius.training.forecast.dry_run import dry_run
@@ -109,8 +103,7 @@ def main(argv: list[str]) -> int:
 
         command = shlex.join(["vesuvius", "train", *argv])
         request = replace(request, make_tuner=profile_in_place(_PROFILED_STEPS, args.profile, command))
-    with _progress_bar(config.stop_step) as on_step:
-        return launch(request, on_step)
+    return launch(request)
 
 
 def _step(text: str) -> int:
@@ -119,45 +112,9 @@ def _step(text: str) -> int:
     return int(text)
 
 
-def _let_segments_grow() -> None:
-    """Before torch begins to use a GPU; whoever has set the variable knows better."""
-    wanted = "expandable_segments:True"
-    present = os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", wanted)
-    if wanted not in present:
-        log.warning(
-            "training.cuda_allocator=expandable must not be overridden by the environment; got "
-            "PYTORCH_CUDA_ALLOC_CONF=%s, which is kept; add %s to it or unset it",
-            present,
-            wanted,
-        )
-
-
 def _replay(config: Config, step: int) -> int:
     from vesuvius.training.replay import replay
 
     *lines, exit_code = replay(config, step)
     say("\n".join(map(str, lines)))
     return int(exit_code)
-
-
-@contextmanager
-def _progress_bar(steps: int) -> Iterator[Callable[[int], None]]:
-    """A bar under the log lines where standard output is a terminal, nothing elsewhere.
-
-    It appears with the first step, so that an error before it shows no empty bar.
-
-    Args:
-        steps: the step, counted from 1, at which the run ends.
-
-    Yields:
-        What to call with the number of each step once it is logged.
-    """
-    if sys.stdout is None or not sys.stdout.isatty():
-        yield lambda step: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())  # the time left is `eta` of the line above
-    terminal = sys.stderr is not None and sys.stderr.isatty()  # a file gets its warnings itself
-    with terminal_bar("training", *columns, stderr=False, redirect_stderr=terminal) as move:
-        yield lambda step: move(step, steps)

@@ -9,7 +9,6 @@ from contextlib import closing, redirect_stdout
 
 from vesuvius.commands.arguments.volume import parser
 from vesuvius.commands.command import as_command, say
-from vesuvius.commands.output.progress import progress
 from vesuvius.commands.output.volume import (
     alignment_json,
     alignment_text,
@@ -25,6 +24,7 @@ from vesuvius.commands.output.volume import (
 )
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import EXIT_DATA, EXIT_OK
+from vesuvius.runlog.progress import Progress
 from vesuvius.volume_tools.copy import CopyRequest, UnfinishedCopyError, copy_box
 from vesuvius.volume_tools.info import describe_volume, make_sidecar
 from vesuvius.volume_tools.partial import partial_path
@@ -67,14 +67,14 @@ def _store(arguments: argparse.Namespace) -> StoreConfig:
 
 
 def _synth(arguments: argparse.Namespace) -> str:
-    with redirect_stdout(sys.stderr), progress("writing") as tell:
+    with redirect_stdout(sys.stderr), Progress("writing") as progress:
         report = write_phantom(
             arguments.out,
             arguments.shape,
             arguments.seed,
             chunk=arguments.chunk,
             overwrite=arguments.overwrite,
-            on_progress=tell,
+            on_progress=progress.tell,
         )
     return synth_text(report)
 
@@ -105,8 +105,10 @@ def _copy(arguments: argparse.Namespace) -> str:
     )
     source = f"{arguments.path} level {arguments.level}"
     try:
-        with redirect_stdout(sys.stderr), progress("copying") as tell:
-            figures = copy_box(request, _store(arguments), lambda f: tell("chunks", f.done, f.chunks, copy_line(f)))
+        with redirect_stdout(sys.stderr), Progress("copying") as progress:
+            figures = copy_box(
+                request, _store(arguments), lambda f: progress.tell("chunks", f.done, f.chunks, copy_line(f))
+            )
     except UnfinishedCopyError as error:
         say(copy_text(error.figures, arguments.out, source))
         raise
@@ -119,12 +121,12 @@ def _copy(arguments: argparse.Namespace) -> str:
 
 def _verify(arguments: argparse.Namespace) -> int:
     try:
-        with redirect_stdout(sys.stderr), progress("verifying") as tell:
+        with redirect_stdout(sys.stderr), Progress("verifying") as progress:
             figures = verify_volume(
                 _source(arguments),
                 _store(arguments),
                 arguments.processes,
-                lambda f: tell("objects", f.done, f.objects, verify_line(f)),
+                lambda f: progress.tell("objects", f.done, f.objects, verify_line(f)),
             )
     except KeyboardInterrupt:
         log.warning("what was read is kept; the same command continues")

@@ -18,6 +18,7 @@ KeyPath = tuple[str | int, ...]
 JsonSchema = dict[str, Any]
 
 REMOVED = {
+    "training.cuda_allocator": "torch reads it from the environment: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     "diffusion.zero_terminal_snr": "diffusion.noise=edm, the default, reaches the noise that the data need",
     "diffusion.loss": "the loss is the squared error, weighted by level",
     "diffusion.huber_delta": "the loss is the squared error, weighted by level",

@@ -54,9 +54,6 @@ class TrainingConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile the network: minutes at the start, faster steps after")
     cudnn_benchmark: bool = Field(True, description="let cuDNN time its kernels for the fixed patch size once")
-    cuda_allocator: Literal["default", "expandable"] = Field(
-        "default", description="expandable = segments of GPU memory grow in place: less fragmentation where sizes vary"
-    )
     deterministic: bool = Field(
         False, description="bit-reproducible kernels, so that a resume is exact on a GPU too; slower"
     )

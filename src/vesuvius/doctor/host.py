@@ -23,7 +23,6 @@ from vesuvius.monitor.window import THROTTLED
 from vesuvius.runlog.environment import installed_version
 from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
 from vesuvius.runlog.files.file_lock import take_lock
-from vesuvius.runlog.namesake import namesake_problem
 from vesuvius.runlog.units import GIB, format_percent, size_text
 
 DISTRIBUTION = "vesuvius-diffusion"
@@ -59,9 +58,15 @@ def look_at_versions() -> Finding:
 
 
 def look_for_namesake() -> Finding:
-    """Another distribution of the same import name."""
-    problem, _, remedy = namesake_problem().partition("; ")
-    return Finding("fail", problem, remedy) if problem else Finding("ok", "no conflicting distribution")
+    """Another distribution of the same import name: one overwrites the other."""
+    if (version := installed_version("vesuvius")) is None:
+        return Finding("ok", "no conflicting distribution")
+    return Finding(
+        "fail",
+        f"the distribution 'vesuvius' {version} is installed alongside ours ('vesuvius-diffusion') and both use the "
+        "import name vesuvius",
+        "uninstall it and reinstall ours, or use a fresh virtual environment",
+    )
 
 
 def look_at_cores(workers: int | None, ranks: int = 1) -> Finding:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
 import sys
-import termios
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -108,18 +105,15 @@ class _LogFile(logging.Handler):
     def handle(self, record: logging.LogRecord) -> bool:
         """Without logging's lock: a thread that waits for a stalled disk would hold up the guard and the watchdog.
         `AppendFile` takes lines of all threads."""
-        passed = bool(self.filter(record))
-        if passed:
+        if passed := bool(self.filter(record)):
             self.emit(record)
         return passed
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)
+            self._file.write_line(self.format(record))
         except Exception:  # as logging's own handlers: a line that cannot be formatted must not end the run
             self.handleError(record)
-        else:
-            self._file.write_line(line)
 
     def close(self) -> None:
         self._file.close()
@@ -152,22 +146,6 @@ def _close_handlers(kind: type[logging.Handler]) -> None:
         handler.close()
 
 
-@contextmanager
-def terminal_lines_through(write: Callable[[str], None]) -> Iterator[None]:
-    """Within: lines bound for a terminal go to `write`, without their newline.
-
-    A progress bar passes its own printer, so that lines stand above it.  A redirected stream gets its lines directly.
-    """
-    handlers = [h for h in logging.getLogger("vesuvius").handlers if isinstance(h, _TerminalHandler)]
-    for handler in handlers:
-        handler.write_line = write
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.write_line = None
-
-
 def silence(stream: TextIO) -> None:
     """Send what else is written to a stream to the null device, also what Python flushes when it exits.
 
@@ -188,41 +166,29 @@ def silence_lost_terminal() -> None:
 
 
 def is_lost_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that has closed."""
+    """Whether a stream is a terminal that has closed (or another device that is none)."""
     try:
         descriptor = stream.fileno()
-        if not stat.S_ISCHR(os.fstat(descriptor).st_mode):
-            return False
-        termios.tcgetattr(descriptor)
+        return stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor)
     except (OSError, ValueError):  # ValueError: closed
         return False
-    except termios.error as error:
-        return bool(error.args[0] == errno.EIO)
-    return False
 
 
 class _TerminalHandler(logging.Handler):
-    """Looks `sys.stdout` and `sys.stderr` up each time: a progress bar replaces them while it is shown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.write_line: Callable[[str], None] | None = None
+    """Warnings and errors to standard error, the rest to standard output, as they are at that time."""
 
     def emit(self, record: logging.LogRecord) -> None:
         stream: TextIO | None = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
         if stream is None or stream.closed:  # None: the process was started with it closed
             return
         try:
-            line = self.format(record)
-            if self.write_line is not None and stream.isatty():
-                self.write_line(line)
-            else:
-                stream.write(line + "\n")
-                stream.flush()
+            line = self.format(record) + "\n"
+            stream.write(line)
+            stream.flush()
         except OSError:  # `| head` has read enough, the terminal is gone: the run continues, with its log file
             silence(stream)
         except RuntimeError:  # "reentrant call": a signal's handler logs while its thread writes to the same stream
             with suppress(OSError, ValueError):
-                os.write(stream.fileno(), f"{line}\n".encode(errors="backslashreplace"))
+                os.write(stream.fileno(), line.encode(errors="backslashreplace"))
         except Exception:  # as logging's own handlers: a line that cannot be printed must not end the run
             self.handleError(record)

@@ -1,4 +1,4 @@
-"""How far something is that may take minutes: a line in the log every few seconds."""
+"""How far something is that may take minutes: a line in the log every few seconds, on a terminal or not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from vesuvius.runlog.units import format_duration, size_text
 
@@ -18,7 +18,7 @@ _EVERY_S = 5.0
 
 
 class Progress:
-    """Counts items, and says every few seconds how many; nothing of what is done sooner.  To be closed.
+    """Says every few seconds how much is done; nothing of what is done sooner.  A context manager, or to be closed.
 
     Args:
         what: is done, e.g. "reading the shards of v.zarr".
@@ -27,16 +27,32 @@ class Progress:
 
     def __init__(self, what: str, total: int | None = None) -> None:
         self._what, self._total = what, total
-        self._count = self._bytes = 0
-        self._started = time.monotonic()
+        self._unit = self._more = ""
+        self._count = self._first = self._bytes = 0
+        self._started = self._counted_from = time.monotonic()
         self._has_said = False
         self._closed = threading.Event()
         threading.Thread(target=self._say_at_times, name="progress", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def add(self, num_bytes: int = 0) -> None:
         """Count an item, with the bytes that it has brought."""
         self._count += 1
         self._bytes += num_bytes
+
+    def tell(self, unit: str, done: int, total: int, more: str = "") -> None:
+        """Set what is counted ("chunks"), the number of those done and of all, and what else there is to say.
+
+        Another thing that is counted starts another estimate of the time left.
+        """
+        if unit != self._unit:
+            self._counted_from, self._first = time.monotonic(), done
+        self._unit, self._count, self._total, self._more = unit, done, total, more
 
     def end(self) -> None:
         """Close it, and say what it came to, if anything was said before."""
@@ -52,13 +68,14 @@ class Progress:
     def _say_at_times(self) -> None:
         while not self._closed.wait(_EVERY_S):
             self._has_said = True
-            count, total, left = self._count, "", ""
+            total, left, done = "", "", self._count - self._first
             if self._total is not None:
                 total = f" of {self._total}"
-                if count:
-                    seconds = (time.monotonic() - self._started) * (self._total - count) / count
+                if done > 0:
+                    seconds = (time.monotonic() - self._counted_from) * (self._total - self._count) / done
                     left = f", about {format_duration(seconds)} left"
-            log.info("%s: %d%s%s%s", self._what, count, total, self._size, left)
+            unit, more = self._unit and f" {self._unit}", self._more and f", {self._more}"
+            log.info("%s: %d%s%s%s%s%s", self._what, self._count, total, unit, more, self._size, left)
 
     @property
     def _size(self) -> str:
@@ -67,11 +84,8 @@ class Progress:
 
 def with_progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
     """The items, counted by a `Progress`."""
-    progress = Progress(what, total)
-    try:
+    with Progress(what, total) as progress:
         for item in items:
             yield item
             progress.add()
         progress.end()
-    finally:
-        progress.close()

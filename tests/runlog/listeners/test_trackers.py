@@ -1,7 +1,7 @@
 """Figures reach Weights & Biases and MLflow; a package that is missing, fails, hangs or dies ends no run.
 
-The process that talks to a package is real.  A package of a few lines stands for each of the two, which are large
-(60 and 20 MB, and their dependencies); the tests against the real ones run where these are installed.
+A package of a few lines stands for each of the two, which are large (60 and 20 MB, and their dependencies); the tests
+against the real ones run where these are installed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "__init__.py").write_text(FAKE_WANDB)
     (tmp_path / "run").mkdir()
     monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     return package
 
 
 def tracked(tmp_path: Path, *records: dict[str, Any], name: str = "wandb", **options: Any) -> None:
-    with Tracker(name, "exp", tmp_path / "run", tmp_path / "printed.log", {"training.lr": 1e-4}, **options) as tracker:
+    with Tracker(name, "exp", tmp_path / "run", {"training.lr": 1e-4}, **options) as tracker:
         for record in records:
             tracker.take(record)
 
@@ -87,34 +89,32 @@ def test_figures_arrive_under_the_tags_of_tensorboard_and_the_next_session_goes_
 
 
 @pytest.mark.parametrize(
-    ("fault", "printed"),
+    ("fault", "cause"),
     [
-        ("raise RuntimeError('no network')", "no network"),
-        ("call[0] == 'log' and 1 / 0", "ZeroDivisionError"),
-        ("call[0] == 'log' and os.kill(os.getpid(), 11)", ""),
-        ("time.sleep(600)", ""),
+        ("raise RuntimeError('no network')", "RuntimeError: no network"),
+        ("call[0] == 'log' and 1 / 0", "ZeroDivisionError: division by zero"),
+        ("time.sleep(20)", "no answer in time"),
     ],
 )
 def test_a_tracker_that_fails_is_one_warning(
-    fake: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str, printed: str
+    fake: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str, cause: str
 ) -> None:
     (fake / "fault").write_text(fault)
-    close_s = 1.0 if "sleep" in fault else 30.0
+    close_s = 0.5 if "sleep" in fault else 30.0
     tracked(tmp_path, *(STEP | {"step": step} for step in range(40)), END, close_s=close_s)
-    (warning,) = warnings(caplog)
-    assert "monitor.trackers wandb does not accept this run's figures" in warning
-    assert str(tmp_path / "printed.log") in warning
-    assert printed in (tmp_path / "printed.log").read_text()
+    assert warnings(caplog) == [
+        f"monitor.trackers wandb does not accept this run's figures: {cause}; the run continues, and metrics.jsonl has "
+        "them all"
+    ]
 
 
 def test_a_tracker_that_hangs_holds_up_nobody_and_what_waits_is_bounded(
     fake: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (fake / "fault").write_text("time.sleep(600)")
-    large = {"kind": "validation", "time": 1.0, "step": 1, "weights": {"raw": {"loss": 1.0, "bins": [0.5] * 200}}}
-    with Tracker("wandb", "exp", tmp_path / "run", tmp_path / "printed.log", {}, close_s=0.2) as tracker:
-        for _ in range(1100):  # 1000 wait at a time, some more fit into the pipe
-            tracker.take(large)
+    (fake / "fault").write_text("time.sleep(20)")
+    with Tracker("wandb", "exp", tmp_path / "run", {}, close_s=0.2) as tracker:
+        for _ in range(1100):  # 1000 wait at a time
+            tracker.take(STEP)
         assert len(warnings(caplog)) == 1, "while the run continues"
     assert len(warnings(caplog)) == 2
     assert re.search(r"at most 1000 writes may wait .*; \d+ more are lost", warnings(caplog)[-1])
@@ -157,7 +157,7 @@ def test_the_real_mlflow_keeps_a_run_in_a_folder_over_two_sessions(
     (tmp_path / "run").mkdir()
     for steps in (range(3), range(2, 5)):
         tracked(tmp_path, *(STEP | {"step": s} for s in steps), END, name="mlflow", close_s=60.0)
-    assert warnings(caplog) == [], (tmp_path / "printed.log").read_text()
+    assert warnings(caplog) == []
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking = importlib.import_module("mlflow.tracking")
     client = tracking.MlflowClient((tmp_path / "run" / "mlruns").as_uri())

@@ -30,25 +30,19 @@ class AppendFile:
     """
 
     def __init__(self, path: Path, keep: int = KEPT_LINES) -> None:
-        torn = _is_torn(path)
-        self._path = path
-        self._keep = keep
+        self._waiting = deque([b"\n"] if _is_torn(path) else [])
+        self._path, self._keep = path, keep
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self._waiting: deque[bytes] = deque([b"\n"] if torn else [])
-        self._failing = False
-        self._lost = 0
+        self._failing, self._lost = False, 0
         self._writing = threading.Lock()
-        # Held for the moment in which a line is taken or the file stops taking any; a signal handler may hold it again.
-        self._taking, self._closed = threading.RLock(), False
 
     def write_line(self, text: str) -> None:
         """Append a text and a newline; nothing once it is closed."""
-        with self._taking:
-            if self._closed:
-                return
-            self._waiting.append(text.encode("utf-8", "backslashreplace") + b"\n")
+        if self._descriptor is None:
+            return
+        self._waiting.append(text.encode("utf-8", "backslashreplace") + b"\n")
         # Where the lock is taken, a thread or the code below this signal handler is writing, and takes this line along.
-        while self._waiting and self._writing.acquire(blocking=False):
+        while self._waiting and self._descriptor is not None and self._writing.acquire(blocking=False):
             try:
                 error = self._write_waiting()
             finally:
@@ -63,15 +57,11 @@ class AppendFile:
         return bool(self._waiting)
 
     def close(self) -> None:
-        """Write what waits, if the disk takes it now, and close the file.  Each line taken before is written once."""
-        with self._taking:
-            self._closed = True
+        """Write what waits, if the disk takes it now, and close the file."""
         with self._writing:
             if self._descriptor is None:
                 return
             error, descriptor, self._descriptor = self._write_waiting(), self._descriptor, None
-            lost = self._lost + len(self._waiting)
-            self._waiting.clear()
             try:
                 os.close(descriptor)
             except OSError as late:  # network file systems say only now that the disk is full
@@ -79,6 +69,7 @@ class AppendFile:
         if error is None:
             self._say_if_changed(None)
         else:
+            lost = self._lost + len(self._waiting)
             log.error("%s must be writable; got %s; free some space: %d lines are lost", self._path, error, lost)
 
     def _write_waiting(self) -> OSError | None:
@@ -100,16 +91,13 @@ class AppendFile:
 
     def _say_if_changed(self, error: OSError | None) -> None:
         """Called without the lock, and sets the state first: a message about the run's log is a line of that log."""
-        if error is not None and not self._failing:
-            self._failing = True
-            log.error(
-                "%s must be writable; got %s; free some space: its next %d lines are kept in memory until then",
-                self._path,
-                error,
-                self._keep,
-            )
-        elif error is None and self._failing:
-            self._failing = False
+        if self._failing == (error is not None):
+            return
+        self._failing = error is not None
+        if error is not None:
+            what = f"its next {self._keep} lines are kept in memory until then"
+            log.error("%s must be writable; got %s; free some space: %s", self._path, error, what)
+        else:
             lost, self._lost = self._lost, 0
             level = logging.ERROR if lost else logging.INFO
             log.log(level, "%s is writable again; %d lines were lost", self._path, lost)

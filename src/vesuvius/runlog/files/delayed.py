@@ -1,4 +1,4 @@
-"""Writes on a thread of their own, in order: a disk that hangs holds up nobody else."""
+"""Writes on a thread of their own, in order: a disk or server that hangs holds up nobody else."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ class DelayedWrites:
 
     def __init__(self, name: str, on_error: Callable[[], None]) -> None:
         self._name, self._on_error = name, on_error
-        self._lost, self._counting = 0, threading.Lock()
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_WAITING)
+        self._lost = 0  # a message about it may miss one of two threads' at once
+        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def later(self, call: Callable[[], None]) -> bool:
+    def later(self, call: Callable[[], object]) -> bool:
         """Any thread may call.  Returns whether it was taken: where 1000 calls wait the next are lost, and counted."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            with self._counting:
-                self._lost += 1
+            self._lost += 1
             return False
         return True
 
@@ -49,8 +48,7 @@ class DelayedWrites:
         return not self._thread.is_alive()
 
     def _say_lost(self) -> None:
-        with self._counting:
-            lost, self._lost = self._lost, 0
+        lost, self._lost = self._lost, 0
         if lost:
             log.error(
                 "%s: at most %d writes may wait for a disk or server that does not answer; %d more are "

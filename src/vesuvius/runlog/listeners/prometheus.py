@@ -29,106 +29,76 @@ _SUM = "sum"
 
 @dataclass(frozen=True)
 class _Metric:
-    meaning: str
     source: str  # kind of the record, and where the figure stands in it; of events, which are counted
+    meaning: str
     label: str | None = None
     counts: tuple[str, ...] | None = None  # all values of its label, where it counts from 0 on; one empty = no label
     adds: bool = False  # it counts not records, but adds up the figure of each
     is_histogram: bool = False
 
 
-METRICS: dict[str, _Metric] = {
-    "vesuvius_session_start_timestamp_seconds": _Metric("when this session began", "run_start.time"),
-    "vesuvius_steps_total": _Metric("optimizer steps done, the last step's number", "step.step"),
-    "vesuvius_target_steps": _Metric("optimizer step at which the run is done", "step.steps"),
-    "vesuvius_samples_total": _Metric("samples trained on", "step.samples_total"),
-    "vesuvius_last_step_timestamp_seconds": _Metric("when the last step was logged", "step.time"),
-    "vesuvius_mfu_ratio": _Metric(
-        "share of the GPU's dense peak in the last step; absent for GPUs without a known peak", "step.mfu"
+_RUNGS = ("save", "restart", "prefetch", "worker", "exit")
+_BOUNDS = ("compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound", "hung")
+_TABLE: tuple[tuple[str, _Metric], ...] = (
+    ("session_start_timestamp_seconds", _Metric("run_start.time", "when this session began")),
+    ("steps_total", _Metric("step.step", "optimizer steps done, the last step's number")),
+    ("target_steps", _Metric("step.steps", "optimizer step at which the run is done")),
+    ("samples_total", _Metric("step.samples_total", "samples trained on")),
+    ("last_step_timestamp_seconds", _Metric("step.time", "when the last step was logged")),
+    ("mfu_ratio", _Metric("step.mfu", "share of the GPU's dense peak in the last step; absent if that is not known")),
+    ("step_seconds", _Metric("step.step_s", "time of each step", is_histogram=True)),
+    ("step_part_seconds_total", _Metric("step", "time in each part; they add up to all steps", "part", _PARTS, True)),
+    ("step_pause_seconds_total", _Metric("step.pause_s", "time of pauses, within part other", None, _ONCE, True)),
+    ("remaining_seconds", _Metric("step.eta_s", "time until the session ends, as the step line's eta")),
+    ("loss", _Metric("step.loss", "loss of the last step")),
+    ("gradient_norm", _Metric("step.grad_norm", "norm of the gradient in the last step, before clipping")),
+    ("learning_rate", _Metric("step.lr", "learning rate of the last step")),
+    ("readers", _Metric("step.workers", "reader processes")),
+    ("validation_loss", _Metric("validation", "loss of the last validation", "weights")),
+    ("validation_relative_error", _Metric("validation.relative_error", "error against the best linear denoiser")),
+    ("last_validation_timestamp_seconds", _Metric("validation.time", "when the last validation ended")),
+    ("best_step", _Metric("validation.best_step", "step with the best validation")),
+    ("last_checkpoint_step", _Metric("checkpoint.step", "step of the last checkpoint that this session saved")),
+    ("last_checkpoint_timestamp_seconds", _Metric("checkpoint.saved_time", "when that checkpoint was complete")),
+    ("last_checkpoint_bytes", _Metric("checkpoint.bytes", "its size")),
+    ("hung", _Metric("", "1 while the watchdog reports the run as hung, else 0")),
+    ("checkpoint_failures_total", _Metric("event.save_failed", "checkpoints not saved", counts=_ONCE)),
+    (
+        "nonfinite_steps_total",
+        _Metric("event.nonfinite", "steps not applied: loss or gradient not finite", counts=_ONCE),
     ),
-    "vesuvius_step_seconds": _Metric("time of each step", "step.step_s", is_histogram=True),
-    "vesuvius_step_part_seconds_total": _Metric(
-        "time spent in each part of the steps; they add up to vesuvius_step_seconds_sum", "step", "part", _PARTS, True
+    ("quarantined_boxes_total", _Metric("event.quarantine", "damaged boxes put in quarantine", counts=_ONCE)),
+    ("reader_deaths_total", _Metric("event.reader_died", "readers that died and were replaced", counts=_ONCE)),
+    ("hangs_total", _Metric("event.hung", "times the watchdog reported the run as hung", counts=_ONCE)),
+    ("guard_actions_total", _Metric("event", "actions of the memory guard", "action", _RUNGS)),
+    ("verdicts_total", _Metric("verdict", "verdicts by what limits the run", "bound", _BOUNDS)),
+    ("ram_used_bytes", _Metric("system.used_bytes", "memory of the run, shared memory once; maximum of the window")),
+    ("ram_anon_bytes", _Metric("system.anon_bytes", "private memory of all processes; maximum of the window")),
+    ("ram_shared_bytes", _Metric("system.shared_bytes", "shared memory, as Ray's object store; maximum of the window")),
+    ("ram_trainer_bytes", _Metric("system.trainer_bytes", "private memory of the trainer; maximum of the window")),
+    ("ram_limit_bytes", _Metric("system.limit_bytes", "memory that the run may use")),
+    ("memory_risk", _Metric("system.risk", "0 low, 1 warn, 2 critical")),
+    ("reader_max_bytes", _Metric("system.reader_max_bytes", "private memory of the largest reader")),
+    (
+        "vram_reserved_bytes",
+        _Metric("system.vram.reserved_bytes", "GPU memory that torch holds; maximum of the window"),
     ),
-    "vesuvius_step_pause_seconds_total": _Metric(
-        "time spent in validation, previews and checkpoint copies, within part other", "step.pause_s", None, _ONCE, True
-    ),
-    "vesuvius_remaining_seconds": _Metric("time until the session ends, as the step line's eta", "step.eta_s"),
-    "vesuvius_loss": _Metric("loss of the last step", "step.loss"),
-    "vesuvius_gradient_norm": _Metric("norm of the gradient in the last step, before clipping", "step.grad_norm"),
-    "vesuvius_learning_rate": _Metric("learning rate of the last step", "step.lr"),
-    "vesuvius_readers": _Metric("reader processes", "step.workers"),
-    "vesuvius_validation_loss": _Metric("loss of the last validation", "validation", "weights"),
-    "vesuvius_validation_relative_error": _Metric(
-        "error of the last validation against the best linear denoiser", "validation.relative_error"
-    ),
-    "vesuvius_last_validation_timestamp_seconds": _Metric("when the last validation ended", "validation.time"),
-    "vesuvius_best_step": _Metric("step with the best validation", "validation.best_step"),
-    "vesuvius_last_checkpoint_step": _Metric("step of the last checkpoint that this session saved", "checkpoint.step"),
-    "vesuvius_last_checkpoint_timestamp_seconds": _Metric("when that checkpoint was complete", "checkpoint.saved_time"),
-    "vesuvius_last_checkpoint_bytes": _Metric("its size", "checkpoint.bytes"),
-    "vesuvius_hung": _Metric("1 while the watchdog reports the run as hung, else 0", ""),
-    "vesuvius_checkpoint_failures_total": _Metric(
-        "checkpoints that could not be saved", "event.save_failed", counts=_ONCE
-    ),
-    "vesuvius_nonfinite_steps_total": _Metric(
-        "steps not applied: loss or gradient not finite", "event.nonfinite", counts=_ONCE
-    ),
-    "vesuvius_quarantined_boxes_total": _Metric(
-        "damaged boxes of voxels put in quarantine", "event.quarantine", counts=_ONCE
-    ),
-    "vesuvius_reader_deaths_total": _Metric("readers that died and were replaced", "event.reader_died", counts=_ONCE),
-    "vesuvius_hangs_total": _Metric("times the watchdog reported the run as hung", "event.hung", counts=_ONCE),
-    "vesuvius_guard_actions_total": _Metric(
-        "actions of the memory guard", "event", "action", ("save", "restart", "prefetch", "worker", "exit")
-    ),
-    "vesuvius_verdicts_total": _Metric(
-        "verdicts by what limits the run",
-        "verdict",
-        "bound",
-        ("compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound", "hung"),
-    ),
-    "vesuvius_ram_used_bytes": _Metric(
-        "memory of the run, shared memory counted once; maximum of the last window", "system.used_bytes"
-    ),
-    "vesuvius_ram_anon_bytes": _Metric(
-        "private memory of all processes; maximum of the last window", "system.anon_bytes"
-    ),
-    "vesuvius_ram_shared_bytes": _Metric(
-        "shared memory, such as Ray's object store; maximum of the last window", "system.shared_bytes"
-    ),
-    "vesuvius_ram_trainer_bytes": _Metric(
-        "private memory of the trainer; maximum of the last window", "system.trainer_bytes"
-    ),
-    "vesuvius_ram_limit_bytes": _Metric("memory that the run may use", "system.limit_bytes"),
-    "vesuvius_memory_risk": _Metric("0 low, 1 warn, 2 critical", "system.risk"),
-    "vesuvius_reader_max_bytes": _Metric("private memory of the largest reader", "system.reader_max_bytes"),
-    "vesuvius_vram_reserved_bytes": _Metric(
-        "GPU memory that torch holds in the trainer; maximum of the last window", "system.vram.reserved_bytes"
-    ),
-    "vesuvius_vram_peak_bytes": _Metric("GPU memory in tensors; maximum of the last window", "system.vram.peak_bytes"),
-    "vesuvius_gpu_memory_used_bytes": _Metric("memory in use, by all processes", "system.used_bytes", "gpu"),
-    "vesuvius_gpu_memory_total_bytes": _Metric("memory of the GPU", "system.total_bytes", "gpu"),
-    "vesuvius_gpu_busy_ratio": _Metric("share of time in which a kernel ran", "system.busy", "gpu"),
-    "vesuvius_gpu_power_watts": _Metric("power draw, mean of the last window", "system.power_w", "gpu"),
-    "vesuvius_gpu_temperature_celsius": _Metric("temperature", "system.temperature_c", "gpu"),
-    "vesuvius_gpu_slowed_ratio": _Metric(
-        "share of the last window slowed down by heat or the power supply", "system.slowed_share", "gpu"
-    ),
-    "vesuvius_gpu_power_capped_ratio": _Metric(
-        "share of the last window at the power limit", "system.power_capped_share", "gpu"
-    ),
-    "vesuvius_gpu_ecc_uncorrected_errors_total": _Metric(
-        "memory errors since the driver was loaded", "system.ecc_uncorrected", "gpu"
-    ),
-    "vesuvius_gpu_xids_total": _Metric("errors reported by the driver (XID), all GPUs", "event.gpu_xid", counts=_ONCE),
-    "vesuvius_disk_free_bytes": _Metric("free on the disk of the run directory", "system.disk.free_bytes"),
-    "vesuvius_disk_run_bytes": _Metric("size of the run directory", "system.disk.run_bytes"),
-    "vesuvius_cpu_throttled_ratio": _Metric(
-        "share of quota periods in which the cgroup's processor quota was used up", "verdict.throttled_share"
-    ),
-}
-"""By name, in the order in which they are served.  Each also has the label `run`."""
+    ("vram_peak_bytes", _Metric("system.vram.peak_bytes", "GPU memory in tensors; maximum of the window")),
+    ("gpu_memory_used_bytes", _Metric("system.used_bytes", "memory in use, by all processes", "gpu")),
+    ("gpu_memory_total_bytes", _Metric("system.total_bytes", "memory of the GPU", "gpu")),
+    ("gpu_busy_ratio", _Metric("system.busy", "share of time in which a kernel ran", "gpu")),
+    ("gpu_power_watts", _Metric("system.power_w", "power draw, mean of the window", "gpu")),
+    ("gpu_temperature_celsius", _Metric("system.temperature_c", "temperature", "gpu")),
+    ("gpu_slowed_ratio", _Metric("system.slowed_share", "share of the window slowed down by heat or power", "gpu")),
+    ("gpu_power_capped_ratio", _Metric("system.power_capped_share", "share of the window at the power limit", "gpu")),
+    ("gpu_ecc_uncorrected_errors_total", _Metric("system.ecc_uncorrected", "errors since the driver loaded", "gpu")),
+    ("gpu_xids_total", _Metric("event.gpu_xid", "errors reported by the driver (XID), all GPUs", counts=_ONCE)),
+    ("disk_free_bytes", _Metric("system.disk.free_bytes", "free on the disk of the run directory")),
+    ("disk_run_bytes", _Metric("system.disk.run_bytes", "size of the run directory")),
+    ("cpu_throttled_ratio", _Metric("verdict.throttled_share", "share of quota periods with the quota used up")),
+)
+METRICS = {f"vesuvius_{name}": metric for name, metric in _TABLE}
+"""By name, in the order in which they are served.  Each also has the label `run`; windows are those of system.jsonl."""
 
 
 class Exporter:
@@ -182,31 +152,26 @@ class Exporter:
                 source, _, place = metric.source.partition(".")
                 if source != kind:
                     continue
+                held = self._values[name]
                 if metric.is_histogram or metric.adds:
                     for part, value in _values(metric, place, record).items():
-                        if value is not None:
-                            self._add(name, metric, part, float(value))
-                    continue
-                if metric.counts is None:
-                    if kind != "verdict" or place in record:  # the watchdog's has no figures
-                        values = _values(metric, place, record)
-                        self._values[name] = {label: float(v) for label, v in values.items() if v is not None}
-                    continue
-                label = "" if place else record.get("bound" if kind == "verdict" else "rung")
-                if place in ("", event) and label in metric.counts:
-                    self._values[name][label] += 1
+                        if value is None:
+                            continue
+                        if metric.is_histogram:
+                            held[_SUM] += value
+                            for bound in _BUCKETS_S:  # each counts what is at or below it, as Prometheus has them
+                                held[_le(bound)] += value <= bound
+                        else:  # a difference of clocks may be below 0, a counter must not fall
+                            held[part] += max(value, 0.0)
+                elif metric.counts is not None:
+                    label = "" if place else record.get("bound" if kind == "verdict" else "rung")
+                    if place in ("", event) and label in metric.counts:
+                        held[label] += 1
+                elif kind != "verdict" or place in record:  # the watchdog's has no figures
+                    values = _values(metric, place, record)
+                    self._values[name] = {label: float(v) for label, v in values.items() if v is not None}
             if kind in {"run_start", "step"} or event in {"hung", "recovered"}:
                 self._values["vesuvius_hung"] = {"": float(event == "hung")}
-
-    def _add(self, name: str, metric: _Metric, label: str, value: float) -> None:
-        if not metric.is_histogram:
-            self._values[name][label] += max(
-                value, 0.0
-            )  # a difference of clocks may be below 0, a counter must not fall
-            return
-        self._values[name][_SUM] += value
-        for bound in _BUCKETS_S:  # each counts what is at or below it, as Prometheus has them
-            self._values[name][_le(bound)] += value <= bound
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as they are now, as prometheus_client asks for them."""

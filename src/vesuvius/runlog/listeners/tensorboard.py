@@ -2,44 +2,33 @@
 
 Everything follows from the records and the pictures that they name, so events that were lost can be made again
 (`tools/tensorboard_from_metrics.py`).  `scalars.py` has the table of tags.
-
-An event file is a row of protocol buffers in TFRecord frames.  We frame and write them here: the writer that comes with
-TensorBoard has a thread, whose errors come up in some later call, and computes checksums in Python, byte by byte.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import re
-import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-
-import google_crc32c
-from PIL import Image
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
+from typing import TYPE_CHECKING
 
 from vesuvius.runlog.files.delayed import DelayedWrites
 from vesuvius.runlog.listeners.scalars import SystemPace, scalars_of
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.redact import redacted
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 log = logging.getLogger(__name__)
 
-
-_EVENTS = "events.out.tfevents."
 _CLOSE_S = 10.0
+_FLUSH_S = 10
 
 
 class TensorBoard:
-    """Writes the events of one session, each handed to the system at once.
+    """Writes the events of one session.  Its methods may wait for a disk.
 
     Where they cannot be written the log says so, once, and how to make them again; nothing is written from then on.
 
@@ -52,50 +41,66 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path, run: Path) -> None:
-        self._directory = directory
-        self._run = run
-        self._file: int | None = None
+        self._directory, self._run = directory, run
+        self._writer: SummaryWriter | None = None
         self._pace = SystemPace()
         self.failed = False
 
     def write(self, record: Record) -> None:
         """Write the events of one record, at its own time and step.
 
-        A `run_start` hides what earlier sessions wrote beyond the step that it goes on from.
+        The first `run_start` hides what earlier sessions wrote beyond the step that it goes on from.
         """
         if self.failed or not self._pace.takes(record):
             return
         try:
-            if self._file is None:
-                self._file = self._begin(record["time"])
-            for event in _events(record, self._run):
-                _write_all(self._file, _framed(event.SerializeToString()))
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                purge_step = record["step"] + 1 if record["kind"] == "run_start" else None
+                self._writer = SummaryWriter(self._directory, purge_step=purge_step, flush_secs=_FLUSH_S)
+            self._add(self._writer, record)
         except OSError as error:
-            self.failed = True
-            self.close()
-            log.error(
-                "TensorBoard's events must be writable; got %s in %s; free some space: no more are written in this "
-                "session; python tools/tensorboard_from_metrics.py %s rebuilds them from metrics.jsonl",
-                error,
-                self._directory,
-                self._run,
-            )
+            self._fail(error)
 
     def close(self) -> None:
-        if self._file is not None:
-            file, self._file = self._file, None
-            with suppress(OSError):  # a network file system may say only now that its disk is full
-                os.close(file)
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            try:
+                writer.close()
+            except OSError as error:
+                self._fail(error)
 
-    def _begin(self, time: float) -> int:
-        """Open the file of this session.  Its name sorts after those of earlier ones: readers go by that."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        others = (re.fullmatch(rf"{_EVENTS}(\d+)", path.name) for path in self._directory.iterdir())
-        number = 1 + max((int(found[1]) for found in others if found), default=-1)
-        path = self._directory / f"{_EVENTS}{number:06d}"
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
-        _write_all(file, _framed(Event(wall_time=time, file_version="brain.Event:2").SerializeToString()))
-        return file
+    def _fail(self, error: OSError) -> None:
+        self.failed, self._writer = True, None
+        log.error(
+            "TensorBoard's events must be writable; got %s in %s; free some space: no more are written in this "
+            "session; python tools/tensorboard_from_metrics.py %s rebuilds them from metrics.jsonl",
+            error,
+            self._directory,
+            self._run,
+        )
+
+    def _add(self, writer: SummaryWriter, record: Record) -> None:
+        """Nothing for most kinds.  Reads the picture that a preview names."""
+        kind, at = record["kind"], {"global_step": record.get("step") or 0, "walltime": record["time"]}
+        for tag, value in scalars_of(record).items():
+            if value is not None:
+                writer.add_scalar(tag, value, **at)
+        if kind == "event":
+            fields = {key: value for key, value in record.items() if key not in {"kind", "time", "event", "step"}}
+            writer.add_text(f"events/{record['event']}", f"    {json.dumps(redacted(fields))}", **at)
+        if kind == "preview":
+            import numpy as np
+            from PIL import Image
+
+            try:
+                with Image.open(self._run / record["picture"]) as image:
+                    pixels = np.asarray(image.convert("RGB"))
+            except OSError as error:
+                log.warning("the picture of a preview must be readable; got %s; TensorBoard does without it", error)
+            else:
+                writer.add_image("preview/picture", pixels, dataformats="HWC", **at)
 
 
 @contextmanager
@@ -117,67 +122,6 @@ def tensorboard_thread(board: TensorBoard, close_s: float = _CLOSE_S) -> Iterato
     try:
         yield take
     finally:
-        if writes.close(close_s):
-            board.close()
-        else:
+        writes.later(board.close)
+        if not writes.close(close_s):
             log.warning("TensorBoard's disk did not answer within %.0f s; its last events are lost", close_s)
-
-
-def _events(record: Record, run: Path) -> list[Event]:
-    """What a record becomes; nothing for most kinds.  Reads the picture that a preview names."""
-    kind, time, step = record["kind"], record["time"], record.get("step") or 0
-    if kind == "run_start":
-        return [Event(wall_time=time, step=step + 1, session_log=SessionLog(status=SessionLog.START))]
-    values = [
-        Summary.Value(tag=tag, simple_value=value) for tag, value in scalars_of(record).items() if value is not None
-    ]
-    if kind == "event":
-        values.append(_text(f"events/{record['event']}", record))
-    if kind == "preview" and (picture := _picture("preview/picture", run / record["picture"])) is not None:
-        values.append(picture)
-    return [Event(wall_time=time, step=step, summary=Summary(value=values))] if values else []
-
-
-def _text(tag: str, record: Record) -> Summary.Value:
-    """The fields of an event as JSON, indented, which Markdown shows as they are."""
-    fields = {key: value for key, value in record.items() if key not in {"kind", "time", "event", "step"}}
-    return Summary.Value(
-        tag=tag,
-        metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
-        tensor=TensorProto(
-            dtype=DT_STRING,
-            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
-            string_val=[f"    {json.dumps(redacted(fields))}".encode()],
-        ),
-    )
-
-
-def _picture(tag: str, path: Path) -> Summary.Value | None:
-    try:
-        encoded = path.read_bytes()
-        with Image.open(path) as image:
-            width, height = image.size
-    except OSError as error:
-        log.warning("the picture of a preview must be readable; got %s; TensorBoard does without it", error)
-        return None
-    return Summary.Value(
-        tag=tag, image=Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)
-    )
-
-
-def _framed(data: bytes) -> bytes:
-    """A TFRecord: length, its checksum, data, their checksum.  See the comment in TensorFlow's record_writer.h."""
-    length = struct.pack("<Q", len(data))
-    return length + _masked_crc(length) + data + _masked_crc(data)
-
-
-def _masked_crc(data: bytes) -> bytes:
-    crc = google_crc32c.value(data)
-    rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
-    return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def _write_all(file: int, data: bytes) -> None:
-    """A full disk takes a part first and refuses the rest."""
-    while data:
-        data = data[os.write(file, data) :]

@@ -1,43 +1,38 @@
 """The figures of a run for Weights & Biases and MLflow, by their own packages, which are extras of ours.
 
-    run: records -> a thread -> a pipe -> this module as a process: the tracker's package -> its server or folder
-
-In a process of its own, so that a package or a server that hangs, crashes or takes a minute costs the run nothing but
-a line in the log.  Where the server stands, and as whom one writes there, is the packages' business: WANDB_MODE,
-WANDB_PROJECT, MLFLOW_TRACKING_URI and so on in the environment, or their own files.
+On a thread, so that a package or a server that hangs costs the run nothing but a line in the log.  Where the server
+stands, and as whom one writes there, is the packages' business: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI and so
+on in the environment, or their own files.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import logging
 import os
-import subprocess
 import sys
-import time
-import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, one_line
 from vesuvius.runlog.files.delayed import DelayedWrites
 from vesuvius.runlog.listeners.scalars import SystemPace, scalars_of
 from vesuvius.runlog.records import Record
+from vesuvius.runlog.redact import redact
 
 log = logging.getLogger(__name__)
 
-Message = dict[str, Any]
 Send = Callable[[int, float, dict[str, float]], None]
 """Takes a step, its time in seconds since 1970, and figures by their tags."""
+Finish = Callable[[int], None]
+"""Takes the run's exit code."""
 
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 _CLOSE_S = 30.0
-_GIVES_UP_AFTER = 20  # messages in a row that it could not hand on
 _PARAMS_A_CALL = 100  # MLflow takes no more
 
 
@@ -51,103 +46,62 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Tracker:
-    """One tracker.  A context manager, which gives its process 30 seconds at the end.
+    """One tracker.  A context manager, which gives it 30 seconds at the end.
 
     Args:
         name: `wandb` or `mlflow`.
         run: its name.
         directory: of the run; the tracker keeps there by what id it knows the run, and what it writes offline.
-        messages: the file for what the process prints.
         settings: of the run, by their keys.
     """
 
     def __init__(
-        self, name: str, run: str, directory: Path, messages: Path, settings: Message, close_s: float = _CLOSE_S
+        self, name: str, run: str, directory: Path, settings: Mapping[str, Any], close_s: float = _CLOSE_S
     ) -> None:
-        self._name, self._messages, self._close_s = name, messages, close_s
+        self._name, self._close_s = name, close_s
         self._pace = SystemPace()
+        self._exit_code = 1  # a run that was killed has no end
         self._failed = False
-        with messages.open("ab") as printed:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, name, run, str(directory)],
-                stdin=subprocess.PIPE,
-                stdout=printed,
-                stderr=printed,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is for the trainer, which closes the pipe
-            )
-        self._sends = DelayedWrites(name, self._say_failed)
-        self._send({"settings": settings})
+        self._opened: tuple[Send, Finish] | None = None
+        self._calls = DelayedWrites(name, self._say_failed)
+
+        def begin() -> None:
+            self._opened = (_wandb if name == "wandb" else _mlflow)(run, directory, settings)
+
+        self._calls.later(begin)
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        until = time.monotonic() + self._close_s
-        self._sends.later(self._process.stdin.close)
-        self._sends.close(self._close_s)
-        try:
-            code = self._process.wait(max(until - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        if code:
+        self._calls.later(lambda: self._opened and self._opened[1](self._exit_code))
+        if not self._calls.close(self._close_s):
             self._say_failed()
 
     def take(self, record: Record) -> None:
         """Hand the figures of a record on.  Returns at once and raises nothing."""
         if record["kind"] == "run_end":
-            self._send({"exit_code": record.get("exit_code")})
+            self._exit_code = record.get("exit_code", 1)
         elif self._pace.takes(record):
             figures = {tag: value for tag, value in scalars_of(record).items() if value is not None}
-            if figures:
-                self._send({"step": record.get("step") or 0, "time": record["time"], "figures": figures})
-
-    def _send(self, message: Message) -> None:
-        line = json.dumps(message).encode() + b"\n"
-        if not self._sends.later(lambda: self._write(line)):
-            self._say_failed()
-
-    def _write(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line)
-        self._process.stdin.flush()
+            step, time_s = record.get("step") or 0, record["time"]
+            if figures and not self._calls.later(lambda: self._opened and self._opened[0](step, time_s, figures)):
+                self._say_failed()
 
     def _say_failed(self) -> None:
         """Once a session."""
         if not self._failed:
             self._failed = True
+            error = sys.exception()
+            cause = f"{type(error).__name__}: {redact(one_line(str(error), 300))}" if error else "no answer in time"
             log.warning(
-                "monitor.trackers %s does not accept this run's figures, or not fast enough; what it "
-                "printed is in %s; the run continues, and metrics.jsonl has them all",
-                *(self._name, self._messages),
+                "monitor.trackers %s does not accept this run's figures: %s; the run continues, and metrics.jsonl has "
+                "them all",
+                *(self._name, cause),
             )
 
 
-def serve(name: str, run: str, directory: Path, lines: IO[str]) -> int:
-    """The process: hand on what comes, until the pipe ends.  Returns its exit code."""
-    settings = json.loads(lines.readline() or "{}").get("settings", {})
-    send, finish = (_wandb if name == "wandb" else _mlflow)(run, directory, settings)
-    exit_code, failures = 1, 0  # a run that was killed sends no end
-    for line in lines:
-        message = json.loads(line)
-        if "exit_code" in message:
-            exit_code = message["exit_code"]
-            continue
-        try:
-            send(message["step"], message["time"], message["figures"])
-            failures = 0
-        except Exception:
-            failures += 1
-            traceback.print_exc()
-            if failures == _GIVES_UP_AFTER:
-                return 1
-    finish(exit_code)
-    return bool(failures)
-
-
-def _wandb(run: str, directory: Path, settings: Message) -> tuple[Send, Callable[[int], None]]:
+def _wandb(run: str, directory: Path, settings: Mapping[str, Any]) -> tuple[Send, Finish]:
     wandb = importlib.import_module("wandb")
     opened = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "vesuvius"),
@@ -155,7 +109,8 @@ def _wandb(run: str, directory: Path, settings: Message) -> tuple[Send, Callable
         id=_kept_id(directory / "wandb_id", lambda: uuid.uuid4().hex[:12]),
         resume="allow",
         dir=str(directory),
-        config=settings,
+        config=dict(settings),
+        settings={"console": "off", "silent": True},  # the terminal and the log stay ours
     )
     opened.define_metric("*", step_metric="step")  # its own must not fall, and after a resume ours does
 
@@ -165,7 +120,7 @@ def _wandb(run: str, directory: Path, settings: Message) -> tuple[Send, Callable
     return send, lambda exit_code: opened.finish(exit_code=exit_code)
 
 
-def _mlflow(run: str, directory: Path, settings: Message) -> tuple[Send, Callable[[int], None]]:
+def _mlflow(run: str, directory: Path, settings: Mapping[str, Any]) -> tuple[Send, Finish]:
     entities, tracking = importlib.import_module("mlflow.entities"), importlib.import_module("mlflow.tracking")
     folder = (directory / "mlruns").resolve().as_uri()
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else version 3 refuses a folder
@@ -198,7 +153,3 @@ def _kept_id(path: Path, make: Callable[[], str]) -> str:
     made = make()
     path.write_text(made + "\n")
     return made
-
-
-if __name__ == "__main__":
-    sys.exit(serve(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.stdin))

@@ -86,8 +86,7 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
             exporter = opened.enter_context(Exporter(monitor.prometheus_port, config.name, monitor.prometheus_address))
             listeners.append(exporter.take)
         for name in dict.fromkeys(monitor.trackers):
-            messages = directory.log.with_name(f"{name}.log")
-            tracker = Tracker(name, config.name, directory.path, messages, _settings(config))
+            tracker = Tracker(name, config.name, directory.path, _settings(config))
             listeners.append(opened.enter_context(tracker).take)
         metrics = JsonLines(directory.metrics, listeners)
         opened.callback(metrics.close)
