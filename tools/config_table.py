@@ -35,8 +35,8 @@ An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `
   `data.volumes[0].path=other.zarr`.
 - **`extends: other.yaml`** at the top level of a file takes all keys from the other file that this one does not set.
   Sections are merged key by key; lists and plain values are replaced. The path is relative to the folder of the file
-  that names it, and up to 8 files may extend one another. `vesuvius tune` writes such a file, `FILE.tuned.yaml`. A run
-  keeps the merged text as `config.source.yaml`, so a resume does not need the other files.
+  that names it. `vesuvius tune` writes such a file, `FILE.tuned.yaml`. A run keeps the merged text as
+  `config.source.yaml`, so a resume does not need the other files.
 """
 
 

@@ -121,14 +121,6 @@ def test_a_circle_of_three_is_refused_also_by_way_of_a_link() -> None:
     ]
 
 
-def test_eight_files_may_extend_one_another_and_nine_may_not() -> None:
-    for number in range(8):
-        Path(f"{number}.yaml").write_text(f"extends: {number - 1 if number else 'base'}.yaml\nname: n{number}\n")
-    assert read_config(Path("6.yaml")).name == "n6"
-    with pytest.raises(ConfigError, match=r"^0\.yaml:1: extends: at most 8 files may extend one another"):
-        read_config(Path("7.yaml"))
-
-
 def test_a_text_without_a_file_extends_nothing() -> None:
     with pytest.raises(ConfigError, match="x:2: extends: only a file on disk can extend another"):
         parse_config("name: x\nextends: base.yaml", source="x")

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration, format_percent, format_time, gib, size_text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (750, "12m30s"), (11100, "3h05m"), (370800, "4d07h")]
-)
-def test_durations_read_at_a_glance(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
-
-
-@pytest.mark.parametrize(("share", "text"), [(0.15, "15 %"), (0.0126, "1.3 %"), (1.0, "100 %"), (-0.5, "-50 %")])
-def test_shares_are_told_in_percent_with_a_decimal_where_there_is_one(share: float, text: str) -> None:
-    assert format_percent(share) == text
-
-
-def test_a_size_that_is_not_known_is_no_zero() -> None:
+def test_figures_are_read_at_a_glance_and_what_is_not_known_is_no_zero() -> None:
+    for seconds, text in {0: "0s", 59.6: "1m00s", 750: "12m30s", 11100: "3h05m", 370800: "4d07h"}.items():
+        assert format_duration(seconds) == text
+    for share, text in {0.15: "15 %", 0.0126: "1.3 %", 1.0: "100 %", -0.5: "-50 %"}.items():
+        assert format_percent(share) == text
+    for size, text in {1.234 * GIB: "1.23 GiB", 0.1 * GIB: "0.10 GiB", 2**24: "16 MiB"}.items():
+        assert size_text(size) == text
     assert (gib(None), gib(0), gib(1.234 * GIB)) == ("-", "0.00", "1.23")
-
-
-@pytest.mark.parametrize(("size", "text"), [(1.234 * GIB, "1.23 GiB"), (0.1 * GIB, "0.10 GiB"), (2**24, "16 MiB")])
-def test_small_sizes_are_told_in_mib(size: float, text: str) -> None:
-    assert size_text(size) == text
 
 
 def test_a_time_is_the_one_that_the_log_would_show() -> None:

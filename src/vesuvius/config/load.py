@@ -28,7 +28,6 @@ from vesuvius.config.yaml_source import line_of, read_yaml
 from vesuvius.errors import ConfigError
 
 _MOST_PROBLEMS = 20  # that are printed
-_LONGEST_CHAIN = 8  # files that extend one another
 
 _Comment = Callable[[KeyPath, FieldInfo], str | None]
 _NONE: Mapping[str, str] = {}
@@ -251,8 +250,6 @@ def _read_layers(path: Path, chain: tuple[Path, ...] = (), named_at: str = "") -
     if os.path.realpath(base) in map(os.path.realpath, chain):
         circle = " -> ".join(map(str, (*chain, base)))
         raise ConfigError(f"{here}: extends: files must not extend each other in a circle; got {circle}; remove one")
-    if len(chain) == _LONGEST_CHAIN:
-        raise ConfigError(f"{here}: extends: at most {_LONGEST_CHAIN} files may extend one another; merge some")
     below = _read_layers(base, chain, here)
     _fill(draft.tree, below.tree)
     draft.texts |= below.texts
