@@ -84,7 +84,7 @@ def _dress(axes: Axes, chart: Chart) -> None:
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
     is_whole = all((series.x % 1 == 0).all() for series in chart.series)  # steps, rounds
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=is_whole))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=is_whole, min_n_ticks=1))
     axes.xaxis.set_major_formatter("{x:,.6g}")
     axes.yaxis.set_major_formatter("{x:,.6g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
