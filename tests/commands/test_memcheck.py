@@ -23,7 +23,7 @@ def test_without_a_run_the_machine_is_shown_and_the_runs_at_work(tmp_path: Path)
     assert found["what"] == "machine"
     assert found["parts"] == []
     assert found["machine"]["total_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert found["machine"]["cores"] >= 1
+    assert len(found["machine"]["core_total_s"]) >= 1
     assert found["remarks"] == ["running below runs/: tiny; try `vesuvius memcheck tiny`"]
 
 
@@ -44,8 +44,6 @@ def test_a_terminal_is_watched_until_ctrl_c_which_is_no_error(tmp_path: Path) ->
         ["a", "--pid", "1"],
         ["--config", "x.yaml", "name"],
         ["--once", "--watch", "1"],
-        ["--once", "--wait-until", "warn"],
-        ["--wait-until", "low"],
         ["--watch", "0"],
         ["--watch", "soon"],
         ["--post-mortem"],

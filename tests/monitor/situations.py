@@ -61,7 +61,7 @@ def watched(samples: list[SystemSample], limits: Limits = LIMITS) -> Found:
     watch, guard, order = RiskWatch(limits), Guard(limits), None
     for each in samples:
         risk = watch.add(each)
-        order = guard.judge(each.time, risk, step_s=1.0, prefetch_left=True, workers_left=True, readers={11})
+        order = guard.judge(each.time, risk, step_s=1.0, can_shrink=True, readers={11})
     blamed = ", by others" if risk.is_of_others(limits) else ""
     return Found(risk.level.name + blamed, order.rung if order else NOTHING, risk.reason)
 
@@ -234,12 +234,6 @@ def gpu_for(seconds: int, **figures: Any) -> list[SystemSample]:
     ]
 
 
-def processes_for(seconds: int, status: str) -> list[SystemSample]:
-    reader = sample(0.0, 24 * GIB, GIB, {11: GIB}).processes[0]
-    stopped = replace(sample(0.0, 24 * GIB, GIB), processes=(replace(reader, status=status),))
-    return [replace(stopped, clock_s=float(t)) for t in range(seconds)]
-
-
 # ---- silence: what the watchdog makes of it
 
 
@@ -284,6 +278,6 @@ def suspend(dog: Watchdog, clock: SimpleNamespace) -> None:
 def died(rise: KillCounts, **last: Any) -> Found:
     seen = moments(1000.0, growth=0, killer_used_bytes=6 * GIB) if not last else moments(1000.0, growth=0, **last)
     cause, evidence = judge_death(rise, seen[-1], "12:00:00")
-    remedy = remedy_of(cause, "run", 2, seen)
+    remedy = remedy_of(cause, "run", 2, seen[-1])
     less = "less memory" if re.search(r"--resume training\.workers=1", remedy) else NOTHING
     return Found(cause, less, " ".join([*evidence, remedy]))

@@ -273,7 +273,7 @@ def test_what_a_gpu_reports_is_logged_and_recorded_with_the_step(
 ) -> None:
     class Failing(ScriptedWatcher):
         def sample(self) -> SystemSample:
-            gpu = GpuUse(0, "GPU-0", "NVIDIA H200", 1, 2, 1.0, None, None, xids=(79,) if self.samples == 2 else ())
+            gpu = GpuUse(0, "GPU-0", "NVIDIA H200", 1, 2, 1.0, None, None, ecc_uncorrected=int(self.samples > 1))
             return replace(super().sample(), gpus=(gpu,))
 
     events: list[dict[str, Any]] = []
@@ -288,14 +288,11 @@ def test_what_a_gpu_reports_is_logged_and_recorded_with_the_step(
         monitor.told = LoopStatus(step=7)
         wait_until(lambda: watcher.samples > 5)
     (event,) = events
-    assert (event["kind"], event["event"], event["step"], event["xid"]) == ("event", "gpu_xid", 7, 79)
+    assert (event["kind"], event["event"], event["step"], event["errors"]) == ("event", "gpu_ecc", 7, 1)
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR] == [event["text"]]
 
 
-def test_a_reader_that_is_stopped_counts_and_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vesuvius.monitor.alerts.notices._STOPPED_S", 0.1)
+def test_a_reader_that_is_stopped_counts_until_it_goes_on(tmp_path: Path) -> None:
     with (
         subprocess.Popen(["sleep", "60"]) as reader,
         Monitor(in_dir(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
@@ -305,15 +302,13 @@ def test_a_reader_that_is_stopped_counts_and_is_said_once(
         assert monitor.stops.stopped == 0
         reader.send_signal(signal.SIGSTOP)
         wait_until(lambda: monitor.stops.now == 1)
-        wait_until(lambda: caplog.records)
-        wait_until(lambda: monitor.stops.stopped > 20)
         reader.send_signal(signal.SIGCONT)
         wait_until(lambda: monitor.stops.now == 0)
         before = monitor.stops
+        assert before.stopped > 0
         wait_until(lambda: monitor.stops.samples > before.samples + 2)
         assert monitor.stops.stopped == before.stopped
         reader.kill()
-    assert [f"kill -CONT {reader.pid}" in r.getMessage() for r in caplog.records] == [True]
 
 
 def test_a_reader_of_this_machine_that_has_ended_holds_nothing_and_one_elsewhere_what_it_says(tmp_path: Path) -> None:
@@ -349,19 +344,19 @@ def test_a_reader_of_a_ray_that_another_process_started_counts_for_the_run(tmp_p
 
 def test_a_lower_order_stands_until_it_was_carried_out_and_settles(tmp_path: Path) -> None:
     orders: list[Order] = []
-    watcher = ScriptedWatcher(lambda sample: int((0.86 + 0.0001 * sample) * 4 * GIB) - GIB // 4)
+    watcher = ScriptedWatcher(lambda sample: int((0.87 + 0.0001 * sample) * 4 * GIB) - GIB // 4)
     with Monitor(
         in_dir(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02, on_exit=orders.append
     ) as monitor:
-        monitor.told = LoopStatus(prefetch_left=True, workers_left=True)
+        monitor.told = LoopStatus(can_shrink=True)
         wait_until(lambda: monitor.order is not None)
         assert monitor.order is not None
-        assert monitor.order.rung == "prefetch"
+        assert monitor.order.rung == "shrink"
         monitor.carried_out()
         assert monitor.order is None
         more = watcher.samples + 5
         wait_until(lambda: watcher.samples > more)
-        assert monitor.order is None, "it has 20 s to show"
+        assert monitor.order is None, "it comes once"
         assert monitor.memory_is_short()
     assert orders == []
 

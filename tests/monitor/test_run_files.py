@@ -10,7 +10,7 @@ from typing import Any
 from tests.monitor.test_verdict import CPU, window
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.recent import MemorySample, RecentFile
-from vesuvius.monitor.run_files import Peak, RunFiles, Tail, notes_of
+from vesuvius.monitor.run_files import RunFiles, Tail, notes_of
 from vesuvius.monitor.session import begin_session
 from vesuvius.monitor.verdict import judge
 from vesuvius.runlog.find_run import is_run
@@ -80,7 +80,7 @@ def test_only_what_this_session_wrote_counts(tmp_path: Path) -> None:
     assert notes.session == session
     assert (notes.step, notes.step_time, notes.step_s_p95, notes.verdict) == (71, after, 1.0, None)
     assert [moment.used_bytes for moment in notes.moments] == [310]
-    assert notes.peaks["used"] == Peak(310, after)
+    assert (notes.peaks["used"], notes.peaks_since) == (310, after)
 
 
 def test_steps_verdicts_and_signs_of_life_are_the_last_ones() -> None:
@@ -123,14 +123,9 @@ def test_peaks_come_from_records_and_moments_and_absent_figures_are_no_zeros() -
         {"kind": "system", "time": 11.0, "shared_bytes": [5, 5, 5], "vram": {"reserved_bytes": [3, 4, 6]}},
     ]
     moments = [MemorySample(20.0, 5, 400, 3, 60, {7: 80, 8: 10})]
-    assert notes_of(None, moments, (), system).peaks == {
-        "used": Peak(400, 20.0),
-        "shared": Peak(5, 11.0),
-        "root": Peak(60, 1.0),
-        "vram": Peak(6, 11.0),
-        7: Peak(90, 1.0),
-        8: Peak(10, 20.0),
-    }
+    notes = notes_of(None, moments, (), system)
+    assert notes.peaks == {"used": 400, "shared": 5, "root": 60, "vram": 6, 7: 90, 8: 10}
+    assert notes.peaks_since == 1.0
 
 
 def test_a_directory_is_that_of_a_run_by_any_of_its_files(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -89,25 +88,16 @@ def test_nothing_survives_a_restart_of_the_machine_and_nobody_sees_another_machi
     assert find_pid(replace(record, boot_id="another")) is None
 
 
-def test_a_run_in_a_container_is_found_under_its_pid_outside(tmp_path: Path) -> None:
+def test_a_run_in_a_container_cannot_be_seen_from_outside(tmp_path: Path) -> None:
     path = tmp_path / "session.json"
     with begun_session(path, "unshare", "--pid", "--fork", "--mount-proc", "--kill-child"):
         record = read_session(path)
         assert record is not None
-        assert record.pid == 1
-        pid = find_pid(record)
-        assert pid not in (None, 1)
-        assert is_alive(record) is True
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while (gone := find_pid(record) is None) is False and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert gone
+        assert (record.pid, is_alive(record), find_pid(record)) == (1, None, None)
 
 
-@pytest.mark.parametrize(("here", "expected"), [("pid:[4026531836]", False), ("pid:[77]", False), ("pid:[88]", None)])
-def test_only_who_sees_all_processes_or_the_runs_own_can_say_that_it_is_dead(
+@pytest.mark.parametrize(("here", "expected"), [("pid:[77]", False), ("pid:[88]", None)])
+def test_only_who_sees_the_runs_own_processes_can_say_that_it_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, expected: bool | None
 ) -> None:
     (tmp_path / "sys/kernel/random").mkdir(parents=True)

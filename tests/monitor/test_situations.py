@@ -30,7 +30,6 @@ from tests.monitor.situations import (
     pass_time,
     pinned,
     pod,
-    processes_for,
     ranks,
     recorded,
     silent,
@@ -99,7 +98,7 @@ SITUATIONS = [
     Situation(
         "a container of 8 GiB with 7 in use, in a pod of 64",
         lambda p: steady(nested(p)),
-        *("WARN", "prefetch", "/pod/trainer"),
+        *("WARN", "shrink", "/pod/trainer"),
     ),
     Situation(
         "a slice of 40 GiB that others fill, without a limit of our own",
@@ -132,7 +131,7 @@ SITUATIONS = [
             pod(p, own=21 * GIB, limit=32 * GIB),
             Limits(ray_share=ray_share_from_environment({"RAY_memory_usage_threshold": "0.7"})),
         ),
-        *("WARN", "worker", "Ray's memory monitor"),
+        *("WARN", "shrink", "Ray's memory monitor"),
     ),
     Situation(
         "a machine that is shared by agreement: 9.5 of our 10 GiB",
@@ -184,7 +183,7 @@ SITUATIONS = [
     Situation(
         "9 GiB pinned and 6 of object store besides 3 of our own, of `ram_limit_gib: 20`",
         lambda p: steady(pinned(p), Limits(configured_bytes=20 * GIB)),
-        *("WARN", "worker", "18.00 of 20.00 GiB in use"),
+        *("WARN", "shrink", "18.00 of 20.00 GiB in use"),
     ),
     # speed
     Situation(
@@ -262,11 +261,6 @@ SITUATIONS = [
         *("data-bound (readers stopped)", NOTHING, "were stopped by a signal (SIGSTOP) or a debugger for 50 s"),
     ),
     Situation(
-        "a reader is stopped for 10 s",
-        lambda p: noticed(processes_for(15, "stopped")),
-        *("a line", NOTHING, "kill -CONT 11"),
-    ),
-    Situation(
         "a validation of 90 s within 100 s",
         lambda p: judged(window(other_s=91.0, pause_s=90.0, full_s=99.0)),
         *("compute-bound", NOTHING),
@@ -325,11 +319,6 @@ SITUATIONS = [
         "a GPU that its power supply slows down",
         lambda p: noticed(gpu_for(60, slowed_by=("power brake (of the power supply)",))),
         *("gpu_slowed", NOTHING, "power brake"),
-    ),
-    Situation(
-        "a GPU that falls off the bus (XID 79)",
-        lambda p: noticed(gpu_for(2, xids=(79,))),
-        *("gpu_xid", NOTHING, "fallen off the bus"),
     ),
     # silence
     Situation(

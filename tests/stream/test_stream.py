@@ -26,7 +26,6 @@ from vesuvius.stream.events import StreamEvent
 from vesuvius.stream.options import (
     StreamOptions,
     batches_ahead,
-    changes_to,
     check_cluster,
     check_store,
     check_store_need,
@@ -184,13 +183,6 @@ def test_what_a_running_stream_cannot_change_is_refused_and_it_goes_on(job: Read
             stream.reconfigure(prefetch_factor=5, buffers=short)
         assert stream.options is before
         assert next(stream).indices.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(("workers", "ahead"), [(0, 1), (0, 5), (1, 3), (2, 7), (4, 3), (12, 100)])
-def test_a_stream_can_be_given_any_number_of_batches_ahead(workers: int, ahead: int) -> None:
-    options = replace(StreamOptions(8, 3, 2, prefetch_bytes=10), **changes_to(2048, 8, workers, ahead))
-    assert (options.workers, batches_ahead(2048, options)) == (workers, ahead)
-    assert options.prefetch_bytes == ahead * 8 * 2048
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -1,4 +1,4 @@
-"""The controller: what it does, says, or leaves alone between two steps, with decisions of the real policy."""
+"""What a run changes on a verdict between two steps, refuses, or leaves alone."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from typing import Any
 
 import pytest
 
-from tests.monitor.test_steering import FEW_WORKERS, FULL, TOO_SMALL
+from tests.monitor.test_verdict import window
 from tests.training.stand_ins import run_context
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError
 from vesuvius.monitor.memory.limits import RAY_NAME, Limits, MemoryLimit, left_bytes
-from vesuvius.monitor.verdict import Verdict
+from vesuvius.monitor.verdict import Cause, Verdict
 from vesuvius.runlog.records import read_records
-from vesuvius.stream.options import StreamOptions, batches_ahead, store_need_bytes
+from vesuvius.stream.options import StreamOptions, store_need_bytes
 from vesuvius.stream.reading.reader_figures import ReaderFigures
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.autotune import Autotuner
+from vesuvius.training.autotune import Autotuner, changes_of
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.ranks.ranks import Ranks
 
 WriteConfig = Callable[..., Path]
 MIB, GIB = 2**20, 2**30
-# So many batches of the tiny config (4 KiB) that half of them are worth freeing.
-MANY = 16384
+
+
+def says(cause: Cause | None, *overrides: str) -> Verdict:
+    return Verdict("data-bound" if cause else "compute-bound", cause, f"because of {cause}", overrides, "", window())
+
+
+TOO_SMALL = says("prefetch too small", "training.prefetch_factor=4")
+FEW_WORKERS = says("workers too few", "training.workers=4")
 
 
 @dataclass
@@ -62,15 +68,11 @@ class NotedMonitor:
     """A machine of 64 GiB."""
 
     used_bytes: int = 10 * GIB
-    short: bool = False
     restarts: int = 0
 
     @property
     def risk(self) -> Any:
         return SimpleNamespace(killers=(MemoryLimit("the machine", self.used_bytes, 64 * GIB, 64 * GIB),))
-
-    def memory_is_short(self) -> bool:
-        return self.short
 
     def readers_changed(self) -> None:
         self.restarts += 1
@@ -99,10 +101,6 @@ class Loop:
     def events(self) -> list[dict[str, Any]]:
         return read_records(self._metrics)
 
-    @property
-    def ahead(self) -> int:
-        return batches_ahead(self.job.patch_bytes, self.stream.options)
-
 
 @pytest.fixture
 def loop(tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixture) -> Callable[..., Loop]:
@@ -116,123 +114,61 @@ def loop(tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixt
     return make
 
 
-def test_off_is_silent(loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture) -> None:
-    run = loop("off")
-    run.hears(TOO_SMALL, FEW_WORKERS)
-    assert (run.events, run.feed.changes, caplog.messages) == ([], [], [])
-
-
-def test_advise_says_each_advice_once_and_does_nothing(
-    loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_off_does_nothing_and_advise_of_earlier_configs_is_off(loop: Callable[..., Loop]) -> None:
     run = loop("advise")
-    run.hears(TOO_SMALL, FEW_WORKERS, TOO_SMALL, FEW_WORKERS)
-    assert run.feed.changes == []
-    assert [(e["outcome"], e["override"]) for e in run.events] == [
-        ("advised", "training.prefetch_factor=4"),
-        ("advised", "training.workers=4"),
-    ]
-    assert caplog.messages == [
-        "autotune advises training.prefetch_factor=4 (batches ahead 4 -> 8, 0.0156 MiB -> 0.0312 MiB): because of "
-        "prefetch too small",
-        "autotune advises training.workers=4 (readers 2 -> 4): because of workers too few",
-    ]
+    assert run.config.training.autotune == "off"
+    run.hears(TOO_SMALL, FEW_WORKERS)
+    assert (run.events, run.feed.changes) == ([], [])
 
 
-def test_batches_ahead_grow_as_a_number_of_bytes_and_the_event_says_why(
+def test_a_verdict_is_applied_once_and_the_event_says_why(
     loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = loop()
+    run.act()
     run.hears(TOO_SMALL)
-    assert run.feed.changes == [{"workers": 2, "prefetch_factor": 4, "prefetch_bytes": 8 * 4096}]
-    assert run.ahead == 8
+    run.act()
+    assert run.feed.changes == [{"prefetch_factor": 4}]
     (event,) = run.events
-    assert (event["kind"], event["event"], event["step"], event["mode"]) == ("event", "autotune", 10, "act")
-    assert (event["outcome"], event["action"], event["from"], event["to"]) == ("done", "more_prefetch", 16384, 32768)
-    assert event["reason"] == "because of prefetch too small"
-    assert event["text"] == caplog.messages[0]
+    assert (event["kind"], event["event"], event["step"]) == ("event", "autotune", 10)
+    assert (event["override"], event["refused"]) == ("training.prefetch_factor=4", None)
+    assert event["text"] == caplog.messages[0] == "autotune: training.prefetch_factor=4: because of prefetch too small"
     assert run.monitor.restarts == 1, "what memory did before the readers were started anew says nothing"
+    run.hears(says(None), says("store latency", "data.store.requests=32"), FEW_WORKERS)
+    assert run.feed.changes[1:] == [{"requests": 32}, {"workers": 4}]
 
 
-def test_a_verdict_is_acted_on_once(loop: Callable[..., Loop]) -> None:
-    run = loop()
-    run.act()
-    run.hears(TOO_SMALL)
-    run.act()
-    run.act()
-    assert len(run.feed.changes) == 1
+def test_what_a_running_stream_cannot_change_is_left_alone() -> None:
+    two, none = StreamOptions(2, 2), StreamOptions(2, 0)
+    assert changes_of(("training.workers=2",), none) == {}, "Ray is not started while a run trains"
+    assert changes_of(("training.prefetch_mib=64",), two) == {}, "it is the user's own limit"
+    assert changes_of(("training.train_batch_size=2", "training.accumulate_steps=1"), two) == {}
 
 
-def test_readers_come_go_back_at_the_knee_and_the_bytes_ahead_stay(loop: Callable[..., Loop]) -> None:
-    run = loop()
-    run.hears(TOO_SMALL, FEW_WORKERS, FEW_WORKERS, FEW_WORKERS)
-    assert [change["workers"] for change in run.feed.changes] == [2, 4, 2]
-    assert {change["prefetch_bytes"] for change in run.feed.changes} == {8 * 4096}
-    assert run.ahead == 8
-    assert [(e["action"], e["from"], e["to"]) for e in run.events[1:]] == [
-        ("more_workers", 2, 4),
-        ("fewer_workers", 4, 2),
-    ]
-
-
-def test_batches_ahead_that_stay_full_are_halved(loop: Callable[..., Loop]) -> None:
-    run = loop(prefetch_factor=MANY // 2)
-    run.hears(FULL, FULL)
-    assert run.feed.changes == []
-    run.hears(FULL)
-    assert run.ahead == MANY // 2
-    assert run.events[0]["action"] == "less_prefetch"
-
-
-def test_what_would_pass_the_guards_first_rung_is_not_done_and_said_once(
+def test_what_would_bring_the_guard_in_is_refused_and_said_once(
     loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A reader counts as the largest there is, twice, with its part of the object store."""
+    """A reader counts as the largest there is, twice, with its part of the object store; ranks of a node share."""
     run = loop()
-    store = store_need_bytes(run.job, StreamOptions(2, 3)) - store_need_bytes(run.job, StreamOptions(2, 2))
-    need = 2 * (300 * MIB + store)
+    store = store_need_bytes(run.job, StreamOptions(2, 4)) - store_need_bytes(run.job, StreamOptions(2, 2))
+    need = 2 * (2 * 300 * MIB + store) + 4 * 4096
     run.monitor.used_bytes = int(0.84 * 64 * GIB) - need + 10
     run.hears(FEW_WORKERS, FEW_WORKERS)
     assert run.feed.changes == []
     (event,) = run.events
-    assert event["outcome"] == "refused"
-    assert "one more reader would take" in event["refused"]
-    assert "monitor.prefetch_at" in caplog.messages[0]
-    run.monitor.used_bytes -= 20
-    run.hears(FEW_WORKERS)
-    assert run.stream.options.workers == 3, "as many as there is memory for, which is one"
-
-
-def test_ranks_of_one_node_share_the_memory_that_is_left(loop: Callable[..., Loop]) -> None:
-    run = loop()
-    run.tuner._run = replace(run.tuner._run, ranks=Ranks(1, 8, local_rank=1, local_world=2))
-    store = store_need_bytes(run.job, StreamOptions(2, 3)) - store_need_bytes(run.job, StreamOptions(2, 2))
-    need = 2 * (300 * MIB + store)
-    run.monitor.used_bytes = int(0.84 * 64 * GIB) - 2 * need + 10
-    run.hears(FEW_WORKERS)
-    assert run.feed.changes == [], "the other one may take as much"
-    run.monitor.used_bytes -= 20
-    run.hears(FEW_WORKERS)
-    assert run.stream.options.workers == 3
-
-
-def test_nothing_is_raised_once_the_memory_guard_has_acted(loop: Callable[..., Loop]) -> None:
-    run = loop()
-    run.hears(TOO_SMALL)
-    run.monitor.short = True
-    run.stream.options = replace(run.stream.options, prefetch_factor=2)
-    run.hears(TOO_SMALL, FEW_WORKERS, TOO_SMALL)
-    assert len(run.feed.changes) == 1
-    assert [event["refused"] for event in run.events[1:]] == ["memory is short"] * 2
-    assert run.ahead == 4
-
-
-def test_the_limit_of_the_config_on_batches_ahead_is_kept(loop: Callable[..., Loop]) -> None:
-    run = loop(prefetch_mib=1, prefetch_factor=200)
-    assert run.ahead == 256
-    run.hears(TOO_SMALL)
-    assert run.feed.changes == []
-    assert run.events[0]["refused"] == "training.prefetch_mib allows no more"
+    assert "it would take 1.18 GiB more" in event["refused"]
+    assert "autotune skipped training.workers=4" in caplog.messages[0]
+    for word in ("killed", "oom", "out of memory", "warn", "error"):
+        assert word not in caplog.text.lower().replace("info", "")
+    other = loop()
+    other.tuner._run = replace(other.tuner._run, ranks=Ranks(1, 8, local_rank=1, local_world=2))
+    other.monitor.used_bytes = run.monitor.used_bytes - need
+    other.hears(FEW_WORKERS)
+    assert other.feed.changes == [], "the other rank may take as much"
+    third = loop()
+    third.monitor.used_bytes = run.monitor.used_bytes - 20
+    third.hears(FEW_WORKERS)
+    assert third.feed.changes == [{"workers": 4}]
 
 
 def test_a_change_that_cannot_be_had_is_said_and_not_tried_again(loop: Callable[..., Loop]) -> None:
@@ -241,11 +177,11 @@ def test_a_change_that_cannot_be_had_is_said_and_not_tried_again(loop: Callable[
     run.hears(FEW_WORKERS, FEW_WORKERS)
     assert len(run.feed.changes) == 1
     (event,) = run.events
-    assert (event["outcome"], event["refused"]) == ("refused", run.stream.refuses)
+    assert event["refused"] == run.stream.refuses
     assert run.monitor.restarts == 0
     run.stream.refuses = ""
     run.hears(FEW_WORKERS, TOO_SMALL)
-    assert [change["workers"] for change in run.feed.changes] == [4, 2], "it may still do something else"
+    assert run.feed.changes[1:] == [{"prefetch_factor": 4}], "it may still do something else"
 
 
 def test_an_error_behind_which_the_stream_is_not_as_it_was_is_not_passed_over(loop: Callable[..., Loop]) -> None:
@@ -262,8 +198,6 @@ def test_an_error_behind_which_the_stream_is_not_as_it_was_is_not_passed_over(lo
 
 def test_readers_that_an_object_store_of_the_config_is_too_small_for_are_not_added(loop: Callable[..., Loop]) -> None:
     run = loop(cluster={"object_store_gib": 0.009})
-    needs = [store_need_bytes(run.job, options) / GIB for options in (run.stream.options, StreamOptions(2, 4))]
-    assert needs[0] < 0.009 < needs[1], needs
     run.hears(FEW_WORKERS)
     assert run.feed.changes == []
     assert "cluster.object_store_gib must hold" in run.events[0]["refused"]
@@ -277,19 +211,6 @@ def test_nothing_changes_when_no_window_is_left_to_gain_by_it(loop: Callable[...
     run.progress.step = 30
     run.hears(TOO_SMALL)
     assert len(run.feed.changes) == 1
-
-
-@pytest.mark.parametrize("action", ["advise", "act"])
-def test_no_line_alarms_who_greps_for_kills(
-    loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture, action: str
-) -> None:
-    run = loop(action)
-    run.hears(TOO_SMALL, FEW_WORKERS, FEW_WORKERS)
-    run.monitor.used_bytes = 60 * GIB
-    run.hears(TOO_SMALL)
-    for word in ("killed", "oom", "out of memory", "warn", "error"):
-        assert not [text for text in caplog.messages if word in text.lower()]
-    assert len(caplog.messages) >= 3
 
 
 def test_what_is_left_is_counted_by_the_tightest_killer_as_the_guard_does() -> None:

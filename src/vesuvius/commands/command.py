@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable
 
-from vesuvius.doctor.check import THREADS
 from vesuvius.errors import EXIT_ERROR, EXIT_GUARD, EXIT_INTERRUPTED, EXIT_STOPPED, StorageError, VesuviusError
 from vesuvius.runlog.logfile import close_logs, is_lost_terminal, log_to_terminal, silence
 from vesuvius.runlog.redact import redact
@@ -56,8 +55,7 @@ def end_soon(exit_code: int) -> None:
                 stream.flush()
             except (OSError, ValueError):
                 silence(stream)  # else Python tries again at exit, and ends with 120
-    hangs = any(thread.name.startswith(THREADS) for thread in threading.enumerate())
-    if hangs or exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD):
+    if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD):
         os._exit(exit_code)
     threading.Thread(target=end, name="end-soon", daemon=True).start()
 

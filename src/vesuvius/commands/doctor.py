@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_config
@@ -29,9 +28,6 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.overrides and args.config is None:
         parser.error("key.path=value changes a config; use it with --config")
-    # Its checks start processes in sessions of their own: where a terminal closes they end as by Ctrl-C.
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
     failed = False
     config: Config | None = None
     if args.config is not None:

@@ -12,21 +12,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vesuvius.commands.arguments.types import positive_number
 from vesuvius.commands.command import as_command, say
-from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError, NoRunError
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError
 from vesuvius.monitor.memcheck.inspection import Inspection, as_json
 from vesuvius.monitor.memcheck.inspector import Inspector, MachineInspector, ProcessInspector
 from vesuvius.monitor.memcheck.run_inspector import RunInspector
-from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.postmortem.death import death_lines
 from vesuvius.monitor.postmortem.post_mortem import deaths_of, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
-from vesuvius.monitor.probes.processes import pss_bytes
 from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.runlog.find_run import find_run, runs_root
 from vesuvius.runlog.units import size_text
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EVERY_S = 2.0
-_GIVE_UP_S = 300.0
 _EPILOG = """exit codes: 0 ok, 10 warn, 11 critical, or ended by the memory guard, 12 a kill was seen, 13 run not found,
 2 usage
 
@@ -77,13 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--once", action="store_true", help="sample once; the default where the output is not a terminal")
     how.add_argument("--watch", type=positive_number, metavar="S", help="sample every S seconds; 2 on a terminal")
     parser.add_argument("--json", action="store_true", help="one JSON object; with --watch one per line")
-    parser.add_argument(
-        "--wait-until",
-        choices=("warn", "critical"),
-        help="keep sampling until the risk is this high or the run has ended",
-    )
     parser.add_argument("--post-mortem", action="store_true", help="show what died in this run, and why")
-    parser.add_argument("--pss", action="store_true", help="also show the proportional set size (PSS); takes seconds")
     return parser
 
 
@@ -95,10 +86,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("RUN, --pid and --config exclude each other; give one of them")
     if args.config is not None and (bad := [word for word in args.words if "=" not in word]):
         parser.error(f"after --config only overrides key.path=value may follow; got {bad[0]!r}")
-    if args.config is not None and (args.watch is not None or args.wait_until is not None):
-        parser.error("--config plans once; drop --watch or --wait-until")
-    if args.once and args.wait_until is not None:
-        parser.error("--once and --wait-until exclude each other; give one of them")
+    if args.config is not None and args.watch is not None:
+        parser.error("--config plans once; drop --watch")
     if args.post_mortem and (not args.words or args.config is not None):
         parser.error("--post-mortem is about a run; give its directory or its name")
 
@@ -120,31 +109,17 @@ def runs_at_work() -> tuple[str, ...]:
 
 def watch(inspector: Inspector, args: argparse.Namespace) -> int:
     """Look once or again and again, show it, and return the exit code of the last look."""
-    goal = Level[args.wait_until.upper()] if args.wait_until else None
     on_terminal = sys.stdout is not None and sys.stdout.isatty() and not args.json
-    goes_on = not args.once and (args.watch is not None or goal is not None or on_terminal)
-    shows_each = args.watch is not None or on_terminal or not goes_on
+    goes_on = not args.once and (args.watch is not None or on_terminal)
     exit_code: int | None = None
-    seen_s = time.monotonic()
     try:
         with _screen(args.json, live=goes_on and on_terminal) as show:
             while True:
                 next_s = time.monotonic() + (args.watch or _EVERY_S)
                 found = inspector.inspect()
-                if args.pss and found.sample is not None:
-                    found = replace(found, pss_bytes=pss_bytes([process.pid for process in found.sample.processes]))
                 exit_code = found.exit_code
-                if found.level is not None:
-                    seen_s = time.monotonic()
-                elif goal is not None and time.monotonic() - seen_s > _GIVE_UP_S:
-                    raise NoRunError(
-                        f"--wait-until needs a run whose memory can be seen; got {found.state_text} for "
-                        f"{_GIVE_UP_S:.0f} s; look at it on the machine where it runs"
-                    )
-                done = not goes_on or found.is_over or (goal is not None and (found.level or Level.LOW) >= goal)
-                if shows_each or done:
-                    show(found)
-                if done:
+                show(found)
+                if not goes_on or found.is_over:
                     return exit_code
                 time.sleep(max(next_s - time.monotonic(), 0.0))
     except KeyboardInterrupt:  # the usual end of a watch

@@ -58,21 +58,21 @@ class MonitorConfig(Section):
         5.0, ge=0, description="minutes without a batch or a step after which the run counts as hung; 0 or null = never"
     )
     guard: Literal["off", "warn", "act"] = Field(
-        "act", description="before memory runs out: act = reduce prefetch, stop readers, then save and exit 4"
+        "act",
+        description="before memory runs out: act = once a reader and half the prefetch less, then save and exit 4",
     )
     ram_limit_gib: float | None = Field(
         None, gt=0, description="memory that this run may use, with its readers, GiB; null = the cgroup's or machine's"
     )
     warn_at: Share = Field(0.80, description="share of the memory limit at which the log warns")
-    prefetch_at: Share = Field(0.84, description="share at which the guard halves the prefetch")
-    worker_at: Share = Field(0.88, description="share at which the guard stops a reader")
+    shrink_at: Share = Field(0.84, description="share at which the guard halves the prefetch and stops a reader, once")
     exit_at: Share = Field(0.92, description="share at which the guard saves and exits; Ray kills readers at 0.95")
 
     def contradictions(self) -> Iterator[str]:
-        ladder = (self.warn_at, self.prefetch_at, self.worker_at, self.exit_at)
+        ladder = (self.warn_at, self.shrink_at, self.exit_at)
         if sorted(ladder) != list(ladder):
             yield (
-                "monitor.warn_at, prefetch_at, worker_at and exit_at must not decrease; got "
+                "monitor.warn_at, shrink_at and exit_at must not decrease; got "
                 f"{', '.join(f'{share:g}' for share in ladder)}; put them in order"
             )
 

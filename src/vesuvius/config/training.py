@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section
 
@@ -94,8 +94,8 @@ class TrainingConfig(Section):
     max_nonfinite: PositiveInt = Field(
         1, description="consecutive non-finite steps after which the run stops with exit 5"
     )
-    autotune: Literal["off", "advise", "act"] = Field(
-        "advise", description="workers and prefetch while training: log what the verdict calls for, or also apply it"
+    autotune: Annotated[Literal["off", "act"], BeforeValidator(lambda mode: "off" if mode == "advise" else mode)] = (
+        Field("off", description="act = apply what a verdict advises on readers, prefetch and requests while training")
     )
     resume: Literal["never", "auto"] = Field(
         "never", description="auto = as --resume: continue from the newest checkpoint, if there is one"

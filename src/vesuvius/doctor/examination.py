@@ -3,101 +3,105 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
 
 from vesuvius.config import Config
-from vesuvius.doctor import host, trial
-from vesuvius.doctor.check import THREADS, Check, Finding, examine
-from vesuvius.monitor.probes.task_limits import task_limits
+from vesuvius.doctor import host
+from vesuvius.doctor.check import Check, Finding, examine
+from vesuvius.errors import one_line
 from vesuvius.runlog.find_run import runs_root
-from vesuvius.runlog.units import size_text
+from vesuvius.runlog.units import format_sizes, size_text
 from vesuvius.stream.options import StreamOptions, store_bytes
-from vesuvius.stream.start.prepare import PreparedData
+from vesuvius.threads import on_thread
 
-TOTAL_S = 25.0
-_CLEAN_UP_S = 0.3
-_TRIAL_S = 23.0
-_IMPORTS_S = 15.0  # of a check that imports torch and asks a driver
+if TYPE_CHECKING:
+    from vesuvius.stream.start.prepare import PreparedData
+
+WITHIN_S = 25.0
+_RAY_S = 22.0
+_GIVE_UP_MINUTES = 0.05  # an examination does not wait for an outage to pass
 _GPU_HANGS = "the GPU or its driver hangs: see dmesg; restart the machine"
 _DRY_RUN = "`vesuvius train --dry-run` takes the time to plan it"
+_STORE_HANGS = "check the network, the mount and the address in data.volumes"
+_RAY = """
+import sys
+from vesuvius.config import ClusterConfig
+from vesuvius.stream.ray.session import Session
+address = sys.argv[1] or None
+Session(ClusterConfig(address=address), workers=1, ranks=1, store_bytes=2**28).close()
+"""
 
 
 def examination(config: Config | None) -> Iterator[tuple[str, Finding]]:
     """Look at this machine, and with a config at what it needs; name and finding of each check, in order."""
-    try:
-        yield from examine(_Examination(config).checks(), TOTAL_S, host.busy)
-    finally:
-        trial.end_all()
-        until = time.monotonic() + _CLEAN_UP_S
-        for thread in threading.enumerate():
-            if thread.name.startswith(THREADS):
-                thread.join(max(until - time.monotonic(), 0.0))
+    yield from examine(_Examination(config).checks(), WITHIN_S)
 
 
 class _Examination:
-    """Checks that go together: what the first ones open, later ones use."""
+    """Checks of one config, or of none, which share the volumes that are opened."""
 
     def __init__(self, config: Config | None) -> None:
         self._config = config
-        self._directory = runs_root() / (config.name if config else "")
-        self._data: PreparedData | None = None
-        self._patch_s: float | None = None  # that one reader takes for a patch; None = not measured
+        self._opened: Future[PreparedData] | None = None
 
     def checks(self) -> list[Check]:
-        """Those that measure a speed, or that others need, first; those that import torch beside each other."""
-        config, directory = self._config, self._directory
-        of_config = [
-            Check("volumes", self._volumes, 10.0, "check the network, the mount and the address in data.volumes"),
-            Check("memory plan", self._plan, _TRIAL_S, _DRY_RUN, "warn", beside=True),
-            Check("checkpoints", self._checkpoints, _TRIAL_S, beside=True),
-        ]
+        """In the order in which they are shown."""
+        config = self._config
+        of_config = []
+        if config is not None:
+            self._opened = on_thread(_open_data, config, name="doctor: volumes")
+            of_config = [
+                Check("volumes", self._volumes, _STORE_HANGS),
+                Check("memory plan", self._plan, _DRY_RUN, "warn"),
+                Check("limits", self._limits),
+            ]
         return [
             Check("versions", host.look_at_versions),
-            Check("import name", host.look_for_namesake),
-            Check("processors", self._cores, _IMPORTS_S, beside=True),
+            Check("processors", self._cores),
             Check("memory", host.look_at_memory),
-            Check("disk", lambda: host.look_at_disk(directory), if_hung="a mount hangs: set VESUVIUS_RUNS elsewhere"),
-            *(of_config if config else []),
-            Check("/dev/shm", self._shm, _IMPORTS_S, beside=True),
-            Check("limits", self._limits, _IMPORTS_S, beside=True),
-            Check("torch", lambda: _device("look_at_torch"), _IMPORTS_S, beside=True),
-            Check("GPU", lambda: _device("look_at_gpus"), _IMPORTS_S, _GPU_HANGS, beside=True),
-            Check("cuDNN", lambda: _device("look_at_cudnn", config), _IMPORTS_S, beside=True),
-            Check("kernels", lambda: _device("look_at_kernels", config), _IMPORTS_S + 3, _GPU_HANGS, beside=True),
-            Check("Ray", self._ray, TOTAL_S, beside=True),
-            Check("one step", self._one_step, TOTAL_S, beside=True),
+            Check("disk", self._disk, "a mount hangs: set VESUVIUS_RUNS elsewhere"),
+            *of_config,
+            Check("/dev/shm", self._shm),
+            Check("torch", lambda: _device("look_at_torch")),
+            Check("GPU", lambda: _device("look_at_gpus", config), _GPU_HANGS),
+            Check("Ray", self._ray),
         ]
 
-    def _volumes(self) -> Finding:
-        from vesuvius.doctor.data import open_data, time_reads
+    def _data(self) -> PreparedData | None:
+        """The volumes, once they are open; None where they cannot be opened."""
+        assert self._opened is not None
+        return None if self._opened.exception() else self._opened.result()
 
-        assert self._config is not None
-        self._data = data = open_data(self._config)
-        found, self._patch_s = time_reads(data, self._config)
-        return found
+    def _volumes(self) -> Finding:
+        """Whether a patch of each can be read."""
+        assert self._opened is not None
+        data, texts = self._opened.result(), []
+        for number, volume in enumerate(data.volumes):
+            data.read_patch("volume", number, data.plan.uniform_patch(number, 0))
+            texts.append(f"{volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}")
+        return Finding("ok", f"{'; '.join(texts)}, a patch of each was read")
 
     def _cores(self) -> Finding:
         workers = None if self._config is None else self._config.training.workers
         return host.look_at_cores(workers, self._ranks())
 
     def _limits(self) -> Finding:
-        """Processes and threads that may be started, against the config's, or those of one reader."""
-        from vesuvius.training.forecast.limits import task_problem, tasks_needed
+        """Processes and threads that may be started, as before a run."""
+        from vesuvius.training.forecast.limits import check_limits
 
-        config = self._config
-        workers, ranks, cores = config.training.workers if config else 1, self._ranks(), os.cpu_count() or 1
-        workers = 0 if config is not None and config.cluster.address else workers
-        limits = task_limits()
-        problem, remedy = task_problem(workers, ranks, cores, limits)
-        if problem:
-            return Finding("fail", problem, remedy)
-        need = f"about {tasks_needed(workers, ranks, cores)} processes and threads needed"
-        return Finding("ok", f"{need}, {limits[0].left} allowed ({limits[0].name})" if limits else f"{need}, no limit")
+        assert self._config is not None
+        check_limits(self._config, self._ranks(), 0)
+        return Finding("ok", "enough processes and threads may be started")
 
     def _ranks(self) -> int:
         """That share this machine."""
@@ -112,24 +116,24 @@ class _Examination:
         config = self._config
         if config is not None and config.cluster.address is not None:
             return Finding("ok", f"the one of the cluster at {config.cluster.address} is used")
-        need = None
-        if config is not None and not self._needs_ray():
-            need = 0
-        elif config is not None and self._data is not None:
+        need = host.LEAST_SHM_BYTES if self._needs_ray() else 0
+        if config is not None and need and (data := self._data()) is not None:
             options = StreamOptions.from_config(config.training, config.cluster)
-            need = max(self._ranks() * store_bytes(self._data.job, options), host.LEAST_SHM_BYTES)
-        return host.look_at_shm(need, host.free_shm())
+            need = max(self._ranks() * store_bytes(data.job, options), need)
+        return host.look_at_shm(need)
 
     def _needs_ray(self) -> bool:
         """For readers, or for several ranks."""
         return self._config is None or self._config.training.workers > 0 or self._ranks() > 1
 
-    def _checkpoints(self) -> Finding:
+    def _disk(self) -> Finding:
+        config, directory = self._config, runs_root()
+        if config is None:
+            return host.look_at_disk(directory)
         from vesuvius.training.forecast.preflight import checkpoint_sizes
 
-        assert self._config is not None
-        kept = self._config.training.keep_last + 1  # and the best one
-        return host.look_at_checkpoints(self._directory, sum(checkpoint_sizes(self._config)), kept)
+        kept = config.training.keep_last + 1  # and the best one
+        return host.look_at_disk(directory / config.name, sum(checkpoint_sizes(config)), kept)
 
     def _plan(self) -> Finding:
         """RAM, and on a GPU its memory, as a dry run has them; tracing the network takes seconds."""
@@ -138,10 +142,10 @@ class _Examination:
         from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning
         from vesuvius.training.step.step import choose_device
 
-        config, data = self._config, self._data
+        config, data = self._config, self._data()
         assert config is not None
         if data is None:
-            return _untried()
+            return Finding("warn", "not checked: the volumes could not be read", "see volumes above")
         plan, limit = plan_ram(config, data), ram_limit(config)
         value = f"RAM {size_text(plan.total_bytes)} planned of {size_text(limit.limit_bytes)} ({limit.name})"
         if warning := ram_warning(config, data, plan, limit):
@@ -155,17 +159,39 @@ class _Examination:
     def _ray(self) -> Finding:
         if not self._needs_ray():
             return Finding("ok", "not needed with training.workers=0")
-        return trial.start_ray(self._config.cluster.address if self._config else None, _TRIAL_S - 2)
+        return start_ray(self._config.cluster.address if self._config else None, _RAY_S)
 
-    def _one_step(self) -> Finding:
-        if self._config is not None and self._data is None:
-            return _untried()
-        from vesuvius.training.step.step import choose_device
 
-        on_gpu = choose_device().type == "cuda"
-        with tempfile.TemporaryDirectory(prefix="vesuvius-doctor-") as folder:
-            config = self._config or trial.small_experiment(Path(folder))
-            return trial.train_one_step(config, on_gpu, _TRIAL_S - 2, self._patch_s)
+def start_ray(address: str | None, within_s: float) -> Finding:
+    """Start a private Ray and end it, or connect to the cluster, in a process of its own."""
+    began = time.monotonic()
+    where = f"the cluster at {address}" if address else "a private Ray"
+    with tempfile.TemporaryFile() as output:
+        command = [sys.executable, "-c", _RAY, address or ""]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as process:
+            try:
+                code = process.wait(within_s)
+            except subprocess.TimeoutExpired:
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    with suppress(psutil.Error):
+                        each.kill()
+                process.kill()
+                value = f"{where} did not start within {within_s:.0f} s, load {os.getloadavg()[0]:.1f}"
+                return Finding("fail", value, "try again on an idle machine; training.workers=0 runs without Ray")
+        output.seek(0)
+        lines = output.read().decode("utf-8", "replace").strip().splitlines()
+    if code != 0:
+        value = f"{where} did not start: {one_line(lines[-1] if lines else f'exit code {code}', 300)}"
+        return Finding("fail", value, "see the message; training.workers=0 runs without Ray")
+    return Finding("ok", f"{where} started and ended in {time.monotonic() - began:.1f} s")
+
+
+def _open_data(config: Config) -> PreparedData:
+    """Open the volumes, without the disk cache.  Raises DataError, soon where a store does not answer."""
+    from vesuvius.stream.start.prepare import prepare_data
+
+    data = config.data.with_store(outage_minutes=_GIVE_UP_MINUTES, timeout_s=5.0, cache_dir=None)
+    return prepare_data(config.seed, data)
 
 
 def _device(look: str, *arguments: Config | None) -> Finding:
@@ -174,7 +200,3 @@ def _device(look: str, *arguments: Config | None) -> Finding:
 
     found: Finding = getattr(device, look)(*arguments)
     return found
-
-
-def _untried() -> Finding:
-    return Finding("warn", "not checked: the volumes could not be read", "see volumes above")

@@ -6,24 +6,18 @@ import importlib.metadata
 import math
 import os
 import platform
-import re
 import shutil
 import uuid
 from pathlib import Path
 
-import psutil
-
 from vesuvius.doctor.check import Finding
 from vesuvius.monitor.memory.limits import Limits, tightest
-from vesuvius.monitor.probes.cgroup import cgroup_chain
-from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
-from vesuvius.monitor.probes.files import read_text
+from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.system_sample import sample_system
-from vesuvius.monitor.window import THROTTLED
 from vesuvius.runlog.environment import installed_version
 from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
 from vesuvius.runlog.files.file_lock import take_lock
-from vesuvius.runlog.units import GIB, format_percent, size_text
+from vesuvius.runlog.units import GIB, size_text
 
 DISTRIBUTION = "vesuvius-diffusion"
 
@@ -35,7 +29,14 @@ LEAST_SHM_BYTES = 2**28
 
 
 def look_at_versions() -> Finding:
-    """Python and the packages, held to what this distribution asks for."""
+    """Python and the packages, held to what this distribution asks for, and no other one of its import name."""
+    if (version := installed_version("vesuvius")) is not None:  # one overwrites the other
+        return Finding(
+            "fail",
+            f"the distribution 'vesuvius' {version} is installed alongside ours ('vesuvius-diffusion') and both use "
+            "the import name vesuvius",
+            "uninstall it and reinstall ours, or use a fresh virtual environment",
+        )
     from packaging.requirements import Requirement  # a dependency of Ray's
 
     try:
@@ -57,53 +58,22 @@ def look_at_versions() -> Finding:
     return Finding("ok", value)
 
 
-def look_for_namesake() -> Finding:
-    """Another distribution of the same import name: one overwrites the other."""
-    if (version := installed_version("vesuvius")) is None:
-        return Finding("ok", "no conflicting distribution")
-    return Finding(
-        "fail",
-        f"the distribution 'vesuvius' {version} is installed alongside ours ('vesuvius-diffusion') and both use the "
-        "import name vesuvius",
-        "uninstall it and reinstall ours, or use a fresh virtual environment",
-    )
-
-
 def look_at_cores(workers: int | None, ranks: int = 1) -> Finding:
-    """Processors, by affinity and quota, against the trainers and their readers; how often a quota brakes.
+    """Processors, by affinity and quota, against the trainers and their readers.
 
     Args:
         workers: readers of a rank; None = no config.
         ranks: that share this machine.
     """
-    pid = os.getpid()
-    cores, (throttled, quota) = usable_cores(pid), throttling((), cpu_quotas(pid)) or (0.0, None)
+    cores = usable_cores(os.getpid())
     value = f"{cores:g} of {os.cpu_count()} processors"
-    if workers is not None:
-        value += f" for {workers} readers and the trainer" + (f" of each of {ranks} ranks" if ranks > 1 else "")
-    if quota is not None:
-        value += f", quota of {quota.cores:g} used up in {format_percent(throttled)} of its periods so far"
-    if workers is not None and ranks * (workers + 1) > cores:
-        fit, more = max(math.floor(cores / ranks) - 1, 0), f"(docker run --cpus={ranks * (workers + 1)})"
-        return Finding("warn", value, f"set training.workers={fit}, or give more processors {more}")
-    if throttled > THROTTLED:
-        return Finding("warn", value, "raise the quota (docker run --cpus), or check what else runs in this cgroup")
-    return Finding("ok", value)
-
-
-def busy() -> str:
-    """How busy the processors are where other work keeps them so; '' where it does not.
-
-    By pressure stall information of the own cgroup or the machine (in a container these differ), averaged over a
-    minute, in which this examination is too short to reach the limit; by the load where the kernel has none.
-    """
-    _, chain = cgroup_chain(os.getpid(), "cpu")
-    for path in (*(directory / "cpu.pressure" for _, directory in chain), Path(psutil.PROCFS_PATH, "pressure/cpu")):
-        if found := re.search(r"^some .*avg60=([\d.]+)", read_text(path) or "", re.MULTILINE):
-            waited = float(found[1]) / 100
-            return f"tasks waited for a processor {format_percent(waited)} of the last minute" if waited > 0.5 else ""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return f"load {load:.1f} on {cores} processors" if load > cores + 1 else ""  # one of them is this examination
+    if workers is None:
+        return Finding("ok", value)
+    value += f" for {workers} readers and the trainer" + (f" of each of {ranks} ranks" if ranks > 1 else "")
+    if ranks * (workers + 1) <= cores:
+        return Finding("ok", value)
+    fit, more = max(math.floor(cores / ranks) - 1, 0), f"(docker run --cpus={ranks * (workers + 1)})"
+    return Finding("warn", value, f"set training.workers={fit}, or give more processors {more}")
 
 
 def look_at_memory() -> Finding:
@@ -115,44 +85,29 @@ def look_at_memory() -> Finding:
     return Finding("ok", value)
 
 
-def look_at_shm(need_bytes: int | None, free_bytes: int | None) -> Finding:
-    """/dev/shm against the object store of a config.
-
-    Args:
-        need_bytes: None = no config: no more than Ray's least is asked for; 0 = no readers.
-        free_bytes: None = there is no /dev/shm.
-    """
+def look_at_shm(need_bytes: int) -> Finding:
+    """/dev/shm against what Ray's object stores need; 0 = none is needed."""
+    shared = Path("/dev/shm")
     if need_bytes == 0:
         return Finding("ok", "not needed with training.workers=0")
-    need = need_bytes or LEAST_SHM_BYTES
-    what = "needed by this config" if need_bytes else "needed at least"
-    option = f"--shm-size={shm_gib(need)}g"
-    docker = f"start the container with {option}"
-    if free_bytes is None:
-        return Finding("warn", "there is no /dev/shm: Ray would keep its object store on disk", docker)
-    value = f"{size_text(free_bytes)} free in /dev/shm, {size_text(need)} {what}"
-    if need > free_bytes:
-        smaller = ", or lower data.regions_in_flight, training.workers or data.reader_mib" if need_bytes else ""
-        return Finding("fail", value, docker + smaller)
-    return Finding("ok", f"{value} (docker run {option})" if need_bytes else value)
+    option = f"--shm-size={math.ceil(1.1 * need_bytes / GIB)}g"  # with room for what else lies there
+    if not shared.is_dir():
+        remedy = f"start the container with {option}"
+        return Finding("warn", "there is no /dev/shm: Ray would keep its object store on disk", remedy)
+    free = shutil.disk_usage(shared).free
+    value = f"{size_text(free)} free in /dev/shm, {size_text(need_bytes)} needed"
+    if need_bytes > free:
+        lower = "lower data.regions_in_flight, training.workers or data.reader_mib"
+        return Finding("fail", value, f"start the container with {option}, or {lower}")
+    return Finding("ok", f"{value} (docker run {option})")
 
 
-def shm_gib(need_bytes: int) -> int:
-    """GiB for `docker run --shm-size`: the need with room for what else lies there."""
-    return math.ceil(1.1 * need_bytes / GIB)
-
-
-def free_shm() -> int | None:
-    """Free bytes of /dev/shm; None where there is no such folder."""
-    path = Path("/dev/shm")
-    return shutil.disk_usage(path).free if path.is_dir() else None
-
-
-def look_at_disk(directory: Path) -> Finding:
-    """Whether the run directory can be written and locked, and how much room it has.
+def look_at_disk(directory: Path, checkpoint_bytes: int = 0, kept: int = 0) -> Finding:
+    """Whether the run directory can be written and locked, and has room for its checkpoints and one in writing.
 
     Args:
         directory: that will be; its nearest existing parent is tried.
+        checkpoint_bytes, kept: size of a checkpoint, and how many are kept.
     """
     there = nearest_existing(directory)
     if not there.is_dir():
@@ -162,18 +117,10 @@ def look_at_disk(directory: Path) -> Finding:
     except OSError as error:
         remedy = "give this user permission (docker run --user, or chown), or set VESUVIUS_RUNS to another folder"
         return Finding("fail", f"{there} must be writable; got {error.strerror or error}", remedy)
-    free = free_disk_bytes(there)
-    value = f"{there}: {size_text(free)} free, writable"
-    if free < _FEW_BYTES:
-        return Finding("warn", value, "free some space, or set VESUVIUS_RUNS to a larger disk")
-    return Finding("ok", value)
-
-
-def look_at_checkpoints(directory: Path, checkpoint_bytes: int, kept: int) -> Finding:
-    """Room for the checkpoints that are kept, and for one that is being written."""
-    free = free_disk_bytes(directory)
-    need = (kept + 1) * checkpoint_bytes
-    value = f"{size_text(need)} for {kept + 1} checkpoints of {size_text(checkpoint_bytes)}, {size_text(free)} free"
+    free, need = free_disk_bytes(there), max((kept + 1) * checkpoint_bytes, _FEW_BYTES)
+    value = f"{there}: writable, {size_text(free)} free"
+    if checkpoint_bytes:
+        value += f", {size_text((kept + 1) * checkpoint_bytes)} for {kept + 1} checkpoints"
     if need <= free:
         return Finding("ok", value)
     remedy = "free some space, lower training.keep_last, or set VESUVIUS_RUNS to a larger disk"

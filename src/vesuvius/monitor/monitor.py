@@ -57,9 +57,7 @@ class LoopStatus:
     # pids of the readers on this machine, which may be children of a Ray that another process started
     readers_here: frozenset[int] = frozenset()
     workers: int | None = None  # readers that there are now
-    # prefetch_left, workers_left: whether the guard may have fewer batches ahead, fewer readers
-    prefetch_left: bool = False
-    workers_left: bool = False
+    can_shrink: bool = False  # whether there are readers or batches ahead to do without
 
 
 @dataclass(frozen=True)
@@ -248,9 +246,7 @@ class Monitor:
         with self._judging:
             self.risk = risk = self._watch.add(sample)
             if self._mode == "act":
-                self.order = self._guard.judge(
-                    time.monotonic(), risk, told.step_s, told.prefetch_left, told.workers_left, told.readers
-                )
+                self.order = self._guard.judge(time.monotonic(), risk, told.step_s, told.can_shrink, told.readers)
             order = self.order
         self._level = risk.level
         if self._mode != "off" and risk.level > before:
@@ -338,15 +334,15 @@ class Monitor:
         )
 
     def _write(self, window: SystemWindow) -> None:
-        record = self._records.write("system", **system_figures(window), disk=self._look_at_disk(window.step))
+        record = self._records.write("system", **system_figures(window), disk=self._look_at_disk())
         self._lines.write_line(monitor_line(window))
         self._on_record(record)
 
-    def _look_at_disk(self, step: int) -> dict[str, int] | None:
+    def _look_at_disk(self) -> dict[str, int] | None:
         """Its figures for the record; None = not known."""
         if self._disk is None:
             return None
-        for notice in self._disk.look(step):
+        for notice in self._disk.look():
             self._say(notice)
         use = self._disk.use
         return None if use is None else {"free_bytes": use.free_bytes, "run_bytes": use.run_bytes}

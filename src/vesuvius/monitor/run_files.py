@@ -26,30 +26,24 @@ _RECENT_STEPS = 200
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The most there was of something, and since when (seconds since 1970) it was looked for."""
-
-    size_bytes: float
-    since: float
-
-
-@dataclass(frozen=True)
 class RunState:
-    """What the files say of the last session."""
+    """What the files say of the last session.  Times are seconds since 1970."""
 
     # None where none was written (a run of an older version, or one that has not begun)
     session: SessionRecord | None = None
     moments: tuple[MemorySample, ...] = ()  # the session's samples of the last two minutes, oldest first
-    # by name of a part (`used`, `shared`, `vram`, and `root` for the trainer), and by pid of a reader
-    peaks: Mapping[str | int, Peak] = field(default_factory=dict)
+    # the most bytes there were, by name of a part (`used`, `shared`, `vram`, and `root` for the trainer) and by pid of
+    # a reader, and since when they were recorded
+    peaks: Mapping[str | int, float] = field(default_factory=dict)
+    peaks_since: float | None = None
     step: int | None = None  # the last optimizer step
-    step_time: float | None = None  # when it was recorded, seconds since 1970
+    step_time: float | None = None  # when it was recorded
     sign_time: float | None = None  # when anything was last recorded: a validation takes longer than a step
     step_s_p95: float | None = None  # of the last steps, without their pauses
     verdict: str | None = None  # the last one on what holds the run up
+    end_cause: str = ""  # why the session ended, as it has recorded itself
     ranks: tuple[str, ...] = ()  # lines on the ranks in the last step that all told of; none where there is one rank
-    # what the run's own watchdog says it hangs in, and since when (seconds since 1970); None = it does not
-    hung: tuple[str, float] | None = None
+    hung: tuple[str, float] | None = None  # what the run's own watchdog says it hangs in, and since when
 
 
 class Tail:
@@ -121,21 +115,24 @@ def notes_of(
 ) -> RunState:
     """From the records of a session, each with its time and kind, in order.  Pure."""
     steps = [record for record in metrics if record["kind"] == "step" and _is_number(record.get("step"))]
-    verdicts = [record["text"] for record in metrics if record["kind"] == "verdict" and record.get("text")]
     work_s = [
         record["step_s"] - (record.get("pause_s") or 0.0)
         for record in steps[-_RECENT_STEPS:]
         if _is_number(record.get("step_s"))
     ]
+    times = [record["time"] for record in system] + [moment.time for moment in moments]
+    end = metrics[-1] if metrics and metrics[-1]["kind"] == "run_end" else {}
     return RunState(
         session=session,
         moments=tuple(moments),
         peaks=_peaks(moments, system),
+        peaks_since=min(times, default=None),
         step=int(steps[-1]["step"]) if steps else None,
         step_time=steps[-1]["time"] if steps else None,
         sign_time=metrics[-1]["time"] if metrics else None,
         step_s_p95=quantile(work_s, 0.95) if work_s else None,
-        verdict=str(verdicts[-1]) if verdicts else None,
+        verdict=next((str(r["text"]) for r in reversed(metrics) if r["kind"] == "verdict" and r.get("text")), None),
+        end_cause=str(end.get("cause") or ""),
         ranks=_ranks(metrics),
         hung=_hung(metrics),
     )
@@ -168,33 +165,24 @@ def _hung(metrics: Sequence[Mapping[str, Any]]) -> tuple[str, float] | None:
     return None
 
 
-def _peaks(moments: Sequence[MemorySample], system: Sequence[Mapping[str, Any]]) -> dict[str | int, Peak]:
-    peaks: dict[str | int, Peak] = {}
-
-    def note(name: str | int, time: float, size: Any) -> None:
-        """`size`: bytes, or [min, mean, max] of them; anything else is passed over."""
-        size = size[-1] if isinstance(size, list) and size else size
-        if _is_number(size):
-            before = peaks.get(name, Peak(size, time))
-            peaks[name] = Peak(max(before.size_bytes, size), min(before.since, time))
-
+def _peaks(moments: Sequence[MemorySample], system: Sequence[Mapping[str, Any]]) -> dict[str | int, float]:
+    """What is no figure, nor a list [min, mean, max] of them, is passed over."""
+    seen: list[tuple[str | int, Any]] = []
     for record in system:
-        vram = record.get("vram")
-        note("used", record["time"], record.get("used_bytes"))
-        note("shared", record["time"], record.get("shared_bytes"))
-        note("root", record["time"], record.get("trainer_bytes"))
-        note("vram", record["time"], vram.get("reserved_bytes") if isinstance(vram, dict) else None)
-        readers = record.get("readers")
-        for pid, size in readers.items() if isinstance(readers, dict) else ():
-            if pid.isdecimal():
-                note(int(pid), record["time"], size)
+        vram, readers = record.get("vram"), record.get("readers")
+        seen += [("used", record.get("used_bytes")), ("shared", record.get("shared_bytes"))]
+        seen += [("root", record.get("trainer_bytes"))]
+        seen += [("vram", vram.get("reserved_bytes"))] if isinstance(vram, dict) else []
+        readers = readers if isinstance(readers, dict) else {}
+        seen += [(int(pid), size) for pid, size in readers.items() if pid.isdecimal()]
     for moment in moments:
-        note("used", moment.time, moment.used_bytes)
-        note("shared", moment.time, moment.shared_bytes)
-        note("root", moment.time, moment.trainer_bytes)
-        note("vram", moment.time, moment.vram_used_bytes)
-        for reader, size in moment.reader_bytes.items():
-            note(reader, moment.time, size)
+        seen += [("used", moment.used_bytes), ("shared", moment.shared_bytes), ("root", moment.trainer_bytes)]
+        seen += [("vram", moment.vram_used_bytes), *moment.reader_bytes.items()]
+    peaks: dict[str | int, float] = {}
+    for name, size in seen:
+        most = size[-1] if isinstance(size, list) and size else size
+        if _is_number(most):
+            peaks[name] = max(peaks.get(name, 0.0), most)
     return peaks
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import time
@@ -24,8 +23,6 @@ from vesuvius.runlog.proc import boot_id
 
 # The kernel counts starts in ticks of 10 ms; two that are nearer than this are the same.
 _SAME_START_S = 0.005
-# The kernel's first namespace of processes (include/linux/proc_ns.h), not a container's: all processes are seen in it.
-_KERNEL_PIDS = "pid:[4026531836]"
 
 
 @dataclass(frozen=True)
@@ -90,30 +87,23 @@ def read_session(path: Path) -> SessionRecord | None:
 def is_alive(record: SessionRecord) -> bool | None:
     """Whether its process lives (a zombie does not); None where that cannot be seen from here.
 
-    It cannot on another machine, from inside another container than the run's, or where the system does not tell
-    which machine this is.
+    It cannot on another machine, from another container than the run's or from outside of it, or where the system does
+    not tell which machine this is.
     """
     here = boot_id()
     if not here or not record.boot_id:
         return None
     if here != record.boot_id:  # the same machine under its name, restarted: nothing has survived that
         return False if record.host == os.uname().nodename else None
-    if find_pid(record) is not None:
-        return True
-    namespace = pid_namespace()
-    return False if namespace in {record.pid_namespace, _KERNEL_PIDS} else None
+    return find_pid(record) is not None if record.pid_namespace == pid_namespace() else None
 
 
 def find_pid(record: SessionRecord) -> int | None:
-    """The session's process as it is called here, where a run in a container has another pid; None without one."""
-    if not record.boot_id or boot_id() != record.boot_id:
+    """The session's process; None where it is not there, or is called otherwise here (in another container)."""
+    if not record.boot_id or boot_id() != record.boot_id or record.pid_namespace != pid_namespace():
         return None
-    inside = record.pid_namespace != pid_namespace()
-    for pid in _pids_inside(record.pid) if inside else [record.pid]:
-        process = read_process(pid)
-        if process and abs(process.started_s - record.started_s) < _SAME_START_S:
-            return pid
-    return None
+    process = read_process(record.pid)
+    return record.pid if process and abs(process.started_s - record.started_s) < _SAME_START_S else None
 
 
 def pid_namespace() -> str:
@@ -121,18 +111,6 @@ def pid_namespace() -> str:
         return os.readlink(f"{psutil.PROCFS_PATH}/self/ns/pid")
     except OSError:
         return ""
-
-
-def _pids_inside(pid: int) -> Iterator[int]:
-    """Processes that are called `pid` in a container below this one: the last number of NSpid."""
-    for path in Path(psutil.PROCFS_PATH).glob("[0-9]*/status"):
-        try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # it has just ended
-            continue
-        names = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
-        if len(names) > 1 and names[-1] == str(pid):
-            yield int(path.parent.name)
 
 
 def _write(path: Path, record: SessionRecord) -> None:

@@ -103,12 +103,6 @@ def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:
     return max(wanted, 1)
 
 
-def changes_to(patch_bytes: int, batch_size: int, workers: int, ahead: int) -> StreamChanges:
-    """The changes that give a stream so many readers and so many batches ahead, limited in bytes.  Pure."""
-    factor = max(-(-ahead // max(workers, 1)), 1)
-    return {"workers": workers, "prefetch_factor": factor, "prefetch_bytes": ahead * batch_size * patch_bytes}
-
-
 def with_less_prefetch(patch_bytes: int, options: StreamOptions) -> StreamOptions:
     """The options with half as many batches ahead per reader, at least one; also where bytes limit them.  Pure."""
     per_reader = min(options.prefetch_factor, batches_ahead(patch_bytes, options) // max(options.workers, 1))

@@ -1,23 +1,21 @@
-"""`training.autotune`: readers and prefetch follow the verdicts while a run trains.
+"""`training.autotune: act`: the override of a verdict that a running stream can change is applied between two steps.
 
-The reporter gives a verdict, `monitor/steering.py` decides, and between two steps the stream is closed and reopened at
-the next sample: no batch changes.  The memory guard (`guard_actions.py`) has priority: once it has acted, nothing is
-raised any more.
+The stream is closed and reopened at the next sample: no batch changes.  Nothing is raised while memory is short, or
+where memory for it is not left before the guard (`guard_actions.py`) would take it back.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from vesuvius.errors import ConfigError
 from vesuvius.monitor.memory.limits import left_bytes
 from vesuvius.monitor.monitor import Monitor
-from vesuvius.monitor.steering import Decision, Headroom, Learned, ReaderSetup, carried_out, decide
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.runlog.units import size_text
-from vesuvius.stream.options import batches_ahead, changes_to, check_store_need, store_need_bytes
+from vesuvius.stream.options import StreamChanges, StreamOptions, batches_ahead, check_store_need, store_need_bytes
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.context import RunContext
@@ -25,143 +23,88 @@ from vesuvius.training.step.device import DeviceFeed
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["advised", "refused", "done"]
-
 # As many readers again live while one execution of Ray Data hands over to the next.
 _READERS_AT_ONCE = 2
 
 
 class Autotuner:
-    """Advises or makes the changes that the verdicts of one session call for.
-
-    What it learned is not kept over a resume: a session starts from the config.
+    """Applies what the verdicts of one session advise.  A session starts from the config.
 
     Args:
         job: of the stream.
     """
 
     def __init__(self, run: RunContext, job: ReaderJob) -> None:
-        config = run.config
         self._run = run
-        self._mode = config.training.autotune
-        self._last_step = config.stop_step - config.monitor.verdict_every
-        self._batch_bytes = config.training.train_batch_size * job.patch_bytes
-        mib = config.training.prefetch_mib
-        self._most_ahead = None if mib is None else max(mib * 2**20 // self._batch_bytes, 1)
+        self._acts = run.config.training.autotune == "act"
+        self._last_step = run.config.stop_step - run.config.monitor.verdict_every
         self._job = job
         self._verdict: Verdict | None = None
-        self._learned = Learned()
-        self._said: set[tuple[Outcome, str, str]] = set()
-        self._failed: set[tuple[str, str]] = set()
+        self._refused: set[tuple[str, ...]] = set()  # overrides that were refused, and are not tried again
 
     def take(self, verdict: Verdict) -> None:
         """Keep a verdict for the next `act`."""
-        if self._mode != "off":
-            self._verdict = verdict
+        self._verdict = verdict
 
     def ended(self) -> None:
         """Nothing is left to do."""
 
     def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
-        """Make or advise the change that the last verdict calls for; none without a new verdict or near the end."""
+        """Make the change that the last verdict calls for; none without a new verdict or near the end."""
         verdict, self._verdict = self._verdict, None
-        if verdict is None or self._run.progress.step > self._last_step:
+        if verdict is None or not self._acts or self._run.progress.step > self._last_step:
             return
-        options = stream.options
-        now = ReaderSetup(options.workers, batches_ahead(self._job.patch_bytes, options))
-        decision, self._learned = decide(verdict, now, self._headroom(stream, feed, monitor), self._learned)
-        if decision is None:
+        changes = changes_of(verdict.overrides, stream.options)
+        if not changes or verdict.overrides in self._refused:
             return
-        if decision.refused:
-            self._say_once("refused", decision)
-        elif self._mode == "advise":
-            self._say_once("advised", decision)
-        elif self._carry_out(decision, stream, feed):
-            self._learned = carried_out(decision, verdict.window, self._learned)
+        options = replace(stream.options, **changes)
+        before, refused = stream.options, self._refusal(options, stream, feed, monitor)
+        if not refused:
+            try:
+                check_store_need(self._job, options)
+                feed.reconfigure(**changes)
+            except ConfigError as error:
+                if stream.options is not before:  # it is not as it was
+                    raise
+                refused = str(error)
+        override = " ".join(verdict.overrides)
+        text = f"autotune: {override}: {verdict.evidence}"
+        if refused:
+            self._refused.add(verdict.overrides)
+            text = f"autotune skipped {override}: {refused}; {verdict.evidence}"
+        else:
             monitor.readers_changed()
-
-    def _headroom(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> Headroom:
-        return Headroom(
-            # All ranks of a node may act at once.
-            left_bytes=left_bytes(monitor.risk.killers, self._run.session.limits) // self._run.ranks.local_world,
-            batch_bytes=feed.memory_of_batch,
-            reader_bytes=self._reader_bytes(stream),
-            most_ahead=self._most_ahead,
-            memory_is_short=monitor.memory_is_short(),
-        )
-
-    def _reader_bytes(self, stream: PatchStream) -> int | None:
-        """What one more reader takes: as much as the largest one, and its share of the object store."""
-        peaks = [figures.rss_anon_peak_bytes for figures in list(stream.readers.values())]
-        known = [peak for peak in peaks if peak is not None]
-        if not known:
-            return None
-        options = stream.options
-        more = replace(options, workers=options.workers + 1)
-        store_bytes = store_need_bytes(self._job, more) - store_need_bytes(self._job, options)
-        return _READERS_AT_ONCE * (max(known) + store_bytes)
-
-    def _carry_out(self, decision: Decision, stream: PatchStream, feed: DeviceFeed) -> bool:
-        """Returns whether it was done.  A change that failed is not tried again."""
-        if (decision.action, decision.override) in self._failed:
-            return False
-        options, after = stream.options, decision.after
-        changes = changes_to(self._job.patch_bytes, options.batch_size, after.workers, after.ahead)
-        try:
-            check_store_need(self._job, replace(options, **changes))
-            feed.reconfigure(**changes)
-        except ConfigError as error:
-            if stream.options is not options:  # it is not as it was
-                raise
-            self._failed.add((decision.action, decision.override))
-            self._say_once("refused", replace(decision, refused=str(error)))
-            return False
-        self._say("done", decision)
-        return True
-
-    def _say_once(self, outcome: Outcome, decision: Decision) -> None:
-        said = (outcome, decision.action, decision.override)
-        if said not in self._said:
-            self._said.add(said)
-            self._say(outcome, decision)
-
-    def _say(self, outcome: Outcome, decision: Decision) -> None:
-        text = self._text(outcome, decision)
         log.info("%s", text)
-        before, after = (self._figure(decision, setup) for setup in (decision.before, decision.after))
-        self._run.metrics.write(
-            "event",
-            event="autotune",
-            step=self._run.progress.step,
-            text=text,
-            mode=self._mode,
-            outcome=outcome,
-            action=decision.action,
-            **{"from": before, "to": after},
-            override=decision.override,
-            reason=decision.reason,
-            refused=decision.refused or None,
-        )
+        fields = {"override": override, "refused": refused or None}
+        self._run.metrics.write("event", event="autotune", step=self._run.progress.step, text=text, **fields)
 
-    def _text(self, outcome: Outcome, decision: Decision) -> str:
-        change = self._change(decision)
-        match outcome:
-            case "advised":
-                return f"autotune advises {decision.override} ({change}): {decision.reason}"
-            case "refused":
-                return f"autotune skipped {change}: {decision.refused}; {decision.reason}"
-            case "done":
-                return f"autotune: {change}: {decision.reason}"
+    def _refusal(self, options: StreamOptions, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> str:
+        """Why there is no memory for the options; '' where there is."""
+        now, patch_bytes = stream.options, self._job.patch_bytes
+        peaks = [figures.rss_anon_peak_bytes or 0 for figures in list(stream.readers.values())]
+        readers = max(options.workers - now.workers, 0) * max(peaks, default=0)
+        store = max(store_need_bytes(self._job, options) - store_need_bytes(self._job, now), 0)
+        batches = batches_ahead(patch_bytes, options) - batches_ahead(patch_bytes, now)
+        need_bytes = _READERS_AT_ONCE * (readers + store) + max(batches, 0) * feed.memory_of_batch
+        # All ranks of a node may act at once.
+        left = left_bytes(monitor.risk.killers, self._run.session.limits) // self._run.ranks.local_world
+        if need_bytes <= max(left, 0):
+            return ""
+        return f"it would take {size_text(need_bytes)} more, and {size_text(max(left, 0))} are left for it"
 
-    def _change(self, decision: Decision) -> str:
-        if decision.action in ("more_workers", "fewer_workers"):
-            return f"readers {decision.before.workers} -> {decision.after.workers}"
-        sizes = f"{size_text(self._figure(decision, decision.before))} -> "
-        sizes += size_text(self._figure(decision, decision.after))
-        return f"batches ahead {decision.before.ahead} -> {decision.after.ahead}, {sizes}"
 
-    def _figure(self, decision: Decision, setup: ReaderSetup) -> int:
-        """What changes: readers, or bytes of the batches ahead."""
-        if decision.action in ("more_workers", "fewer_workers"):
-            return setup.workers
-        return setup.ahead * self._batch_bytes
+def changes_of(overrides: Sequence[str], options: StreamOptions) -> StreamChanges:
+    """What a running stream can change of a verdict's overrides; empty where it can change nothing.  Pure.
+
+    Readers are not started where the trainer reads itself: Ray does not run.  `training.prefetch_mib` is the user's own
+    limit, and stays.
+    """
+    values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    changes: StreamChanges = {}
+    if options.workers and "training.workers" in values:
+        changes["workers"] = int(values["training.workers"])
+    if "training.prefetch_factor" in values:
+        changes["prefetch_factor"] = int(values["training.prefetch_factor"])
+    if "data.store.requests" in values:
+        changes["requests"] = int(values["data.store.requests"])
+    return changes

@@ -117,7 +117,7 @@ class TrainingLoop:
                     saves = False
                     with clock.pausing():
                         if not stop.wanted():
-                            saves = self.guard_actions.obey(stream, self.monitor, reporter.longest_step_s)
+                            saves = self.guard_actions.obey(self.feed, self.monitor, reporter.longest_step_s)
                             tuner.act(stream, self.feed, self.monitor)
                     self.milestones.record_saves()
                     self.milestones.prepare()

@@ -74,9 +74,8 @@ class Milestones:
         if progress.preview_due(self._config) and not self._run.stop.wanted():
             with self._timed("preview"):
                 self._preview()
-        at_its_time = self._save_due()
-        if improved or at_its_time:
-            with self._timed("save", None if at_its_time else "validation"):  # which a new best is saved after
+        if improved or self._save_due():
+            with self._timed("save"):
                 self.save()
 
     def rehearse(self) -> None:
@@ -93,14 +92,12 @@ class Milestones:
             raise failure
 
     @contextmanager
-    def _timed(self, what: str, after: str | None = None) -> Iterator[None]:
-        """Note for the time left what one takes, also as part of what it comes after; not where it is cut short."""
+    def _timed(self, what: str) -> Iterator[None]:
+        """Note for the time left what one takes, unless it is cut short."""
         started = time.monotonic()
         yield
         if not self._run.stop.wanted():
             self._progress.note_pause(what, time.monotonic() - started)
-            if after is not None:
-                self._progress.note_pause(after, time.monotonic() - started, more=True)
 
     def prepare(self) -> None:
         """After the first step of a session, when the optimizer has its state, allocate room for copies of it."""

@@ -151,13 +151,13 @@ def trainer_config(config: Config, number: int) -> Config:
 
     Each trainer has a seed of its own and therefore reads other regions: otherwise a later one would find the data of
     an earlier one in the page cache or in `data.store.cache_dir` and appear faster.  The guard ends it at
-    `monitor.prefetch_at`, where it would only reduce prefetch in a run: a setting that has to be reduced is not
+    `monitor.shrink_at`, where it would only make readers smaller in a run: a setting that has to be reduced is not
     recommended.  Its weights are worthless, and hardly move.
 
     Raises:
         ValidationError: the config is invalid.
     """
-    at = config.monitor.prefetch_at
+    at = config.monitor.shrink_at
     training = {
         "steps_per_epoch": NEVER,
         "epochs": 1,
@@ -173,7 +173,6 @@ def trainer_config(config: Config, number: int) -> Config:
         "sample_every_s": 0.5,
         "write_every_s": 1.0,
         "guard": "act",
-        "worker_at": at,
         "exit_at": at,
     }
     seed = int(np.random.default_rng((config.seed, number)).integers(2**31))

@@ -253,7 +253,7 @@ class TuneWorker:
         if self._loop.run.stop.wanted():
             raise StreamInterrupted
         self._loop.run.watchdog.expects("step", "the tune to measure it")
-        self._loop.guard_actions.obey(self._stream, self._loop.monitor, self._reporter.longest_step_s)
+        self._loop.guard_actions.obey(self._loop.feed, self._loop.monitor, self._reporter.longest_step_s)
         self._look()
 
     # Warm-up.

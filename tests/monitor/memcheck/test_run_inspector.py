@@ -19,6 +19,7 @@ from vesuvius.monitor.postmortem.post_mortem import ended_run
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.recent import RecentFile
 from vesuvius.monitor.session import begin_session, end_session
+from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.units import GIB
 
 
@@ -89,3 +90,14 @@ def test_a_run_that_the_guard_ended_says_so_and_why(
         assert found.remarks[0] == "continue with --resume"
         end_session(tmp_path / "session.json", begin_session(tmp_path / "session.json", "tiny", 1, Limits()), 0)
         assert RunInspector(tmp_path, Gpus()).inspect().exit_code == EXIT_OK
+
+
+def test_a_run_that_has_ended_early_shows_its_cause(tmp_path: Path) -> None:
+    """Of its last session alone, and not where it has ended as it should."""
+    for cause, code in (("step 7 was not applied: loss nan", 5), ("done", 0)):
+        session = begin_session(tmp_path / "session.json", "tiny", 1, Limits())
+        with closing(JsonLines(tmp_path / "metrics.jsonl")) as metrics:
+            metrics.write("run_end", exit_code=code, cause=cause, step=6)
+        end_session(tmp_path / "session.json", session, code)
+        text = RunInspector(tmp_path, Gpus()).inspect().state_text
+        assert text.endswith(f"with exit code {code}" + (f": {cause}" if code else ""))

@@ -56,9 +56,8 @@ class Machine:
             processes = {1: trainer, **{10 + opened_s * 100 + i: size for i, size in enumerate(readers)}}
             risk = watch.add(sample(t, 24 * GIB, used, processes=processes))
             self.levels.append(risk.level)
-            order = guard.judge(
-                float(t), risk, self.step_s, self.prefetch > 1, self.workers > 1, processes.keys() - {1}
-            )
+            can_shrink = self.prefetch > 1 or self.workers > 1
+            order = guard.judge(float(t), risk, self.step_s, can_shrink, processes.keys() - {1})
             if order is not None and order is not held:
                 self.orders.append((t, order))
             held = order
@@ -71,8 +70,8 @@ class Machine:
                     if order.rung == "exit":
                         self.exited_s = t
                         return self
-                    self.prefetch = max(self.prefetch // 2, 1) if order.rung == "prefetch" else self.prefetch
-                    self.workers -= order.rung == "worker"
+                    if order.rung == "shrink":
+                        self.prefetch, self.workers = max(self.prefetch // 2, 1), max(self.workers - 1, 1)
                     opened_s = t
                     watch.restart()
                     guard.carried_out(float(t))
@@ -134,14 +133,13 @@ def test_a_leak_in_the_trainer_ends_in_exit_a_step_before_the_kill(rate: float, 
     assert left > 0
 
 
-def test_lower_rungs_come_before_exit_where_there_is_time():
+def test_smaller_readers_come_once_before_exit_where_there_is_time():
     machine = Machine(trainer=lambda t: 4 * GIB + _leak(6 * MB)(t)).run(20_000)
-    assert machine.rungs[0] == "prefetch"
-    assert machine.rungs.index("prefetch") < machine.rungs.index("worker") < machine.rungs.index("exit")
-    assert (machine.prefetch, machine.workers) != (8, 4)
+    assert machine.rungs == ["shrink", "exit"]
+    assert (machine.prefetch, machine.workers) == (4, 3)
 
 
-def test_no_lower_rung_is_tried_where_it_would_leave_no_time_to_exit():
+def test_readers_are_left_alone_where_shrinking_would_leave_no_time_to_exit():
     """100 MB/s and steps of 30 s: an order takes up to 30 s, and the next look at the effect ten more."""
     machine = Machine(step_s=30.0, trainer=lambda t: 4 * GIB + _leak(100 * MB)(t)).run(2000)
     assert machine.rungs == ["exit"]
@@ -189,20 +187,20 @@ def test_other_peoples_memory_that_stops_below_exit_leaves_the_run_as_it_is():
 
 
 def test_a_run_that_was_too_large_from_the_start_shrinks_whoever_else_is_there():
-    machine = Machine(others=lambda t: 11.5 * GIB).run(1200)
-    assert machine.rungs[0] == "prefetch"
+    machine = Machine(others=lambda t: 12 * GIB).run(1200)
+    assert machine.rungs[0] == "shrink"
 
 
 def test_a_burst_that_passes_before_the_step_ends_leaves_nothing_to_do():
     """5 s at 86 %, and over long before the step of 40 s is: the order is taken back."""
     machine = Machine(step_s=40.0, trainer=lambda t: (12 if 405 <= t < 410 else 4) * GIB + 2 * GIB).run(1200)
-    assert machine.rungs == ["prefetch"]
+    assert machine.rungs == ["shrink"]
     assert (machine.prefetch, machine.workers, machine.exited_s) == (8, 4, None)
 
 
-def test_a_peak_of_two_seconds_beyond_exit_at_drops_a_worker_instead_of_ending_the_run():
+def test_a_peak_of_two_seconds_beyond_exit_at_shrinks_the_run_instead_of_ending_it():
     machine = Machine(trainer=lambda t: (15.3 if 405 <= t < 407 else 4) * GIB).run(600)
-    assert machine.rungs == ["worker"]
+    assert machine.rungs == ["shrink"]
     assert machine.exited_s is None
 
 
@@ -240,19 +238,11 @@ def test_exit_comes_a_step_before_exhaustion_for_leaks_that_last_long_enough():
         tried += 1
 
 
-def test_lower_rungs_that_follow_one_another_may_delay_the_exit_to_less_than_a_step_ahead():
-    """Each starts the trend anew, so that for long no growth is known: a known limit of the guard with long steps."""
-    machine = _leaking(rate=31.6 * MB, step_s=33.3, slack_s=33.3, begin_s=161)
-    assert machine is not None
-    assert machine.killed_s is None
-    assert 0.9 * 33.3 < _seconds_left_at_exit(machine, 31.6 * MB) <= 1.1 * 33.3
-
-
 def _on_2_tib(own_gib: float, used_gib: float) -> list[str]:
     """The rungs of ten minutes beside a neighbour."""
     watch, guard = RiskWatch(LIMITS), Guard(LIMITS)
     risks = [watch.add(sample(t, 2048 * GIB, used_gib * GIB, processes={1: own_gib * GIB})) for t in range(600)]
-    orders = [guard.judge(float(t), risk, 3.0, True, True) for t, risk in enumerate(risks)]
+    orders = [guard.judge(float(t), risk, 3.0, True) for t, risk in enumerate(risks)]
     return [order.rung for order in orders if order]
 
 
@@ -273,133 +263,59 @@ def _risk(share: float, left_s: float | None = None, level: Level = Level.WARN, 
     killer = MemoryLimit("the machine", int(share * 1000 * MB), 1000 * MB, 1000 * MB)
     trend = None if left_s is None else Trend(killer.left_bytes / left_s, 1.0, 1.0, 60.0)
     exhaustion = None if left_s is None else Exhaustion(left_s, left_s, left_s, firm)
-    return Risk(level, f"at {share:.0%}", (killer,), trend, exhaustion, {})
+    return Risk(level, f"at {share:.0%}", (killer,), trend, exhaustion, {7: trend} if trend else {})
 
 
-def _rung(guard: Guard, time_s: float, risk: Risk, step_s: float = 3.0, left: tuple[bool, bool] = (True, True)):
-    order = guard.judge(time_s, risk, step_s, *left)
+def _rung(guard: Guard, time_s: float, risk: Risk, step_s: float = 3.0, can_shrink: bool = True, readers=()):
+    order = guard.judge(time_s, risk, step_s, can_shrink, readers)
     return order and order.rung
 
 
-def test_never_an_order_at_low():
+@pytest.mark.parametrize(
+    ("risk", "can_shrink", "rung"),
+    [
+        (_risk(0.99, 1.0, Level.LOW), True, None),
+        (_risk(0.835), True, None),
+        (_risk(0.855), True, "shrink"),
+        (_risk(0.855), False, None),
+        (_risk(0.855, left_s=68.0), True, None),  # 3 + 45 + 2 x 3 + 15 = 69: not known in time that it has not helped
+        (_risk(0.855, left_s=70.0), True, "shrink"),
+        (_risk(0.6, left_s=22.0), True, None),
+        (_risk(0.6, left_s=21.0), True, "exit"),  # 2 x 3 + 15
+        (_risk(0.6, left_s=10.0, firm=False), True, None),
+    ],
+)
+def test_what_a_risk_calls_for(risk: Risk, can_shrink: bool, rung: str | None):
+    assert _rung(Guard(LIMITS), 0, risk, can_shrink=can_shrink) == rung
+
+
+def test_readers_that_leak_are_started_anew_while_there_is_time_as_often_as_they_do():
     guard = Guard(LIMITS)
-    assert _rung(guard, 0, _risk(0.99, 1.0, Level.LOW)) is None
-
-
-@pytest.mark.parametrize(("share", "rung"), [(0.83, None), (0.845, "prefetch"), (0.885, "worker")])
-def test_each_rung_has_its_share(share: float, rung: str | None):
-    assert _rung(Guard(LIMITS), 0, _risk(share)) == rung
+    assert [_rung(guard, 0, _risk(0.6, left), readers={7}) for left in (60.0, 45.0)] == [None, "restart"]
+    guard.carried_out(1)
+    assert [_rung(guard, s, _risk(0.6, 45.0), readers={7}) for s in (2, 10, 11)] == [None, None, "restart"]
 
 
 def test_exit_needs_its_share_for_three_seconds():
     guard = Guard(LIMITS)
-    rungs = [_rung(guard, second, _risk(0.93), left=(False, False)) for second in range(5)]
+    rungs = [_rung(guard, second, _risk(0.93), can_shrink=False) for second in range(5)]
     assert rungs == [None, None, None, "exit", "exit"]
 
 
-@pytest.mark.parametrize(
-    ("share", "left", "rung"),
-    [
-        (0.85, (False, True), None),  # the next rung is not reached
-        (0.89, (True, False), "prefetch"),
-        (0.89, (False, False), None),
-    ],
-)
-def test_a_rung_that_is_used_up_is_passed_over(share: float, left: tuple[bool, bool], rung: str | None):
-    assert _rung(Guard(LIMITS), 0, _risk(share), left=left) == rung
-
-
-def test_an_order_stays_until_it_was_carried_out_though_its_cause_has_gone():
+def test_an_order_stays_until_it_was_carried_out_and_comes_once_but_for_the_exit():
     guard = Guard(LIMITS)
-    first = guard.judge(0, _risk(0.85), 3.0, True, True)
-    assert guard.judge(5, _risk(0.82), 3.0, True, True) is first
+    first = guard.judge(0, _risk(0.86), 3.0, True)
+    assert first == Order("shrink", "at 86%")
+    assert guard.judge(5, _risk(0.82), 3.0, True) is first
     guard.carried_out(6)
-    assert guard.judge(7, _risk(0.82), 3.0, True, True) is None
+    assert [_rung(guard, 6 + s, _risk(0.86)) for s in range(60)] == [None] * 60
+    assert [_rung(guard, 70 + s, _risk(0.93)) for s in range(4)] == [None, None, None, "exit"]
 
 
-def test_a_higher_order_replaces_one_that_waits_and_a_lower_one_does_not():
+def test_an_exit_replaces_an_order_that_waits_and_is_not_taken_back():
     guard = Guard(LIMITS)
-    assert _rung(guard, 0, _risk(0.85)) == "prefetch"
-    assert _rung(guard, 1, _risk(0.89)) == "worker"
-    assert _rung(guard, 2, _risk(0.85)) == "worker"
-    assert _rung(guard, 3, _risk(0.85, left_s=10.0)) == "exit"
-    assert _rung(guard, 4, _risk(0.81)) == "exit"
-
-
-def test_an_order_has_twenty_seconds_to_show():
-    guard = Guard(LIMITS)
-    assert _rung(guard, 0, _risk(0.85)) == "prefetch"
-    guard.carried_out(2)
-    assert [_rung(guard, 2 + s, _risk(0.87)) for s in (1, 10, 19, 20)] == [None, None, None, "prefetch"]
-
-
-def test_while_an_order_settles_exit_may_still_come():
-    guard = Guard(LIMITS)
-    assert _rung(guard, 0, _risk(0.85)) == "prefetch"
-    guard.carried_out(2)
-    assert [_rung(guard, 2 + s, _risk(0.93)) for s in (1, 2, 3, 4)] == [None, None, None, "exit"]
-
-
-def test_a_rung_is_repeated_only_where_memory_has_grown_since():
-    guard = Guard(LIMITS)
-    assert _rung(guard, 0, _risk(0.85)) == "prefetch"
-    guard.carried_out(2)
-    assert [_rung(guard, 30 + s, _risk(0.85)) for s in range(60)] == [None] * 60
-    assert _rung(guard, 100, _risk(0.861)) == "prefetch"
-
-
-@pytest.mark.parametrize(
-    ("step_s", "left_s", "rung"),
-    [
-        (3.0, 80.0, None),
-        (3.0, 60.0, "prefetch"),  # 2 x (3 + 20) + 2 x 3 + 15 = 67
-        (3.0, 43.0, "worker"),  # 3 + 20 + 2 x 3 + 15 = 44
-        (3.0, 30.0, None),  # no longer time for it, not yet for exit
-        (3.0, 21.0, "exit"),  # 2 x 3 + 15
-        (18.0, 51.0, "exit"),
-        (18.0, 120.0, "prefetch"),
-    ],
-)
-def test_growth_calls_a_rung_while_there_is_time_for_it(step_s: float, left_s: float, rung: str | None):
-    assert _rung(Guard(LIMITS), 0, _risk(0.6, left_s), step_s) == rung
-
-
-def test_growth_that_is_not_firm_calls_for_nothing():
-    assert _rung(Guard(LIMITS), 0, _risk(0.6, 10.0, firm=False)) is None
-
-
-def test_growth_that_goes_on_after_reopening_is_not_forgotten_with_its_trend():
-    """The trend begins anew after readers were reopened, and is silent for most of a minute."""
-    guard = Guard(LIMITS)
-    assert _rung(guard, 0, _risk(0.4, left_s=60.0)) == "prefetch"  # 1 % a second
-    guard.carried_out(2)
-    rungs = [_rung(guard, s, _risk(0.4 + 0.01 * s)) for s in range(3, 45)]
-    assert rungs.index("exit") + 3 == 39  # 21 s are left
-
-
-def test_growth_that_ended_with_reopening_calls_for_nothing_more():
-    guard = Guard(LIMITS)
-    assert _rung(guard, 0, _risk(0.7, left_s=60.0)) == "prefetch"
-    guard.carried_out(2)
-    assert {_rung(guard, s, _risk(0.7)) for s in range(3, 200)} == {None}
-
-
-def test_calm_forgets_what_was_ordered():
-    guard = Guard(LIMITS)
-    assert _rung(guard, 0, _risk(0.85)) == "prefetch"
-    guard.carried_out(2)
-    assert _rung(guard, 60, _risk(0.5, level=Level.LOW)) is None
-    assert _rung(guard, 100, _risk(0.845)) == "prefetch"
-
-
-def test_the_order_gives_the_risks_reason():
-    assert Guard(LIMITS).judge(0, _risk(0.85), 3.0, True, True) == Order("prefetch", "at 85%")
-
-
-def test_carried_out_without_an_order_changes_nothing_but_the_time_to_settle():
-    guard = Guard(LIMITS)
-    guard.carried_out(0)
-    assert _rung(guard, 25, _risk(0.85)) == "prefetch"
+    rungs = [_rung(guard, 0, _risk(0.86)), _rung(guard, 3, _risk(0.86, left_s=10.0)), _rung(guard, 4, _risk(0.81))]
+    assert rungs == ["shrink", "exit", "exit"]
 
 
 def test_a_peak_is_not_waited_out_where_half_of_the_rest_is_gone() -> None:
@@ -410,7 +326,7 @@ def test_a_peak_is_not_waited_out_where_half_of_the_rest_is_gone() -> None:
         return Risk(Level.CRITICAL, "near out of memory", (killer,), None, None, {})
 
     guard = Guard(limits)
-    assert guard.judge(0.0, at(0.95), 1.0, False, False) is None, "5 of the last 8 % are left: it may pass"
-    order = guard.judge(1.0, at(0.965), 1.0, False, False)
+    assert guard.judge(0.0, at(0.95), 1.0, False) is None, "5 of the last 8 % are left: it may pass"
+    order = guard.judge(1.0, at(0.965), 1.0, False)
     assert order is not None
     assert order.rung == "exit"

@@ -76,7 +76,7 @@ def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
 def test_the_ladder_is_that_of_the_config():
     """memcheck has no config, and knows runs of older versions."""
     config, limits = MonitorConfig(), Limits()
-    for share in ("warn_at", "prefetch_at", "worker_at", "exit_at"):
+    for share in ("warn_at", "shrink_at", "exit_at"):
         assert getattr(limits, share) == getattr(config, share)
 
 
@@ -161,7 +161,7 @@ def test_what_is_left_below_the_first_rung_is_left(total_gib: int, limits: Limit
     at = sample(0, total_gib * GIB, total_gib * GIB / 2)
     left = left_bytes(killers_of(at, limits), limits)
     full = killers_of(sample(0, total_gib * GIB, total_gib * GIB / 2 + left), limits)
-    assert largest_share(full, limits) == pytest.approx(limits.prefetch_at)
+    assert largest_share(full, limits) == pytest.approx(limits.shrink_at)
 
 
 def test_of_a_large_limit_the_shares_are_of_200_gib():

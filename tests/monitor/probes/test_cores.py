@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +10,7 @@ import pytest
 from tests.support.system_trees import Roots, empty_roots
 from vesuvius.monitor.probes.cores import (
     CpuQuota,
-    CpuSeconds,
     cpu_quotas,
-    cpu_seconds,
-    others_cores,
     others_text,
     throttling,
     usable_cores,
@@ -125,21 +119,6 @@ def test_this_process_may_use_some() -> None:
     assert 0 < usable_cores(PID) <= bound()
 
 
-def test_what_other_programs_use_is_what_is_not_our_own() -> None:
-    assert others_cores(CpuSeconds(10.0, 100.0, 5.0), CpuSeconds(12.0, 103.0, 6.0)) == 1.0
-    assert others_cores(CpuSeconds(10.0, 100.0, 5.0), CpuSeconds(12.0, 100.5, 6.0)) == 0.0  # ticks are rounded
+def test_what_other_programs_use_is_said_from_a_tenth_of_the_cores_on() -> None:
     assert others_text(1.14, 2.0) == "other programs use 1.1 of 2 cores"
     assert others_text(0.1, 2.0) == ""
-
-
-def test_a_process_that_spins_is_seen_and_an_own_one_is_not() -> None:
-    before = cpu_seconds()
-    spin = "import time; until = time.monotonic() + 1\nwhile time.monotonic() < until: pass"
-    with subprocess.Popen([sys.executable, "-c", spin]) as child:  # another program until it is waited for
-        time.sleep(1.0)
-        during = cpu_seconds()
-        child.wait()
-    # Where a loaded machine gives it less than a core, that is because other programs have the rest.
-    assert others_cores(before, during) > 0.3
-    after = cpu_seconds()
-    assert after.own_s > during.own_s + 0.1, "a child that has been waited for counts as the own program"

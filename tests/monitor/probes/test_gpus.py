@@ -78,45 +78,10 @@ def test_each_gpu_is_looked_at_and_what_one_does_not_tell_is_none() -> None:
     assert (second.name, second.used_bytes, second.power_w) == ("NVIDIA A100", 2 * GIB, None)
 
 
-class DividedNvml(FakeNvml):
-    """The second GPU is divided into two instances (MIG), at the places 0 and 3 of seven."""
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:  # noqa: N802
-        return 7 * handle
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, place: int) -> int:  # noqa: N802
-        assert handle == 1
-        if place not in (0, 3):
-            raise NVMLError("Not Found")
-        return 10 + place
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return f"MIG-{handle}B" if handle >= 10 else super().nvmlDeviceGetUUID(handle)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
-        if handle == 1:
-            raise NotSupportedError("a divided GPU does not tell")
-        return SimpleNamespace(gpu=handle, memory=1)
-
-
-def test_of_a_divided_gpu_our_part_is_looked_at() -> None:
-    first, second = Gpus(DividedNvml(), own="13B").sample()
-    assert first.uuid == "GPU-0A"
-    assert (second.uuid, second.busy, second.used_bytes) == ("MIG-13B", 0.13, 14 * GIB)
-    assert second.temperature_c == 61.0, "which the part does not have: it is the GPU's"
-    assert [gpu.uuid for gpu in Gpus(DividedNvml(), own="0A").sample()] == ["GPU-0A", "GPU-1A"]
-
-
 class HealthNvml(FakeNvml):
-    """Both GPUs tell what slows them down and count errors of memory; the second has no XIDs."""
+    """Both GPUs tell what slows them down and count errors of memory."""
 
-    nvmlEventTypeXidCriticalError = 8  # noqa: N815
-
-    def __init__(self, reasons: int = 0) -> None:
-        super().__init__()
-        self.reasons = reasons
-        self.xids: dict[int, list[int]] = {}
-        self.freed: list[int] = []
+    reasons = 0x1 | 0x4 | 0x20 | 0x40  # idle and capped are no trouble
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:  # noqa: N802
         return self.reasons
@@ -125,58 +90,17 @@ class HealthNvml(FakeNvml):
         assert (kind, counter) == (1, 0)  # uncorrected, since the driver was loaded
         return 3 + handle
 
-    def nvmlEventSetCreate(self) -> int:  # noqa: N802
-        self.xids[len(self.xids)] = []
-        return len(self.xids) - 1
 
-    def nvmlDeviceRegisterEvents(self, handle: int, types: int, events: int) -> None:  # noqa: N802
-        assert types == self.nvmlEventTypeXidCriticalError
-        if handle == 1:
-            raise NotSupportedError("Not Supported")
-        assert events == handle
-
-    def nvmlEventSetWait_v2(self, events: int, timeout_ms: int) -> Any:  # noqa: N802
-        assert timeout_ms == 0, "a sample waits for nothing"
-        if not self.xids[events]:
-            raise NVMLError("Timeout")
-        return SimpleNamespace(eventData=self.xids[events].pop(0))
-
-    def nvmlEventSetFree(self, events: int) -> None:  # noqa: N802
-        assert not self.shutdowns
-        self.freed.append(events)
-
-
-def test_what_slows_a_gpu_down_and_its_errors_are_told() -> None:
-    nvml = HealthNvml(0x1 | 0x4 | 0x20 | 0x40)  # idle and capped are no trouble
-    with Gpus(nvml, with_xids=True) as gpus:
-        nvml.xids[0] += [79, 48]
-        first, second = gpus.sample()
-        assert first.slowed_by == ("heat (software limit)", "heat (hardware limit)")
-        assert (first.power_capped, first.ecc_uncorrected, first.xids) == (True, 3, (79, 48))
-        assert (second.ecc_uncorrected, second.xids) == (4, ())
-        nvml.reasons = 0x1
-        first, _ = gpus.sample()
-        assert (first.slowed_by, first.power_capped, first.xids) == ((), False, ())
-    assert nvml.freed == [0]
-
-
-def test_xids_are_not_asked_for_where_nobody_wants_them() -> None:
+def test_what_slows_a_gpu_down_and_its_errors_are_told_and_what_it_does_not_know_is_none() -> None:
     nvml = HealthNvml()
     with Gpus(nvml) as gpus:
-        gpus.sample()
-    assert nvml.xids == {}
-
-
-def test_a_driver_that_knows_only_the_old_name_of_a_question_or_none_is_asked_what_it_knows() -> None:
-    class Old(FakeNvml):
-        def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:  # noqa: N802
-            return 0x80
-
-    first, _ = Gpus(Old(), with_xids=True).sample()
-    assert first.slowed_by == ("power brake (of the power supply)",)
-    assert (first.ecc_uncorrected, first.xids) == (None, ())
+        first, second = gpus.sample()
+        assert first.slowed_by == ("heat (software limit)", "heat (hardware limit)")
+        assert (first.power_capped, first.ecc_uncorrected, second.ecc_uncorrected) == (True, 3, 4)
+        nvml.reasons = 0x1
+        assert (gpus.sample()[0].slowed_by, gpus.sample()[0].power_capped) == ((), False)
     first, _ = Gpus(FakeNvml()).sample()
-    assert (first.slowed_by, first.power_capped) == (None, None)
+    assert (first.slowed_by, first.power_capped, first.ecc_uncorrected) == (None, None, None)
 
 
 def test_one_handle_serves_all_looks() -> None:
@@ -218,7 +142,7 @@ def test_a_driver_that_hangs_is_waited_for_briefly_and_not_asked_again_until_it_
     while not (late := gpus.sample()):
         assert time.monotonic() < deadline
     assert [gpu.index for gpu in late] == [0, 1]
-    assert nvml.asked == 2, "what came late is not asked for again: its XIDs are told once"
+    assert nvml.asked == 2, "what came late is not asked for again"
     assert gpus.silent_s == 0
 
 

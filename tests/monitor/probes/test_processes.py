@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.system_trees import Roots, empty_roots, write_process
-from vesuvius.monitor.probes.processes import ProcessTree, pss_bytes, read_process
+from vesuvius.monitor.probes.processes import ProcessTree, read_process
 from vesuvius.runlog.units import GIB
 
 MIB = 2**20
@@ -253,22 +253,6 @@ def test_shared_memory_without_a_readable_file_is_the_most_that_one_has_touched(
     tree = ProcessTree(10)
     tree.sample()
     assert tree.shared_bytes() == 5 * MIB
-
-
-def test_proportional_size_is_the_sum_or_unknown(roots: Roots) -> None:
-    for pid, kib in ((10, 100), (11, 200)):
-        rollup = f"55-7ff ---p 0 0:0 0 [rollup]\nRss: 900 kB\nPss: {kib} kB\nPss_Anon: 7 kB\n"
-        (write_process(roots, pid) / "smaps_rollup").write_text(rollup)
-    assert pss_bytes([10, 11]) == 300 * 1024
-    assert pss_bytes([10, 99]) == 100 * 1024, "one has ended"
-    (roots.proc / "11" / "smaps_rollup").unlink()
-    assert pss_bytes([10, 11]) is None
-
-
-def test_proportional_size_of_this_process_is_told() -> None:
-    pss = pss_bytes([os.getpid()])
-    assert pss is not None
-    assert pss > MIB
 
 
 def test_a_real_grandchild_that_lost_its_parent_stays_in_the_tree() -> None:

@@ -154,7 +154,7 @@ def test_events_and_verdicts_are_counted_by_labels_that_are_known_from_the_start
     with Exporter(0, "exp") as exporter:
         before = fetched(exporter.port)
         assert set(before.values()) == {0}, "counters exist before the first event, or rate() misses it"
-        for rung in ("worker", "worker", "exit"):
+        for rung in ("restart", "restart", "exit"):
             exporter.take({"kind": "event", "event": "guard", "rung": rung})
         for event in ("nonfinite", "quarantine", "quarantine", "reader_died", "save_failed", "hung"):
             exporter.take({"kind": "event", "event": event})
@@ -163,7 +163,7 @@ def test_events_and_verdicts_are_counted_by_labels_that_are_known_from_the_start
         samples = fetched(exporter.port)
         exporter.take({"kind": "event", "event": "recovered"})
         assert fetched(exporter.port)["vesuvius_hung", ""] == 0
-    assert samples["vesuvius_guard_actions_total", "worker"] == 2
+    assert samples["vesuvius_guard_actions_total", "restart"] == 2
     assert samples["vesuvius_guard_actions_total", "exit"] == 1
     assert samples["vesuvius_verdicts_total", "data-bound"] == 2
     assert samples["vesuvius_quarantined_boxes_total", ""] == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -64,41 +63,13 @@ def test_the_time_left_is_that_of_steps_and_of_all_that_comes_between_them() -> 
     assert progress.time_left(config, 51) == TimeLeft(49 * 2.0 + 3 * 60.0 + 3 * 10.0 + 1 * 1.0 + 8.0, at_least=False)
 
 
-def test_steps_beside_the_start_of_ray_count_until_there_are_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with few cores they take several times as long as all that follow."""
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    progress, config = Progress(step=10), run_of()
-
-    def steps(count: int, seconds: float) -> None:
-        nonlocal now
-        for _ in range(count):
-            now += seconds
-            progress.note_step(StepTimes(seconds, 0.0, 0.0, seconds, 0.0, 0.0), 1)
-
-    steps(4, 2.5)
-    steps(4, 1.0)
-    assert progress.time_left(config) == TimeLeft(90 * 1.0, at_least=True), "the first ones are slower still"
-    steps(2, 3.0)
-    assert progress.time_left(config) == TimeLeft(90 * (3 * 1.0 + 2 * 3.0) / 5, at_least=True)
-    steps(30, 0.25)
-    found = progress.time_left(config)
-    assert found is not None
-    assert found.seconds == pytest.approx(90 * 0.25)
-    again = Progress.from_state(progress.state_dict())
-    assert again.time_left(config) == found
-
-
-def test_a_resume_with_other_settings_knows_its_own_pace_after_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_with_other_settings_knows_its_own_pace_after_a_few_steps() -> None:
     before = Progress(step=200)
     before.pace.extend([18.0] * 200)
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
     progress, config = Progress.from_state(before.state_dict()), run_of(epochs=10)
     assert progress.time_left(config) == TimeLeft(800 * 18.0, at_least=True)
-    for _ in range(30):
-        now += 1.0
-        progress.note_step(StepTimes(1.0, 0.0, 0.0, 1.0, 0.0, 0.0), 1)
+    for _ in range(5):
+        progress.note_step(StepTimes(1.0, 0.0, 0.0, 1.0, 0.0, 0.0))
     assert progress.time_left(config) == TimeLeft(800 * 1.0, at_least=True)
 
 

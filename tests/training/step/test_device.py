@@ -13,7 +13,7 @@ from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.monitor.clock import HostClock
 from vesuvius.plan.plan import Augmentation
-from vesuvius.stream.options import StreamOptions, batches_ahead, changes_to
+from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceFeed, apply_symmetries
@@ -184,7 +184,7 @@ def test_model_values_do_not_depend_on_how_many_batches_are_put_together_ahead(
         for number in range(24):
             if number % 4 == 3:
                 ahead = (1, 6, 3)[number // 4 % 3]
-                feed.reconfigure(**changes_to(data.job.patch_bytes, options.batch_size, 0, ahead))
+                feed.reconfigure(prefetch_factor=ahead)
                 assert batches_ahead(data.job.patch_bytes, stream.options) == ahead
                 assert _ring_size(feed) == (2 + ahead if device.type == "cuda" else 0)
             got.append(feed.next(clock).x_0)

@@ -1,9 +1,8 @@
-"""What is known of a run from outside at one moment: data that `inspector.py` finds and `memory_table.py` shows."""
+"""What is known of a run from outside at one moment: data that the inspectors find and `memory_table.py` shows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
@@ -26,7 +25,6 @@ class Row:
     # now_bytes, peak_bytes: None = not known
     now_bytes: float | None = None
     peak_bytes: float | None = None
-    peak_since: float | None = None  # from when on the peak was looked for, seconds since 1970
     trend: Trend | None = None  # growth or shrinking beyond doubt; None = there is none, or too little was seen
     seen_s: float | None = None  # for how long a trend was looked for; None = too little was seen to speak of one
 
@@ -52,6 +50,7 @@ class Inspection:
     state_text: str  # the same for people, with the figure that says so
     stalled: bool = False  # it hangs: by its own watchdog, or because there is no sign of life
     rows: tuple[Row, ...] = ()  # the parts, then the total
+    peaks_since: float | None = None  # from when on peaks were looked for, seconds since 1970
     limit_bytes: int | None = None  # the smallest limit
     # files that the system keeps in memory and gives back when asked; no part of the total
     page_cache_bytes: int | None = None
@@ -62,16 +61,12 @@ class Inspection:
     # trend, exhaustion: of the first killer's memory
     trend: Trend | None = None
     exhaustion: Exhaustion | None = None
-    # by pid, the processes whose private memory grows beyond doubt
-    growing: Mapping[int, Trend] = field(default_factory=dict)
     vram: Row | None = None  # what the trainer has reserved; None without a GPU
-    page_cache: Row | None = None  # as `page_cache_bytes`, over time
     vram_limit_bytes: int | None = None  # of its GPU
     no_gpus: str | None = None  # why no GPU is seen
     steps: Steps | None = None  # None except of runs
     kills: tuple[str, ...] = ()  # what says that something was killed, a line each
     remarks: tuple[str, ...] = ()  # what else one should know, a line each
-    pss_bytes: int | None = None  # proportional set size of all processes; only where asked for
     # sample, rates: what the system says; None where it was not looked at
     sample: SystemSample | None = None
     rates: Rates | None = None
@@ -94,41 +89,20 @@ class Inspection:
 def as_json(found: Inspection) -> dict[str, Any]:
     """One object for scripts.  Null is not known.  Pure."""
     plain = asdict(replace(found, sample=None, rates=None))
-    parts = plain.pop("rows")
+    sample, rates = found.sample, found.rates
+    machine = asdict(sample.machine) if sample else None
+    if machine is not None and sample is not None:
+        # No key is a word that a search of logs for kills would find.
+        machine["kernel_kills"] = machine.pop("oom_kills")
+        machine["cgroup_kernel_kills"] = sample.cgroup.oom_kills if sample.cgroup else None
+        machine["core_busy"] = list(rates.core_busy) if rates else None
     del plain["sample"], plain["rates"]
     return plain | {
         "exit_code": found.exit_code,
         "level": found.level.name if found.level is not None else None,
-        "parts": parts,
+        "parts": plain.pop("rows"),
         "killers": [asdict(killer) | {"left_bytes": killer.left_bytes} for killer in found.killers],
-        "growing": {str(pid): trend for pid, trend in plain["growing"].items()},
-        "processes": [asdict(process) for process in found.sample.processes] if found.sample else None,
-        "machine": _machine(found.sample, found.rates),
-        "gpus": [asdict(gpu) for gpu in found.sample.gpus] if found.sample else None,
+        "processes": [asdict(process) for process in sample.processes] if sample else None,
+        "machine": machine,
+        "gpus": [asdict(gpu) for gpu in sample.gpus] if sample else None,
     }
-
-
-def _machine(sample: SystemSample | None, rates: Rates | None) -> dict[str, Any] | None:
-    """Its keys avoid a word that a search of logs for kills would find."""
-    if sample is None:
-        return None
-    machine, cgroup = sample.machine, sample.cgroup
-    return {
-        "total_bytes": machine.total_bytes,
-        "available_bytes": machine.available_bytes,
-        "page_cache_bytes": machine.page_cache_bytes,
-        "shmem_bytes": machine.shmem_bytes,
-        "swap_used_bytes": machine.swap_used_bytes,
-        "swap_total_bytes": machine.swap_total_bytes,
-        "pressure": _plain(machine.pressure),
-        "kernel_kills": machine.oom_kills,
-        "cgroup": cgroup.path if cgroup else None,
-        "cgroup_kernel_kills": cgroup.oom_kills if cgroup else None,
-        "cgroup_pressure": _plain(cgroup.pressure) if cgroup else None,
-        "cores": len(machine.core_total_s),
-        "core_busy": list(rates.core_busy) if rates else None,
-    }
-
-
-def _plain(value: Any) -> Mapping[str, Any] | None:
-    return None if value is None else asdict(value)

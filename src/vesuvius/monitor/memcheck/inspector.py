@@ -1,4 +1,4 @@
-"""Looks at a process, all of Ray or the machine from outside, and says what was found.  Reads only."""
+"""Looks at a process with those below it, or at the machine, from outside, and says what was found.  Reads only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Protocol
 import psutil
 
 from vesuvius.errors import NoRunError
+from vesuvius.monitor.memcheck.history import LiveHistory
 from vesuvius.monitor.memcheck.inspection import Inspection
-from vesuvius.monitor.memcheck.live_history import LiveHistory
-from vesuvius.monitor.memcheck.parts import Labels, is_ray, is_reader
 from vesuvius.monitor.memory.limits import Limits, ray_memory, ray_share_from_environment
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import Watcher, sample_system
 from vesuvius.runlog.units import format_time
 
-_PROCESS = Labels(root="process", singles="processes below it", single="process", others="Ray's", store="shared memory")
 _LONG_AGO_S = 3600.0
 _NAME_LENGTH = 24
 
@@ -41,7 +39,6 @@ class ProcessInspector:
         self._watcher = Watcher(pid, gpus)
         self._history: LiveHistory | None = None
         self._name = f"process {pid}"
-        self._ray: dict[tuple[int, float], bool] = {}  # by pid and start
 
     def inspect(self) -> Inspection:
         """What it holds now.  Raises NoRunError: there is no such process."""
@@ -57,22 +54,13 @@ class ProcessInspector:
         if self._history is None:
             self._name = f"process {self._pid} {short_name(sample.processes[0])}"
             age_s = now - psutil.boot_time() - sample.processes[0].started_s
-            has_ray = any(self._is_ray(process) for process in sample.processes)
+            has_ray = any(process.name.startswith("ray::") for process in sample.processes)
             ray_share = ray_share_from_environment(os.environ, ray_memory(sample)[1]) if has_ray else None
-            limits = Limits(ray_share=ray_share)
-            self._history = LiveHistory(limits, _PROCESS, self._pid, age_s, self._is_single)
+            labels = ("process", "process", "others")
+            self._history = LiveHistory(Limits(ray_share=ray_share), self._pid, age_s, labels)
         found = Inspection(now, "process", self._name, "running", "running", no_gpus=self._gpus.reason)
-        names = {process.pid: short_name(process) for process in sample.processes}
-        return self._history.add(found, sample, names=names)
-
-    def _is_single(self, process: ProcessUse) -> bool:
-        return is_reader(process) or not self._is_ray(process)
-
-    def _is_ray(self, process: ProcessUse) -> bool:
-        identity = process.pid, process.started_s
-        if identity not in self._ray:
-            self._ray[identity] = is_ray(process.pid)
-        return self._ray[identity]
+        names = {process.pid: short_name(process) for process in sample.processes[1:]}
+        return self._history.add(found, sample, names, names=names)
 
 
 class MachineInspector:
@@ -85,21 +73,16 @@ class MachineInspector:
     def __init__(self, gpus: Gpus, remarks: tuple[str, ...] = ()) -> None:
         self._gpus = gpus
         self._remarks = remarks
-        self._history = LiveHistory(Limits(), Labels(), None, _LONG_AGO_S)
+        self._history = LiveHistory(Limits(), None, _LONG_AGO_S)
 
     def inspect(self) -> Inspection:
         """Its state now."""
+        name = f"machine {os.uname().nodename}"
         found = Inspection(
-            time.time(),
-            "machine",
-            f"machine {os.uname().nodename}",
-            "running",
-            "",
-            no_gpus=self._gpus.reason,
-            remarks=self._remarks,
+            time.time(), "machine", name, "running", "", no_gpus=self._gpus.reason, remarks=self._remarks
         )
         sample = sample_system(os.getpid(), self._gpus)
-        return replace(self._history.add(found, sample), rows=(), page_cache_bytes=sample.machine.page_cache_bytes)
+        return replace(self._history.add(found, sample, ()), rows=(), page_cache_bytes=sample.machine.page_cache_bytes)
 
 
 def short_name(process: ProcessUse) -> str:

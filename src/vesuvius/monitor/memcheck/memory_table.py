@@ -22,7 +22,6 @@ _LEVEL_STYLES = {Level.LOW: "bold green", Level.WARN: "bold yellow", Level.CRITI
 _STATE_STYLES = {"running": "green", "hung": "bold yellow", "killed": "bold red"}
 _SHOWN_SINGLES = 8
 _SHOWN_KILLERS = 3
-_SHOWN_GROWING = 3
 
 _Fact = tuple[str, str | Text]
 """Name and value."""
@@ -75,8 +74,6 @@ def _parts(found: Inspection) -> Table:
         now = gib(found.vram.now_bytes)
         now += f" of {gib(found.vram_limit_bytes)}" if found.vram_limit_bytes is not None else ""
         table.add_row("VRAM of the trainer", now, gib(found.vram.peak_bytes), slope_text(found.vram))
-    if (cache := found.page_cache) is not None:
-        table.add_row(cache.name, gib(cache.now_bytes), gib(cache.peak_bytes), slope_text(cache), style="dim")
     return table
 
 
@@ -117,34 +114,20 @@ def _fact_lines(found: Inspection) -> Iterator[_Fact]:
     for number, killer in enumerate(found.killers[:_SHOWN_KILLERS]):
         counted = f"it counts {gib(killer.used_bytes)}, {gib(killer.left_bytes)} are left"
         yield "then" if number else "first killer", f"{killer.name} at {gib(killer.kills_at_bytes)} GiB; {counted}"
-    if found.growing:
-        yield "growing", _growing_text(found)
-    if found.pss_bytes is not None:
-        yield "PSS", f"{gib(found.pss_bytes)} GiB, all processes, each shared page divided among those that map it"
     if found.sample is not None:
         yield from _machine_lines(found, found.sample)
     yield from _gpu_lines(found)
     yield from _step_lines(found)
     for remark in found.remarks:
         yield "note", remark
-    if since := _peak_since(found):
-        yield "peaks", since
-
-
-def _growing_text(found: Inspection) -> str:
-    """The fastest processes that grow."""
-    names = {row.pid: row.name for row in found.rows if row.pid is not None}
-    if found.sample is not None and found.rows[0].part == "root":
-        names[found.sample.processes[0].pid] = found.rows[0].name
-    fastest = sorted(found.growing.items(), key=lambda item: -item[1].bytes_per_s)
-    texts = [f"{names.get(pid, f'process {pid}')} {trend.bytes_per_s / 1e6:+.1f} MB/s" for pid, trend in fastest]
-    more = [f"{len(texts) - _SHOWN_GROWING} more"] if len(texts) > _SHOWN_GROWING else []
-    return ", ".join(texts[:_SHOWN_GROWING] + more)
+    if found.peaks_since is not None and found.rows:
+        yield "peaks", f"since {format_time(found.peaks_since)}"
 
 
 def _machine_lines(found: Inspection, sample: SystemSample) -> Iterator[_Fact]:
     machine = sample.machine
-    yield "machine", f"{gib(machine.used_bytes)} of {gib(machine.total_bytes)} GiB used by everything that runs on it"
+    cache = "" if found.page_cache_bytes is None else f", page cache {gib(found.page_cache_bytes)} GiB"
+    yield "machine", f"{gib(machine.used_bytes)} of {gib(machine.total_bytes)} GiB used by everything on it{cache}"
     total = machine.swap_total_bytes
     swap = f"{gib(machine.swap_used_bytes)} of {gib(total)} GiB" if total else "none"
     ours = sum(process.swap_bytes for process in sample.processes)
@@ -190,15 +173,3 @@ def _step_lines(found: Inspection) -> Iterator[_Fact]:
         yield "last step", f"{steps.step}, {format_duration(steps.age_s)} ago{p95}"
     if steps.verdict is not None:
         yield "verdict", steps.verdict
-
-
-def _peak_since(found: Inspection) -> str:
-    """Parts whose history is as long as the total's need no mention of their own."""
-    since = {row.part: row.peak_since for row in found.rows if row.peak_since is not None}
-    if "total" not in since:
-        return ""
-    text = f"since {format_time(since['total'])}"
-    for row in found.rows:
-        if row.part == "others" and row.peak_since and row.peak_since > since["total"] + 60:
-            text += f"; {row.name}: since {format_time(row.peak_since)}"
-    return text

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from vesuvius.monitor.memcheck.history import History, LiveHistory, is_reader, sizes_then
 from vesuvius.monitor.memcheck.inspection import Inspection, Row, State, Steps
-from vesuvius.monitor.memcheck.live_history import LiveHistory
-from vesuvius.monitor.memcheck.parts import WARMUP_S, Figure, History, Labels, sizes_then
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.postmortem.cause import KillCounts
 from vesuvius.monitor.postmortem.death import Death, headline, read_deaths
@@ -43,8 +42,6 @@ class RunInspector:
         self._session: SessionRecord | None = None
         self._watcher: Watcher | None = None
         self._history: LiveHistory | None = None
-        self._death: Death | None = None
-        self._deaths: tuple[int, list[Death]] | None = None
 
     def inspect(self) -> Inspection:
         """What its files say, and the system where the run lives on it."""
@@ -53,7 +50,7 @@ class RunInspector:
             notes = self._files.read()  # it may have written its end, and then ended, since it was read
         now, guard = time.time(), self._guard_exit(notes.session)
         state, text = self._state(notes, sample, now)
-        text += ": the memory guard ended it" if guard else ""
+        text += ": the memory guard ended it" if guard and not notes.end_cause else ""
         found = Inspection(
             now,
             "run",
@@ -65,11 +62,13 @@ class RunInspector:
             steps=_steps(notes, now),
             kills=self._kills(notes, sample, state),
             remarks=(*([guard.remedy] if guard else []), *_remarks(notes, sample, now), *notes.ranks),
+            peaks_since=notes.peaks_since,
             vram=_vram(notes),
             vram_limit_bytes=notes.moments[-1].vram_limit_bytes if notes.moments else None,
         )
         if sample is not None and self._history is not None:
-            readers = notes.moments[-1].reader_bytes if notes.moments else {}
+            readers = {process.pid for process in sample.processes if is_reader(process)}
+            readers.update(notes.moments[-1].reader_bytes if notes.moments else ())
             return self._history.add(found, sample, readers, notes.moments, notes.peaks)
         found = _from_moments(found, notes, now) if notes.moments else found
         return replace(found, level=Level.CRITICAL, reason=" ".join(guard.evidence[:1])) if guard else found
@@ -80,12 +79,11 @@ class RunInspector:
         if session is None or session.end_time is not None:
             return None
         if self._session is None or _identity(session) != _identity(self._session):
-            self._session, self._death = session, None
+            self._session = session
             pid = find_pid(session)
             self._watcher = Watcher(pid, self._gpus) if pid is not None else None
-            labels = Labels(others="Ray's own" if session.workers else "others")
             first_s = notes.moments[0].time if notes.moments else time.time()
-            self._history = LiveHistory(session.limits, labels, pid, first_s - session.begin_time)
+            self._history = LiveHistory(session.limits, pid, first_s - session.begin_time, _labels(session))
         try:
             return self._watcher.sample() if self._watcher else None
         except ProcessLookupError:
@@ -99,7 +97,8 @@ class RunInspector:
                 "no session.json: it has not started, or an older version wrote it; --pid watches its process"
             )
         if session.end_time is not None:
-            return "ended", f"ended {format_time(session.end_time)} with exit code {session.exit_code}"
+            cause = f": {notes.end_cause}" if session.exit_code and notes.end_cause else ""
+            return "ended", f"ended {format_time(session.end_time)} with exit code {session.exit_code}{cause}"
         if sample is not None:
             return _living_state(notes, sample, now)
         if is_alive(session) is False:
@@ -115,8 +114,8 @@ class RunInspector:
             return ()
         deaths = [death for death in self._kept_deaths() if is_of_session(death, session) and death.cause != "guard"]
         if state == "killed" and not any(death.victim == "run" for death in deaths):
-            self._death = self._death or examine_run(self._directory)
-            deaths += [self._death] if self._death else []
+            died = examine_run(self._directory)
+            deaths += [died] if died else []
         lines = [f"{headline(death)}, noticed {format_time(death.time)}" for death in deaths]
         if state == "killed" and not lines:
             lines.append(f"process {session.pid} is gone and recorded no end")
@@ -130,15 +129,7 @@ class RunInspector:
         return next((death for death in deaths if death.cause == "guard"), None)
 
     def _kept_deaths(self) -> list[Death]:
-        """Read again only where the file has changed."""
-        path = self._directory / "post_mortem.jsonl"
-        try:
-            size = path.stat().st_size
-        except OSError:
-            return []
-        if self._deaths is None or self._deaths[0] != size:
-            self._deaths = size, read_deaths(path)
-        return self._deaths[1]
+        return read_deaths(self._directory / "post_mortem.jsonl")
 
 
 def _living_state(notes: RunState, sample: SystemSample, now: float) -> tuple[State, str]:
@@ -175,11 +166,8 @@ def _steps(notes: RunState, now: float) -> Steps:
 
 
 def _vram(notes: RunState) -> Row | None:
-    figure = Figure()
-    for moment in notes.moments:
-        if moment.vram_used_bytes is not None:
-            figure.add(moment.time, moment.vram_used_bytes)
-    return figure.row("vram", "VRAM", notes.peaks.get("vram"))
+    known = [moment.vram_used_bytes for moment in notes.moments if moment.vram_used_bytes is not None]
+    return Row("vram", "VRAM", None, known[-1], notes.peaks.get("vram", max(known))) if known else None
 
 
 def _remarks(notes: RunState, sample: SystemSample | None, now: float) -> tuple[str, ...]:
@@ -221,19 +209,23 @@ def _from_moments(found: Inspection, notes: RunState, now: float) -> Inspection:
     """The last minutes as the run itself saw them: of a dead run, or one on another machine."""
     last = notes.moments[-1]
     begun_s = notes.moments[0].time - notes.session.begin_time if notes.session else 0.0
-    history = History(warmup_s=max(WARMUP_S - begun_s, 0.0))  # growth while it starts says nothing
+    history = History(begun_s)
     for moment in notes.moments:
         history.add(moment.time, sizes_then(moment))
-    labels = Labels(others="Ray's own" if notes.session and notes.session.workers else "others")
     fresh = found.state == "elsewhere" and abs(now - last.time) <= _FRESH_S
     reason = f"{last.killer}: {size_text(last.killer_used_bytes)} in use; kills at {size_text(last.kills_at_bytes)}"
     return replace(
         found,
-        rows=history.rows(labels, notes.peaks),
+        rows=history.rows(notes.peaks, *_labels(notes.session), {}),
         level=Level[last.level] if fresh else None,
         reason=reason if last.killer else "",
         remarks=(*found.remarks, f"figures from {format_time(last.time)}"),
     )
+
+
+def _labels(session: SessionRecord | None) -> tuple[str, str, str]:
+    """What the parts of a run are called: the root, single processes, and the rest."""
+    return "trainer", "reader", "Ray's own" if session and session.workers else "others"
 
 
 def _identity(session: SessionRecord) -> tuple[str, int, float, float]:

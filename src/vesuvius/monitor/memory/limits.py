@@ -23,11 +23,9 @@ class Limits:
     # is switched off
     ray_share: float | None = None
     configured_bytes: int | None = None  # `monitor.ram_limit_gib`, for the run's own memory; None = none
-    # warn_at, prefetch_at, worker_at, exit_at: shares at which there is a warning, and the guard shrinks the prefetch,
-    # drops a worker, saves and exits
+    # warn_at, shrink_at, exit_at: shares at which there is a warning, the guard makes the readers smaller, and it exits
     warn_at: float = 0.80
-    prefetch_at: float = 0.84
-    worker_at: float = 0.88
+    shrink_at: float = 0.84
     exit_at: float = 0.92
     # ranks of this run on this machine, each with a guard: what one holds, the others are taken to hold too
     ranks_here: int = 1
@@ -111,7 +109,7 @@ def limit_of(sample: SystemSample, limits: Limits) -> int:
 def left_bytes(killers: Iterable[MemoryLimit], limits: Limits) -> int:
     """Memory that may be taken more before the guard's first rung, as the tightest of all killers counts it."""
     return min(
-        int((limits.prefetch_at - used_share(killer, limits)) / _squeeze(killer, limits) * _whole_bytes(killer))
+        int((limits.shrink_at - used_share(killer, limits)) / _squeeze(killer, limits) * _whole_bytes(killer))
         for killer in killers
     )
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_low
 
 from vesuvius.monitor.postmortem.death import Cause, Victim, share_of
 from vesuvius.monitor.probes.cgroup import read_cgroup
 from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.recent import MemorySample
-from vesuvius.runlog.units import GIB, size_text
 
 NEARLY_FULL = 0.9
 _AT_ONCE_S = 60.0  # kills counted for longer than this may be those of other programs, later
@@ -74,77 +71,31 @@ def _rise(before: int | None, now: int | None) -> int | None:
     return None if before is None or now is None or now < before else now - before
 
 
-_LEAST_SPAN_S = 5.0
-_LEAST_GROWN = 64 * 2**20  # within a minute; less, and an hour of it is what a machine has to spare
-_AT_EITHER_END = 5  # samples, of whose median no single peak is a part
-_BELOW_THE_KILL = 0.9
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Who took most memory in the last minute."""
-
-    who: str  # for people
-    grown_bytes: int
-    now_bytes: int  # what it came to
-
-
-def fastest_growth(samples: Sequence[MemorySample]) -> Growth | None:
-    """What grew most: the trainer, a reader, the shared memory, or what no process of the run holds.
-
-    From the median of the first samples to that of the last.  None where nothing grew by 64 MiB, or too little was
-    seen.
-    """
-    times = [sample.time for sample in samples]
-    if not times or max(times) - min(times) < _LEAST_SPAN_S:
-        return None
-    series = {
-        "the trainer": [sample.trainer_bytes for sample in samples],
-        "shared memory, such as Ray's object store,": [sample.shared_bytes for sample in samples],
-        "memory of others, or of the kernel,": [
-            sample.killer_used_bytes - sample.used_bytes for sample in samples if sample.killer == samples[-1].killer
-        ],
-        **{
-            f"reader {pid}": [sample.reader_bytes[pid] for sample in samples if pid in sample.reader_bytes]
-            for pid in {pid for sample in samples for pid in sample.reader_bytes}
-        },
-    }
-    fastest = max(
-        (Growth(who, _grown(sizes), sizes[-1]) for who, sizes in series.items()), key=lambda growth: growth.grown_bytes
-    )
-    return fastest if fastest.grown_bytes >= _LEAST_GROWN else None
-
-
-def _grown(sizes: Sequence[int]) -> int:
-    ends = max(min(_AT_EITHER_END, len(sizes) // 2), 1)
-    return median_low(sizes[-ends:]) - median_low(sizes[:ends])
-
-
 def remedy_of(
-    cause: Cause, victim: Victim, workers: int, moments: Sequence[MemorySample], ray_share: float | None = None
+    cause: Cause, victim: Victim, workers: int, last: MemorySample | None, ray_share: float | None = None
 ) -> str:
     """What to do about a death.
 
     Args:
         workers: readers that there were.
-        moments: the last minute before it.
+        last: the last sample before it.
         ray_share: share of the machine's memory at which Ray kills; None = not known.
     """
     again = "the run continues with a new reader" if victim == "reader" else "start again with --resume"
-    full = bool(moments) and (share_of(moments[-1]) or 0.0) >= NEARLY_FULL
+    full = last is not None and (share_of(last) or 0.0) >= NEARLY_FULL
     match cause:
         case "cgroup" | "machine":
-            return _less_memory(victim, workers, moments)
+            return _less_memory(victim, workers)
         case "ray":
             at = "" if ray_share is None else f" at {100 * ray_share:.0f} % of it"
             return (
-                f"{_less_memory(victim, workers, moments)} Ray counts the memory of the whole machine, including "
+                f"{_less_memory(victim, workers)} Ray counts the memory of the whole machine, including "
                 f"other users', and kills{at} (RAY_memory_usage_threshold)."
             )
         case "signal" | "unknown" if full:
             return (
                 "memory was nearly used up: a container runtime, a scheduler, systemd-oomd or earlyoom ends processes "
-                f"like this. {_less_memory(victim, workers, moments)}"
+                f"like this. {_less_memory(victim, workers)}"
             )
         case "signal" | "restart":
             return f"nothing of the configuration; {again}."
@@ -152,14 +103,8 @@ def remedy_of(
             return f"{again}; if it happens again, watch it: vesuvius memcheck --watch 2."
 
 
-def _less_memory(victim: Victim, workers: int, moments: Sequence[MemorySample]) -> str:
-    growth, limit = fastest_growth(moments), _ram_limit_gib(moments)
+def _less_memory(victim: Victim, workers: int) -> str:
     sentences = []
-    if growth is not None:
-        sentences.append(
-            f"{growth.who} grew most in the last minute: by {size_text(growth.grown_bytes)}, "
-            f"to {size_text(growth.now_bytes)}."
-        )
     if victim == "reader":
         sentences.append("The run continues with a new reader; if it happens again, stop it first.")
     if workers:
@@ -169,18 +114,4 @@ def _less_memory(victim: Victim, workers: int, moments: Sequence[MemorySample]) 
         sentences.append(f"Start it with --resume {less}, or with a smaller data.reader_mib.")
     else:
         sentences.append("Start it with --resume and a smaller data.reader_mib or training.train_batch_size.")
-    if limit is not None:
-        sentences.append(f"With monitor.ram_limit_gib={limit} the memory guard steps in before the kill.")
     return " ".join(sentences)
-
-
-def _ram_limit_gib(moments: Sequence[MemorySample]) -> float | None:
-    """For the run's own memory: what others left of it before the kill, less a tenth."""
-    if not moments or moments[-1].kills_at_bytes <= 0:
-        return None
-    last = moments[-1]
-    others = max(last.killer_used_bytes - last.used_bytes, 0)
-    limit = _BELOW_THE_KILL * (last.kills_at_bytes - others) / GIB
-    digits = 1 if limit >= 1 else 2
-    rounded = round(limit - 0.5 * 10**-digits, digits)
-    return rounded if rounded > 0 else None

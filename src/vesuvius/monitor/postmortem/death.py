@@ -4,7 +4,7 @@ and as lines for people."""
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,9 +20,7 @@ Cause = Literal["cgroup", "machine", "ray", "gpu", "guard", "signal", "restart",
 
 LAST_S = 60.0
 
-_COLUMNS = 100
-_EVIDENCE_LINES = 8
-_REMEDY_LINES = 6
+_LONGEST = 300  # characters of a line of evidence
 _EVERY_S = 10.0
 
 # Each kill has one of the words that operators search logs for: killed, oom, out of memory.
@@ -75,37 +73,27 @@ def read_deaths(path: Path) -> list[Death]:
 
 
 def death_lines(death: Death) -> list[str]:
-    """For people, a line each: victim, cause, evidence, the last minute as a small table, remedy.
-
-    At most 25 lines of 100 columns.
-    """
-    evidence = [line for text in death.evidence for line in _wrapped(text, "  - ", "    ")]
+    """For people, a line each: victim, cause, evidence, the last minute as a small table, remedy."""
     return [
-        *_wrapped(headline(death), "", "  ")[:2],
+        headline(death),
         f"  noticed {format_time(death.time)}, after step {death.step}",
-        *_at_most(evidence, _EVIDENCE_LINES),
+        *(f"  - {textwrap.shorten(line, _LONGEST, placeholder=' ...')}" for line in death.evidence),
         *_table(death),
-        *_at_most(_wrapped(death.remedy, "  what to change: ", "    "), _REMEDY_LINES),
+        f"  what to change: {death.remedy}",
     ]
-
-
-def _wrapped(text: str, first: str, further: str) -> list[str]:
-    # One line of evidence may be as long as the kernel's log has it.
-    return textwrap.wrap(text, _COLUMNS, initial_indent=first, subsequent_indent=further, break_on_hyphens=False)
-
-
-def _at_most(lines: list[str], count: int) -> list[str]:
-    return lines if len(lines) <= count else [*lines[: count - 1], "    ..."]
 
 
 def _table(death: Death) -> list[str]:
     """The memory of the last minute, a line for every ten seconds."""
-    shown = _every(death.moments, _EVERY_S)
-    if not shown:
+    if not death.moments:
         return ["  no sample of its memory was kept"]
     end = death.moments[-1].time
+    shown = [death.moments[-1]]
+    for moment in reversed(death.moments):
+        if shown[-1].time - moment.time >= 0.95 * _EVERY_S:  # samples come a little early or late
+            shown.append(moment)
     head = f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"
-    return [head, *[_row(moment, moment.time - end) for moment in shown]]
+    return [head, *[_row(moment, moment.time - end) for moment in shown[int(LAST_S / _EVERY_S) :: -1]]]
 
 
 def _row(moment: MemorySample, seconds: float) -> str:
@@ -123,13 +111,3 @@ def _row(moment: MemorySample, seconds: float) -> str:
 def share_of(moment: MemorySample) -> float | None:
     """What the first killer counted, as a share of where it kills; None where that was not known.  Pure."""
     return moment.killer_used_bytes / moment.kills_at_bytes if moment.kills_at_bytes > 0 else None
-
-
-def _every(moments: Sequence[MemorySample], seconds: float) -> list[MemorySample]:
-    """The last moment, and of those before it one for every so many seconds, oldest first."""
-    shown: list[MemorySample] = []
-    for moment in reversed(moments):
-        # Looks come a little early or late.
-        if not shown or shown[-1].time - moment.time >= 0.95 * seconds:
-            shown.append(moment)
-    return shown[int(LAST_S / seconds) :: -1]

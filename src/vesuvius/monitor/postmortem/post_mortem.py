@@ -85,7 +85,9 @@ def examine_reader(end: ReaderEnd, step: int, session: SessionRecord, moments: S
         cause=cause,
         evidence=(*evidence, *_memory_evidence(last_minute, end.pid)),
         moments=last_minute,
-        remedy=remedy_of(cause, "reader", session.workers, last_minute, session.limits.ray_share),
+        remedy=remedy_of(
+            cause, "reader", session.workers, next(iter(last_minute[-1:]), None), session.limits.ray_share
+        ),
     )
 
 
@@ -185,7 +187,7 @@ def _examine(run_dir: Path, session: SessionRecord) -> Death:
         cause=cause,
         evidence=(*evidence, *_memory_evidence(last_minute), *_event_evidence(records, seen)),
         moments=last_minute,
-        remedy=remedy_of(cause, "run", workers, last_minute, session.limits.ray_share),
+        remedy=remedy_of(cause, "run", workers, next(iter(last_minute[-1:]), None), session.limits.ray_share),
     )
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from vesuvius.monitor.probes.cgroup import cgroup_chain
 from vesuvius.monitor.probes.files import read_counts, read_text
@@ -47,35 +44,6 @@ def cpu_quotas(pid: int) -> tuple[CpuQuota, ...]:
             stat = read_counts(directory / "cpu.stat")
             quotas.append(CpuQuota(path, cores, stat.get("nr_periods", 0), stat.get("nr_throttled", 0)))
     return tuple(quotas)
-
-
-@dataclass(frozen=True)
-class CpuSeconds:
-    """Processor time since boot, on the processors that a process is bound to."""
-
-    at_s: float  # monotonic clock
-    busy_s: float  # of all programs
-    own_s: float  # of the process and its finished children, or whatever the caller counts as its own
-
-
-def cpu_seconds(own_s: float | None = None) -> CpuSeconds:
-    """Sample the processors of this process.
-
-    Args:
-        own_s: processor time of the caller's own programs; None = of this process and its finished children.
-    """
-    bound, per_core = bound_cores(), psutil.cpu_times(percpu=True)
-    # iowait is idle time; guest time is part of user time; steal is what other virtual machines took
-    busy = ("user", "nice", "system", "irq", "softirq", "steal")
-    busy_s = sum(getattr(core, name, 0.0) for i, core in enumerate(per_core) if i in bound for name in busy)
-    own = sum(os.times()[:4]) if own_s is None else own_s
-    return CpuSeconds(time.monotonic(), busy_s, own)
-
-
-def others_cores(before: CpuSeconds, after: CpuSeconds) -> float:
-    """Processors that other programs used between two samples.  Pure."""
-    elapsed_s = max(after.at_s - before.at_s, 1e-9)
-    return max((after.busy_s - before.busy_s - (after.own_s - before.own_s)) / elapsed_s, 0.0)
 
 
 def others_text(others: float, cores: float) -> str:

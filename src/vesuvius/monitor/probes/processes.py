@@ -51,10 +51,10 @@ class ProcessUse:
 class ProcessTree:
     """A process and its descendants, sampled again and again.
 
-    Each sample lists the machine's processes and asks only new ones for their parents, all of them every
-    `rescan_every_s` seconds.  So often, and whenever a process was found, titles, mappings and open files of shared
-    memory are read too.  A descendant stays one when its parent ends and it is handed to another.  A pid is given out
-    again: whoever is taken in must have a living member for its parent now, whatever was said of its pid before.
+    Each sample lists the machine's processes and asks new ones for their parents; all of them every `rescan_every_s`
+    seconds, when titles, mappings and open files of shared memory are read too, as whenever a process was found.  A
+    descendant stays one when its parent ends and it is handed to another.  A pid is given out again: whoever is taken
+    in must have a living member for its parent.
 
     A forked child shares its parent's pages until one of them writes, or the child executes another program within
     milliseconds.  A newcomer that is an image of its parent is therefore left out of its first sample; if it stays
@@ -70,7 +70,7 @@ class ProcessTree:
         root = _find_member(pid)
         self._members = {pid: root} if root else {}
         self._also: dict[int, float | None] = {}  # pids, with the start of each once it was seen
-        self._parents: dict[int, int] = {}  # of all processes of the machine, when they were last asked
+        self._seen: set[int] = set()  # pids of the machine at the last sample
         self._shared_files: dict[_FileId, list[str]] = {}
         self._scanned_at = -float("inf")
         self._uses: list[ProcessUse] = []
@@ -81,16 +81,18 @@ class ProcessTree:
 
     def sample(self) -> list[ProcessUse]:
         """The root first, then its living descendants."""
-        first = not self._uses
-        found = self._find_new()
-        if found or time.monotonic() - self._scanned_at >= self._rescan_every_s:
+        first, pids = not self._uses, set(psutil.pids())
+        due = time.monotonic() - self._scanned_at >= self._rescan_every_s
+        found = self._find_new((pids if due else pids - self._seen) | self._also.keys())
+        found += self._find_new(pids) if found else []  # theirs may have been seen before them
+        self._seen = pids
+        if found or due:
             self._rescan()
         uses = {pid: use for pid, member in self._members.items() if (use := member.read()) is not None}
         if self._pid not in uses:
             raise ProcessLookupError(f"the process to watch must be alive; got {self._pid}, which is not")
         for pid in self._members.keys() - uses.keys():
             del self._members[pid]
-            self._parents.pop(pid, None)  # it may be given to a stranger
         young = [] if first else [pid for pid in found if pid in uses and _is_copy(uses[pid], uses)]
         self._uses = [use for pid, use in uses.items() if pid not in young]
         return self._uses
@@ -105,28 +107,18 @@ class ProcessTree:
         files = sum(_held_bytes(file, links) for file, links in self._shared_files.items())
         return max([files, *(use.shmem_bytes for use in self._uses)])
 
-    def _find_new(self) -> list[int]:
-        """Add descendants that began since the last sample, and return them, parents before their children."""
-        due = time.monotonic() - self._scanned_at >= self._rescan_every_s
-        known = {} if due else self._parents
-        parents = {pid: known.get(pid) or _parent_of(pid) for pid in {*psutil.pids(), *self._members}}
-        self._parents = {pid: parent for pid, parent in parents.items() if parent is not None}
+    def _find_new(self, pids: set[int]) -> list[int]:
+        """Take in those of `pids` that descend from members, and return them, parents before their children."""
+        parents = {pid: parent for pid in pids - self._members.keys() if (parent := _parent_of(pid)) is not None}
         found: list[int] = []
-        last: Iterable[int] = [*self._members]
-        others: Collection[int] = self._also
-        while children := [
-            pid
-            for pid, parent in self._parents.items()
-            if pid not in self._members and (parent in last or pid in others)
-        ]:
-            others = ()
-            members = {pid: member for pid in children if (member := self._take_in(pid)) is not None}
-            self._members |= members
-            found += members
-            last = members
+        while children := [pid for pid, parent in parents.items() if parent in self._members or pid in self._also]:
+            for pid in children:
+                if (member := self._take_in(pid, parents.pop(pid))) is not None:
+                    self._members[pid] = member
+                    found.append(pid)
         return found
 
-    def _take_in(self, pid: int) -> _Member | None:
+    def _take_in(self, pid: int, parent: int) -> _Member | None:
         """A process that seems to belong here, if it does."""
         member = _find_member(pid)
         if member is None:
@@ -135,9 +127,7 @@ class ProcessTree:
             began_s = self._also[pid] = self._also[pid] or member.started_s
             if began_s == member.started_s:
                 return member
-        self._parents[pid] = parent = _parent_of(pid) or 0
-        ours = parent in self._members and self._members[parent].process.is_running()
-        return member if ours else None
+        return member if parent in self._members and self._members[parent].process.is_running() else None
 
     def _rescan(self) -> None:
         """Read all titles and open files of shared memory again."""
@@ -160,21 +150,6 @@ def largest_processes(count: int, without: Collection[int] = ()) -> list[Process
     """The processes of the machine that hold most private memory, as far as they can be seen.  Reads them all."""
     found = [use for pid in psutil.pids() if pid not in without and (use := read_process(pid)) is not None]
     return sorted(found, key=lambda use: -use.anon_bytes)[:count]
-
-
-def pss_bytes(pids: Iterable[int]) -> int | None:
-    """Proportional set size of processes together, from smaps_rollup; None if it may not be read.
-
-    Only on demand: the kernel walks every page, which takes seconds for a process of 200 GB.  Processes that have ended
-    count 0.
-    """
-    total = 0
-    for pid in pids:
-        text = read_text(f"{psutil.PROCFS_PATH}/{pid}/smaps_rollup")
-        if text is None and read_process(pid) is not None:
-            return None
-        total += _sizes(text or "").get("Pss", 0)
-    return total
 
 
 @dataclass

@@ -37,7 +37,7 @@ class _Metric:
     is_histogram: bool = False
 
 
-_RUNGS = ("save", "restart", "prefetch", "worker", "exit")
+_RUNGS = ("save", "restart", "shrink", "exit")
 _BOUNDS = ("compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound", "hung")
 _TABLE: tuple[tuple[str, _Metric], ...] = (
     ("session_start_timestamp_seconds", _Metric("run_start.time", "when this session began")),
@@ -92,7 +92,6 @@ _TABLE: tuple[tuple[str, _Metric], ...] = (
     ("gpu_slowed_ratio", _Metric("system.slowed_share", "share of the window slowed down by heat or power", "gpu")),
     ("gpu_power_capped_ratio", _Metric("system.power_capped_share", "share of the window at the power limit", "gpu")),
     ("gpu_ecc_uncorrected_errors_total", _Metric("system.ecc_uncorrected", "errors since the driver loaded", "gpu")),
-    ("gpu_xids_total", _Metric("event.gpu_xid", "errors reported by the driver (XID), all GPUs", counts=_ONCE)),
     ("disk_free_bytes", _Metric("system.disk.free_bytes", "free on the disk of the run directory")),
     ("disk_run_bytes", _Metric("system.disk.run_bytes", "size of the run directory")),
     ("cpu_throttled_ratio", _Metric("verdict.throttled_share", "share of quota periods with the quota used up")),

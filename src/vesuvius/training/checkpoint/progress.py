@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vesuvius.config import Config
-from vesuvius.diffusion.randomness import timestep_bins
 from vesuvius.runlog.step_times import StepTimes
 
 log = logging.getLogger(__name__)
@@ -18,7 +17,6 @@ log = logging.getLogger(__name__)
 _PACE_STEPS = 200
 _ENOUGH_STEPS = 5
 _PAUSES = 10
-_SETTLED_S = 20.0  # so long after the first step of a session, Ray is still starting processes beside it
 _COUNTS = ("step", "sample_index", "validated_step", "previewed_step")
 
 
@@ -56,17 +54,12 @@ class Progress:
     # seconds of the last steps without the work between them, and without the first step of a session, which holds the
     # start of the readers
     pace: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
-    # seconds of the last validations (each with the save of a new best), previews, hand-overs of a checkpoint ("save")
-    # and writes to disk ("write"), which the run waits for at its end alone
+    # seconds of the last validations, previews, hand-overs of a checkpoint ("save") and writes to disk ("write"), which
+    # the run waits for at its end alone
     pauses: dict[str, deque[float]] = field(default_factory=dict)
-    # seconds of forward passes a sample, in the last steps
-    forward_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     # paces of earlier sessions, until this one has some: its settings may be others
     _earlier: list[float] = field(default_factory=list)
     _session_start: float = field(default_factory=time.monotonic)
-    # of steps before this session has settled: the later half of them counts until settled ones take their place
-    _unsettled: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
-    _settles_at: float | None = None  # by the monotonic clock
 
     def advance(self, samples: int) -> None:
         """One step more, of so many samples."""
@@ -89,24 +82,15 @@ class Progress:
         self.sample_index -= (self.step - step) * samples_per_step
         self.step = step
 
-    def note_step(self, times: StepTimes, samples: int) -> None:
-        """A step took so long, in which this rank computed so many samples."""
-        now = time.monotonic()
-        self._settles_at = self._settles_at or now + _SETTLED_S
-        if now < self._settles_at:
-            self._unsettled.append(times.step_s - times.pause_s)
-        else:
-            self.pace.append(times.step_s - times.pause_s)
-            if len(self.pace) >= _ENOUGH_STEPS:
-                self._earlier.clear()
-            if self._unsettled:
-                self._unsettled.popleft()
-        self.forward_s.append(times.forward_s / samples)
+    def note_step(self, times: StepTimes) -> None:
+        """A step took so long."""
+        self.pace.append(times.step_s - times.pause_s)
+        if len(self.pace) >= _ENOUGH_STEPS:
+            self._earlier.clear()
 
-    def note_pause(self, what: str, seconds: float, more: bool = False) -> None:
-        """What it took this time, or how much more than was noted."""
-        known = self.pauses.setdefault(what, deque(maxlen=_PAUSES))
-        known.append(seconds + (known.pop() if more else 0.0))
+    def note_pause(self, what: str, seconds: float) -> None:
+        """What one took this time."""
+        self.pauses.setdefault(what, deque(maxlen=_PAUSES)).append(seconds)
 
     def validation_due(self, config: Config) -> bool:
         """Whether a validation is due after the present step and has not been finished."""
@@ -131,24 +115,17 @@ class Progress:
         """Seconds of training over all sessions."""
         return self.trained_s + self.session_s
 
-    @property
-    def _paces(self) -> list[float]:
-        """Of the last steps; of those before this session has settled the later half, as the very first are the
-        slowest: they choose kernels and get memory."""
-        return [*self._earlier, *self.pace, *[*self._unsettled][len(self._unsettled) // 2 :]]
-
     def time_left(self, config: Config, after: int | None = None, limit_s: float | None = None) -> TimeLeft | None:
         """From step `after` to the last one or `max_hours`; None without a pace.
 
         Steps at their recent mean pace (a median would miss the waits of a run that is short of data); each validation,
-        preview and save to come at the mean of the last few, before the first one by its forward passes; at last the
-        write of a checkpoint.
+        preview and save to come at the mean of the last few, where there was one; at last the write of a checkpoint.
 
         Args:
             after: a step that has just been reported; default: the present one, and what is due there is done.
             limit_s: seconds until `max_hours` are over: the current step is finished then, and its checkpoint saved.
         """
-        pace = self._paces
+        pace = [*self._earlier, *self.pace]
         if not pace:
             return None
         training, stop = config.training, config.stop_step
@@ -160,27 +137,12 @@ class Progress:
             "save": _times_due(training.save_every, saved, stop, stop),
             "write": 1,
         }
-        known = self._expected(config) | {what: statistics.fmean(pauses) for what, pauses in self.pauses.items()}
+        known = {what: statistics.fmean(pauses) for what, pauses in self.pauses.items()}
         step_s, last_s = statistics.fmean(pace), known.get("save", 0.0) + known.get("write", 0.0)
         seconds = step_s * (stop - after) + sum(known.get(what, 0.0) * count for what, count in to_come.items())
         if limit_s is not None and limit_s + step_s / 2 + last_s < seconds:
             return TimeLeft(limit_s + step_s / 2 + last_s, at_least=not known.keys() >= {"save", "write"})
         return TimeLeft(seconds, any(count and what not in known for what, count in to_come.items()))
-
-    def _expected(self, config: Config) -> dict[str, float]:
-        """Seconds of a validation and of a preview by their forward passes: all that is known before the first."""
-        if not self.forward_s:
-            return {}
-        training, diffusion = config.training, config.diffusion
-        weights = 2 + len(training.extra_ema_decays)  # each set of them is validated
-        bins = len(timestep_bins(diffusion.timesteps)) - 1
-        passes = diffusion.sampler_steps * (2 if diffusion.sampler == "heun" else 1)
-        passes *= 2 if config.has_condition and diffusion.condition_dropout > 0 else 1  # drawn without it, too
-        sample_s = statistics.fmean(self.forward_s)
-        return {
-            "validation": training.validate_patches * bins * weights * sample_s,
-            "preview": training.preview_count * passes * sample_s,
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
@@ -189,7 +151,7 @@ class Progress:
             "best": None if self.best is None else vars(self.best).copy(),
             "trained_s": self.total_s,
             "sessions": self.sessions,
-            "pace_s": self._paces[-_PACE_STEPS:],
+            "pace_s": [*self._earlier, *self.pace][-_PACE_STEPS:],
             "pauses_s": {what: list(pauses) for what, pauses in self.pauses.items()},
         }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from vesuvius.config import Config
 from vesuvius.config.describe import flatten
 from vesuvius.errors import EXIT_ERROR
-from vesuvius.monitor.alerts.disk import DiskWatch, Retention
+from vesuvius.monitor.alerts.disk import DiskWatch
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import Limits, ray_memory, ray_share_from_environment
 from vesuvius.monitor.monitor import Monitor
@@ -40,8 +40,7 @@ def memory_limits(config: Config, ranks_here: int = 1) -> Limits:
         else None,
         configured_bytes=None if monitor.ram_limit_gib is None else int(monitor.ram_limit_gib * GIB),
         warn_at=monitor.warn_at,
-        prefetch_at=monitor.prefetch_at,
-        worker_at=monitor.worker_at,
+        shrink_at=monitor.shrink_at,
         exit_at=monitor.exit_at,
         ranks_here=ranks_here,
     )
@@ -101,9 +100,9 @@ def _settings(config: Config) -> dict[str, object]:
 @contextmanager
 def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[Monitor]:
     """The monitor of this process, its readers and its GPUs; `on_exit` is called when the guard ends the run."""
-    monitor, training, directory, device = run.config.monitor, run.config.training, run.directory, run.device
+    monitor, directory, device = run.config.monitor, run.directory, run.device
     with (
-        Gpus(with_xids=True, own=gpu_uuid(device)) as gpus,
+        Gpus() as gpus,
         Monitor(
             directory,
             run.session.limits,
@@ -116,11 +115,7 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
             on_exit=on_exit,
             on_record=run.metrics.share,
             on_event=run.metrics.write,
-            disk=DiskWatch(
-                directory.path,
-                directory.checkpoints,
-                Retention(training.save_every, training.keep_last, training.keep_every, run.config.stop_step),
-            ),
+            disk=DiskWatch(directory.path, directory.checkpoints),
             silence=run.watchdog.silence,
         ) as opened,
     ):

@@ -121,7 +121,7 @@ class StepReporter:
         self._reported += 1
         if self._reported > 1:
             self._work_s.append(times.step_s - times.pause_s)
-            self._progress.note_step(times, self._config.global_batch // self._run.part.world)
+            self._progress.note_step(times)
         figures = self._gather(launched, outcome, times)
         log.info(step_line(figures))
         record = asdict(figures) | asdict(times) | {"gpu_s": times.gpu_s, "other_s": times.other_s}

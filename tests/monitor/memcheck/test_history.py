@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.monitor.memory.simulated import process, sample
+from vesuvius.monitor.memcheck.history import LiveHistory, is_reader, killers_then
 from vesuvius.monitor.memcheck.inspection import Inspection, Row
-from vesuvius.monitor.memcheck.live_history import LiveHistory, killers_then
-from vesuvius.monitor.memcheck.parts import Labels
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.monitor.recent import MemorySample
-from vesuvius.monitor.run_files import Peak
 from vesuvius.runlog.units import GIB
 
 TOTAL = 100 * GIB
@@ -45,8 +44,19 @@ def moment(
     )  # fmt: skip
 
 
-def history(**limits: float) -> LiveHistory:
-    return LiveHistory(Limits(**limits), Labels(), 100, age_s=1000.0)  # type: ignore[arg-type]
+class Watched:
+    """A run whose readers are known by their titles."""
+
+    def __init__(self, age_s: float = 1000.0, **limits: Any) -> None:
+        self._history = LiveHistory(Limits(**limits), 100, age_s)
+
+    def add(self, found: Inspection, sample: SystemSample, readers: Iterable[int] = (), **known: Any) -> Inspection:
+        singles = {process.pid for process in sample.processes if is_reader(process)}
+        return self._history.add(found, sample, singles.union(readers), **known)
+
+
+def history(**limits: Any) -> Watched:
+    return Watched(**limits)
 
 
 def row(found: Inspection, part: str, pid: int | None = None) -> Row:
@@ -68,21 +78,21 @@ def test_the_parts_are_the_total_and_the_store_counts_once() -> None:
     ]
     assert row(found, "total").now_bytes == one_look.used_bytes
     assert found.limit_bytes == TOTAL
-
-
-def test_parts_that_are_not_there_have_no_row() -> None:
     found = history().add(NOTHING, seen(1.0, readers=(), ray=0, store=0))
-    assert [r.part for r in found.rows] == ["root", "store", "total"]
+    assert [r.part for r in found.rows] == ["root", "store", "total"], "what is not there has no row"
 
 
-def test_peaks_are_the_most_that_anybody_has_seen_since_the_earliest() -> None:
+def test_peaks_are_the_most_that_anybody_has_seen() -> None:
     watched = history()
-    known: dict[str | int, Peak] = {"root": Peak(11 * GIB, -500.0), 101: Peak(4 * GIB, -400.0)}
-    watched.add(NOTHING, seen(10.0, trainer=12), moments=[moment(5.0, readers=(7, 1))], peaks=known)
-    found = watched.add(NOTHING, seen(11.0), peaks=known)
-    assert (row(found, "root").peak_bytes, row(found, "root").peak_since) == (12 * GIB, -500.0)
-    assert (row(found, "reader", 101).peak_bytes, row(found, "reader", 101).peak_since) == (7 * GIB, -400.0)
-    assert (row(found, "readers").peak_bytes, row(found, "readers").peak_since) == (11 * GIB, 5.0)
+    known: dict[str | int, float] = {"root": 11 * GIB, 101: 4 * GIB}
+    recorded = replace(NOTHING, peaks_since=-500.0)
+    watched.add(recorded, seen(10.0, trainer=12), moments=[moment(5.0, readers=(7, 1))], peaks=known)
+    found = watched.add(recorded, seen(11.0), peaks=known)
+    assert [row(found, *part).peak_bytes for part in (("root",), ("reader", 101), ("readers",))] == [
+        12 * GIB, 7 * GIB, 11 * GIB,
+    ]  # fmt: skip
+    assert found.peaks_since == -500.0
+    assert history().add(NOTHING, seen(1.0), moments=[moment(0.5)]).peaks_since == 0.5
 
 
 def test_the_slope_is_there_at_the_first_look_where_the_run_kept_moments() -> None:
@@ -138,15 +148,15 @@ def test_what_the_run_calls_a_reader_is_one_whatever_its_title() -> None:
 
 def test_a_reader_that_has_ended_has_no_row_and_no_past() -> None:
     watched = history()
-    watched.add(NOTHING, seen(1.0))
+    watched.add(NOTHING, seen(1.0, readers=(5, 9)))
     found = watched.add(NOTHING, seen(2.0, readers=(5,)))
     assert [r.pid for r in found.rows if r.part == "reader"] == [101]
     again = watched.add(NOTHING, seen(3.0))
-    assert row(again, "reader", 102).peak_since == 3.0
+    assert row(again, "reader", 102).peak_bytes == 6 * GIB
 
 
 def test_what_processes_allocate_at_their_start_is_no_slope() -> None:
-    young = LiveHistory(Limits(), Labels(), 100, age_s=2.0)
+    young = Watched(age_s=2.0)
     moments = [moment(float(t), readers=(5 + 0.1 * t, 6)) for t in range(50)]
     found = young.add(NOTHING, seen(50.0, readers=(10, 6)), moments=moments)
     assert (row(found, "total").trend, row(found, "total").seen_s) == (None, None)
@@ -154,7 +164,7 @@ def test_what_processes_allocate_at_their_start_is_no_slope() -> None:
 
 
 def test_growth_of_the_first_two_minutes_is_no_slope() -> None:
-    young = LiveHistory(Limits(), Labels(), 100, age_s=0.0)
+    young = Watched(age_s=0.0)
     for t in range(119):
         found = young.add(NOTHING, seen(float(t), readers=(5 + 0.02 * t, 6)))
     assert {(r.trend, r.seen_s) for r in found.rows} == {(None, None)}
