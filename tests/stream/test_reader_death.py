@@ -69,20 +69,6 @@ def died(stream: PatchStream) -> list[dict[str, Any]]:
     return [event.fields for event in stream.events if event.kind == "reader_died"]
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_death_is_told_while_nobody_has_taken_over(volume: Path) -> None:
-    with open_stream(make_job(volume), workers=1) as stream:
-        next(stream)
-        victim = next(pid for pid in stream.readers if psutil.pid_exists(pid))
-        os.kill(victim, signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while not died(stream) and time.monotonic() < deadline:
-            time.sleep(0.05)  # no batch is taken
-        assert [fields["pid"] for fields in died(stream)] == [victim]
-        assert stream.reader_deaths == 1
-
-
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_region_that_ends_its_reader_is_replaced_and_the_stream_goes_on(poisoned: Path) -> None:
     job = make_job(poisoned)

@@ -27,7 +27,6 @@ from vesuvius.stream.ray import start as ray_start
 from vesuvius.stream.ray import watch as ray_watch
 from vesuvius.stream.ray.watch import ReaderDeath
 from vesuvius.stream.reading.reader import Block
-from vesuvius.stream.stream import PatchStream
 
 
 def test_a_reconfigure_that_fails_does_not_look_like_the_end(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,13 +145,6 @@ def is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def test_a_closed_stream_is_not_closed_again_at_exit(volume: Path) -> None:
-    with open_stream(make_job(volume)) as stream:
-        assert stream in stream_module._open
-    assert not stream_module._open
-    assert isinstance(stream, PatchStream)
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -232,7 +232,7 @@ def test_readers_know_what_was_listed(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
     job = sparse_job(str(path), min_foreground=0.5)
     (path / "1/1/1").unlink()
-    reader = Reader(job, ring=job.blocks_per_task + 1)
+    reader = Reader(job, ring=job.plan.regions_per_task + 1)
     causes = {
         record["cause"] for task in job.tasks(0, 64) for block in reader.blocks(task) for record in _quarantined(block)
     }

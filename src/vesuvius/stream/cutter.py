@@ -53,13 +53,11 @@ class Patch:
 
 
 class Cutter:
-    """Turns blocks into the patches of samples first <= i < stop.
+    """Turns the blocks of `job.tasks(first, stop)` into the patches of samples first <= i < stop.
 
     Holds the regions in flight, at most M of the plan.
 
     Args:
-        job: what is read.
-        blocks: the blocks of `job.tasks(first, stop)`, in order.
         on_report: called with the reader's report in each block.
         starved: counts the time spent waiting for blocks.
 
@@ -95,7 +93,9 @@ class Cutter:
         try:
             for index in self._indices:
                 self.index = index
-                self._drop_before(plan.mixing.first_slot(index // plan.mixing.regions))
+                first = plan.mixing.first_slot(index // plan.mixing.regions)
+                while self._in_flight and (oldest := next(iter(self._in_flight))) < first:
+                    del self._in_flight[oldest]
                 slot = plan.mixing.slot_of(index)
                 while slot not in self._in_flight:
                     self._take_block(slot)
@@ -105,11 +105,6 @@ class Cutter:
                 yield Patch(sample, [region[part] for region in regions])
         finally:
             self._in_flight.clear()  # views into the object store: held, they would keep it full
-
-    def _drop_before(self, slot: int) -> None:
-        """Drop the regions that are no longer in flight."""
-        while self._in_flight and (oldest := next(iter(self._in_flight))) < slot:
-            del self._in_flight[oldest]
 
     def _take_block(self, wanted: int) -> None:
         """Take in the next block; blocks come in rising order of their slots."""

@@ -49,6 +49,7 @@ class EventRecorder:
 
     def __init__(self, job: ReaderJob, quarantined: Sequence[dict[str, Any]]) -> None:
         self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
+        self.quarantined: list[dict[str, Any]] = []
         self.reader_deaths = 0
         self._data = job.data
         self.know(quarantined)
@@ -56,7 +57,7 @@ class EventRecorder:
     def know(self, quarantined: Sequence[dict[str, Any]]) -> None:
         """Replace what is known of damage.  Raises ConfigError, and changes nothing, for a record of other volumes."""
         self.damaged = {damaged_box(record, len(self._data.volumes)) for record in quarantined}
-        self.quarantined = list(quarantined)
+        self.quarantined[:] = quarantined
 
     def record(self, kind: EventKind, text: str, fields: Any) -> None:
         """Record and log an event."""

@@ -94,16 +94,12 @@ class Feeder:
 
     Args:
         layout: shape and dtype of a batch's arrays; the last batch may be shorter.
-        cutter: where the patches come from; iterated on the feeder's thread.
-        clock: counts what it does.
+        cutter: iterated on the feeder's thread.
         ahead: batches assembled ahead; fewer where the rings are shorter.
         rings: buffers to deliver patches in, and those for conditions; either may be empty, for new arrays.
         delivered: batches delivered in these rings so far: the next one goes into the buffer after theirs.
         held: the last batches of the feeder before this one, still in their buffers.
         interrupted: asked several times a second while a batch is waited for: whether to stop waiting.
-
-    Raises:
-        ConfigError: a ring has fewer than three buffers.
     """
 
     def __init__(
@@ -113,9 +109,9 @@ class Feeder:
         clock: FeederClock,
         ahead: int,
         rings: Sequence[Sequence[NDArray[Any]]],
-        delivered: int = 0,
-        held: Sequence[Batch] = (),
-        interrupted: Callable[[], bool] = lambda: False,
+        delivered: int,
+        held: Sequence[Batch],
+        interrupted: Callable[[], bool],
     ) -> None:
         check_rings(rings)
         self._interrupted = interrupted
@@ -162,12 +158,8 @@ class Feeder:
         self._clock.delivered_bytes += ready.nbytes
         return ready
 
-    def waiting_for(self, outages: Sequence[Outage] = ()) -> str:
-        """What delays the next batch, for people.  Any thread may ask.
-
-        Args:
-            outages: of the stores that do not answer at the moment.
-        """
+    def waiting_for(self, outages: Sequence[Outage]) -> str:
+        """What delays the next batch, for people, given the stores that do not answer.  Any thread may ask."""
         if not self._ready.empty():
             return "the device: a batch is ready"
         if self._clock.starved.waiting:
@@ -197,7 +189,11 @@ class Feeder:
     def _run(self) -> None:
         starved = self._clock.starved
         try:
-            while not self._wait_for_buffer():
+            while True:
+                with self._clock.full:
+                    self._free.get()
+                if self._stopped.is_set():
+                    return
                 started, starved_s = time.perf_counter(), starved.seconds
                 batch = self._next()
                 self._clock.cut_s += time.perf_counter() - started - (starved.seconds - starved_s)
@@ -208,12 +204,6 @@ class Feeder:
             self._ready.put(error)
         finally:
             self._patches.close()  # lets go of the regions
-
-    def _wait_for_buffer(self) -> bool:
-        """Wait for a free buffer; returns whether the feeder was stopped."""
-        with self._clock.full:
-            self._free.get()
-        return self._stopped.is_set()
 
     def _next(self) -> Batch | None:
         arrays = [

@@ -19,9 +19,7 @@ TASKS_IN_FLIGHT = 2
 # Each row of the input costs Ray's driver time (0.5 ms) and memory for as long as an execution lasts, so a run is a
 # chain of executions of this many tasks.
 TASKS_PER_SEGMENT = 500
-# Blocks that a reader decodes into, in turn: Ray has copied one into the object store before it asks for the next one;
-# one more to be safe.
-READER_RING = 2
+READER_RING = 2  # blocks decoded into in turn: Ray has copied one before it asks for the next; one more to be safe
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,8 @@ def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
 def store_ahead_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Bytes of the blocks between readers and trainer: the tasks that each worker may finish ahead, the block that it
     works on, and a task that is fetched to the trainer's machine.  Pure."""
-    per_worker = TASKS_IN_FLIGHT * job.blocks_per_task + 1
-    return (options.workers * per_worker + job.blocks_per_task) * job.block_bytes
+    per_worker = TASKS_IN_FLIGHT * job.plan.regions_per_task + 1
+    return (options.workers * per_worker + job.plan.regions_per_task) * job.block_bytes
 
 
 def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:

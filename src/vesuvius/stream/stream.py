@@ -8,7 +8,6 @@ from __future__ import annotations
 import socket
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.stream.cutter import Cutter, StreamOrderError
-from vesuvius.stream.events import EventRecorder, StreamEvent
+from vesuvius.stream.events import EventRecorder
 from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederFigures, check_rings
 from vesuvius.stream.local_blocks import LocalBlocks
 from vesuvius.stream.options import (
@@ -35,7 +34,7 @@ from vesuvius.stream.options import (
 )
 from vesuvius.stream.reading.notes import claim_folder
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.reading.reader_figures import BlockReport, ReaderFigures, Readers, ReaderTotals
+from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
 
 if TYPE_CHECKING:
     from vesuvius.stream.ray.blocks import RayBlocks  # Ray is not needed with workers: 0
@@ -70,6 +69,12 @@ class PatchStream(Iterator[Batch]):
         interrupted: asked several times a second while a batch is waited for; where it says yes, `next` raises
             StreamInterrupted, and the stream stays where it was.
 
+    Attributes:
+        options: the current ones; `reconfigure` changes them.
+        events: what happened so far, the last 10,000; the caller may take them out.
+        quarantined: a record for each damaged place; regions that touch one are replaced.
+        readers: figures of each living reader process by pid.
+
     Raises:
         DataError: on opening or iterating, where a volume cannot be read or too many regions cannot.
         ConfigError: on opening, where /dev/shm is too small or the Ray cluster does not answer.
@@ -89,13 +94,15 @@ class PatchStream(Iterator[Batch]):
     ) -> None:
         _check_place(first, stop, job.world)
         self._job = job
-        self._options = options
+        self.options = options
         self._next_sample = first
         self._stop = _ENDLESS if stop is None else stop
         self._interrupted = interrupted
         self._buffers = (buffers, condition_buffers)
         self._readers = Readers()
         self._events = EventRecorder(job, quarantined)
+        self.events, self.quarantined = self._events.events, self._events.quarantined
+        self.readers = self._readers.living
         self._session: Session | None = None
         self._source: LocalBlocks | RayBlocks | None = None
         self._feeder: Feeder | None = None
@@ -216,11 +223,11 @@ class PatchStream(Iterator[Batch]):
                 "make another stream"
             )
         check_rings((buffers or (), condition_buffers))
-        options = replace(self._options, **changes)
+        options = replace(self.options, **changes)
         need = (options.workers, self._job.world, store_bytes(self._job, options))
         if not store_is_there() or (self._session is not None and not self._session.fits(*need)):
             check_store(self._job, options)
-        self._options = options
+        self.options = options
         self._close_readers()
         if buffers is not None:
             self._buffers, self._delivered, self._held = (buffers, condition_buffers), 0, []
@@ -232,7 +239,7 @@ class PatchStream(Iterator[Batch]):
         """What delays the next batch, for people.  Any thread may ask."""
         if (feeder := self._feeder) is None:
             return "the readers to start or stop"
-        workers, source = self._options.workers, self._source
+        workers, source = self.options.workers, self._source
         readers = f"{workers} readers" if workers else "no readers: the trainer reads"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
@@ -247,29 +254,14 @@ class PatchStream(Iterator[Batch]):
         return {pid: value for pid, value in memory.items() if value is not None}
 
     @property
-    def events(self) -> deque[StreamEvent]:
-        """What happened so far, the last 10,000; the caller may take them out."""
-        return self._events.events
-
-    @property
-    def quarantined(self) -> list[dict[str, Any]]:
-        """A record for each damaged place; regions that touch one are replaced."""
-        return self._events.quarantined
-
-    @property
     def reader_deaths(self) -> int:
         """Readers that died and were replaced."""
         return self._events.reader_deaths
 
     @property
-    def options(self) -> StreamOptions:
-        """The current options; `reconfigure` changes them."""
-        return self._options
-
-    @property
     def readers_with_work(self) -> int:
         """Readers for which there is a task: fewer than `options.workers` near the end, or where samples are few."""
-        return min(self._options.workers, self._source.tasks_left) if self._source else self._options.workers
+        return min(self.options.workers, self._source.tasks_left) if self._source else self.options.workers
 
     @property
     def readers_alive(self) -> int:
@@ -279,13 +271,8 @@ class PatchStream(Iterator[Batch]):
     @property
     def blocks_ahead(self) -> int:
         """Blocks that readers may have made and nobody has taken; 0 with `workers: 0`."""
-        ahead_bytes = store_ahead_bytes(self._job, self._options) if self._options.workers else 0
+        ahead_bytes = store_ahead_bytes(self._job, self.options) if self.options.workers else 0
         return ahead_bytes // self._job.block_bytes
-
-    @property
-    def readers(self) -> dict[int, ReaderFigures]:
-        """Figures of each living reader process by pid."""
-        return self._readers.living
 
     @property
     def reader_totals(self) -> ReaderTotals:
@@ -302,30 +289,28 @@ class PatchStream(Iterator[Batch]):
             raise ConfigError("a stream must be open to be changed; got a closed one; open another PatchStream")
 
     def _open_readers(self) -> None:
+        job = replace(self._job, quarantined=frozenset(self._events.damaged))
+        if (requests := self.options.requests) is not None:
+            job = replace(job, data=job.data.with_store(requests=requests))
+        self._readers.clear()
         try:
-            self._start_readers()
+            self._source = self._open_source(job)
+            report, starved = self._take_report, self._clock.starved
+            cutter = Cutter(job, self._source, report, starved, self._next_sample, self._stop)
+            self._feeder = Feeder(
+                job.batch_layout(self.options.batch_size),
+                cutter,
+                self._clock,
+                batches_ahead(job.patch_bytes, self.options),
+                self._buffers,
+                self._delivered,
+                self._held,
+                self._interrupted,
+            )
         except BaseException as error:
             self._failure = error  # or the next batch would look like the end of the stream
             raise
         self._failure = None
-
-    def _start_readers(self) -> None:
-        self._readers.clear()
-        self._job = replace(self._job, quarantined=frozenset(self._events.damaged))
-        if (requests := self._options.requests) is not None:
-            self._job = replace(self._job, data=self._job.data.with_store(requests=requests))
-        self._source = self._open_source()
-        cutter = Cutter(self._job, self._source, self._take_report, self._clock.starved, self._next_sample, self._stop)
-        self._feeder = Feeder(
-            self._job.batch_layout(self._options.batch_size),
-            cutter,
-            self._clock,
-            batches_ahead(self._job.patch_bytes, self._options),
-            self._buffers,
-            self._delivered,
-            self._held,
-            self._interrupted,
-        )
 
     def _close_readers(self) -> None:
         if self._feeder is not None:
@@ -340,14 +325,15 @@ class PatchStream(Iterator[Batch]):
             self._held = list(self._feeder.held)
         self._feeder = self._source = None
 
-    def _open_source(self) -> LocalBlocks | RayBlocks:
-        options = self._options
-        if options.workers and self._job.notes_dir is None:
-            self._temporary_notes = tempfile.TemporaryDirectory(prefix="vesuvius-notes-", ignore_cleanup_errors=True)
-            self._job = replace(self._job, notes_dir=self._temporary_notes.name)
-        job = self._job
+    def _open_source(self, job: ReaderJob) -> LocalBlocks | RayBlocks:
+        options = self.options
         if options.workers == 0:
             return LocalBlocks(job, self._next_sample, self._stop)
+        if job.notes_dir is None:
+            self._temporary_notes = self._temporary_notes or tempfile.TemporaryDirectory(
+                prefix="vesuvius-notes-", ignore_cleanup_errors=True
+            )
+            job = replace(job, notes_dir=self._temporary_notes.name)
         # Ray takes a second to import and is not needed with workers: 0
         from vesuvius.stream.ray.blocks import RayBlocks
         from vesuvius.stream.ray.session import Session
@@ -371,7 +357,7 @@ class PatchStream(Iterator[Batch]):
 
     def _take_report(self, report: BlockReport) -> None:
         """On the feeder's thread."""
-        self._readers.take(report, 2 * max(self._options.workers, 1))  # while one execution hands over to the next
+        self._readers.take(report, 2 * max(self.options.workers, 1))  # while one execution hands over to the next
         for record in report.quarantined:
             self._events.quarantine(record)
         for found in report.nonfinite:

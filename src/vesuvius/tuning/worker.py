@@ -306,7 +306,7 @@ class TuneWorker:
         job, now, workers = self._loop.job, self._stream.reader_totals, self._stream.options.workers
         reader_s, decode_s = None, None
         # The cold start of the readers counts only where nothing was read later.
-        before = mark.totals if now.blocks - mark.totals.blocks >= job.blocks_per_task else self._before
+        before = mark.totals if now.blocks - mark.totals.blocks >= job.plan.regions_per_task else self._before
         if read := (now.blocks - before.blocks) * job.plan.patches_per_region:
             decode_s = (now.decode_s - before.decode_s) / read
             reader_s = decode_s + ((now.read_s or 0.0) - (before.read_s or 0.0)) / read

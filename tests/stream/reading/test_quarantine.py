@@ -138,19 +138,6 @@ def test_damage_puts_the_region_into_quarantine_with_its_cause(
     assert server.reads_of(sound)["1/1/1"] <= 1 + FAST.retries, "once with its region, then by itself; never again"
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_voxels_that_are_no_number_are_damage_where_data_nan_says_so(tmp_path: Path, bad: float) -> None:
-    voxels = textured(SHAPE, dtype="float32")
-    voxels[40, 41, 42] = bad
-    job = make_job(write_array(tmp_path / "v.zarr", voxels), nan="error")
-    with open_stream(job) as stream:
-        patches, _ = collect(stream, BATCHES)
-        (record,) = stream.quarantined
-    assert np.isfinite(patches).all()
-    assert record["chunk"] == [1, 1, 1]
-    assert "1 of 32768 voxels are NaN or infinite, and data.nan=error; set data.nan" in record["cause"]
-
-
 @pytest.mark.parametrize("limit", [0, 2])
 def test_more_damage_than_allowed_ends_the_stream(torn: Path, limit: int) -> None:
     for chunk in ("1/1/2", "0/1/1"):
@@ -160,18 +147,10 @@ def test_more_damage_than_allowed_ends_the_stream(torn: Path, limit: int) -> Non
         pytest.raises(
             DataError,
             match=rf"data.max_quarantined={limit} .*got {limit + 1}, .*torn.zarr.*chunk \[\d, 1, \d\]",
-        ),
+        ) as caught,
     ):
         collect(stream, 100)
-
-
-def test_a_volume_without_a_readable_region_ends_the_stream(sound: Path) -> None:
-    job = make_job(sound, max_quarantined=10_000)
-    for chunk in sound.glob("[0-9]/*/*"):
-        chunk.write_bytes(b"torn")
-    words = r"got none in \d+ .*sound\.zarr, region z.*the last because of chunk .* of .*sound\.zarr: .*Error: "
-    with open_stream(job) as stream, pytest.raises(DataError, match=words):
-        next(stream)
+    assert caught.value.exit_code == 6
 
 
 def test_a_server_that_went_away_is_not_asked_for_one_region_after_the_other(server: ChunkServer, sound: Path) -> None:
@@ -231,20 +210,6 @@ def test_a_run_trains_on_past_an_unreadable_chunk_and_its_resume_knows_of_it(
     assert train.main(["--config", str(config), "--resume", "training.max_steps=20"]) == 0
     assert records_of(run) == records
     assert load_checkpoint(list_checkpoints(run / "checkpoints")[-1])["quarantined"] == kept
-
-
-@pytest.mark.usefixtures("torn_volume")
-def test_a_run_that_allows_no_unreadable_region_ends_with_exit_6(
-    tiny_config: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert train.main(["--config", str(tiny_config()), "data.max_quarantined=0"]) == 6
-    error = capsys.readouterr().err
-    assert "at most data.max_quarantined=0 places of the volumes may be damaged" in error
-    assert "chunk [1, 1, 1]" in error
 
 
 def test_the_share_that_was_replaced_is_that_of_the_samples_whose_region_is_damaged(volume: Path) -> None:

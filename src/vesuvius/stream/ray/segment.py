@@ -6,7 +6,6 @@ Ray Data's defaults are made for large blocks in any order; each setting below s
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ class RayReader:
     def __init__(self, job: list[Any]) -> None:
         blosc.set_nthreads(1)  # readers are processes: threads in each would only contend
         actor = ray.get_runtime_context().get_actor_id() or ""
-        self._reader = Reader(ray.get(job[0]), READER_RING, node=socket.gethostname(), actor=actor)
+        self._reader = Reader(ray.get(job[0]), READER_RING, actor)
 
     def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Block]]:
         task, ahead = (Task(tuple(row[name][0].tolist())) for name in _ROW)
@@ -100,7 +99,9 @@ class Segment:
                 scheduling_strategy=_this_node() if here else "DEFAULT",
             )
         # The task after the one that is being cut is fetched to this machine.
-        batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=job.blocks_per_task)
+        batches = dataset.iter_batches(
+            batch_size=None, batch_format="numpy", prefetch_batches=job.plan.regions_per_task
+        )
         self._iterator: Any = iter(batches)  # a generator: closing it ends the execution
         self._first: Future[Block | None] | None = on_thread(self._next, name="ray-segment")  # None once it was taken
 
@@ -195,7 +196,7 @@ def _context(job: ReaderJob, store_bytes: int, handle: _Handle) -> DataContext:
     context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
         object_store_memory=store_bytes
     )
-    private.set_blocks_ahead(context, job.blocks_per_task + 1)
+    private.set_blocks_ahead(context, job.plan.regions_per_task + 1)
     # One block yielded by a reader stays one block: the default merges or splits them, which copies.
     context.target_max_block_size = max(int(0.8 * job.block_bytes), 1)
     # A trainer that validates or sits in a debugger is not a stalled pipeline.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -88,11 +89,6 @@ class ReaderJob:
         """Bytes of every block."""
         return HEAD_BYTES + sum(_aligned(self.plan.region_voxels_max * dtype.itemsize) for dtype in self.dtypes)
 
-    @property
-    def blocks_per_task(self) -> int:
-        """At most: tasks at the ends of a stream, or shared with other ranks, may need fewer regions."""
-        return self.plan.regions_per_task
-
     def tasks(self, first: int, stop: int) -> Iterator[Task]:
         """What to read, in this order, for this rank's samples first <= i < stop."""
         return self.plan.tasks(first, stop, self.rank, self.world)
@@ -127,14 +123,14 @@ class Reader:
 
     Args:
         ring: number of buffers, reused in turn: decoding into fresh memory costs twice as much.
-        node, actor: for the report.
+        actor: the Ray actor whose process this is; '' without Ray.
     """
 
-    def __init__(self, job: ReaderJob, ring: int, node: str = "", actor: str = "") -> None:
+    def __init__(self, job: ReaderJob, ring: int, actor: str = "") -> None:
         self._job = job
         self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
         self._turn = 0
-        self._node, self._actor = node, actor
+        self._actor = actor
         self._arrays = [_open_arrays(number, job) for number in range(len(job.data.volumes))]
         for ((volume, _), *_), stored in zip(self._arrays, job.stored, strict=False):
             volume.missing.stored = stored
@@ -287,7 +283,7 @@ class Reader:
         found, self._found = self._found, []
         return BlockReport(
             pid=os.getpid(),
-            node=self._node,
+            node=socket.gethostname() if self._actor else "",
             actor=self._actor,
             rss_anon_bytes=rss_anon_bytes(),
             done=self._reported.plus(before, sign=-1),

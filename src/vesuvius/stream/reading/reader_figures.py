@@ -34,7 +34,7 @@ class ReaderTotals:
 class BlockReport:
     """What a reader says with each block."""
 
-    # pid, node, actor: the process, its machine and its Ray actor ('' without Ray)
+    # pid, node, actor: the process; its machine and its Ray actor, both '' without Ray
     pid: int
     node: str
     actor: str

@@ -159,7 +159,7 @@ def _readers(config: Config, data: PreparedData) -> list[RamPart]:
     readers = min(executions * workers, tasks)
     options = StreamOptions.from_config(config.training, config.cluster)
     need = store_need_bytes(job, options) + (executions - 1) * store_ahead_bytes(job, options)
-    run_bytes = tasks * job.blocks_per_task * job.block_bytes
+    run_bytes = tasks * job.plan.regions_per_task * job.block_bytes
     store = min(int((1 + _STORE_HOLES) * need), run_bytes) + job.plan.map_bytes
     return [
         RamPart("readers", f"{readers} processes", readers * _READER_BYTES),
