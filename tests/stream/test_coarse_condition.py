@@ -44,8 +44,9 @@ def batches(config: DataConfig, workers: int = 0) -> list[bytes]:
         return [part.tobytes() for batch in found for part in (batch.patches, batch.condition) if part is not None]
 
 
-@pytest.mark.parametrize("shape", [HALVES, UNEVEN], ids=["halves", "uneven"])
-@pytest.mark.parametrize("reads", ["disk", "http", pytest.param("ray", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("shape", "reads"), [(HALVES, "disk"), (UNEVEN, "http"), pytest.param(UNEVEN, "ray", marks=pytest.mark.long)]
+)
 def test_batches_are_those_with_an_upsampled_condition(
     tmp_path: Path, request: pytest.FixtureRequest, server: ChunkServer, shape: tuple[int, ...], reads: str
 ) -> None:
@@ -59,23 +60,6 @@ def test_batches_are_those_with_an_upsampled_condition(
     found = batches(config, workers=1 if reads == "ray" else 0)
     assert len(found) == 32
     assert found == batches(explicit)
-
-
-def test_what_is_known_before_a_run_is_that_of_an_upsampled_condition(tmp_path: Path) -> None:
-    volume = write_array(tmp_path / "v.zarr", textured(FINE))
-    voxels = textured(HALVES, seed=1)
-    configs = [
-        config_of(volume, write_array(tmp_path / "coarse.zarr", voxels)),
-        config_of(volume, write_array(tmp_path / "fine.zarr", upsampled(voxels))),
-    ]
-    data = [prepare_data(0, config) for config in configs]
-    assert data[0].plan.hash == data[1].plan.hash
-    coarse, explicit = (each.grey_ranges(config) for each, config in zip(data, configs, strict=True))
-    assert coarse == explicit
-    first, second = (read_fixed_patches(each, config, 6) for each, config in zip(data, configs, strict=True))
-    assert first.starts_zyx == second.starts_zyx
-    assert first.conditions is not None
-    np.testing.assert_array_equal(first.conditions, second.conditions)
 
 
 def test_decoded_bytes_are_the_chunks_of_the_coarse_array(tmp_path: Path) -> None:
@@ -169,20 +153,6 @@ def test_patches_are_drawn_evenly_where_labels_of_a_part_exist_and_show_them_the
     assert fixed.conditions is not None
     for start, condition in zip(fixed.starts_zyx, fixed.conditions, strict=True):
         np.testing.assert_array_equal(condition, said[slices(box_at(start, config.patch_size))])
-
-
-def test_a_damaged_chunk_of_labels_of_a_part_is_quarantined_where_it_lies(tmp_path: Path) -> None:
-    raw, part, said = part_of(tmp_path, factor=2)
-    (part / "0/0.1.0").write_bytes(b"torn")
-    data = prepare_data(0, config_of(raw, part))
-    with open_stream(data.job) as stream:
-        for batch in (next(stream) for _ in range(24)):
-            assert batch.condition is not None
-            for condition, sample in zip(batch.condition, batch.samples, strict=True):
-                np.testing.assert_array_equal(condition, said[slices(sample.box)])
-        (record,) = stream.quarantined
-    z, y, x = AT  # chunks of 16 voxels of the labels, 32 of the volume; y has 30, so the last ends with them
-    assert damaged_box(record, 1) == (0, ((z, y + 32, x), (z + 32, y + 60, x + 32)))
 
 
 def test_a_mask_of_a_part_is_foreground_where_it_lies_and_patches_stay_in_it(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 import shutil
 import subprocess
@@ -21,7 +20,6 @@ from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.store import retry
 
 SHAPE = (96, 128, 128)
 BATCHES = 60
@@ -95,23 +93,6 @@ def test_a_server_that_stays_away_ends_the_stream_without_quarantine(
         assert caught.value.exit_code == 6
         assert not stream.quarantined
     own_server.start()
-
-
-def test_the_trainer_says_that_it_waits(
-    own_server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retry, "_SAID_AFTER_S", 0.3)
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    with caplog.at_level(logging.INFO), open_stream(make_job(own_server.url_of(path), store=QUICK)) as stream:
-        collect(stream, 4)
-        own_server.stop()
-        threading.Timer(1.5, own_server.start).start()
-        collect(stream, BATCHES)
-    lines = [record.getMessage() for record in caplog.records]
-    assert re.match(
-        r"http://\S+ has not answered since 20.*: Connection refused \(for \d+ s\); trying again for up to 60", lines[0]
-    )
-    assert re.match(r"http://\S+ answers again after \d+ s", lines[1])
 
 
 @pytest.mark.parametrize(("min_foreground", "workers"), [(0, 0), (0.5, 0), pytest.param(0, 1, marks=pytest.mark.long)])

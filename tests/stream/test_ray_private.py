@@ -126,25 +126,25 @@ def test_the_stores_say_how_much_they_have_spilled() -> None:
 
 
 class Rows:
-    """Tells how far it has come, in a file, and stays for a minute: an actor that is done with its task is gone."""
+    """Tells how far it has come, in a file, and stays for a while: an actor that is done with its task is gone."""
 
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str, stay_s: float) -> None:
+        self.path, self.stay_s = Path(path), stay_s
 
     def __call__(self, row: dict[str, Any]) -> Any:
         for number in range(12):
             self.path.write_text(str(number))
             yield {"bytes": np.full((1, 2**16), number, np.uint8)}
-        time.sleep(60)
+        time.sleep(self.stay_s)
 
 
-def mapped(path: Path, context: DataContext, prefetch: int = 0) -> Any:
+def mapped(path: Path, context: DataContext, stay_s: float, prefetch: int = 0) -> Any:
     context.enable_progress_bars = False
     context.target_max_block_size = 2**15
     with DataContext.current(context):
         dataset = ray.data.from_blocks([pa.table({"first": [0]})])
         mapped = private.map_with_bounded_restarts(
-            dataset, Rows, 3, fn_constructor_args=(str(path),), compute=ActorPoolStrategy(size=1)
+            dataset, Rows, 3, fn_constructor_args=(str(path), stay_s), compute=ActorPoolStrategy(size=1)
         )
         return iter(mapped.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=prefetch))
 
@@ -164,7 +164,7 @@ def test_a_task_runs_ahead_and_an_execution_can_be_watched_and_ended(tmp_path: P
     context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, Watch]
     private.set_blocks_ahead(context, 13)
     private.hide_progress_warning()
-    blocks = mapped(tmp_path / "far", context)
+    blocks = mapped(tmp_path / "far", context, 60)
     assert int(next(blocks)["bytes"][0][0]) == 0
     until(lambda: (tmp_path / "far").read_text() == "11")
     assert "step" in seen
@@ -177,7 +177,7 @@ def test_a_task_runs_ahead_and_an_execution_can_be_watched_and_ended(tmp_path: P
 
 def test_a_task_is_not_tried_for_ever(tmp_path: Path) -> None:
     context = DataContext.get_current().copy()
-    blocks = mapped(tmp_path / "some", context)
+    blocks = mapped(tmp_path / "some", context, 5)
     next(blocks)
     (row,) = [row for row in private.actor_rows() if "Rows" in row.class_name and row.state == "ALIVE"]
     accessor = ray._private.state.state._connect_and_get_accessor()
@@ -189,7 +189,7 @@ def test_a_task_is_not_tried_for_ever(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_threads_that_fetch_blocks_have_these_names(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    blocks = mapped(tmp_path / "named", DataContext.get_current().copy(), prefetch=2)
+    blocks = mapped(tmp_path / "named", DataContext.get_current().copy(), 60, prefetch=2)
     next(blocks)
     new = {thread.name for thread in threading.enumerate() if thread not in before}
     known = {thread.name for thread, _ in private.data_threads()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import sys
+from contextlib import suppress
 
 from vesuvius import __version__
 from vesuvius.errors import EXIT_CONFIG, EXIT_OK
@@ -30,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: arguments; None = those of this process, which is then about to end.
     """
+    with suppress(RuntimeError, ValueError):  # no standard error, or none with a descriptor
+        faulthandler.enable(all_threads=False)  # a codec or a driver that crashes says where
     exit_code = _main(sys.argv[1:] if argv is None else argv)
     if argv is None and "vesuvius.commands.command" in sys.modules:
         from vesuvius.commands.command import end_soon

@@ -90,26 +90,16 @@ def test_patches_hold_the_voxels_of_their_places_as_they_are_stored(volume: Path
 @pytest.mark.parametrize(
     "other",
     [
-        {"patches_per_region": 9},
-        {"regions_per_task": 2},
-        {"region_size": (32, 32, 32)},
-        {"reader_mib": 1},
-        {"augment": AugmentConfig(flip=False, turn=False)},
-        {"max_quarantined": 0},
+        {"patches_per_region": 9, "regions_per_task": 2, "region_size": (32, 32, 32), "reader_mib": 1},
+        {"augment": AugmentConfig(flip=False, turn=False), "max_quarantined": 0},
     ],
 )
-def test_runs_of_other_seeds_mixing_and_readers_look_at_the_same_patches(volume: Path, other: dict[str, Any]) -> None:
-    one, two = fixed(data_config(volume)), fixed(data_config(volume, **other), seed=7)
-    assert one.starts_zyx == two.starts_zyx
-    assert np.array_equal(one.patches, two.patches)
-
-
-def test_the_first_patches_of_many_are_those_of_few(tmp_path: Path) -> None:
-    paths = [write_array(tmp_path / f"{seed}.zarr", textured(SHAPE, seed)) for seed in range(2)]
-    few, many = fixed(data_config(*paths), 5), fixed(data_config(*paths), 40)
-    assert few.volumes == many.volumes[:5]
-    assert few.starts_zyx == many.starts_zyx[:5]
-    assert np.array_equal(few.patches, many.patches[:5])
+def test_runs_of_other_seeds_mixing_readers_and_counts_look_at_the_same_patches(
+    volume: Path, other: dict[str, Any]
+) -> None:
+    one, two = fixed(data_config(volume)), fixed(data_config(volume, **other), 40, seed=7)
+    assert one.starts_zyx == two.starts_zyx[:16]
+    assert np.array_equal(one.patches, two.patches[:16])
 
 
 def test_volumes_are_drawn_by_their_weights(tmp_path: Path) -> None:
@@ -158,22 +148,8 @@ def test_a_volume_whose_slab_is_air_is_left_out_with_one_warning(
     assert np.array_equal(found.patches, cut(voxels, found))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "air.zarr takes no part in validation" in caplog.text
-
-
-def test_patches_hold_the_least_foreground_asked_for(tmp_path: Path) -> None:
-    voxels = textured(SHAPE)
-    voxels[:, :, 32:] = 0
-    path = write_array(tmp_path / "v.zarr", voxels)
-    found = fixed(data_config(path, min_foreground=0.75), 32)
-    assert max(x for _, _, x in found.starts_zyx) <= 20, "three quarters of 16 voxels end at 32"
-
-
-def test_slabs_of_air_alone_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    voxels = textured(SHAPE)
-    voxels[64:] = 0
-    path = write_array(tmp_path / "air.zarr", voxels)
     with pytest.raises(DataError, match=r"none in 1 volumes; raise data.validation.fraction, or .*validate_every=0"):
-        fixed(data_config(path, min_foreground=0.5))
+        fixed(data_config(paths[0], min_foreground=0.5))
 
 
 def test_an_unreadable_patch_is_replaced_by_another_the_same_one_every_time(
