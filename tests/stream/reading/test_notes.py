@@ -82,7 +82,7 @@ def test_a_crash_leaves_the_place_and_the_signal(tmp_path: Path, name: str) -> N
     ("there", "elsewhere", "crash", "chunk"),
     [
         (DECODES.format("SIGKILL"), "", None, (1, 2, 3)),  # a limit of memory, or an operator
-        ("notes.between(); os.abort()", "", "SIGABRT", None),
+        ("notes.region(); os.abort()", "", "SIGABRT", None),
         ("", "os.abort()", "SIGABRT", None),
         ("", NATIVE, "SIGABRT", (1, 2, 3)),
     ],
@@ -132,7 +132,7 @@ def test_a_note_of_any_length_is_read_and_a_living_process_told_from_another_of_
     assert (note.volume, note.outage, note.pid, note.actor) == (name, outage, os.getpid(), "")
     assert note.is_alive()
     assert not type(note)(**{**vars(note), "started": note.started - 60}).is_alive()
-    notes.between()
+    notes.region()
     assert read_notes(tmp_path)[0].place == ""
     notes.close()
     assert list(tmp_path.iterdir()) == []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import time
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -16,7 +14,7 @@ import ray
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError
 from vesuvius.stream.ray import private
-from vesuvius.stream.ray.start import authenticated, start_ray
+from vesuvius.stream.ray.start import authenticated, sigterm_handler, start_ray
 from vesuvius.threads import on_thread
 
 log = logging.getLogger(__name__)
@@ -24,7 +22,6 @@ log = logging.getLogger(__name__)
 _JOIN_S = 3.0
 _END_S = 5.0
 _KILLED_S = 10.0
-_SIGACTION_BYTES = 256  # more than the struct has anywhere
 
 
 class Session:
@@ -102,13 +99,9 @@ def _shut_down() -> bool:
     Ray waits for ever for a head that does not answer: then its daemons are killed, which ends the wait.
 
     Early in its shutdown Ray's C++ core restores the signal handlers that it found, and SIGTERM would end this process
-    on the spot: the thread that shuts down puts the present one back right after that, without waiting for the main
-    thread, which alone may call `signal.signal`.
+    on the spot: the thread that shuts down puts the present one back right after that.
     """
-    sigaction = ctypes.CDLL(None).sigaction
-    present = ctypes.create_string_buffer(_SIGACTION_BYTES)
-    sigaction(int(signal.SIGTERM), None, present)
-    ended = on_thread(private.shut_down, lambda: sigaction(int(signal.SIGTERM), present, None), name="ray-shutdown")
+    ended = on_thread(private.shut_down, sigterm_handler(), name="ray-shutdown")
     if wait([ended], _END_S).not_done:
         log.warning(
             "Ray did not shut down within %g s, probably because its head hangs; a private Ray is killed now", _END_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -10,9 +11,8 @@ import secrets
 import signal
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ _AUTH_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_T
 _PASSED_ON = ("VESUVIUS_", "AWS_", "GOOGLE_", "NCCL_", "GLOO_")
 _ANSWER_S = 10.0
 _FILTERED_S = 0.5
+_SIGACTION_BYTES = 256  # more than the struct has anywhere
 
 # What is found in an error or in Ray's logs, and what helps against it; the first that is found counts.
 _REMEDIES = {
@@ -173,18 +174,19 @@ def _stop_signals_blocked() -> Iterator[None]:
     A scheduler, or a terminal that closes, sends them to all processes of a job: without its daemons Ray would abort
     this process before it saves.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    before, put_back = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}), sigterm_handler()
     try:
         yield
     finally:
-        _listen_to_sigterm()
+        put_back()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _listen_to_sigterm() -> None:
-    """Install Python's handler of SIGTERM again, which Ray's C++ core has replaced."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+def sigterm_handler() -> Callable[[], object]:
+    """What puts the present handler of SIGTERM back, which Ray's C++ core replaces: on any thread, unlike `signal`."""
+    sigaction, present = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(_SIGACTION_BYTES)
+    sigaction(int(signal.SIGTERM), None, present)
+    return lambda: sigaction(int(signal.SIGTERM), present, None)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import struct
 import threading
 import uuid
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,26 +106,22 @@ class NoteWriter:
         path = folder / f"{pid}-{uuid.uuid4().hex}.note"
         self._note = Note(pid, socket.gethostname(), actor, psutil.Process().create_time(), path=path)
         self._lock = threading.Lock()  # regions and outages come on two threads
-        self._file = path.open("w+b")
-        self._file.write(bytes(_CHUNK.size))
+        self._file = path.open("w+b", buffering=0)
+        self._file.write(bytes(_CHUNK.size))  # takes the room on the disk, which mapped memory cannot ask for
         self._write()
         self._chunk = mmap.mmap(self._file.fileno(), _CHUNK.size)
         self._dump = _dump_of(path).open("wb")
         self._was_enabled = faulthandler.is_enabled()
         faulthandler.enable(self._dump, all_threads=False)
 
-    def region(self, volume: str, box: Box) -> None:
-        """Note what is read from now on."""
+    def region(self, volume: str | None = None, box: Box | None = None) -> None:
+        """Note what is read from now on; between two regions nothing, so that a crash is blamed on no chunk."""
+        _CHUNK.pack_into(self._chunk, 0, False, 0, 0, 0)
         self._write(volume=volume, box=box)
 
     def chunk(self, chunk: Triple) -> None:
         """Note which chunk of it is decoded next."""
         _CHUNK.pack_into(self._chunk, 0, True, *chunk)
-
-    def between(self) -> None:
-        """Nothing is read: a crash is blamed on no chunk."""
-        _CHUNK.pack_into(self._chunk, 0, False, 0, 0, 0)
-        self._write(volume=None, box=None)
 
     def outage(self, outage: Outage | None) -> None:
         """Note that a store does not answer, or None that it does again.  On any thread."""
@@ -151,8 +148,9 @@ class NoteWriter:
             self._note = replace(self._note, **changes)
             fields = {key: value for key, value in asdict(self._note).items() if key not in ("path", "chunk", "crash")}
             record = json.dumps(fields).encode()
-            os.pwrite(self._file.fileno(), record, _CHUNK.size)
-            os.truncate(self._file.fileno(), _CHUNK.size + len(record))
+            with suppress(OSError):  # a full disk: reading goes on
+                os.pwrite(self._file.fileno(), record, _CHUNK.size)
+                os.truncate(self._file.fileno(), _CHUNK.size + len(record))
 
 
 def read_notes(folder: Path) -> list[Note]:

@@ -246,7 +246,7 @@ class Reader:
         finally:
             self._decode_s += time.perf_counter() - started
             if self._note is not None:
-                self._note.between()
+                self._note.region()
         return True
 
     def _before(self, volume: Volume, box: Box, chunk: Triple) -> None:
