@@ -18,13 +18,15 @@ import pytest
 from tests.conftest import textured, write_array
 from tests.support import fork_server
 
-TRAINER = """
-import itertools, os, sys, time
+IMPORTS = """
+import itertools, os, signal, sys, threading, time
+import psutil
 from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.stream.options import StreamOptions
-
+"""
+TRAINER = f"""{IMPORTS}
 path, end, region, store_gib = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16), region_size=(region, region, region))
 options = StreamOptions(batch_size=4, workers=2, cluster=ClusterConfig(object_store_gib=store_gib))
@@ -41,7 +43,7 @@ with PatchStream(prepare_data(0, data).job, options) as stream:
     while end == "spill" and time.monotonic() < until and not any(event.kind == "spill" for event in stream.events):
         next(stream)
         time.sleep(0.2)  # slower than the readers, which run as far ahead as they may
-    print("seen", *(f"{event.kind}: {event.text}" for event in stream.events), flush=True)
+    print("seen", *(event.kind + ": " + event.text for event in stream.events), flush=True)
 print("closed", flush=True)
 """
 
@@ -125,13 +127,7 @@ def test_a_stream_that_is_closed_leaves_nothing(tmp_path: Path, end: str) -> Non
     assert shared_memory() <= before
 
 
-INTERRUPTED = """
-import itertools, sys
-from vesuvius.config import DataConfig, VolumeConfig
-from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.stream.stream import PatchStream
-from vesuvius.stream.options import StreamOptions
-
+INTERRUPTED = f"""{IMPORTS}
 data = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), patch_size=(16, 16, 16), region_size=(48, 48, 48))
 job = prepare_data(0, data).job
 
@@ -189,9 +185,7 @@ def test_a_signal_to_the_trainer_leaves_nothing(tmp_path: Path, number: signal.S
     assert shared_memory() <= before
 
 
-TERMINATED = """
-import os, signal, threading, time
-from vesuvius.config import ClusterConfig
+TERMINATED = f"""{IMPORTS}
 from vesuvius.stream.ray.session import Session
 
 received = []
@@ -229,14 +223,7 @@ def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
     assert "lower data.regions_in_flight, data.reader_mib or training.workers" in output, "the largest part first"
 
 
-HEAD_STOPPED = """
-import os, signal, sys, time
-import psutil
-from vesuvius.config import DataConfig, VolumeConfig
-from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.stream.stream import PatchStream
-
+HEAD_STOPPED = f"""{IMPORTS}
 path, when = sys.argv[1:]
 job = prepare_data(0, DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16))).job
 stream = PatchStream(job, StreamOptions(batch_size=4, workers=1))
