@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_disk import fill, small_disk
 from vesuvius.runlog.files.append_file import AppendFile
 from vesuvius.runlog.logfile import _TerminalHandler, close_logs, log_to_terminal, open_log
 
@@ -76,29 +75,6 @@ def test_a_log_file_on_a_full_disk_says_so_once_and_what_is_lost_at_the_end(
     full, lost = err.splitlines()
     assert "ERROR /dev/full must be writable; got [Errno 28] No space left on device; free some space" in full
     assert lost.endswith("4 lines are lost"), "these three, and the one that says it is full"
-
-
-def test_a_log_file_has_all_lines_when_the_disk_has_room_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with small_disk(tmp_path, kib=64) as disk:
-        open_log(disk / "log")
-        log.info("before")
-        ballast = fill(disk)
-        for number in range(100):
-            log.info("line %d %s", number, 50 * "x")
-        assert len((disk / "log").read_text()) == 4096
-        ballast.unlink()
-        log.info("after")
-        close_logs()
-        lines = (disk / "log").read_text().splitlines()
-    assert [line.split()[2:4] for line in lines if "must be" not in line and "again" not in line] == [
-        ["INFO", "before"],
-        *[["INFO", "line"]] * 100,
-        ["INFO", "after"],
-    ]
-    assert lines[-1].endswith("log is writable again; 0 lines were lost"), "said in the log itself"
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_line_from_a_signal_handler_in_the_middle_of_another_write_is_not_lost(

@@ -8,7 +8,6 @@ import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
-from tests.support.small_disk import fill, small_disk
 from vesuvius.runlog.logfile import StepFigures, step_line
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.runlog.step_times import StepTimes
@@ -72,15 +71,3 @@ def test_going_on_with_a_long_file_does_not_read_it_whole(tmp_path: Path) -> Non
         tracemalloc.stop()
     assert peak_bytes < 300_000, "of 3,000,001"
     assert path.read_bytes().endswith(b"{\n"), "its torn line is closed all the same"
-
-
-def test_a_full_disk_costs_no_record(tmp_path: Path) -> None:
-    with small_disk(tmp_path, kib=64) as disk:
-        file = JsonLines(disk / "metrics.jsonl")
-        ballast = fill(disk)
-        written = [file.write("step", step=step, loss=1 / (step + 1)) for step in range(300)]
-        assert len(read_records(disk / "metrics.jsonl")) < 300
-        ballast.unlink()
-        written.append(file.write("step", step=300))
-        assert read_records(disk / "metrics.jsonl") == written
-        file.close()
