@@ -112,13 +112,13 @@ def test_the_door_does_not_import_torch():
 
 
 USAGES = [
-    (["info", "v.zarr", "--patch", "8,16"], "a size is three whole numbers z,y,x of at least 1; got '8,16'"),
+    (["info", "v.zarr", "--patch", "8,16"], "'8,16' is not three whole numbers z,y,x of at least 1"),
     (["info", "v.zarr", "--patch", "0,16,16"], "at least 1"),
     (["info", "v.zarr", "--places", "many"], "a whole number of at least 0"),
-    (["info", "v.zarr", "--select", "0,x"], "a whole number of at least 0 is needed; got 'x'"),
+    (["info", "v.zarr", "--select", "0,x"], "'x' is not a whole number of at least 0"),
     (["copy", "v.zarr"], "OUT.zarr"),
-    (["copy", "v.zarr", "c.zarr", "--start=-1,0,0"], "a start is three whole numbers z,y,x of at least 0"),
-    (["copy", "v.zarr", "c.zarr", "--requests", "0"], "at least 1 is needed; got '0'; try 4"),
+    (["copy", "v.zarr", "c.zarr", "--start=-1,0,0"], "is not three whole numbers z,y,x of at least 0"),
+    (["copy", "v.zarr", "c.zarr", "--requests", "0"], "'0' is not a whole number of at least 1"),
     (["occupancy"], "PATH"),
     (["measure"], "invalid choice: 'measure'"),
     ([], "COMMAND"),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig
-from vesuvius.generate.sample_conditions import ConditionPatches, random_start
+from vesuvius.generate.sample_conditions import ConditionPatches
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
 from vesuvius.training.checkpoint.data_facts import DataFacts, TrainedVolume
 
@@ -27,12 +27,15 @@ def facts(*greys: GreyRange) -> DataFacts:
     return DataFacts((volume,), GreyRanges((), greys), None, np.zeros((1, 0), np.float32))
 
 
-def test_a_place_follows_from_seed_and_number_and_every_one_in_the_box_may_come() -> None:
-    box = ((10, 20, 30), (20, 38, 46))  # 3 x 3 x 1 places
-    places = [random_start(box, PATCH, 5, number) for number in range(300)]
-    assert set(places) == {(z, y, 30) for z in (10, 11, 12) for y in (20, 21, 22)}
-    assert places == [random_start(box, PATCH, 5, number) for number in range(300)]
-    assert places != [random_start(box, PATCH, 6, number) for number in range(300)]
+def test_a_place_follows_from_seed_and_number_and_every_one_in_the_box_may_come(tmp_path: Path) -> None:
+    config = data_config(write_array(tmp_path / "c.zarr", textured((10, 18, 16))), validation={"fraction": 0.0})
+
+    def places(seed: int) -> list[tuple[int, ...]]:
+        with ConditionPatches(config, facts(GreyRange(0.0, 200.0)), 0, seed) as conditions:
+            return [conditions.start_zyx(number) for number in range(300)]
+
+    assert set(places(5)) == {(z, y, 0) for z in (0, 1, 2) for y in (0, 1, 2)}
+    assert places(5) == places(5) != places(6)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25])

@@ -8,11 +8,12 @@ from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration, format_perc
 
 
 def test_figures_are_read_at_a_glance_and_what_is_not_known_is_no_zero() -> None:
-    for seconds, text in {0: "0s", 59.6: "1m00s", 750: "12m30s", 11100: "3h05m", 370800: "4d07h"}.items():
+    durations = {0: "0s", 59.6: "1m00s", 750: "12m30s", 11100: "3h05m", 370800: "4d07h", 5.9e9: "187 years"}
+    for seconds, text in durations.items():
         assert format_duration(seconds) == text
     for share, text in {0.15: "15 %", 0.0126: "1.3 %", 1.0: "100 %", -0.5: "-50 %"}.items():
         assert format_percent(share) == text
-    for size, text in {1.234 * GIB: "1.23 GiB", 0.1 * GIB: "0.10 GiB", 2**24: "16 MiB"}.items():
+    for size, text in {1.234 * GIB: "1.23 GiB", 0.1 * GIB: "0.10 GiB", 2**24: "16 MiB", 4.7e15: "4.17 PiB"}.items():
         assert size_text(size) == text
     assert (gib(None), gib(0), gib(1.234 * GIB)) == ("-", "0.00", "1.23")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -59,33 +58,17 @@ def voxels(path: str) -> np.ndarray[Any, Any]:
     return np.asarray(zarr.open_array(path, mode="r")[...])
 
 
-def test_a_drawn_coarse_volume_is_the_condition_of_the_fine_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drawn_coarse_volume_is_the_condition_of_the_fine_one() -> None:
     assert_same_weights("fine", "explicit")
     assert draws("coarse", "coarse.zarr", "--shape", ",".join(map(str, COARSE))) == 0
     coarse = voxels("coarse.zarr/0")
     write_array(Path("coarse.upsampled.zarr"), upsampled(coarse, FINE))
-    capsys.readouterr()
     assert draws("fine", "fine.zarr", "--shape", ",".join(map(str, FINE)), "--condition", "coarse.zarr") == 0
-    said = capsys.readouterr().out
     assert draws("explicit", "explicit.zarr", "--condition", "coarse.upsampled.zarr") == 0
     fine = voxels("fine.zarr/0")
     np.testing.assert_array_equal(fine, voxels("explicit.zarr/0"))
     assert draws("explicit", "other.zarr", "--condition", "coarse.upsampled.zarr", "--guidance", 0) == 0
     assert (fine != voxels("other.zarr/0")).any(), "the condition matters"
-
-    means = np.array([[[block.mean() for block in rows] for rows in plane] for plane in blocks(fine)])
-    rms, std = np.sqrt(((means - coarse) ** 2).mean()), coarse.std()
-    found = re.search(
-        r"downsampled, it differs from --condition by (\S+) grey values \(rms\), (\S+) of its stand", said
-    )
-    assert found is not None, said
-    assert (float(found[1]), float(found[2])) == (pytest.approx(rms, rel=0.006), pytest.approx(rms / std, rel=0.06))
-
-
-def blocks(fine: np.ndarray[Any, Any]) -> Any:
-    """The fine voxels over each coarse one."""
-    z, y, x = (range(0, size, 2) for size in fine.shape)
-    return [[[fine[i : i + 2, j : j + 2, k : k + 2] for k in x] for j in y] for i in z]
 
 
 def test_samples_of_the_size_of_a_patch_are_shown_the_same_places() -> None:
@@ -93,31 +76,27 @@ def test_samples_of_the_size_of_a_patch_are_shown_the_same_places() -> None:
         assert sample.main(f"--checkpoint {run} --count 2 --steps 2 --out samples/{run}".split()) == 0
     for name in ("samples", "conditions"):
         np.testing.assert_array_equal(*(voxels(f"samples/{run}/{name}.zarr/0") for run in ("fine", "explicit")))
-    box = "--condition scan.zarr@1 --box 3:11,5:21,7:23 --count 1 --steps 2 --out samples/box"
-    assert sample.main(["--checkpoint", "fine", *box.split()]) == 0
-    shown = upsampled(voxels("scan.zarr/1"), SCAN)[3:11, 5:21, 7:23]
-    np.testing.assert_array_equal(voxels("samples/box/conditions.zarr/0")[0], shown)
-    attributes = dict(zarr.open_group("samples/box/conditions.zarr", mode="r").attrs)
+    attributes = dict(zarr.open_group("samples/fine/conditions.zarr", mode="r").attrs)
     assert attributes["multiscales"][0]["datasets"][0]["coordinateTransformations"][0]["scale"] == [1, 8, 8, 8]  # type: ignore[index, call-overload]
 
 
 def test_a_condition_of_another_scale_than_in_training_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     refused = {
-        ("fine", "16,40,40", "scan.zarr@1"): "--shape and --condition must differ by the factors of the training, "
-        "2x2x2; got 16x40x40 and 16x40x24;",
+        ("fine", "16,40,40", "scan.zarr@1"): "--shape and --condition do not match by the factors of the "
+        "training, 2x2x2: 16x40x40 and 16x40x24;",
         (
             "explicit",
             "32,80,47",
             "scan.zarr@1",
-        ): "--shape and --condition must have one shape; got 32x80x47 and 16x40x24;",
-        ("fine", "16,40,24", "scan.zarr@1"): "got 16x40x24 and 16x40x24;",
+        ): "--shape and --condition do not match: 32x80x47 and 16x40x24;",
+        ("fine", "16,40,24", "scan.zarr@1"): ": 16x40x24 and 16x40x24;",
     }
     for (run, shape, condition), message in refused.items():
         assert draws(run, "none.zarr", "--shape", shape, "--condition", condition) == 2
         assert message in capsys.readouterr().err
     patch = ",".join(f"0:{size}" for size in PATCH[:2]) + ",90:106"
     assert draws("fine", "none.zarr", "--condition", "scan.zarr@1", "--box", patch) == 2
-    assert "--box must lie inside the volume" in capsys.readouterr().err
+    assert "does not lie inside" in capsys.readouterr().err
     assert not list(Path().glob("none*"))
 
 

@@ -332,12 +332,12 @@ def test_existing_output_is_refused_and_replaced_where_it_is_samples(
     out = tmp_path / "out"
     first = drawn(out, "--count", 1).voxels()
     assert refused("--out", out, "--count", 2) == 2
-    assert "samples do not replace files; got" in capsys.readouterr().err
+    assert "exists, and samples do not replace it" in capsys.readouterr().err
     np.testing.assert_array_equal(Samples(out).voxels(), first)
     assert len(drawn(out, "--count", 2, "--overwrite").voxels()) == 2
     (out / "notes.txt").write_text("mine")
     assert refused("--out", out, "--count", 1, "--overwrite") == 2
-    assert "with 'notes.txt' in it" in capsys.readouterr().err
+    assert "does not hold samples alone" in capsys.readouterr().err
     assert len(Samples(out).voxels()) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -348,7 +348,7 @@ REFUSALS = [
     (("--sampler", "euler"), "must be one of ddim, ddpm, dpmpp2m, heun; got 'euler'"),
     (("--sampler", "heun", "--eta", "1"), "sampler_eta belongs to ddim; got 1.0 with heun"),
     (("--guidance", "2"), "needs a model trained both with and without a condition"),
-    (("--volume", "2"), "--volume numbers the 2 training volumes from 0; got 2"),
+    (("--volume", "2"), "--volume 2 does not exist: the 2 training volumes"),
     (("--batch-size", "4000000", "--count", "4000000"), "here --batch-size replaces training"),
 ]
 
@@ -435,7 +435,7 @@ def test_samples_that_are_not_finite_are_named_and_not_written(
     manifest["files"]["model.safetensors"] = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     assert refused("--count", 1, checkpoint="bad") == 5
-    assert "got NaN or infinity in number 0 (amp off" in capsys.readouterr().err
+    assert "returned NaN or infinity for samples 0 (amp off" in capsys.readouterr().err
     assert list((tmp_path / "samples").iterdir()) == []
 
 
@@ -499,7 +499,7 @@ def test_a_process_that_ends_in_the_middle_leaves_nothing_that_looks_finished(
     assert not (tmp_path / "out").exists()
     if number != signal.SIGKILL:
         assert list(tmp_path.iterdir()) == []
-        assert f"got {number.name} after" in error
+        assert f"{number.name} stopped sampling after" in error
 
 
 SAMPLE_THEN_HEAVY_MODULES = """

@@ -110,7 +110,7 @@ def test_a_condition_of_any_size_is_shown_tile_by_tile(tmp_path: Path) -> None:
     assert (voxels(boxed) != voxels(tmp_path / "another.zarr")).mean() > 0.1
 
 
-def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled(tmp_path: Path) -> None:
     source, gaps, mask = hole(tmp_path)
     scan = voxels(Path("scan.zarr"))[:12, :24, :24]
     arguments = ("--inpaint", source, "--mask", gaps, "--guidance", 0, "--rounds", 2)
@@ -118,7 +118,6 @@ def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled(tmp_path: Path, capsys
     found = voxels(tmp_path / "filled.zarr")
     np.testing.assert_array_equal(found[mask == 0], scan[mask == 0])
     assert found[mask != 0].mean() > 20, "what is filled is not the zeros that were there"
-    assert f"{(mask == 0).sum()} known voxels kept, compared bit by bit" in capsys.readouterr().out
 
 
 def test_chunks_that_are_not_stored_are_filled(tmp_path: Path) -> None:
@@ -161,14 +160,16 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
         return tell
 
     phases = ("blocks searched for gaps", "blocks of --inpaint read", "batches of tiles", "chunks written",
-              "chunks compared with --inpaint", "chunks of level 1 written")  # fmt: skip
+              "chunks of level 1 written")  # fmt: skip
     for phase in phases:
         told.clear()
-        with pytest.raises(SamplingStoppedError, match=rf"got SIGTERM after \d+ of \d+ {phase}; what is done is kept"):
+        with pytest.raises(
+            SamplingStoppedError, match=rf"SIGTERM stopped sampling after \d+ of \d+ {phase}; what is done is kept"
+        ):
             draw_volume(request, told_of(phase))
         assert told[-1] == phase
         assert told.count(phase) <= 2, "no more is done after the signal than two batches that were handed out"
-    assert draw_volume(request, told_of("")).known == np.prod(SHAPE) - 5 * 10 * 11
+    assert draw_volume(request, told_of("")).shape_zyx == SHAPE
 
 
 def test_the_default_route_of_two_workers_gives_the_bits_of_one(tmp_path: Path) -> None:
@@ -246,8 +247,8 @@ def test_another_network_or_another_mask_is_not_taken_for_the_same(
     zarr.open_array(str(gaps), mode="r+")[...] = np.roll(mask, 1, axis=0)
     assert draws(out, *arguments) == 2
     assert "got given {" in capsys.readouterr().err
-    zarr.open_array(str(gaps), mode="r+")[...] = mask
-    assert draws(out, *arguments) == 0, "the mask is as it was"
+    out = tmp_path / "other.zarr"
+    assert draws(out, *arguments) == 0
     checkpoint = max((run / "checkpoints").glob("step_*"))
     weights = load_file(checkpoint / "model.safetensors")
     save_file({name: 1.01 * each for name, each in weights.items()}, checkpoint / "model.safetensors")
@@ -280,7 +281,7 @@ def test_known_voxels_that_are_not_finite_are_what_training_takes_them_for(
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), 3, "a batch must fit the GPU's memory; got --batch-size 4"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 3, "The GPU ran out of memory with --batch-size 4"),
         (OSError(28, "No space left on device"), 6, "No space left on device"),
     ],
 )
@@ -315,7 +316,7 @@ def test_a_dry_run_says_time_disk_and_memory_and_writes_nothing(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     assert draws(tmp_path / "big.zarr", *arguments) == 6
     assert draws(tmp_path / "big.zarr", *arguments[:-1]) == 6
-    assert capsys.readouterr().err.count("the disk must hold the state and the volume; got ") == 2
+    assert capsys.readouterr().err.count("The disk is too small for ") == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -332,22 +333,30 @@ def test_a_dry_run_of_an_inpainting_counts_the_tiles_near_gaps(
 
 
 REFUSED = {
-    "a shape too small": (("--shape", "12,24,8"), 2, "at least as large as a training patch; got shape 12x24x8"),
-    "an overlap": (("--shape", "12,24,24", "--overlap", 0.9), 2, "--overlap is the share"),
-    "no condition": (("--shape", "12,24,24", "--guidance", 1), 2, "needs --condition VOLUME; got none"),
-    "another shape": (("--shape", "12,24,24", "--condition", "labels.zarr"), 2, "got 12x24x24 and 64x64x64"),
+    "a shape too small": (("--shape", "12,24,8"), 2, "A volume of 12x24x8 is smaller than a training patch"),
+    "an overlap": (("--shape", "12,24,24", "--overlap", 0.9), 2, "--overlap 0.9, the share"),
+    "no condition": (("--shape", "12,24,24", "--guidance", 1), 2, "--condition is missing"),
+    "another shape": (("--shape", "12,24,24", "--condition", "labels.zarr"), 2, "do not match: 12x24x24 and 64x64x64"),
     "a box outside": (
         ("--condition", "labels.zarr", "--box", "0:12,0:24,60:84"),
         2,
-        "--box must lie inside the volume",
+        "does not lie inside --condition",
     ),
-    "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "must have one shape; got 64x64x64"),
+    "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "do not match: 64x64x64"),
     "no volume": (("--inpaint", "no.zarr"), 6, "a volume must exist; got no.zarr"),
     "weights": (("--shape", "12,24,24", "--weights", "ema_0.7"), 2, "--weights must be one of"),
-    "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds applies to --inpaint"),
-    "a lonely mask": (("--shape", "12,24,24", "--mask", "small.zarr"), 2, "got no --inpaint"),
-    "another training": (("--shape", "12,24,24", "--volume", 3), 2, "--volume numbers the 1 training volumes"),
-    "options of patches": (("--shape", "12,24,24", "--npy"), 2, "--npy applies to samples of the size of a patch only"),
+    "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds has no effect without --inpaint"),
+    "a lonely mask": (
+        ("--shape", "12,24,24", "--mask", "small.zarr"),
+        2,
+        "--mask says what to fill in --inpaint, which is missing",
+    ),
+    "another training": (("--shape", "12,24,24", "--volume", 3), 2, "--volume 3 does not exist"),
+    "options of patches": (
+        ("--shape", "12,24,24", "--overwrite"),
+        2,
+        "--overwrite applies to samples of the size of a patch only",
+    ),
 }
 
 
@@ -377,18 +386,3 @@ def test_something_else_at_the_place_is_left_alone(tmp_path: Path, capsys: pytes
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 2
     assert "a drawing does not replace files" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["out.zarr", "mine"]
-
-
-def test_samples_of_one_box_one_at_a_time_and_as_npy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--checkpoint", "shown", "--steps", "2", "--condition", "labels.zarr", "--npy", "--seed", "3")
-    assert sample.main([*arguments, "--box", "8:16,0:16,16:32", "--count", "1", "--out", str(tmp_path / "one")]) == 0
-    found = np.load(tmp_path / "one/samples.npy")
-    np.testing.assert_array_equal(found, voxels(tmp_path / "one/samples.zarr"))
-    assert found.shape == (1, *PATCH)
-    shown = voxels(tmp_path / "one/conditions.zarr")
-    np.testing.assert_array_equal(shown[0], voxels(Path("labels.zarr"))[8:16, 0:16, 16:32])
-    record = json.loads((tmp_path / "one/samples.zarr/.zattrs").read_text())["vesuvius_sample"]
-    assert record["batch_size"] == 1, "one sample is not computed as four"
-    assert sample.main([*arguments, "--box", "8:16,0:16,16:48", "--out", str(tmp_path / "two")]) == 2
-    assert "samples are shown a box of the size of a patch, 8x16x16" in capsys.readouterr().err
-    assert not (tmp_path / "two").exists()

@@ -290,7 +290,7 @@ def _widths(row: Row) -> str:
 def parse() -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--patch", type=triple(1, "--patch", "32,64,64"), default=(32, 64, 64), metavar="Z,Y,X")
+    parser.add_argument("--patch", type=triple(1, "32,64,64"), default=(32, 64, 64), metavar="Z,Y,X")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5, help="processes per system")
     parser.add_argument("--steps", type=int, default=3, help="timed steps per process")

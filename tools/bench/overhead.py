@@ -301,7 +301,7 @@ def _report(arguments: argparse.Namespace, turns: Turns, device: torch.device, p
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    patch = triple(1, "--patch", "16,64,64")
+    patch = triple(1, "16,64,64")
     parser.add_argument("--patch", type=patch, default=(16, 64, 64), help="z,y,x voxels (default: 16,64,64)")
     parser.add_argument("--batch", type=int, default=2, help="patches of a micro-batch")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step")

@@ -221,7 +221,7 @@ def _report(contenders: Sequence[Contender], arguments: argparse.Namespace) -> N
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--volume", type=Path, default=Path("volumes/bench_training.zarr"), help="a zarr volume")
-    patch = triple(1, "--patch", "16,64,64")
+    patch = triple(1, "16,64,64")
     parser.add_argument("--patch", type=patch, default=(16, 64, 64), help="z,y,x voxels (default: 16,64,64)")
     parser.add_argument("--batch", type=int, default=4, help="patches of a step")
     parser.add_argument("--width", type=int, default=28, help="channels of the default network's first level")

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.generate.described import DrawRequest
-from vesuvius.generate.evaluate.seams import face_planes, plane_differences, seam_statistics
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
 from vesuvius.generate.volume.inputs import GivenVolumes
 from vesuvius.generate.volume.network import Network
@@ -66,13 +65,13 @@ def main() -> None:
     kinds: dict[str, dict[str, Any]] = {
         "blended": {"given": GivenVolumes(condition=shown, box=BOX)},
         "filled": {"given": GivenVolumes(scroll, ArrayConfig(path=str(mask)), shown, BOX)},
-        "naive": {"overlap": 0.0, "blend": "final", "given": GivenVolumes(condition=shown, box=BOX)},
+        "naive": {"overlap": 0.0, "given": GivenVolumes(condition=shown, box=BOX)},
     }
     drawn = {}
     for name, options in kinds.items():
         out = arguments.folder / f"{name}.zarr"
         request = VolumeRequest(checkpoint, "ema", overrides, 0, BATCH, 0, out, None, workers=1, **options)
-        draw_and_time(name, request, call, arguments.steps if name == "naive" else 1)
+        draw_and_time(name, request, call)
         drawn[name] = read_box(out)
         if name == "filled":
             inside = tuple(slice(lo - o, hi - o) for lo, hi, o in zip(*GAP, BOX[0], strict=True))
@@ -117,13 +116,13 @@ def bare_call(checkpoint: Path, overrides: tuple[str, ...]) -> Callable[[], floa
     return seconds
 
 
-def draw_and_time(name: str, request: VolumeRequest, call: Callable[[], float], calls_per_batch: int) -> None:
+def draw_and_time(name: str, request: VolumeRequest, call: Callable[[], float]) -> None:
     """Draw, and print the CPU time over that of the calls of the network alone."""
     calls, before = [0], call()
 
     def count(phase: str, done: int, total: int) -> None:
         if phase == "batches of tiles":
-            calls[0] = total * calls_per_batch
+            calls[0] = total
 
     started = time.process_time()
     if draw_volume(request, count).already:
@@ -140,15 +139,14 @@ def draw_and_time(name: str, request: VolumeRequest, call: Callable[[], float], 
 def print_seams(name: str, drawn: NDArray[Any], real: NDArray[Any], overlap: float, patch_zyx: Triple) -> None:
     """Mean squared difference across faces of tiles over that of all other planes, beside that of real voxels."""
     tiling = Tiling(shape_of(BOX), patch_zyx, overlap)
-    faces = [face_planes(starts, patch) for starts, patch in zip(tiling.starts, patch_zyx, strict=True)]
-    found, same = (
-        seam_statistics(plane_differences(lambda box, v=voxels: v[slices(box)], voxels.shape), faces)  # type: ignore[misc]
-        for voxels in (drawn, real)
-    )
-    for seam, beside in zip(found, same, strict=True):
-        low, high = seam.elsewhere
-        print(f"{name}: faces / others along {seam.axis} {seam.value:.3f} (shifted faces {low:.3f} to {high:.3f}; "
-              f"real voxels at the same planes {beside.value:.3f})", flush=True)  # fmt: skip
+    for axis, (starts, patch) in enumerate(zip(tiling.starts, patch_zyx, strict=True)):
+        ratios = []
+        for voxels in (drawn, real):
+            others = tuple(other for other in range(3) if other != axis)
+            differences = (np.diff(voxels.astype(float), axis=axis) ** 2).mean(others)  # of voxels i and i + 1
+            at = {face - 1 for start in starts for face in (start, start + patch)} - {-1, len(differences)}
+            ratios.append(differences[list(at)].mean() / np.delete(differences, list(at)).mean())
+        print(f"{name}: faces / others along {'zyx'[axis]} {ratios[0]:.3f} (real voxels {ratios[1]:.3f})", flush=True)
 
 
 def border_ratio(voxels: NDArray[Any], inside: tuple[slice, ...]) -> float:

@@ -25,7 +25,7 @@ from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.preconditioning import predict
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.generate.volume.run import Sampling
+from vesuvius.generate.volume.run import Sampling, this_process
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.volume.work import VolumeJob, Work
 from vesuvius.training.step.network import build_network
@@ -54,7 +54,8 @@ def drawn(job: VolumeJob, estimate: Estimate) -> None:
     """Draw it in a folder that is deleted then."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        Sampling(job, path, lambda worker: Work(job, path, lambda stored: estimate, torch.device("cpu"))).run()
+        with this_process(lambda: Work(job, path, lambda stored: estimate, torch.device("cpu"))) as run_parts:
+            Sampling(job, path).run(run_parts)
 
 
 def cost(config_path: Path, overlap: float) -> None:

@@ -6,13 +6,11 @@ import argparse
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.arguments.sample import add_keys, overrides_of
 from vesuvius.commands.arguments.types import natural, positive, whole
 from vesuvius.commands.command import as_command, say
+from vesuvius.commands.sample import add_keys, overrides_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
-
-LEAST = 16
 
 
 @as_command
@@ -21,23 +19,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius evaluate",
         description="Compare generated patches with held-out ones, and real with real as the floor: grey values and "
-        "air, spectrum, correlation, planarity, a classifier, memorised training voxels, seams of a tiled "
-        "volume.  Writes evaluation.json, .html and .md, montage.png and curves.png; the run's volumes must be there.",
+        "air, spectrum, correlation, planarity, a classifier, memorised training voxels.  "
+        "Writes evaluation.json, .html and .md, montage.png and curves.png; the run's volumes must be there.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
-    parser.add_argument("--count", type=whole(LEAST, "64"), default=64, help="patches of each kind (default: 64)")
+    parser.add_argument("--count", type=whole(16), default=64, help="patches of each kind (default: 64)")
     parser.add_argument(
         "--generated",
         type=Path,
         metavar="PATH",
-        help="samples to judge instead of drawing new ones: .npy or zarr [N, Z, Y, X] of any program, in grey values "
-        "of the training volume, or a folder of `vesuvius sample`",
-    )
-    parser.add_argument(
-        "--volume",
-        type=Path,
-        metavar="VOLUME",
-        help="also judge the seams of a volume drawn by `vesuvius sample --shape`",
+        help="samples to judge instead of drawing new ones: a folder or volume of `vesuvius sample`, or .npy or zarr "
+        "of any program, patches [N, Z, Y, X] or a volume [Z, Y, X], in grey values of the training volume",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to write (default: a new one in the run's reports/)"
@@ -60,7 +52,7 @@ def main(argv: list[str]) -> int:
     from vesuvius.generate.evaluate.evaluate import EvaluationRequest, evaluate  # imports torch
 
     options = {name: getattr(arguments, name) for name in (
-        "run", "weights", "count", "seed", "batch_size", "generated", "training_volume", "volume", "out",
+        "run", "weights", "count", "seed", "batch_size", "generated", "training_volume", "out",
         "classifier_steps",
     )}  # fmt: skip
     command = shlex.join(["vesuvius", "evaluate", *argv])

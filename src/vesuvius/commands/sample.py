@@ -3,48 +3,185 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vesuvius.commands.arguments import sample as sample_arguments
+from vesuvius.commands.arguments.types import natural, positive, triple
 from vesuvius.commands.command import as_command, say
+from vesuvius.config import ArrayConfig
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.units import format_sizes
 
 if TYPE_CHECKING:
-    from vesuvius.generate.sampling import SampleSummary
-    from vesuvius.generate.volume.draw import VolumeSummary
+    from vesuvius.volumes.box import Box
+
+KEYS = {
+    "sampler": ("diffusion.sampler", "ddim, ddpm (ancestral), dpmpp2m or heun"),
+    "steps": ("diffusion.sampler_steps", "sampling steps"),
+    "eta": ("diffusion.sampler_eta", "noise that ddim adds in each step, 0 to 1"),
+    "clip": ("diffusion.sampler_clip", "limit of |x_0| in each step, model values; null = none"),
+    "guidance": ("diffusion.sampler_guidance", "1 = the condition as it is, more = stronger, 0 = none"),
+    "amp": ("training.amp", "auto, off, bf16 or fp16"),
+}
+"""Of each option, the config key that it sets, and its meaning."""
+_OF_VOLUMES = ("overlap", "workers", "cluster", "rounds")
+_OF_PATCHES = ("count", "overwrite")
 
 
 @as_command
 def main(argv: list[str]) -> int:
     """Parse the command line and sample.  Returns the exit code."""
-    parser = sample_arguments.parser()
+    parser = _parser()
     arguments = parser.parse_args(argv)
-    if problem := sample_arguments.check_options(arguments):
-        parser.error(problem)
+    out = arguments.out
+    volume = bool((out is not None and out.suffix == ".zarr") or arguments.shape or arguments.inpaint)
+    if volume and out is None:
+        parser.error("--out is missing; add --out NAME.zarr")
+    others = _OF_PATCHES if volume else (*_OF_VOLUMES, "condition", "box", "mask", "dry_run")
+    if given := [name for name in others if getattr(arguments, name)]:
+        of, remedy = (
+            ("samples of the size of a patch", "") if volume else ("volumes", ", or add --shape or --out NAME.zarr")
+        )
+        parser.error(f"--{given[0].replace('_', '-')} applies to {of} only; remove it{remedy}")
     common = {name: getattr(arguments, name) for name in ("checkpoint", "weights", "seed", "batch_size", "volume")}
-    common["overrides"] = sample_arguments.overrides_of(arguments)
-    draw = _volume if sample_arguments.wants_volume(arguments) else _patches
-    return draw(arguments, common)
+    common["overrides"] = overrides_of(arguments)
+    return _volume(arguments, common) if volume else _patches(arguments, common)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vesuvius sample",
+        description="Draw from a trained model: samples of the size of a patch, or with --shape, --inpaint or an --out "
+        "that ends in .zarr a volume of any size.  Samples: samples.zarr (OME-Zarr, one chunk a sample, in the grey "
+        "values of the training volume), montage.png and, for a conditional model, conditions.zarr.  Sample n depends "
+        "on the seed and n only, bit for bit at equal batch size.",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="RUN_OR_FILE",
+        help="run directory (its newest checkpoint), name of a run in runs/, checkpoint directory, or a file in one; "
+        "runs/NAME/checkpoints/best is the one with the lowest validation loss",
+    )
+    parser.add_argument("--count", type=positive, help="samples to draw (default: 16)")
+    parser.add_argument("--seed", type=natural, default=0, help="another seed gives other samples (default: 0)")
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        default=4,
+        help="samples, at most --count, or tiles computed at once; a last batch of tiles is filled up (default: 4)",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: below the run's samples/)")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing samples")
+    parser.add_argument(
+        "--weights",
+        default="ema",
+        metavar="NAME",
+        help="ema for the averaged weights (default), model for those of the last step, ema_0.999 and the like for one "
+        "of training.extra_ema_decays",
+    )
+    parser.add_argument(
+        "--volume",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="training volume whose grey values, condition and scalars are used (default: 0, the first)",
+    )
+    volumes = parser.add_argument_group("volumes of any size", "docs/sampling.md explains them")
+    volumes.add_argument(
+        "--shape",
+        type=triple(1, "256,512,512"),
+        metavar="Z,Y,X",
+        help="voxels (default: of the given volumes, or of --box)",
+    )
+    volumes.add_argument(
+        "--condition", type=array, metavar="VOLUME", help="zarr volume that conditions the network, PATH or PATH@LEVEL"
+    )
+    volumes.add_argument(
+        "--box",
+        type=_box,
+        metavar="Z0:Z1,Y0:Y1,X0:X1",
+        help="part of --condition, --inpaint and --mask that is used (default: all of them)",
+    )
+    volumes.add_argument(
+        "--inpaint",
+        type=array,
+        metavar="VOLUME",
+        help="zarr volume to fill, PATH or PATH@LEVEL; known voxels are kept",
+    )
+    volumes.add_argument(
+        "--mask",
+        type=array,
+        metavar="VOLUME",
+        help="where --inpaint is to be filled: nonzero voxels (default: chunks that are not stored)",
+    )
+    volumes.add_argument(
+        "--rounds",
+        type=positive,
+        help="network calls per step of --inpaint; more give better borders (default: 4)",
+    )
+    volumes.add_argument(
+        "--overlap", type=float, metavar="SHARE", help="least overlap of neighbouring tiles, 0 to 0.75 (default: 0.5)"
+    )
+    volumes.add_argument(
+        "--workers", type=positive, help="a GPU or a core each; 1 = this process (default: all of this machine)"
+    )
+    volumes.add_argument(
+        "--cluster", metavar="ADDRESS", help="Ray cluster whose nodes share the folder of --out; needs --workers"
+    )
+    volumes.add_argument(
+        "--dry-run", action="store_true", help="print the time, disk and memory that it takes; write nothing"
+    )
+    add_keys(parser)
+    return parser
+
+
+def add_keys(parser: argparse.ArgumentParser) -> None:
+    """Add the options that set keys of the config."""
+    keys = parser.add_argument_group("keys of the config", "default: as in the checkpoint's config")
+    for option, (key, meaning) in KEYS.items():
+        keys.add_argument(f"--{option}", metavar="VALUE", help=f"{key}: {meaning}")
+
+
+def overrides_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """What those options say, as `key.path=value`."""
+    values = {key: getattr(arguments, option) for option, (key, _) in KEYS.items()}
+    return tuple(f"{key}={value}" for key, value in values.items() if value is not None)
+
+
+def array(text: str) -> ArrayConfig:
+    """PATH or PATH@LEVEL."""
+    at = re.search(r"@(\d+)$", text)
+    return ArrayConfig(path=text[: at.start()] if at else text, level=int(at[1]) if at else 0)
+
+
+def _box(text: str) -> Box:
+    found = re.fullmatch(r"(\d+):(\d+),(\d+):(\d+),(\d+):(\d+)", text.replace(" ", ""))
+    numbers = [int(part) for part in found.groups()] if found else []
+    if not found or any(lo >= hi for lo, hi in zip(numbers[::2], numbers[1::2], strict=True)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not first:end along z, y and x, in voxels; try 0:64,128:384,128:384"
+        )
+    z0, z1, y0, y1, x0, x1 = numbers
+    return (z0, y0, x0), (z1, y1, x1)
 
 
 def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
-    # torch takes seconds to import: not for --help
-    from vesuvius.generate.sampling import SampleRequest, draw_samples
+    from vesuvius.generate.sampling import SampleRequest, draw_samples  # imports torch
 
-    request = SampleRequest(
-        **common,
-        count=16 if arguments.count is None else arguments.count,
-        out=arguments.out,
-        overwrite=arguments.overwrite,
-        condition=arguments.condition,
-        box=arguments.box,
-        npy=arguments.npy,
-    )
+    count = 16 if arguments.count is None else arguments.count
     with Progress("sampling") as progress:
-        report = draw_samples(request, progress.tell)
-    say(_text(report))
+        report = draw_samples(
+            SampleRequest(**common, count=count, out=arguments.out, overwrite=arguments.overwrite), progress.tell
+        )
+    say(
+        f"wrote {report.out}: {report.count} samples of {format_sizes(report.shape_zyx)} {report.dtype} in "
+        f"{report.seconds:.1f} s ({report.seconds / report.count:.2f} s each), {report.evaluations} network "
+        "evaluations per sample"
+    )
     return EXIT_OK
 
 
@@ -52,7 +189,7 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.volume.draw import VolumeRequest, draw_volume, forecast_volume
     from vesuvius.generate.volume.inputs import GivenVolumes
 
-    options = {name: getattr(arguments, name) for name in ("overlap", "blend", "workers", "rounds")}
+    options = {name: getattr(arguments, name) for name in _OF_VOLUMES}
     request = VolumeRequest(
         **common,
         out=arguments.out,
@@ -67,28 +204,9 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         return EXIT_OK
     with Progress("sampling") as progress:
         report = draw_volume(request, progress.tell)
-    say(_volume_text(report))
-    return EXIT_OK
-
-
-def _volume_text(report: VolumeSummary) -> str:
-    shape = format_sizes(report.shape_zyx)
+    shape = f"{format_sizes(report.shape_zyx)} {report.dtype}"
     if report.already:
-        return f"{report.out} is already there: {shape} {report.dtype}, drawn with the same arguments"
-    known = "" if report.known is None else f"; {report.known} known voxels kept, compared bit by bit"
-    coarse = ""
-    if report.differences is not None:
-        rms, std = report.differences
-        share = f", {rms / std:.2g} of its standard deviation" if std else ""
-        coarse = f"; downsampled, it differs from --condition by {rms:.3g} grey values (rms){share}"
-    written = f"wrote {report.out}: {shape} {report.dtype}, {report.levels} level(s), in {report.seconds:.1f} s"
-    return f"{written}{known}{coarse}"
-
-
-def _text(report: SampleSummary) -> str:
-    """What is printed at the end."""
-    each = report.seconds / report.count
-    return (
-        f"wrote {report.out}: {report.count} samples of {format_sizes(report.shape_zyx)} {report.dtype} in "
-        f"{report.seconds:.1f} s ({each:.2f} s each), {report.evaluations} network evaluations per sample"
-    )
+        say(f"{report.out} is already there: {shape}, drawn with the same arguments")
+    else:
+        say(f"wrote {report.out}: {shape}, {report.levels} level(s), in {report.seconds:.1f} s")
+    return EXIT_OK

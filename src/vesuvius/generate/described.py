@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from vesuvius import __version__
-from vesuvius.config import ArrayConfig
 from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
 
@@ -21,7 +20,7 @@ class DrawRequest:
     checkpoint: Path  # as `find_checkpoint` takes it
     weights: str  # "ema", another average, or "model" for those of the last step
     overrides: tuple[str, ...]  # `key.path=value`, on top of the checkpoint's config: sampler and amp
-    # seed, batch_size: what a result follows from, beside the network and its inputs
+    # seed, batch_size: what a result follows from, in addition to the network and its inputs
     seed: int
     batch_size: int
     volume: int  # number of the training volume whose grey values, scalars and condition are used
@@ -31,16 +30,7 @@ def check_volume(info: CheckpointInfo, volume: int, option: str = "--volume") ->
     """Raises ConfigError where a checkpoint has no training volume of this number."""
     if volume >= len(info.data.volumes):
         raise ConfigError(
-            f"{option} numbers the {len(info.data.volumes)} training volumes from 0; got {volume}; lower it"
-        )
-
-
-def check_condition(info: CheckpointInfo, condition: ArrayConfig | None) -> None:
-    """Raises ConfigError where a condition is given to a model that was trained without."""
-    if condition is not None and not info.config.has_condition:
-        raise ConfigError(
-            f"--condition needs a model that was trained with conditions; got {condition.path} and "
-            f"{info.checkpoint}, which has none; remove --condition"
+            f"{option} {volume} does not exist: the {len(info.data.volumes)} training volumes are numbered from 0"
         )
 
 

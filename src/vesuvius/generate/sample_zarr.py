@@ -26,7 +26,7 @@ from vesuvius.volumes.geometry import FloatTriple
 
 log = logging.getLogger(__name__)
 
-SAMPLES, CONDITIONS, MONTAGE, NPY = "samples.zarr", "conditions.zarr", "montage.png", "samples.npy"
+SAMPLES, CONDITIONS, MONTAGE = "samples.zarr", "conditions.zarr", "montage.png"
 SAMPLE = Kind("sample", "vesuvius sample")
 """Its `attribute` of a group says how the samples were made."""
 
@@ -95,17 +95,12 @@ def check_target(out: Path, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
+        raise ConfigError(f"{out} exists, and samples do not replace it; choose another --out, or add --overwrite")
+    ours = {SAMPLES, CONDITIONS, MONTAGE}
+    if not out.is_dir() or out.is_symlink() or {entry.name for entry in out.iterdir()} - ours:
         raise ConfigError(
-            f"samples do not replace files; got {out}, which exists; choose another place with --out, "
-            "or add --overwrite"
-        )
-    if not out.is_dir() or out.is_symlink():
-        raise ConfigError(f"--overwrite replaces directories of samples only; got {out}; choose another place")
-    foreign = sorted({entry.name for entry in out.iterdir()} - {SAMPLES, CONDITIONS, MONTAGE, NPY})
-    if foreign:
-        raise ConfigError(
-            f"--overwrite replaces directories of samples only; got {out} with {foreign[0]!r} in it; choose another "
-            "place, or move that away"
+            f"{out} does not hold samples alone, and --overwrite replaces nothing else; choose another --out, or move "
+            "it away"
         )
 
 

@@ -18,15 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.config import ArrayConfig, Triple
+from vesuvius.config import Triple
 from vesuvius.diffusion.generate import Generated, generate
 from vesuvius.errors import ConfigError, NonFiniteError
-from vesuvius.generate.described import DrawRequest, check_condition, check_volume, described, run_of
+from vesuvius.generate.described import DrawRequest, check_volume, described, run_of
 from vesuvius.generate.sample_conditions import ConditionPatches
 from vesuvius.generate.sample_zarr import (
     CONDITIONS,
     MONTAGE,
-    NPY,
     SAMPLES,
     SampleArray,
     check_target,
@@ -41,7 +40,6 @@ from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import AmpMode
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.montage import MontageCell, draw_grid, magnification, orthogonal_slices
-from vesuvius.volumes.box import Box
 
 MAX_IN_MONTAGE = 64
 
@@ -55,11 +53,6 @@ class SampleRequest(DrawRequest):
     count: int  # samples to write, numbers 0 ... count - 1
     out: Path | None  # directory to write; None: below the run's `samples/`
     overwrite: bool  # replace samples that are there
-    # condition, box: what all samples are shown, in place of the training's condition; the box has the size of a
-    # patch, None = all of it
-    condition: ArrayConfig | None = None
-    box: Box | None = None
-    npy: bool = False  # write samples.npy, too
 
 
 @dataclass(frozen=True)
@@ -86,25 +79,17 @@ def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, 
     info = read_checkpoint_info(find_checkpoint(request.checkpoint), request.overrides)
     # One sample does not take the time of a batch.
     request = replace(request, checkpoint=info.checkpoint, batch_size=min(request.batch_size, request.count))
-    _check_request(request, info)
+    check_volume(info, request.volume)
+    try:
+        lay_out_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; here --batch-size replaces training.train_batch_size") from error
     out = request.out or default_out(request, info)
     check_target(out, request.overwrite)
     with StopRequest(None) as stop, published_when_whole(out) as staged, gpu_memory(request.batch_size):
         evaluations = _Drawing(request, info, Watch(stop, on_progress)).write(staged)
     dtype, seconds = info.data.volumes[request.volume].dtype.name, time.monotonic() - started
     return SampleSummary(out, request.count, info.config.data.patch_size, dtype, evaluations, seconds)
-
-
-def _check_request(request: SampleRequest, info: CheckpointInfo) -> None:
-    """Raises ConfigError where numbers of the command line do not fit the checkpoint."""
-    check_volume(info, request.volume)
-    check_condition(info, request.condition)
-    if request.condition is None and request.box is not None:
-        raise ConfigError("--box is a part of --condition; got no --condition; add it, or remove --box")
-    try:
-        lay_out_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; here --batch-size replaces training.train_batch_size") from error
 
 
 class _Drawing:
@@ -134,9 +119,6 @@ class _Drawing:
         evaluations = 0
         shape = (request.count, *info.config.data.patch_size)
         samples = SampleArray(directory / SAMPLES, shape, volume.dtype, volume.voxel_size_um)
-        flat = None
-        if request.npy:
-            flat = np.lib.format.open_memmap(directory / NPY, mode="w+", dtype=volume.dtype, shape=shape)
         with self._open_conditions() as conditions:
             if conditions:
                 size_um = conditions.voxel_size_um or volume.voxel_size_um
@@ -149,8 +131,6 @@ class _Drawing:
                 x_0 = self._on_host(generated.x_0, numbers)
                 voxels = to_greys(x_0, grey, volume.dtype)
                 samples.write(first, voxels)
-                if flat is not None:
-                    flat[first : first + len(voxels)] = voxels
                 pictures, caption = [x_0], "{}"
                 if conditions and stored is not None:
                     shown.write(first, stored)
@@ -162,18 +142,16 @@ class _Drawing:
             record = describe(request, info, self._network.denoiser.amp, evaluations)
             samples.finish(record)
             if conditions:
-                starts = [conditions.place_zyx(number) for number in record["numbers"]]
+                starts = [conditions.start_zyx(number) for number in record["numbers"]]
                 shown.finish(record | {"condition": conditions.volume.name, "starts_zyx": starts})
-        if flat is not None:
-            flat.flush()
         draw_grid(cells, title(request, info)).save(directory / MONTAGE, format="PNG")
         return evaluations
 
     def _open_conditions(self) -> AbstractContextManager[ConditionPatches | None]:
-        config, request, facts = self._info.config, self._request, self._info.data
+        config, request = self._info.config, self._request
         if not config.has_condition:
             return nullcontext()
-        return ConditionPatches(config.data, facts, request.volume, request.seed, request.condition, request.box)
+        return ConditionPatches(config.data, self._info.data, request.volume, request.seed)
 
     def _generate(self, numbers: Sequence[int], stored: NDArray[Any] | None) -> Generated:
         """Draw one batch, on the device."""
@@ -203,7 +181,7 @@ class _Drawing:
         bad = [number for number, sample in zip(numbers, values, strict=True) if not np.isfinite(sample).all()]
         if bad:
             raise NonFiniteError(
-                f"samples must be finite; got NaN or infinity in number {', '.join(map(str, bad))} (amp "
+                f"The network returned NaN or infinity for samples {', '.join(map(str, bad))} (amp "
                 f"{self._network.denoiser.amp}, checkpoint {self._info.checkpoint}); try --amp off, --clip 1 or an "
                 "earlier checkpoint"
             )
@@ -211,19 +189,12 @@ class _Drawing:
 
 
 def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
-    """`runs/<name>/samples/step_00000600_dpmpp2m_50_seed0`; `samples/...` for a checkpoint outside a run.
-
-    Guidance, eta, volume and weights are named where they are not the defaults.
-    """
+    """`runs/<name>/samples/step_00000600_dpmpp2m_50_seed0`; `samples/...` for a checkpoint outside a run."""
     diffusion = info.config.diffusion
-    parts = [f"step_{info.step:08d}", diffusion.sampler, str(diffusion.sampler_steps), f"seed{request.seed}"]
-    unusual = {
-        f"guidance{diffusion.sampler_guidance:g}": diffusion.sampler_guidance != 1,
-        f"eta{diffusion.sampler_eta:g}": diffusion.sampler_eta != 0,
-        f"volume{request.volume}": request.volume != 0,
-        request.weights: request.weights != "ema",
-    }
-    return run_of(info.checkpoint) / "samples" / "_".join([*parts, *(part for part, named in unusual.items() if named)])
+    name = f"step_{info.step:08d}_{diffusion.sampler}_{diffusion.sampler_steps}_seed{request.seed}"
+    name += f"_guidance{diffusion.sampler_guidance:g}" if diffusion.sampler_guidance != 1 else ""
+    name += f"_{request.weights}" if request.weights != "ema" else ""
+    return run_of(info.checkpoint) / "samples" / name
 
 
 def describe(request: SampleRequest, info: CheckpointInfo, amp: AmpMode, evaluations: int) -> dict[str, Any]:

@@ -23,8 +23,8 @@ class SamplingStoppedError(VesuviusError):
     def __init__(self, exit_code: int, name: str, progress: str, resumable: bool) -> None:
         left = "what is done is kept" if resumable else "nothing of them is kept"
         super().__init__(
-            f"samples are complete when all are drawn and written; got {name} {progress}; {left}: run the same "
-            "command again" + (" to continue" if resumable else "")
+            f"{name} stopped sampling {progress}; {left}: run the same command again"
+            + (" to continue" if resumable else "")
         )
         self.exit_code = exit_code
 
@@ -63,6 +63,5 @@ def gpu_memory(batch_size: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise GpuMemoryError(
-            f"a batch must fit the GPU's memory; got --batch-size {batch_size}: out of memory ({error}); lower "
-            "--batch-size"
+            f"The GPU ran out of memory with --batch-size {batch_size} ({error}); lower --batch-size"
         ) from error

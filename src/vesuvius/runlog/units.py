@@ -17,9 +17,12 @@ def gib(size_bytes: float | None) -> str:
 
 
 def size_text(size_bytes: float | None) -> str:
-    """With its unit: '1.25 GiB', below a tenth of that '64 MiB'; '-' = not known."""
+    """With its unit: '1.25 GiB', below a tenth of that '64 MiB', '1.25 TiB', '4.71 PiB'; '-' = not known."""
     if size_bytes is None:
         return "-"
+    for unit, name in ((2**50, "PiB"), (2**40, "TiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.2f} {name}"
     return f"{gib(size_bytes)} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / _MIB:.3g} MiB"
 
 
@@ -41,11 +44,13 @@ def number(value: float | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """'45s', '12m30s', '3h05m', '4d07h'."""
+    """'45s', '12m30s', '3h05m', '4d07h', '187 years'."""
     whole = round(seconds)
     minutes, s = divmod(whole, 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
+    if days > 365:
+        return f"{days / 365.25:.3g} years"
     if days:
         return f"{days}d{h:02d}h"
     if hours:

@@ -38,7 +38,7 @@ def patches(volume: Voxels, count: int, seed: int) -> Voxels:
 
 
 def patch_set(values: Voxels) -> PatchSet:
-    return PatchSet(values, np.arange(len(values)))
+    return PatchSet(values, np.arange(len(values)), side=np.arange(len(values)) % 2)
 
 
 def search_in(volume: Voxels, **augment: bool) -> TrainingSearch:

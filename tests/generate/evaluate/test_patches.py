@@ -11,17 +11,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.conftest import textured, write_array
-from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
+from tests.conftest import write_array
+from vesuvius.config import AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import ConfigError
 from vesuvius.generate.evaluate.figures import Judgement, judge
 from vesuvius.generate.evaluate.page import verdict
 from vesuvius.generate.evaluate.patches import (
     GeneratedPatches,
     RealSource,
-    cut_generated,
     disjoint_sides,
     generated_set,
+    open_generated,
     qualifying,
 )
 from vesuvius.generate.sample_zarr import to_greys
@@ -30,22 +30,8 @@ from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.step.device import model_values
 from vesuvius.training.step.grey_values import grey_scales
 from vesuvius.volumes.box import box_at
-from vesuvius.volumes.volume import open_volume
 
 GREY = GreyRange(0, 255)
-
-
-def test_labels_of_a_coarser_condition_are_those_that_training_shows_beside_the_patch(tmp_path: Path) -> None:
-    fine, coarse = textured((96, 128, 128)), textured((48, 64, 64), seed=1)
-    scan, labels = write_array(tmp_path / "v.zarr", fine), write_array(tmp_path / "c.zarr", coarse)
-    volume = VolumeConfig(path=str(scan), condition=ArrayConfig(path=str(labels)))
-    source = RealSource(
-        0, DataConfig(volumes=(volume,), patch_size=(8, 16, 16)), None, [GREY], (GREY, np.dtype(np.uint8))
-    )
-    starts = [(0, 0, 0), (71, 90, 111), (87, 112, 1)]
-    shown = coarse.repeat(2, 0).repeat(2, 1).repeat(2, 2)
-    expected = [shown[z : z + 8, y : y + 16, x : x + 16] for z, y, x in starts]
-    np.testing.assert_array_equal(source.labels_at(0, starts), np.stack(expected))
 
 
 PATCH, COUNT = (8, 16, 16), 48
@@ -90,9 +76,9 @@ def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
     return to_greys(values, GREY, np.dtype(np.uint8)).astype(np.uint8)
 
 
-def judged(source: RealSource, found: GeneratedPatches, turned: AugmentConfig) -> Judgement:
+def judged(source: RealSource, found: GeneratedPatches, turned: AugmentConfig | None = None) -> Judgement:
     real = source.read(COUNT)
-    generated = generated_set(found, GREY, np.dtype(np.uint8), None, turned)
+    generated = generated_set(found, source, GREY, np.dtype(np.uint8), turned)
     return judge(generated, real.held_out, real.training, real.sides, NoSearch(), 2)  # type: ignore[arg-type]
 
 
@@ -102,25 +88,25 @@ def test_patches_as_training_shows_them_are_at_the_floor_in_every_figure(
 ) -> None:
     source = source_of(tmp_path, augment)
     stored = as_drawn(source, augment)
-    found = judged(source, GeneratedPatches(stored, None, None, np.arange(COUNT)), UNTURNED)
-    assert not [figure.name for figure in found.figures if figure.beyond is not False], verdict(found, [])
+    found = judged(source, GeneratedPatches(stored, None))
+    assert not [figure.name for figure in found.figures if figure.beyond is not False], verdict(found)
 
 
 def test_a_model_that_has_not_learned_the_turns_of_training_is_beyond_the_floor(tmp_path: Path) -> None:
     """If all that is compared were turned, it would not show."""
     source = source_of(tmp_path, AugmentConfig())
     stored = as_drawn(source, UNTURNED)
-    found = judged(source, GeneratedPatches(stored, None, None, np.arange(COUNT)), UNTURNED)
+    found = judged(source, GeneratedPatches(stored, None))
     assert {figure.key for figure in found.figures if figure.beyond} == {"correlation_distance"}
-    assert verdict(found, []).startswith("Beyond the floor: correlation distance.")
+    assert verdict(found).startswith("Beyond the floor: correlation distance.")
 
 
 def test_patches_cut_from_one_volume_are_at_the_floor_though_the_volume_has_one_orientation(tmp_path: Path) -> None:
     source = source_of(tmp_path, AugmentConfig())
     drawn = write_array(tmp_path / "drawn.zarr", grained((32, 64, 96), 7))
-    found = cut_generated(open_volume(ArrayConfig(path=str(drawn))), PATCH, COUNT, None)
+    found = open_generated(drawn, PATCH, COUNT, None, 0)
     judgement = judged(source, found, AugmentConfig())
-    assert not [figure.name for figure in judgement.figures if figure.beyond is not False], verdict(judgement, [])
+    assert not [figure.name for figure in judgement.figures if figure.beyond is not False], verdict(judgement)
 
 
 def test_real_patches_are_mirrored_and_turned_each_its_own_way_and_saturate_as_generated_ones(tmp_path: Path) -> None:
@@ -156,14 +142,20 @@ def test_samples_under_conditions_that_training_never_draws_are_left_out(tmp_pat
         min_foreground=0.5,
     )
     source = RealSource(0, config, None, [GREY], (GREY, np.dtype(np.uint8)))
-    starts = [(0, y, 100) for y in (0, 4, 8, 12, 16) * 8]
-    stored = np.stack([scan[:8, y : y + 16, :16] for _, y, _ in starts])
-    found = qualifying(GeneratedPatches(stored, starts, None, np.arange(40)), source, 0)
-    assert {y for _, y, _ in found.starts_zyx or []} == {8, 12, 16}
+    places = np.array([(0, 0, y, 100) for y in (0, 4, 8, 12, 16) * 8])
+    stored = np.stack([scan[:8, y : y + 16, :16] for _, _, y, _ in places])
+    found = qualifying(GeneratedPatches(stored, places), source)
+    assert found.places is not None
+    assert set(found.places[:, 2].tolist()) == {8, 12, 16}
     assert len(found.stored) == 24
     assert (found.stored > 0).mean((1, 2, 3)).min() >= 0.5
+    shown = generated_set(found, source, GREY, np.dtype(np.uint8), None)
+    assert shown.is_conditional
+    assert set(shown.side.tolist()) <= {0, 1, -1}
+    training = GeneratedPatches(stored[:16], np.array([(0, 0, y, 0) for y in (8, 12) * 8]))
+    assert set(generated_set(training, source, GREY, np.dtype(np.uint8), None).side.tolist()) == {-1}
     with pytest.raises(ConfigError, match="8 of 16 samples lie at places with enough foreground"):
-        qualifying(GeneratedPatches(stored[:16], [(0, y, 0) for y in (0, 8) * 8], None, np.arange(16)), source, 0)
+        qualifying(GeneratedPatches(stored[:16], np.array([(0, 0, y, 0) for y in (0, 8) * 8])), source)
 
 
 def test_sides_share_no_voxel_and_lie_among_each_other(tmp_path: Path) -> None:

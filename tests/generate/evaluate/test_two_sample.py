@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from vesuvius.generate.evaluate.two_sample import Patches, pairs_in_order, two_sample_scores
+from vesuvius.generate.evaluate.two_sample import Patches, area_under_curve, two_sample_scores
 
 
 def two_sample_auc(real: tuple[Patches, Patches], generated: tuple[Patches, Patches], **options: int) -> float:
     """Trained on the first of each pair, tested on the second."""
     scores = two_sample_scores((real[0], generated[0]), (real[1], generated[1]), **options)
-    return float(pairs_in_order(*scores).mean())
+    return area_under_curve(*scores)
 
 
 def test_the_area_is_the_share_of_pairs_in_order() -> None:
-    assert pairs_in_order(np.array([3.0, 2.0]), np.array([1.0, 0.0])).mean() == 1
-    assert pairs_in_order(np.array([0.0, 1.0]), np.array([2.0, 3.0])).mean() == 0
-    assert pairs_in_order(np.array([1.0, 3.0]), np.array([2.0])).mean() == 0.5
-    assert pairs_in_order(np.ones(5), np.ones(7)).mean() == 0.5
+    assert area_under_curve(np.array([3.0, 2.0]), np.array([1.0, 0.0])) == 1
+    assert area_under_curve(np.array([0.0, 1.0]), np.array([2.0, 3.0])) == 0
+    assert area_under_curve(np.array([1.0, 3.0]), np.array([2.0])) == 0.5
+    assert area_under_curve(np.ones(5), np.ones(7)) == 0.5
 
 
 def textures(count: int, seed: int, *, phases: bool) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

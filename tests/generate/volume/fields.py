@@ -18,12 +18,13 @@ from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule, edm_betas, x_0_and_eps
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.passes import Pass, advanced, corrected
-from vesuvius.generate.volume.run import Sampling
-from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.generate.volume.passes import Pass, advanced, block_noise, corrected
+from vesuvius.generate.volume.ray_workers import ray_workers
+from vesuvius.generate.volume.run import Sampling, this_process
+from vesuvius.generate.volume.tiling import Tiling, shared_part
 from vesuvius.generate.volume.work import BlockSet, VolumeJob, Work, live_blocks
 from vesuvius.generate.watch import Watch
-from vesuvius.volumes.box import Box, slices
+from vesuvius.volumes.box import Box, shape_of, slices
 
 Correlation = Callable[[Tensor], Tensor]
 
@@ -116,19 +117,34 @@ def work_of(job: VolumeJob, folder: Path, estimate: Estimate) -> Work:
 
 
 def drawn(job: VolumeJob, folder: Path, estimate: Estimate, workers: int = 1, watch: Watch | None = None) -> np.ndarray:
-    """The last state of a volume that is begun, or gone on with, in `folder`."""
+    """The last state of a volume that is begun, or continued, in `folder`; by actors of Ray if `workers` is above 1."""
     folder.mkdir(parents=True, exist_ok=True)
     live, whole = None, ((0, 0, 0), job.tiling.shape_zyx)
     if job.inpaint:
         known = Field(folder / "known", job.tiling)
         mask = live_blocks(job.tiling, lambda box: np.isnan(known.read(box)), watch or Watch())
         live = BlockSet(job.tiling.blocks, mask)
-    sampling = Sampling(job, folder, lambda worker: work_of(job, folder, estimate), workers, watch, "fork", live)
-    x = sampling.run().read(whole, sampling.used)
+    sampling, watch = Sampling(job, folder, watch, live), watch or Watch()
+
+    def open_work() -> Work:
+        return work_of(job, folder, estimate)
+
+    by = this_process(open_work) if workers == 1 else ray_workers(open_work, workers, 0, None, watch.check)
+    with by as run_parts:
+        x = sampling.run(run_parts, workers).read(whole, sampling.used)
     for block in set(range(job.tiling.blocks)) - set(sampling.used):
         box = job.tiling.block_box(block)
         x[slices(box)] = known.read(box)
     return x
+
+
+def box_noise(seed: int, stream: int, number: int, tiling: Tiling, box: Box) -> Tensor:
+    """The noise of the blocks, over any box."""
+    noise = torch.empty(shape_of(box), dtype=torch.float32)
+    for block in tiling.blocks_over(box):
+        _, there, here = shared_part(tiling.block_box(block), box)
+        noise[here] = block_noise(seed, stream, number, tiling, block)[there]
+    return noise
 
 
 def in_child(act: Callable[[], None]) -> int:

@@ -28,7 +28,6 @@ from tests.generate.volume.fields import (
 )
 from vesuvius.config import Triple
 from vesuvius.diffusion.sampler import sample
-from vesuvius.generate.evaluate.seams import face_planes
 from vesuvius.generate.volume.passes import passes_of
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.volumes.box import slices
@@ -144,7 +143,12 @@ def test_the_tables_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
         for overlap, tiling in tilings.items():
             response = responses(tiling) if overlap else drawn_apart(tiling)
             ratio, face = power_ratio(response, SHAPE), face_ratio(response)
-            at = torch.tensor([plane in face_planes(tiling.starts[1], PATCH[1]) for plane in range(1, SHAPE[1])])
+            at = torch.tensor(
+                [
+                    plane in {face for start in tiling.starts[1] for face in (start, start + PATCH[1])}
+                    for plane in range(1, SHAPE[1])
+                ]
+            )
             seams = float(face[at].mean() / face[~at].mean())
             print(f"\noverlap {overlap}: faces / others {seams:.3f}; power by patches",
                   {round(length / PATCH[1], 2): round(value, 3) for length, value in ratio.items()})  # fmt: skip

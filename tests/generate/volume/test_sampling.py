@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 import zarr
 
 from tests.generate.volume.fields import (
+    box_noise,
     drawn,
     exact_estimate,
     falling,
@@ -33,18 +34,19 @@ from tests.generate.volume.fields import (
     tiled,
     work_of,
 )
-from vesuvius.config import SamplerMethod
+from vesuvius.config import ClusterConfig, SamplerMethod
 from vesuvius.diffusion.levels import NoiseLevel
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import sample
-from vesuvius.errors import NonFiniteError
+from vesuvius.errors import NonFiniteError, VesuviusError
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.forecast import forecast_of
-from vesuvius.generate.volume.passes import START, STEP, block_noise, box_noise, passes_of
-from vesuvius.generate.volume.run import _Parts
+from vesuvius.generate.volume.passes import START, STEP, block_noise, passes_of
+from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.volume.work import BlockSet, State, VolumeJob, forget_unflushed, live_blocks, used_blocks
 from vesuvius.generate.watch import SamplingStoppedError, Watch
+from vesuvius.stream.ray.session import Session
 from vesuvius.volumes.box import slices
 
 PATCH = (4, 6, 6)
@@ -148,35 +150,35 @@ def test_a_volume_whose_process_was_killed_again_and_again_has_the_same_bits(tmp
     np.testing.assert_array_equal(drawn(work, folder, ESTIMATE), expected)
 
 
-def test_two_workers_give_the_same_bits_and_one_that_dies_is_replaced(tmp_path: Path) -> None:
+def test_actors_of_ray_give_the_same_bits_and_one_that_dies_is_replaced_unless_it_dies_again_and_again(
+    tmp_path: Path,
+) -> None:
     expected = drawn(job(), tmp_path / "one", ESTIMATE)
-    np.testing.assert_array_equal(drawn(job(), tmp_path / "two", ESTIMATE, workers=2), expected)
     victim = tmp_path / "victim"
 
     def dying(x: torch.Tensor, level: NoiseLevel) -> tuple[torch.Tensor, torch.Tensor]:
-        if level is LEVELS[2] or level == LEVELS[2]:
-            try:
-                victim.touch(exist_ok=False)
-                os.kill(os.getpid(), signal.SIGKILL)
-            except FileExistsError:
-                pass
+        if level == LEVELS[2] and not victim.exists():
+            victim.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         return ESTIMATE(x, level)
 
-    told: list[tuple[int, int]] = []
-    watch = Watch(on_progress=lambda what, done, total: told.append((done, total)))
-    np.testing.assert_array_equal(drawn(job(), tmp_path / "killed", dying, workers=2, watch=watch), expected)
-    assert victim.exists()
-    assert told[-1] == (4 * TILING.tiles, 4 * TILING.tiles)
-    assert max(told) == told[-1], "what the dead one had done is not counted twice"
-
-
-def test_workers_that_die_again_and_again_end_the_drawing(tmp_path: Path) -> None:
-    def dying(x: torch.Tensor, level: NoiseLevel) -> tuple[torch.Tensor, torch.Tensor]:
+    def deadly(x: torch.Tensor, level: NoiseLevel) -> tuple[torch.Tensor, torch.Tensor]:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    with pytest.raises(Exception, match="workers must survive; got 4 deaths without any work done"):
-        drawn(job(), tmp_path, dying, workers=2)
+    def wrong(x: torch.Tensor, level: NoiseLevel) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(x, torch.nan), x
+
+    told: list[tuple[int, int]] = []
+    watch = Watch(on_progress=lambda what, done, total: told.append((done, total)))
+    with closing(Session(ClusterConfig(), 2, 0, 2**27)):  # one Ray for all of them
+        np.testing.assert_array_equal(drawn(job(), tmp_path / "two", dying, workers=2, watch=watch), expected)
+        assert victim.exists()
+        assert told == [(n + 1, 4 * TILING.tiles) for n in range(4 * TILING.tiles)]
+        with pytest.raises(NonFiniteError, match=r"NaN .* for the tile z 0:4, y 0:6, x \d:\d+ at sampling pass 0"):
+            drawn(job(), tmp_path / "wrong", wrong, workers=2)
+        with pytest.raises(VesuviusError, match=r"ended its worker 4 times.*what is done is kept"):
+            drawn(job(), tmp_path / "deadly", deadly, workers=2)
 
 
 def test_a_stop_leaves_what_is_done_and_the_next_call_goes_on(tmp_path: Path) -> None:
@@ -205,45 +207,22 @@ def test_a_stop_leaves_what_is_done_and_the_next_call_goes_on(tmp_path: Path) ->
     assert calls[0] == 4 * TILING.tiles, "no tile is computed twice"
 
 
-def test_after_a_crash_of_the_machine_what_may_not_be_on_the_disk_is_made_anew(tmp_path: Path) -> None:
+def test_after_a_crash_of_the_machine_predictions_are_made_anew(tmp_path: Path) -> None:
     expected = drawn(job(), tmp_path / "once", ESTIMATE)
     folder = tmp_path / "crashed"
-    work = work_of(job(), folder, ESTIMATE)
-    states = [State(folder, job(), number) for number in range(2)]
-    for state in states:
-        state.create()
+    work, state = work_of(job(), folder, ESTIMATE), State(folder, job(), 0)
+    state.create()
     for block in range(TILING.blocks):
         work.start(block)
-    # written when the machine crashed: their names are there, and not their voxels
-    states[0].predictions.write(3, np.zeros(PATCH, np.float32))
-    states[1].x.write(1, np.zeros(PATCH, np.float32))
-    for crash in ("in pass 0", "before it"):
-        if crash == "before it":
-            shutil.rmtree(states[1].path, ignore_errors=True)
-            shutil.rmtree(folder / "00004")
-            states[0].create()
-            for block in range(TILING.blocks):
-                states[0].x.write(block, np.zeros(PATCH, np.float32))
-        (folder / "boot").write_text("another")
-        forget_unflushed(job(), folder, BlockSet(TILING.blocks))
-        np.testing.assert_array_equal(drawn(job(), folder, ESTIMATE), expected, err_msg=crash)
+    state.predictions.write(3, np.zeros(PATCH, np.float32))  # its name has reached the disk, and its voxels have not
+    (folder / "boot").write_text("another")
+    forget_unflushed(folder)
+    np.testing.assert_array_equal(drawn(job(), folder, ESTIMATE), expected)
 
 
-@pytest.mark.parametrize("blocks", [5, TILING.blocks])
 def test_no_state_is_deleted_before_all_of_the_next_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what a process has written that was then killed: it flushes nothing here."""
-    work, states = work_of(job(), tmp_path, ESTIMATE), [State(tmp_path, job(), number) for number in range(2)]
-    for state in states:
-        state.create()
-    for block in range(TILING.blocks):
-        work.start(block)
-    for batch in range(TILING.tiles):
-        work.tiles(0, batch)
-    for block in range(blocks):
-        work.block(0, block)
-
     def stamp(stat: os.stat_result) -> tuple[int, int]:
         return stat.st_ino, stat.st_mtime_ns  # numbers of files that are deleted are used again
 
@@ -255,28 +234,16 @@ def test_no_state_is_deleted_before_all_of_the_next_is_on_the_disk(
 
     def deleting(state: State) -> None:
         after = State(tmp_path, job(), state.number + 1)
-        if state.path.exists():
-            paths = [path for path in after.path.rglob("*") if not path.match("tiles*") and path.name != ".zarray"]
-            assert len(paths) == 2 + TILING.blocks * (2 if state.number < 2 else 1)
-            assert all(stamp(path.stat()) in flushed for path in paths)
-            deleted.append(state.number)
+        paths = [path for path in after.path.rglob("*") if not path.match("tiles*") and path.name != ".zarray"]
+        assert len(paths) == 2 + TILING.blocks * (2 if state.number < 2 else 1)
+        assert all(stamp(path.stat()) in flushed for path in paths)
+        deleted.append(state.number)
         delete(state)
 
     monkeypatch.setattr(os, "fsync", flushing)
     monkeypatch.setattr(State, "delete", deleting)
     drawn(job(), tmp_path, ESTIMATE)
-    assert deleted == [0, 1, 2, 3]
-
-
-def test_whole_tiles_are_drawn_one_by_one_and_blended_once(tmp_path: Path) -> None:
-    found = drawn(job(whole_tiles=True), tmp_path, ESTIMATE)
-    noise, expected = first_noise(), torch.zeros(TILING.shape_zyx)
-    for tile in range(TILING.tiles):
-        box = TILING.tile_box(tile)
-        cut = tuple(slice(lo, hi) for lo, hi in zip(*box, strict=True))
-        x_0 = sample(ESTIMATE, LEVELS, noise[(..., *cut)], "dpmpp2m")
-        expected[cut] += torch.from_numpy(TILING.weight(tile, box)) * x_0[0, 0]
-    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+    assert deleted == [-1, 0, 1, 2, 3]
 
 
 def write_known(folder: Path, values: np.ndarray) -> None:
@@ -350,16 +317,6 @@ def test_a_state_is_a_zarr_array(tmp_path: Path) -> None:
     np.testing.assert_array_equal(zarr.open_array(str(tmp_path / "00004/x"), mode="r")[...], found)
 
 
-def test_what_is_not_finite_is_refused_by_the_name_of_its_tile(tmp_path: Path) -> None:
-    def broken(x: torch.Tensor, level: NoiseLevel) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full_like(x, torch.nan), x
-
-    with pytest.raises(
-        NonFiniteError, match=r"got NaN or infinity in the tile z 0:4, y 0:6, x \d:\d at sampling pass 0"
-    ):
-        drawn(job(), tmp_path, broken)
-
-
 @pytest.mark.parametrize("edge", [1_000, 20_000, 100_000])
 def test_a_volume_is_planned_and_begun_in_the_same_memory_whatever_its_shape(tmp_path: Path, edge: int) -> None:
     """A byte per block would be 455 GiB at 100,000; what is kept per tile of an axis is a few MB there."""
@@ -372,15 +329,15 @@ def test_a_volume_is_planned_and_begun_in_the_same_memory_whatever_its_shape(tmp
         state.create()
         State(tmp_path, work, 0).create()
         state.x.write(0, np.zeros((8, 16, 16), np.float32))
-        there: list[int] = []
-        parts = _Parts(work, tmp_path, 0, every, used_blocks(work, every), there.append)
-        first = [parts.next() for _ in range(100)]
+        sampling, found = Sampling(work, tmp_path), []
+        for part in sampling.parts_of(0, list(range(32)), lambda parts: iter(parts)):
+            found.append(part)
+            if len(found) == 100:
+                break
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert there == [0], "a block that is there is passed by, and noted"
-    assert first[0] is not None
-    assert first[0][0] == "tiles"
+    assert {part.kind for part in found} == {"tiles"}
     assert forecast.tiles == math.prod(work.tiling.tile_grid)
     assert forecast.state_bytes >= 2 * edge**3 * 4
     assert peak < 24 * 2**20

@@ -1,4 +1,4 @@
-"""Types of command-line arguments; each raises argparse's error with the rule, the value and an example."""
+"""Types of command-line arguments; each raises argparse's error with the value and what is needed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import math
 from collections.abc import Callable
 
 
-def whole(least: int, example: str = "4") -> Callable[[str], int]:
+def whole(least: int) -> Callable[[str], int]:
     """A whole number of at least so much."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"a whole number of at least {least} is needed; got {text!r}; try {example}"
-            )
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         return int(text)
 
     return parse
@@ -28,14 +26,14 @@ def naturals(text: str) -> tuple[int, ...]:
     return tuple(natural(part.strip()) for part in text.split(","))
 
 
-def triple(least: int, what: str, example: str) -> Callable[[str], tuple[int, int, int]]:
+def triple(least: int, example: str) -> Callable[[str], tuple[int, int, int]]:
     """Three whole numbers z,y,x of at least so much."""
 
     def parse(text: str) -> tuple[int, int, int]:
         sizes = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
         if len(sizes) != 3 or min(sizes) < least:
             raise argparse.ArgumentTypeError(
-                f"{what} is three whole numbers z,y,x of at least {least}; got {text!r}; try {example}"
+                f"{text!r} is not three whole numbers z,y,x of at least {least}; try {example}"
             )
         z, y, x = sizes
         return z, y, x
@@ -45,22 +43,17 @@ def triple(least: int, what: str, example: str) -> Callable[[str], tuple[int, in
 
 def positive_number(text: str) -> float:
     """A number above 0."""
-    number = _number(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"a number above 0 is needed; got {text!r}; try 2.5")
+    if (number := number_from_0(text)) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 
 def number_from_0(text: str) -> float:
     """A number of at least 0."""
-    number = _number(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"a number of at least 0 is needed; got {text!r}; try 60")
-    return number
-
-
-def _number(text: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        return math.nan
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return number

@@ -1,18 +1,17 @@
-"""Sets of patches -> figures, each with an interval and a floor: the figure of training patches in place of generated.
+"""Sets of patches -> figures, each beside its floor: the figure of training patches in place of generated ones.
 
 A model that has learned the distribution perfectly comes out at the floor.  Whether a figure is beyond it is a
-permutation test: would it be as far from held-out patches if generated and training patches changed places?  Intervals
-are of 95 %, from 200 sets drawn with replacement (bootstrap).  In both, patches that share voxels stay together.  What
-cannot be measured is NaN, and then the reading of the figure is "unknown".  Pure.
+permutation test: how often is it as far if patches change places at random?  Patches that share voxels change places
+together.  What cannot be measured is NaN, and then the reading of the figure is "unknown".  Pure.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -20,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
-from vesuvius.generate.evaluate.patches import PatchSet, disjoint_sides
-from vesuvius.generate.evaluate.two_sample import pairs_in_order, two_sample_scores
+from vesuvius.generate.evaluate.patches import PatchSet, apart_from
+from vesuvius.generate.evaluate.two_sample import area_under_curve, two_sample_scores
 from vesuvius.training.validation.texture import (
     PatchTexture,
     Texture,
@@ -32,52 +31,47 @@ from vesuvius.training.validation.texture import (
     spectrum_distance_db,
 )
 
-Weights = NDArray[np.int64]
+Ints = NDArray[np.int64]
 Scores = Callable[..., tuple[NDArray[np.float64], ...]]
 
-_DRAWS, _EXCHANGES = 200, 499
 LEVEL = 0.05
 """How often some texture figure of a perfect model is said to be beyond the floor."""
+_EXCHANGES = 499
 _LEAST_TEST = 8
-_NARROW = 6  # by this over the number of groups the drawn sets vary too little (measured, 20 to 60 groups)
-_UNKNOWN = float("nan")
 _ENOUGH = 256  # samples that a classifier needs, about, to learn what is wrong with them
-_NEAR = 0.5
+_NEAR, _COPIES = 0.5, 0.05
 """A patch counts as a copy below this share of the distance that 5 % of held-out patches are below."""
-_COPIES = 0.05
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
+_TEXTURES = {
+    "air": "share of air",
+    "means_std": "std of patch means",
+    "planarity": "planarity",
+    "histogram_distance": "histogram distance",
+    "spectrum_distance_db": "spectrum distance, dB",
+    "correlation_distance": "correlation distance",
+}
+_DISTANCES: dict[str, Callable[[Texture, Texture], float]] = {
+    "histogram_distance": histogram_distance,
+    "spectrum_distance_db": spectrum_distance_db,
+    "correlation_distance": correlation_distance,
+}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table."""
+    """One line of the table; NaN = not known."""
 
     key: str
     name: str
-    values: dict[str, Estimate]  # of `generated`, `held_out` and `training` patches, where each set has one
-    distance: Estimate  # of generated from held-out patches: a difference where sets have values
-    floor: Estimate | None  # of training patches from held-out ones; None where there is none
+    values: dict[str, float]  # of `generated`, `held_out` and `training` patches, where each set has one
+    distance: float  # of generated from held-out patches
+    floor: float | None  # of training from held-out patches; None = generated are compared with held-out ones directly
+    p: float  # how often the figure is as far by chance; of a texture figure, some of all of them
     note: str = ""
-    # of a texture figure, how often one of all of them is as far beyond the floor by chance; NaN = not known
-    p: float | None = None
 
     @property
     def beyond(self) -> bool | None:
-        """Whether the distance is farther than the floor, by p or by both intervals; None = not known."""
-        if self.p is not None:
-            return None if math.isnan(self.p) else self.p < LEVEL
-        floor = self.floor or Estimate(0.0, 0.0, 0.0)
-        if not all(map(math.isfinite, (self.distance.low, self.distance.high, floor.low, floor.high))):
-            return None
-        return self.distance.low > max(0.0, floor.high) or self.distance.high < min(0.0, floor.low)
+        """Whether the distance is farther than chance allows; None = not known."""
+        return None if math.isnan(self.p) else self.p < LEVEL
 
     @property
     def reading(self) -> str:
@@ -103,7 +97,7 @@ class Judgement:
     @property
     def memorised(self) -> bool | None:
         """Whether more patches repeat training voxels than chance allows; None = not known."""
-        generated, held_out = (self.copies.get(of, _UNKNOWN) for of in ("generated", "held_out"))
+        generated, held_out = (self.copies.get(of, math.nan) for of in ("generated", "held_out"))
         if math.isnan(generated) or math.isnan(held_out):
             return None
         return generated > max(_COPIES, 2 * held_out)
@@ -126,105 +120,69 @@ def judge(
         search: finds nearest places of training.
     """
     sets = {"generated": generated, "held_out": held_out, "training": training}
-    draws = {
-        name: [_drawn(each.groups, place * _DRAWS + n) for n in range(_DRAWS)]
-        for place, (name, each) in enumerate(sets.items())
-    }
     # samples under held-out conditions are compared with what is there
-    taught, unseen = (sides[0], held_out) if generated.half is not None else sides
+    taught, unseen = (sides[0], held_out) if generated.is_conditional else sides
     # One thread per core, each with small tensors of its own, is twice as fast as torch's threads.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            auc = pool.submit(_auc, unseen, taught, generated, steps=classifier_steps)
-            nearest = pool.submit(_nearest, search, sets, draws)
+            auc = pool.submit(classifier_auc, unseen, taught, generated, steps=classifier_steps)
+            nearest = pool.submit(_nearest, search, generated, held_out)
             parts = {name: list(pool.map(measure_patch, each.values)) for name, each in sets.items()}
-        found = auc.result()
+        figures = (*_textures(parts, generated.groups, training.groups), auc.result())
     finally:
         torch.set_num_threads(threads)
     near, distances, copies = nearest.result()
-    note = "" if len(generated) >= _ENOUGH else f"{len(generated)} samples are a weak test"
-    if math.isnan(found.value):
-        note = "too few patches share no voxel"
-    classifier = Figure("auc", "classifier AUC", {}, found, Estimate(0.5, 0.5, 0.5), note)
-    groups = [generated.groups, training.groups]
-    figures = [*_textures(parts, draws, groups), classifier, near]
-    return Judgement(tuple(figures), {n: joint_texture(each) for n, each in parts.items()}, distances, copies)
+    return Judgement((*figures, near), {n: joint_texture(each) for n, each in parts.items()}, distances, copies)
 
 
-def estimate(value: float, draws: Sequence[float]) -> Estimate:
-    """The value with the spread of the draws around it; NaN where it is not finite, or hardly any draw is."""
-    known = np.array([each for each in draws if np.isfinite(each)])
-    if not math.isfinite(value) or 2 * len(known) < len(draws):
-        return Estimate(_UNKNOWN, _UNKNOWN, _UNKNOWN)
-    low, middle, high = np.quantile(known, [0.025, 0.5, 0.975])
-    return Estimate(value, float(value + low - middle), float(value + high - middle))
+def exchanges(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
+    """Two sets whose groups change places at random, as many groups on each side as before.
 
+    Args:
+        one, other: the group of each patch of a set; those of a group stay together.
 
-def distance_estimate(value: float, draws: Sequence[float]) -> Estimate:
-    """A distance without what chance adds to it, so that sets of few and of many patches can be compared.
-
-    The square of the distance of two means grows by their variances, in expectation; drawing with replacement adds the
-    same once more, and so says how much that is.
+    Yields:
+        bool [len(one) + len(other)]: which patches of both are on the first side.  Neither side is empty.
     """
-    squares = np.square([each for each in draws if np.isfinite(each)])
-    added = squares.mean() - value**2 if len(squares) else _UNKNOWN
-    found = estimate(value**2 - added, np.square(draws).tolist())
-    return Estimate(*(math.sqrt(max(each, 0.0)) if math.isfinite(each) else each for each in vars(found).values()))
+    first = np.unique(one, return_inverse=True)[1]
+    count = int(first.max()) + 1
+    group = np.concatenate([first, np.unique(other, return_inverse=True)[1] + count])
+    rng = np.random.default_rng(0)
+    for _ in range(_EXCHANGES):
+        side = rng.permutation(int(group.max()) + 1)[group] < count
+        if side.any() and not side.all():
+            yield side
 
 
-def _drawn(groups: NDArray[np.int64], number: int) -> Weights:
-    """How often each patch is in a set that is drawn with replacement, group by group."""
-    count, rng = int(groups.max()) + 1, np.random.default_rng((0, number, len(groups)))
-    times: Weights = rng.multinomial(count, np.full(count, 1 / count))[groups]
-    return times if times.any() else np.ones_like(groups)
+def chance(found: float, by_chance: list[float]) -> float:
+    """The share of exchanges that come out as large as what was found; NaN where that is not known."""
+    known = np.array(by_chance)[np.isfinite(by_chance)]
+    if not math.isfinite(found) or 2 * len(known) < _EXCHANGES:
+        return math.nan
+    return float((1 + np.count_nonzero(known >= found)) / (1 + len(known)))
 
 
-def _textures(
-    parts: dict[str, list[PatchTexture]], draws: dict[str, list[Weights]], groups: Sequence[NDArray[np.int64]]
-) -> list[Figure]:
+def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: Ints) -> list[Figure]:
     """Figures of patch textures.
 
     Args:
-        groups: of generated and of training patches.
+        generated, training: groups of these patches.
     """
     whole = {name: joint_texture(each) for name, each in parts.items()}
-    again = {
-        name: [joint_texture([each[i] for i in np.repeat(np.arange(len(each)), weights)]) for weights in draws[name]]
-        for name, each in parts.items()
-    }
-    real = whole["held_out"]
-    swapped = list(_exchanges(parts["generated"], parts["training"], groups))
-    names = {
-        "air": "share of air",
-        "means_std": "std of patch means",
-        "planarity": "planarity",
-        "histogram_distance": "histogram distance",
-        "spectrum_distance_db": "spectrum distance, dB",
-        "correlation_distance": "correlation distance",
-    }
-    distances: dict[str, Callable[[Texture, Texture], float]] = {
-        "histogram_distance": histogram_distance,
-        "spectrum_distance_db": spectrum_distance_db,
-        "correlation_distance": correlation_distance,
-    }
+    real, pooled = whole["held_out"], [*parts["generated"], *parts["training"]]
+    swapped = [
+        tuple(joint_texture([pooled[row] for row in np.flatnonzero(rows)]) for rows in (side, ~side))
+        for side in exchanges(generated, training)
+    ]
     figures = []
-    for key, name in names.items():
-        far = distances.get(key) or partial(_difference, key)
-        farther = np.array([far(one, real) - far(other, real) for one, other in swapped])
-        p = _chance(far(whole["generated"], real) - far(whole["training"], real), farther)
-        if key in distances:
-            both = []
-            for of in ("generated", "training"):
-                spread = [far(a, b) for a, b in zip(again[of], again["held_out"], strict=True)]
-                both.append(distance_estimate(far(whole[of], real), spread))
-            figures.append(Figure(key, name, {}, both[0], both[1]))
-        else:
-            values = {of: getattr(texture, key) for of, texture in whole.items()}
-            drawn = {of: [getattr(texture, key) for texture in textures] for of, textures in again.items()}
-            figures.append(_levels(key, name, values, drawn))
-        figures[-1] = replace(figures[-1], p=min(1.0, len(names) * p) if math.isfinite(p) else p)
+    for key, name in _TEXTURES.items():
+        far = _DISTANCES.get(key) or partial(_difference, key)
+        distance, floor = far(whole["generated"], real), far(whole["training"], real)
+        p = len(_TEXTURES) * chance(distance - floor, [far(one, real) - far(other, real) for one, other in swapped])
+        values = {} if key in _DISTANCES else {of: float(getattr(each, key)) for of, each in whole.items()}
+        figures.append(Figure(key, name, values, distance, floor, min(p, 1.0) if math.isfinite(p) else p))
     return figures
 
 
@@ -232,100 +190,70 @@ def _difference(key: str, one: Texture, other: Texture) -> float:
     return abs(float(getattr(one, key)) - float(getattr(other, key)))
 
 
-def _exchanges(
-    generated: list[PatchTexture], training: list[PatchTexture], groups: Sequence[NDArray[np.int64]]
-) -> Iterator[tuple[Texture, Texture]]:
-    """Two sets of as many groups of patches, but each with groups of both, at random."""
-    pooled, rng = [*generated, *training], np.random.default_rng(0)
-    first = int(groups[0].max()) + 1
-    group = np.concatenate([groups[0], groups[1] + first])
-    for _ in range(_EXCHANGES):
-        place = rng.permutation(int(group.max()) + 1)[group]
-        one, other = ([pooled[row] for row in np.flatnonzero(side)] for side in (place < first, place >= first))
-        if one and other:
-            yield joint_texture(one), joint_texture(other)
-
-
-def _chance(found: float, by_chance: NDArray[np.float64]) -> float:
-    """The share of draws that are as large; NaN where it is not finite, or most draws are not."""
-    known = by_chance[np.isfinite(by_chance)]
-    if not math.isfinite(found) or 2 * len(known) < _EXCHANGES:
-        return _UNKNOWN
-    return float((1 + np.count_nonzero(known >= found)) / (1 + len(known)))
-
-
-def _levels(key: str, name: str, values: dict[str, float], drawn: dict[str, list[float]], note: str = "") -> Figure:
-    """A figure that each set has: the difference of generated and held-out patches is its distance."""
-    real, draws = values["held_out"], np.array(drawn["held_out"])
-    distance = estimate(values["generated"] - real, list(np.array(drawn["generated"]) - draws))
-    floor = None
-    if "training" in values:
-        floor = estimate(values["training"] - real, list(np.array(drawn["training"]) - draws))
-    estimates = {of: estimate(value, drawn[of]) for of, value in values.items()}
-    return Figure(key, name, estimates, distance, floor, note)
-
-
-def _auc(
+def classifier_auc(
     real: PatchSet, training: PatchSet, other: PatchSet, *, steps: int, scores_of: Scores = two_sample_scores
-) -> Estimate:
-    """Two classifiers, each trained on one half of `other` and tested on the other half and on `real` patches.
+) -> Figure:
+    """Two classifiers, each trained on one side of `other` and tested on the other side and on `real` patches.
 
-    The mean of both; NaN where `other` has no two halves that share no voxel.  `real` shares none with `training`.
+    The AUC is the mean of both, and p that of the smaller one for two tries; NaN where `other` has no two sides that
+    share no voxel.  `real` shares none with `training`.
     """
-    folds = []
-    for train, test, rows in _folds(other, real):
+    areas, chances = [], []
+    for train, test, rows in folds(other, real):
         tests = (real.values[rows], other.values[test])
         scores = scores_of((training.values, other.values[train]), tests, steps=steps)
-        folds.append((rows, test, pairs_in_order(*scores)))
-    if not folds:
-        return Estimate(_UNKNOWN, _UNKNOWN, _UNKNOWN)
-
-    def auc(real_weights: Weights, other_weights: Weights) -> float:
-        found = []
-        for rows, test, pairs in folds:
-            a, b = real_weights[rows], other_weights[test]
-            found.append(a @ pairs @ b / (a.sum() * b.sum()) if a.any() and b.any() else np.nan)
-        return float(np.mean(found))
-
-    drawn = [auc(_drawn(real.groups, n), _drawn(other.groups, _DRAWS + n)) for n in range(_DRAWS)]
-    found = estimate(auc(np.ones_like(real.groups), np.ones_like(other.groups)), drawn)
-    wider = 1 + _NARROW / min(len(np.unique(each.groups)) for each in (real, other))
-    low, high = (found.value + wider * (end - found.value) for end in (found.low, found.high))
-    return Estimate(found.value, low, high)
+        pooled = np.concatenate(scores)
+        by_chance = [
+            area_under_curve(pooled[side], pooled[~side]) for side in exchanges(real.groups[rows], other.groups[test])
+        ]
+        areas.append(area_under_curve(*scores))
+        chances.append(chance(areas[-1], by_chance))
+    note = "" if len(other) >= _ENOUGH else f"{len(other)} samples are a weak test"
+    if not areas:
+        return Figure("auc", "classifier AUC", {}, math.nan, 0.5, math.nan, "too few patches share no voxel")
+    p = min(1.0, len(chances) * min(chances))
+    return Figure("auc", "classifier AUC", {}, float(np.mean(areas)), 0.5, p, note)
 
 
-def _folds(other: PatchSet, real: PatchSet) -> list[tuple[Weights, Weights, Weights]]:
-    """Rows of `other` to train on and to test on, which share no voxel, and the real rows to test on.
+def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
+    """Rows of `other` to train on and to test on, and the real rows to test on; neither shares a voxel with the first.
 
     Patches that were drawn under conditions of held-out voxels show what is there: a classifier that has learned that
-    as generated would take the real patch for generated, too.  It is tested on the other half of those voxels.
+    as generated would take the real patch for generated, too.
     """
-    conditional = other.half is not None and real.half is not None
-    side = other.half if conditional else disjoint_sides(other.places, other.values.shape[1:], len(other))
-    assert side is not None
-    folds = []
+    found = []
     for k in (0, 1):
-        train, test = np.flatnonzero(side == k), np.flatnonzero(side == 1 - k)
-        rows = np.flatnonzero(real.half == 1 - k) if conditional else np.arange(len(real))
+        train, test = np.flatnonzero(other.side == k), np.flatnonzero(other.side == 1 - k)
+        rows = np.flatnonzero(apart_from(real, other.rows(train)))
         if min(len(train), len(test), len(rows)) >= _LEAST_TEST:
-            folds.append((train, test, rows))
-    return folds
+            found.append((train, test, rows))
+    return found
 
 
 def _nearest(
-    search: TrainingSearch, sets: dict[str, PatchSet], draws: dict[str, list[Weights]]
+    search: TrainingSearch, generated: PatchSet, held_out: PatchSet
 ) -> tuple[Figure, dict[str, NDArray[np.float64]], dict[str, float]]:
     """Median distance of generated and of held-out patches to the nearest place of training."""
-    distances = {name: search.distances(list(sets[name].values)) for name in ("generated", "held_out")}
-    values, drawn, copies = {}, {}, {}
+    sets = {"generated": generated, "held_out": held_out}
+    distances = {of: search.distances(list(each.values)) for of, each in sets.items()}
+    copies = dict.fromkeys(sets, math.nan)
     known = distances["held_out"][np.isfinite(distances["held_out"])]
-    limit = _NEAR * float(np.quantile(known, 0.05)) if len(known) else _UNKNOWN
-    for of, found in distances.items():
-        rows = [np.repeat(found, times) for times in (np.ones(len(found), int), *draws[of])]
-        medians = [float(np.nanmedian(row)) if np.isfinite(row).any() else float("nan") for row in rows]
-        values[of], drawn[of] = medians[0], medians[1:]
-        textured = found[np.isfinite(found)]
-        copies[of] = float((textured < limit).mean()) if len(textured) and math.isfinite(limit) else _UNKNOWN
+    if len(known):
+        limit = _NEAR * float(np.quantile(known, 0.05))
+        for of, found in distances.items():
+            textured = found[np.isfinite(found)]
+            copies[of] = float((textured < limit).mean()) if len(textured) else math.nan
+    values = {of: _median(found) for of, found in distances.items()}
+    distance, pooled = values["generated"] - values["held_out"], np.concatenate(list(distances.values()))
+    p = chance(
+        abs(distance),
+        [abs(_median(pooled[s]) - _median(pooled[~s])) for s in exchanges(generated.groups, held_out.groups)],
+    )
     shown = {of: "unknown" if math.isnan(share) else f"{share:.0%}" for of, share in copies.items()}
     note = f"copies: {shown['generated']}, of held-out ones {shown['held_out']}"
-    return _levels("nearest", "nearest training place", values, drawn, note), distances, copies
+    return Figure("nearest", "nearest training place", values, distance, None, p, note), distances, copies
+
+
+def _median(found: NDArray[np.float64]) -> float:
+    known = found[np.isfinite(found)]
+    return float(np.median(known)) if len(known) else math.nan

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.generate.evaluate.figures import Estimate, Figure, Judgement
-from vesuvius.generate.evaluate.seams import LEVEL, Seam
+from vesuvius.generate.evaluate.figures import Figure, Judgement
 from vesuvius.report.content import RunReport, Table
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.training.validation.montage import MontageCell, middle_slice
@@ -23,13 +22,11 @@ _NAMES = {"generated": "generated", "held_out": "held out", "training": "trainin
 _HOW = (
     "Generated patches are compared with held-out ones, which training has never seen. The floor is the same "
     "comparison with patches of training in their place: a perfect model comes out there. Real patches are mirrored, "
-    "turned and varied in contrast and brightness as training does. In brackets: 95 % intervals, from 200 sets drawn "
-    "with replacement, in which overlapping patches are drawn together. A figure is beyond the floor where fewer than "
-    "5 % of all tables would have one so far off if generated and training patches changed places at random; the AUC "
-    "where its interval is above 0.5. What cannot be measured is unknown. Distances, less what chance adds: of the "
-    "histograms in model values (Wasserstein), of the power spectra in dB, of the two-point correlations; nearest "
-    "training place: the median share of a patch's variance that the most similar place of training leaves "
-    "unexplained, 0 for a copy."
+    "turned and varied in contrast and brightness as training does. p: how often some figure of a table would be as "
+    "far off if patches changed places at random; those that overlap do so together. A figure is beyond the floor if "
+    "that is below 5 %. What cannot be measured is unknown. Distances: of the histograms in model values "
+    "(Wasserstein), of the power spectra in dB, of the two-point correlations; nearest training place: the median "
+    "share of a patch's variance that the most similar place of training leaves unexplained, 0 for a copy."
 )
 
 
@@ -38,33 +35,30 @@ def build_page(
     directory: str,
     facts: Mapping[str, str],
     judgement: Judgement,
-    seams: Sequence[tuple[Seam, Seam | None]],
     notes: Sequence[str],
 ) -> RunReport:
     """The report.
 
     Args:
-        seams: of the tiled volume, each beside the same of real voxels.
         notes: what limits the figures.
     """
     how = Table("How to read it", ("",), tuple((text,) for text in (_HOW, *notes)))
-    tables = [figure_table(judgement.figures), seam_table(seams), how]
     return RunReport(
         name=name,
         directory=directory,
         facts=facts,
-        verdict=verdict(judgement, [seam for seam, _ in seams]),
+        verdict=verdict(judgement),
         parts=(),
         targets=(),
         charts=tuple(_charts(judgement)),
-        tables=tuple(table for table in tables if table.rows),
+        tables=(figure_table(judgement.figures), how),
         previews=(),
         config={},
         config_text="",
     )
 
 
-def verdict(judgement: Judgement, seams: Sequence[Seam]) -> str:
+def verdict(judgement: Judgement) -> str:
     """What an operator should know first."""
     named = {
         reading: ", ".join(figure.name for figure in judgement.figures if figure.reading == reading)
@@ -80,9 +74,6 @@ def verdict(judgement: Judgement, seams: Sequence[Seam]) -> str:
         found.append("Whether training voxels are memorised is unknown: too few patches have texture.")
     else:
         found.append("No sign of memorised training voxels among those that were searched.")
-    for reading in dict.fromkeys(seam.reading for seam in seams):
-        axes = ", ".join(seam.axis for seam in seams if seam.reading == reading)
-        found.append(f"Faces of tiles along {axes}: {reading}.")
     return " ".join(found)
 
 
@@ -92,43 +83,22 @@ def figure_table(figures: Sequence[Figure]) -> Table:
         (
             figure.name,
             figure.reading + (f"; {figure.note}" if figure.note else ""),
-            *(_text(figure.values.get(of)) for of in _NAMES),
-            _text(figure.distance),
-            _text(figure.floor),
+            *(_number(figure.values[of]) if of in figure.values else "" for of in _NAMES),
+            _number(figure.distance),
+            "" if figure.floor is None else _number(figure.floor),
+            _number(figure.p),
         )
         for figure in figures
     ]
-    columns = ("figure", "reading", *_NAMES.values(), "distance", "real against real")
+    columns = ("figure", "reading", *_NAMES.values(), "distance", "real against real", "p")
     return Table("Generated against real patches", columns, tuple(rows))
 
 
-def seam_table(seams: Sequence[tuple[Seam, Seam | None]]) -> Table:
-    """One line per axis."""
-    rows = [
-        (
-            seam.axis,
-            str(seam.faces),
-            _number(seam.value),
-            _number(seam.p),
-            "" if real is None else f"{_number(real.value)} (p {_number(real.p)})",
-            seam.reading,
-        )
-        for seam, real in seams
-    ]
-    note = (
-        "Mean squared difference of neighbouring voxels across faces of tiles over that across all other planes: 1 "
-        "where faces do not show. p: how often faces at random planes nearby would stand out as much. They show where "
-        f"that is below {LEVEL:.0%} for all axes together."
-    )
-    columns = ("axis", "faces", "faces / others", "p", "real voxels, same planes", "reading")
-    return Table("Seams of the tiled volume", columns, tuple(rows), note)
-
-
-def plain(judgement: Judgement, seams: Sequence[tuple[Seam, Seam | None]]) -> dict[str, Any]:
+def plain(judgement: Judgement) -> dict[str, Any]:
     """All figures as plain JSON; what is not finite is null."""
     found: dict[str, Any] = _json(
         {
-            "verdict": verdict(judgement, [seam for seam, _ in seams]),
+            "verdict": verdict(judgement),
             "figures": {
                 figure.key: asdict(figure) | {"beyond": figure.beyond, "reading": figure.reading}
                 for figure in judgement.figures
@@ -136,25 +106,20 @@ def plain(judgement: Judgement, seams: Sequence[tuple[Seam, Seam | None]]) -> di
             "copies": judgement.copies,
             "memorised": judgement.memorised,
             "nearest_distances": {of: found.tolist() for of, found in judgement.distances.items()},
-            "seams": {
-                seam.axis: asdict(seam) | {"reading": seam.reading, "real": real and asdict(real)}
-                for seam, real in seams
-            },
         }
     )
     return found
 
 
-def montage_cells(rows: Mapping[str, NDArray[np.float32]], scale: int, columns: int = 8) -> list[MontageCell]:
+def montage_cells(rows: Mapping[str, NDArray[np.float32]], scale: int, columns: int) -> list[MontageCell]:
     """Middle slices of the first patches of each kind, in rows by turns."""
-    count, cells = min(SHOWN, *map(len, rows.values())), []
-    for first in range(0, count - count % min(columns, count), columns):
-        for name, patches in rows.items():
-            cells += [
-                MontageCell(f"{name} {number}", middle_slice(patches[number], scale))
-                for number in range(first, min(first + columns, count))
-            ]
-    return cells
+    count = min(SHOWN, *map(len, rows.values())) // columns * columns
+    return [
+        MontageCell(f"{name} {number}", middle_slice(patches[number], scale))
+        for first in range(0, count, columns)
+        for name, patches in rows.items()
+        for number in range(first, first + columns)
+    ]
 
 
 def _charts(judgement: Judgement) -> list[Chart]:
@@ -191,14 +156,8 @@ def _charts(judgement: Judgement) -> list[Chart]:
     return found + chart("nearest", title, "share", series, x_label="% of patches that are nearer")
 
 
-def _text(found: Estimate | None) -> str:
-    if found is None or math.isnan(found.value):
-        return ""
-    return f"{found.value:.3g} [{found.low:.3g}, {found.high:.3g}]"
-
-
 def _number(value: float) -> str:
-    return "unknown" if math.isnan(value) else f"{value:.3f}"
+    return "unknown" if math.isnan(value) else f"{value:.3g}"
 
 
 def _json(value: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
 from vesuvius.training.step.device import apply_symmetries, model_values
 from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volume_tools.partial import finished_record
-from vesuvius.volumes.box import Box, box_along, box_at, intersection, moved, shape_of, triple
-from vesuvius.volumes.volume import Volume
+from vesuvius.volumes.box import Box, box_along, box_at, intersection, shape_of, slices, triple
 
 log = logging.getLogger(__name__)
 
@@ -46,20 +45,25 @@ class PatchSet:
     """Patches of one origin."""
 
     values: NDArray[np.float32]  # [N, Z, Y, X], model values
-    groups: NDArray[np.int64]  # [N]; patches of one group may share voxels and count as one in intervals
-    # [N], the half of the held-out voxels that a patch lies in or was drawn under the condition of: 0, 1, or -1 = both.
-    # None = they have nothing to do with held-out voxels
-    half: NDArray[np.int64] | None = None
-    # [N, 4], volume and start of each: patches may share voxels.  None = they share none
+    groups: NDArray[np.int64]  # [N]; patches of one group may share voxels, and count as one in tests
+    # [N, 4], volume and start: two patches of one volume may share voxels, or be drawn under conditions that do.
+    # Volume -1 = one volume that was drawn.  None = all are apart from all others
     places: NDArray[np.int64] | None = None
+    # [N], 0 or 1, so that no patch shares a voxel with the other side (`disjoint_sides`); -1 = on neither
+    side: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.values)
 
+    @property
+    def is_conditional(self) -> bool:
+        """Whether they were drawn under the conditions of known places of the run's volumes."""
+        return self.places is not None and bool((self.places[:, 0] >= 0).all())
+
     def rows(self, rows: Sequence[int] | NDArray[np.int64]) -> PatchSet:
         """Some of them."""
-        half, places = (None if each is None else each[rows] for each in (self.half, self.places))
-        return PatchSet(self.values[rows], self.groups[rows], half, places)
+        places = None if self.places is None else self.places[rows]
+        return PatchSet(self.values[rows], self.groups[rows], places, self.side[rows] if len(self.side) else self.side)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +75,6 @@ class RealPatches:
     sides: tuple[PatchSet, PatchSet]  # others of these, in two sets that share no voxel
     searched: list[NDArray[np.float32]]  # boxes of training voxels, in which nearest places are looked for
     training_voxels: int  # how many there are in all
-    side_by_side: int  # how many patches fit into the held-out voxels without sharing any
 
 
 class RealSource:
@@ -94,8 +97,7 @@ class RealSource:
         """Reads metadata.  Raises ConfigError without held-out voxels, and DataError."""
         if config.validation.fraction == 0:
             raise ConfigError(
-                "an evaluation compares with held-out patches; got a run with "
-                "data.validation.fraction=0, which holds out none; train with 0.05, for example"
+                "The run holds out no patches to compare with (data.validation.fraction=0); train with 0.05 or the like"
             )
         if number is not None:
             config, greys = config.model_copy(update={"volumes": (config.volumes[number],)}), [greys[number]]
@@ -111,9 +113,8 @@ class RealSource:
         sides = [np.flatnonzero(side == k)[:count].tolist() for k in (0, 1)]
         if min(map(len, sides)) < LEAST_PATCHES:
             raise DataError(
-                f"an evaluation needs twice {LEAST_PATCHES} patches of training that share no voxel; got "
-                f"{len(sides[0])} and {len(sides[1])} of {len(found.volumes)} drawn; evaluate a run with larger "
-                "volumes"
+                f"The volumes of the run are too small to judge by: {len(sides[0])} and {len(sides[1])} patches of "
+                f"training that share no voxel were found, and twice {LEAST_PATCHES} are needed"
             )
         boxes = [split.validation for split in data.splits if split.validation is not None]
         side_by_side = sum(
@@ -121,47 +122,28 @@ class RealSource:
         )
         if side_by_side < count:
             log.warning(
-                "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and count "
-                "as fewer in all intervals; data.validation.fraction says how much is held out",
+                "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and all figures rest "
+                "on that little; data.validation.fraction says how much is held out",
                 side_by_side,
                 count,
             )
         return RealPatches(
-            replace(self._set_of(held_out, _HELD_OUT), half=self.halves(held_out)),
+            self._set_of(held_out, _HELD_OUT),
             self._set_of(found, _TRAINING, range(min(count, len(found.volumes)))),
             (self._set_of(found, _TRAINING, sides[0]), self._set_of(found, _TRAINING, sides[1])),
             self._searched(found),
             sum(math.prod(shape_of(split.train)) for split in data.splits),
-            side_by_side,
         )
 
-    def halves(self, places: FixedPatches) -> NDArray[np.int64]:
-        """In which half of its held-out box each patch lies, along the longest axis: 0, 1 or -1 for both."""
-        return np.array(
-            [self.half_of(n, start) for n, start in zip(places.volumes, places.starts_zyx, strict=True)], np.int64
-        )
-
-    def half_of(self, number: int, start_zyx: Sequence[int]) -> int:
-        """The same of one place; -1 also for one that is not held out."""
-        box, patch = self.data.splits[number].validation, self._config.patch_size
-        assert box is not None
-        inside = all(lo <= at and at + p <= hi for lo, at, p, hi in zip(box[0], start_zyx, patch, box[1], strict=True))
-        return _half_of(box, patch, start_zyx) if inside else -1
+    def is_held_out(self, number: int, start_zyx: Triple) -> bool:
+        """Whether the patch at a place of a volume lies in held-out voxels."""
+        held_out, box = self.data.splits[number].validation, box_at(start_zyx, self._config.patch_size)
+        return held_out is not None and intersection(held_out, box) == box
 
     def qualifies(self, number: int, start_zyx: Triple) -> bool:
         """Whether training could draw the patch at a place of a volume: it holds enough foreground."""
         foreground = self.data.plan.volumes[number].foreground
         return foreground is None or foreground.qualifies(start_zyx)
-
-    def values_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[np.float32]:
-        """Real voxels at these places of a volume, as model values, not augmented: [N, Z, Y, X].  Raises DataError."""
-        boxes = [box_at(start, self._config.patch_size) for start in starts_zyx]
-        return self._model_values([self.data.read_patch("volume", number, box) for box in boxes], [number] * len(boxes))
-
-    def labels_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[Any]:
-        """The condition there, as it is stored; a coarser one upsampled.  Raises DataError."""
-        boxes = [box_at(start, self._config.patch_size) for start in starts_zyx]
-        return np.stack([self.data.read_patch("condition", number, box) for box in boxes])
 
     def _set_of(self, found: FixedPatches, seed: int, rows: Sequence[int] | None = None) -> PatchSet:
         """Some of these patches, or all, as a perfect model would have drawn them."""
@@ -237,13 +219,13 @@ def disjoint_sides(places: NDArray[np.int64] | None, patch_zyx: Sequence[int], c
     return max(found, key=lambda each: each[:2])[2]
 
 
-def _half_of(box: Box, patch_zyx: Triple, start_zyx: Sequence[int]) -> int:
-    """In which half of a box a patch lies, along the axis that is longest in patches: 0, 1 or -1 for both."""
-    axis = max(range(3), key=lambda a: (box[1][a] - box[0][a]) / patch_zyx[a])
-    middle = (box[0][axis] + box[1][axis]) // 2
-    if start_zyx[axis] >= middle:
-        return 1
-    return 0 if start_zyx[axis] + patch_zyx[axis] <= middle else -1
+def apart_from(patches: PatchSet, others: PatchSet) -> NDArray[np.bool_]:
+    """Which patches share no voxel with any of the others: bool [N].  Pure."""
+    if patches.places is None or others.places is None:
+        return np.ones(len(patches), np.bool_)
+    least = np.array((1, *patches.values.shape[1:]))
+    shared = ((abs(others.places - place) < least).all(1).any() for place in patches.places)
+    return ~np.fromiter(shared, np.bool_)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,20 +233,17 @@ class GeneratedPatches:
     """Generated patches in grey values, not read yet."""
 
     stored: Any  # [N, Z, Y, X]
-    # the places, in the training's condition, that they were drawn under; None = not known
-    starts_zyx: list[Triple] | None
-    labels: Any  # the conditions themselves, [N, Z, Y, X] as they are stored; None = see `starts_zyx`
-    groups: NDArray[np.int64]  # as in `PatchSet`
-    places: NDArray[np.int64] | None = None  # as in `PatchSet`
+    places: NDArray[np.int64] | None  # as in `PatchSet`
 
 
-def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None) -> GeneratedPatches:
+def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None, number: int) -> GeneratedPatches:
     """Generated patches of a file.
 
     Args:
-        path: .npy, a zarr array, a group with one in "0", or what `vesuvius sample` writes.
+        path: what `vesuvius sample` writes; of any program a .npy or zarr array (or group with one in "0") of patches
+            [N, Z, Y, X], or of one volume [Z, Y, X], whose patches are cut at random places.
         count: at most so many.
-        condition: name of the training's condition.
+        condition: name of the training's condition, which is that of volume `number`.
 
     Raises:
         ConfigError: they are not patches of this size, or too few.
@@ -272,103 +251,88 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
     folder = path if (path / SAMPLES).is_dir() else None
     array = _opened(folder / SAMPLES if folder else path)
     shape = tuple(array.shape)
+    if len(shape) == 3:
+        return _cut(array, patch_zyx, count, path)
     if len(shape) != 4 or shape[1:] != tuple(patch_zyx):
         raise ConfigError(
-            f"--generated must hold patches of the training's size, [N, {', '.join(map(str, patch_zyx))}]; got shape "
-            f"{list(shape)} in {path}; cut them to that size, or give another file"
+            f"The shape {list(shape)} of --generated {path} is not that of patches of the training, "
+            f"[N, {', '.join(map(str, patch_zyx))}]; cut them to that size, or give another file"
         )
     if shape[0] < LEAST_PATCHES:
-        raise ConfigError(
-            f"an evaluation needs {LEAST_PATCHES} generated patches or more; got {shape[0]} in {path}; draw more"
-        )
-    starts = labels = None
-    count = min(count, shape[0])
+        raise ConfigError(f"{shape[0]} generated patches in {path} are too few to judge; draw {LEAST_PATCHES} or more")
+    count, places = min(count, shape[0]), None
     if folder is not None and (folder / CONDITIONS / ".zattrs").is_file():
-        labels = _opened(folder / CONDITIONS)[:count]
         record = finished_record(folder / CONDITIONS, SAMPLE) or {}
-        # Places in another volume (--condition) say nothing about the held-out voxels.
+        # Places in another volume say nothing about the held-out voxels.
         if record.get("condition") == condition and "starts_zyx" in record:
-            starts = list(map(triple, record["starts_zyx"]))[:count]
-    return GeneratedPatches(array[:count], starts, labels, np.arange(count))
+            places = np.array([(number, *start) for start in record["starts_zyx"][:count]], np.int64)
+    return GeneratedPatches(array[:count], places)
 
 
-def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Triple | None) -> GeneratedPatches:
-    """Generated patches from random places of a drawn volume.  Reads them.
-
-    Args:
-        first_zyx: of the volume, in the training's condition that it was drawn under; None = it was not.
-
-    Raises:
-        ConfigError: the volume holds too few.
-    """
-    apart = math.prod(n // p for n, p in zip(volume.shape_zyx, patch_zyx, strict=True))
+def _cut(volume: Any, patch_zyx: Triple, count: int, path: Path) -> GeneratedPatches:
+    """Patches from random places of a drawn volume.  Raises ConfigError: it holds too few."""
+    apart = math.prod(n // p for n, p in zip(volume.shape, patch_zyx, strict=True))
     if apart < LEAST_PATCHES:
         raise ConfigError(
-            f"an evaluation needs {LEAST_PATCHES} patches side by side in --volume; got {apart} in {volume.name}; draw "
-            "a larger one, or name samples to evaluate with --generated"
+            f"{path} is too small to judge: it holds {apart} patches side by side, of {LEAST_PATCHES} that are needed; "
+            "draw a larger one"
         )
-    last = [size - patch for size, patch in zip(volume.shape_zyx, patch_zyx, strict=True)]
+    last = [size - patch for size, patch in zip(volume.shape, patch_zyx, strict=True)]
     starts = list(map(triple, np.random.default_rng(0).integers(0, last, (count, 3), endpoint=True).tolist()))
-    stored = np.stack([volume.read(box_at(start, patch_zyx)) for start in starts])
-    places = np.array([(0, *start) for start in starts], np.int64)
-    shown = None if first_zyx is None else [moved(start, first_zyx) for start in starts]
-    return GeneratedPatches(stored, shown, None, _cells(places, patch_zyx), places)
+    stored = np.stack([volume[slices(box_at(start, patch_zyx))] for start in starts])
+    return GeneratedPatches(stored, np.array([(-1, *start) for start in starts], np.int64))
 
 
 def _opened(path: Path) -> Any:
     if not path.exists():
-        raise ConfigError(f"--generated must be a .npy file or a zarr array; got {path}, which is not there")
+        raise ConfigError(f"--generated {path} does not exist; name a .npy file or a zarr array")
     try:
         if path.suffix == ".npy":
             return np.lib.format.open_memmap(path, mode="r")  # unlike np.load, it never speaks of unpickling
         found = zarr.open(str(path), mode="r")
         return found["0"] if isinstance(found, zarr.Group) else found
     except (OSError, ValueError, KeyError, zarr.errors.BaseZarrError) as error:
-        raise ConfigError(
-            f"--generated must be a .npy file or a zarr array [N, Z, Y, X]; got {path}: {one_line(error)}"
-        ) from error
+        raise ConfigError(f"--generated {path} is no .npy file or zarr array: {one_line(error)}") from error
 
 
-def qualifying(found: GeneratedPatches, source: RealSource, number: int) -> GeneratedPatches:
+def qualifying(found: GeneratedPatches, source: RealSource) -> GeneratedPatches:
     """Those drawn under conditions of places that training could draw; all where the places are not known.
 
     Raises ConfigError where they are too few.
     """
-    if found.starts_zyx is None:
+    if found.places is None:
         return found
-    rows = [row for row, start in enumerate(found.starts_zyx) if source.qualifies(number, start)]
+    at = found.places.tolist()
+    rows = [row for row, (number, *start) in enumerate(at) if number < 0 or source.qualifies(number, triple(start))]
     if len(rows) < LEAST_PATCHES:
         raise ConfigError(
-            f"{len(rows)} of {len(found.starts_zyx)} samples lie at places with enough foreground for training "
+            f"{len(rows)} of {len(at)} samples lie at places with enough foreground for training "
             f"(data.min_foreground), and an evaluation needs {LEAST_PATCHES}; draw more with --count"
         )
-    return GeneratedPatches(
-        np.array(found.stored)[rows],
-        [found.starts_zyx[row] for row in rows],
-        None if found.labels is None else np.array(found.labels)[rows],
-        found.groups[rows],
-        None if found.places is None else found.places[rows],
-    )
+    return GeneratedPatches(np.array(found.stored)[rows], found.places[rows])
 
 
 def generated_set(
-    found: GeneratedPatches, grey: GreyRange, dtype: np.dtype[Any], halves: Sequence[int] | None, turned: AugmentConfig
+    found: GeneratedPatches, source: RealSource, grey: GreyRange, dtype: np.dtype[Any], turned: AugmentConfig | None
 ) -> PatchSet:
     """Generated patches as model values; first rounded to the dtype of the volume, as real voxels are.
 
     Args:
-        turned: the symmetries that are drawn for each patch.
+        turned: the symmetries that are drawn for each patch; None = their orientation is the model's own.
 
     Raises:
         ConfigError: voxels are not finite.
     """
-    voxels = np.array(found.stored)
+    voxels, places = np.array(found.stored), found.places
     if voxels.dtype.kind not in "biuf" or not np.isfinite(voxels).all():
-        raise ConfigError(
-            f"generated patches must be finite numbers; got {voxels.dtype} with NaN or infinity, or of another kind"
-        )
+        raise ConfigError(f"Generated patches ({voxels.dtype}) hold NaN or infinity, or are no numbers; draw others")
     raw = torch.from_numpy(np.ascontiguousarray(as_stored(voxels, dtype)))
-    raw = apply_symmetries(raw, [augmentation_of(_GENERATED, turned, row) for row in range(len(raw))])
-    values = normalised(raw, grey_scales([grey])).numpy()
-    half = None if halves is None else np.array(halves, np.int64)
-    return PatchSet(values, found.groups, half, found.places)
+    if turned is not None:
+        raw = apply_symmetries(raw, [augmentation_of(_GENERATED, turned, row) for row in range(len(raw))])
+    values, patch = normalised(raw, grey_scales([grey])).numpy(), triple(voxels.shape[1:])
+    groups = np.arange(len(values)) if places is None else _cells(places, patch)
+    side = disjoint_sides(places, patch, len(values))
+    if places is not None:  # under other conditions than held-out ones, nothing real is there to compare them with
+        real = [number < 0 or source.is_held_out(number, triple(start)) for number, *start in places.tolist()]
+        side = np.where(real, side, -1)
+    return PatchSet(values, groups, places, side)

@@ -8,27 +8,27 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vesuvius.config import ArrayConfig, Triple
+from vesuvius.config import Triple
 from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.generate.described import DrawRequest, check_condition, check_volume, described
+from vesuvius.generate.described import DrawRequest, check_volume, described
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.forecast import VolumeForecast, forecast_of, measured_too
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
 from vesuvius.generate.volume.network import open_network_work
 from vesuvius.generate.volume.output import DRAWING, Greys, output_plan, write_volume
-from vesuvius.generate.volume.run import Sampling
+from vesuvius.generate.volume.run import RunParts, Sampling, this_process
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.volume.work import BlockSet, VolumeJob, forget_unflushed, live_blocks
 from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
@@ -42,11 +42,8 @@ from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import check_record, finished_record, is_begun, open_partial, partial_path
 from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volumes.box import Box
-from vesuvius.volumes.volume import open_volume
 
 log = logging.getLogger(__name__)
-
-Blend = Literal["step", "final"]
 
 _ROUNDS = 4
 
@@ -58,8 +55,8 @@ class VolumeRequest(DrawRequest):
     out: Path  # a name that ends in .zarr
     shape_zyx: Triple | None  # None = that of the given volumes, or of the box in them
     overlap: float = 0.5  # of neighbouring tiles, as a share of a patch
-    blend: Blend = "step"  # tiles are blended in each step, or once, when all are drawn
-    workers: int | None = None  # processes; None = the GPUs, or the cores
+    workers: int | None = None  # None = the GPUs of this machine, or its cores; 1 = this process
+    cluster: str | None = None  # address of a Ray cluster whose nodes share `out`; None = this machine
     rounds: int | None = None  # passes per step of an inpainting; None = 4
     given: GivenVolumes = field(default_factory=GivenVolumes)
 
@@ -72,11 +69,8 @@ class VolumeSummary:
     shape_zyx: Triple
     dtype: str
     levels: int
-    known: int | None  # voxels of `--inpaint` that were kept, compared bit by bit after writing; None without it
     seconds: float
     already: bool = False  # it existed, drawn with the same arguments
-    # from a coarser condition of grey values, as in `Inputs.differences`; else None
-    differences: tuple[float, float] | None = None
 
 
 def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> VolumeSummary:
@@ -91,10 +85,11 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
     started = time.monotonic()
     with _prepared(request) as drawing:
         dtype, plan, out = drawing.greys.dtype, drawing.plan, request.out
+        summary = VolumeSummary(out, drawing.tiling.shape_zyx, dtype.name, plan.levels, 0.0)
         if os.path.lexists(out):
             check_record(out, finished_record(out, DRAWING), drawing.record, DRAWING)
             shutil.rmtree(partial_path(out), ignore_errors=True)
-            return VolumeSummary(out, drawing.tiling.shape_zyx, dtype.name, plan.levels, None, 0.0, already=True)
+            return replace(summary, already=True)
         with StopRequest(None) as stop, gpu_memory(request.batch_size):
             watch = Watch(stop, on_progress, resumable=True)
             if not is_begun(out, DRAWING):
@@ -109,16 +104,13 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
             ):
                 folder = target.path / "state"
                 folder.mkdir(exist_ok=True)
-                sampling = drawing.sampling(folder, drawing.live(watch, folder / "live.npy"), watch)
-                used = sampling.used
-                forget_unflushed(drawing.job, folder, used)
-                drawing.fill(folder, used, watch)
-                x = sampling.run()
-                known = write_volume(target, plan, x, used, drawing.greys, drawing.inputs, drawing.multiscale, watch)
-        differences = drawing.differences()
-    kept = known if drawing.inputs.inpaint else None
-    seconds = time.monotonic() - started
-    return VolumeSummary(out, drawing.tiling.shape_zyx, dtype.name, plan.levels, kept, seconds, differences=differences)
+                forget_unflushed(folder)
+                sampling = Sampling(drawing.job, folder, watch, drawing.live(watch, folder / "live.npy"))
+                drawing.fill(folder, sampling.used, watch)
+                with drawing.workers_on(folder, watch) as run_parts:
+                    x = sampling.run(run_parts, drawing.workers)
+                write_volume(target, plan, x, sampling.used, drawing.greys, drawing.inputs, drawing.multiscale, watch)
+    return replace(summary, seconds=time.monotonic() - started)
 
 
 def forecast_volume(request: VolumeRequest) -> VolumeForecast:
@@ -149,9 +141,8 @@ class _Drawing:
             sampling_levels(schedule, config.diffusion),
             config.diffusion.sampler,
             config.diffusion.sampler_eta,
-            whole_tiles=request.blend == "final",
             batch_size=request.batch_size,
-            rounds=(request.rounds or _ROUNDS) if source is not None and request.blend == "step" else 1,
+            rounds=(request.rounds or _ROUNDS) if source is not None else 1,
             inpaint=source is not None,
             condition=inputs.condition.dtype.str if inputs.condition is not None else None,
         )
@@ -168,7 +159,6 @@ class _Drawing:
             "patch_zyx": list(self.tiling.patch_zyx),
             "checkpoint": str(info.checkpoint.resolve()),
             "overlap": request.overlap,
-            "blend": request.blend,
             "rounds": self.job.rounds,
             "given": self.inputs.record(),
             "box": None if request.given.box is None else [list(end) for end in request.given.box],
@@ -185,19 +175,19 @@ class _Drawing:
         """
         if not self.job.inpaint:
             return BlockSet(self.tiling.blocks)
-        if note is None or not note.exists():
-            found = live_blocks(self.tiling, self.inputs.gaps, watch) if self._live is None else self._live
-            self._live = found
-            if note is None:
-                return BlockSet(self.tiling.blocks, found)
+        if note is not None and note.exists():
+            return BlockSet(self.tiling.blocks, np.load(note))
+        if self._live is None:
+            self._live = live_blocks(self.tiling, self.inputs.gaps, watch)
+        if note is not None:
             npy = io.BytesIO()
-            np.save(npy, found)
+            np.save(npy, self._live)
             write_whole(note, npy.getvalue())
-        return BlockSet(self.tiling.blocks, np.load(note))
+        return BlockSet(self.tiling.blocks, self._live)
 
     def fill(self, folder: Path, used: BlockSet, watch: Watch) -> None:
         """Copy the used blocks of the given volumes into the state."""
-        inputs, schedule, grey = self.inputs, self.greys.schedule, self.greys.grey
+        inputs, greys = self.inputs, self.greys
 
         def copy_blocks(field: Field, option: str, read: Callable[[Box], NDArray[Any]]) -> None:
             field.create()
@@ -207,32 +197,32 @@ class _Drawing:
 
         if inputs.inpaint is not None:
             known = Field(folder / "known", self.tiling)
-            copy_blocks(known, "--inpaint", lambda box: inputs.known(box, grey, schedule))
+            copy_blocks(known, "--inpaint", lambda box: inputs.known(box, greys.grey, greys.schedule))
         if (condition := inputs.condition) is not None:
             shown = Field(folder / "condition", self.tiling, condition.dtype)
             copy_blocks(shown, "--condition", lambda box: inputs.read(condition, box))
 
-    def sampling(self, folder: Path, live: BlockSet, watch: Watch) -> Sampling:
-        """The passes over the volume, which continue from what is in the folder."""
-        open_work = partial(open_network_work, self.job, folder, self.request)
+    def workers_on(self, folder: Path, watch: Watch) -> AbstractContextManager[RunParts]:
+        """What does the parts: this process if it is alone, else actors of Ray."""
+        request = self.request
         log.info(
             "drawing %s voxels from %s (%s weights): %d tiles, %d passes, %d worker(s) on %s",
             format_sizes(self.tiling.shape_zyx),
             self._info.checkpoint,
-            self.request.weights,
+            request.weights,
             self.tiling.tiles,
             len(self.job.passes),
             self.workers,
             self._device.type,
         )
-        return Sampling(self.job, folder, open_work, self.workers, watch, live=live)
+        # Workers may run in another folder.
+        elsewhere = replace(request, checkpoint=request.checkpoint.resolve())
+        open_work = partial(open_network_work, self.job, folder.resolve(), elsewhere)
+        if self.workers == 1 and request.cluster is None:
+            return this_process(open_work)
+        from vesuvius.generate.volume.ray_workers import ray_workers  # imports Ray
 
-    def differences(self) -> tuple[float, float] | None:
-        """As `Inputs.differences`, of what was written."""
-        if self._info.config.data.condition_classes is not None:
-            return None
-        with closing(open_volume(ArrayConfig(path=str(self.request.out)))) as written:
-            return self.inputs.differences(written.read)
+        return ray_workers(open_work, self.workers, int(self._device.type == "cuda"), request.cluster, watch.check)
 
     def forecast(self, live: BlockSet) -> VolumeForecast:
         """The forecast, still without time and memory."""
@@ -246,27 +236,29 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
     check_weights(info.checkpoint, request.weights)
     config, given = info.config, request.given
     if request.out.suffix != ".zarr":
-        raise ConfigError(f"the name of a volume must end in .zarr; got {request.out}; add the ending to --out")
+        raise ConfigError(f"--out {request.out} does not end in .zarr, as the name of a volume must; add the ending")
+    if request.cluster is not None and request.workers is None:
+        raise ConfigError("--cluster does not say how many workers draw; add --workers, such as the GPUs of its nodes")
     check_volume(info, request.volume)
-    check_condition(info, given.condition)
-    if request.rounds is not None and (given.inpaint is None or request.blend == "final"):
-        raise ConfigError("--rounds applies to --inpaint with --blend step only; got it without; remove it")
+    if given.condition is not None and not config.has_condition:
+        raise ConfigError(f"--condition has no use: {info.checkpoint} was trained without conditions; remove it")
+    if request.rounds is not None and given.inpaint is None:
+        raise ConfigError("--rounds has no effect without --inpaint; remove it")
     if given.mask is not None and given.inpaint is None:
-        raise ConfigError("--mask says what to fill in --inpaint; got no --inpaint; add it, or remove --mask")
+        raise ConfigError("--mask says what to fill in --inpaint, which is missing; add it, or remove --mask")
     if given.condition is None and config.has_condition and config.diffusion.sampler_guidance != 0:
         raise ConfigError(
-            "a model that was trained with conditions needs --condition VOLUME; got none; name one, or add --guidance "
-            "0 to draw without"
+            "--condition is missing, and the model was trained with conditions; name a volume, or add --guidance 0 to "
+            "draw without"
         )
     lay_out_network(config).check_size(request.batch_size, config.data.patch_size)
-    with ExitStack() as held:
-        factors = info.data.volumes[request.volume].condition_factors
-        inputs = held.enter_context(Inputs(given, config.data, request.shape_zyx, factors))
+    factors = info.data.volumes[request.volume].condition_factors
+    with Inputs(given, config.data, request.shape_zyx, factors) as inputs:
         if request.shape_zyx is not None and inputs.shape_zyx not in (None, request.shape_zyx):
             assert inputs.shape_zyx is not None
             raise ConfigError(
-                f"--shape must be that of --box in the given volumes; got {format_sizes(request.shape_zyx)} and "
-                f"{format_sizes(inputs.shape_zyx)}; leave --shape out, or change --box"
+                f"--shape {format_sizes(request.shape_zyx)} is not that of --box ({format_sizes(inputs.shape_zyx)}); "
+                "leave --shape out, or change --box"
             )
         drawing = _Drawing(replace(request, checkpoint=info.checkpoint), info, inputs)
         drawing.tiling.check()

@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import socket
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
@@ -57,25 +58,17 @@ class Field:
         """Whether a block is written."""
         return self._file(block).exists()
 
-    def count(self) -> int:
-        """How many blocks are written."""
-        return sum(entry.name[0] != "." for entry in os.scandir(self.path))
-
     def whole(self, blocks: Iterable[int]) -> bool:
         """Whether all of these blocks are written."""
         return all(map(self.has, blocks))
 
     def write(self, block: int, voxels: NDArray[Any]) -> None:
-        """Write a block of the shape of its box."""
+        """Write a block of the shape of its box, flushed to the disk: it survives a crash of the machine."""
         if voxels.shape != self._tiling.patch_zyx:
             padded = np.zeros(self._tiling.patch_zyx, self._dtype)
             padded[tuple(map(slice, voxels.shape))] = voxels
             voxels = padded
-        write_unflushed(self._file(block), np.ascontiguousarray(voxels, self._dtype))
-
-    def flush(self, block: int) -> None:
-        """Flush a block to the disk, so that it survives a crash of the machine."""
-        sync(self._file(block))
+        write_renamed(self._file(block), np.ascontiguousarray(voxels, self._dtype), flush=True)
 
     def read(self, box: Box, used: Container[int] | None = None) -> NDArray[Any]:
         """The voxels of a box.  All blocks that it touches must be written, or all that are `used`; others are 0."""
@@ -93,11 +86,8 @@ class Field:
         return math.prod(self._tiling.patch_zyx) * self._dtype.itemsize
 
     def _file(self, block: int) -> Path:
-        return self.path / self._name(block)
-
-    def _name(self, block: int) -> str:
         z, y, x = self._tiling.block_index(block)
-        return f"{z}.{y}.{x}"
+        return self.path / f"{z}.{y}.{x}"
 
 
 class Predictions:
@@ -110,13 +100,13 @@ class Predictions:
         """Make the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def tiles(self) -> set[int]:
-        """The tiles that are there."""
-        return {int(entry.name) for entry in os.scandir(self.path) if entry.name.isdigit()}
+    def has(self, tile: int) -> bool:
+        """Whether a tile is there."""
+        return self._file(tile).exists()
 
     def write(self, tile: int, x_0: NDArray[np.float32]) -> None:
-        """Write a tile."""
-        write_unflushed(self._file(tile), x_0.astype("<f4", copy=False))
+        """Write a tile, which may be lost in a crash of the machine (`forget_unflushed`)."""
+        write_renamed(self._file(tile), x_0.astype("<f4", copy=False))
 
     def delete(self, tile: int) -> None:
         """Delete a tile that no block needs any more."""
@@ -135,11 +125,13 @@ class Predictions:
         return self.path / str(tile)
 
 
-def write_unflushed(file: Path, voxels: NDArray[Any]) -> None:
-    """Write a file that is complete where it exists, unless the machine crashes: workers do not wait for the disk."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    voxels.tofile(beside)
-    beside.replace(file)
+def write_renamed(file: Path, voxels: NDArray[Any], flush: bool = False) -> None:
+    """Write under a temporary name and rename, so a file that exists is complete."""
+    temporary = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    voxels.tofile(temporary)
+    if flush:
+        sync(temporary)
+    temporary.replace(file)
 
 
 def mapped(file: Path, dtype: np.dtype[Any], shape: Triple) -> NDArray[Any]:

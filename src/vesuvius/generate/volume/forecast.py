@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from bisect import bisect_left, bisect_right
@@ -15,6 +16,7 @@ from vesuvius.errors import StorageError
 from vesuvius.generate.described import DrawRequest
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.network import Network
+from vesuvius.generate.volume.run import GROUP
 from vesuvius.generate.volume.work import BlockSet, VolumeJob, used_blocks
 from vesuvius.runlog.files.disk_use import free_disk_bytes
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
@@ -62,9 +64,9 @@ class VolumeForecast:
         """Raises StorageError where the disk is too small."""
         if not self.fits:
             raise StorageError(
-                f"the disk must hold the state and the volume; got {size_text(self.state_bytes)} and "
-                f"{size_text(self.output_bytes)} needed and {size_text(self.free_bytes)} free for {out}; free space, "
-                "lower --overlap or --shape, or choose another --out"
+                f"The disk is too small for {out}: {size_text(self.state_bytes)} for the state and "
+                f"{size_text(self.output_bytes)} for the volume are needed, and {size_text(self.free_bytes)} are free; "
+                "free space, lower --overlap or --shape, or choose another --out"
             )
 
 
@@ -80,19 +82,19 @@ def forecast_of(job: VolumeJob, output_bytes: int, workers: int, out: Path, live
     state = (fields + job.inpaint) * used * Field(Path(), tiling).block_bytes
     if job.condition is not None:
         state += used * Field(Path(), tiling, job.condition).block_bytes
-    # predictions: of the rows of tiles along z that a row of blocks needs, and of the row after them
-    (size_z, *_), (patch_z, *_) = tiling.shape_zyx, tiling.patch_zyx
-    starts_z = tiling.starts[0]
-    needed = max(
-        bisect_left(starts_z, lo + patch_z) - bisect_right(starts_z, lo - patch_z) for lo in range(0, size_z, patch_z)
+    # predictions: of the rows of tiles along z over a group of blocks and over the row of blocks before it
+    (size_z, *_), (patch_z, *_), starts_z = tiling.shape_zyx, tiling.patch_zyx, tiling.starts[0]
+    reach = patch_z * (1 + -(-GROUP * workers // math.prod(tiling.block_grid[1:])))
+    rows = max(
+        bisect_left(starts_z, lo + reach) - bisect_right(starts_z, lo - patch_z) for lo in range(0, size_z, patch_z)
     )
-    tiles_kept = min(tiling.tiles, (needed + 1) * tiling.tile_grid[1] * tiling.tile_grid[2])
+    tiles_kept = min(tiling.tiles, rows * tiling.tile_grid[1] * tiling.tile_grid[2])
     state += tiles_kept * Field(Path(), tiling).block_bytes
     return VolumeForecast(
         shape_zyx=tiling.shape_zyx,
         tiles=tiles,
         batches=batches,
-        evaluations=tiles * _evaluations_per_tile(job),
+        evaluations=tiles * len(job.passes),
         workers=workers,
         state_bytes=state,
         output_bytes=output_bytes,
@@ -117,13 +119,6 @@ def measured_too(forecast: VolumeForecast, job: VolumeJob, request: DrawRequest)
     batches = forecast.batches
     return replace(
         forecast,
-        seconds=seconds * batches * _evaluations_per_tile(job) / max(1, min(forecast.workers, batches)),
+        seconds=seconds * batches * len(job.passes) / max(1, min(forecast.workers, batches)),
         worker_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
-
-
-def _evaluations_per_tile(job: VolumeJob) -> int:
-    if not job.whole_tiles:
-        return len(job.passes)
-    steps = len(job.levels) - 1
-    return 2 * steps - 1 if job.method == "heun" else steps

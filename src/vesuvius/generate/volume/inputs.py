@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
-import operator
-import os
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +23,7 @@ from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align,
 from vesuvius.volumes.box import (
     Box,
     box_at,
-    chunk_box,
     format_box,
-    grid_shape,
     intersection,
     is_inside,
     shape_of,
@@ -40,9 +34,6 @@ from vesuvius.volumes.box import (
 from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
-
-_BLOCK = 128  # voxels of a drawing along each axis that are compared at once
-_HASHED_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -152,38 +143,6 @@ class Inputs(AbstractContextManager["Inputs"]):
         """How the condition lies in the drawing; None for the other volumes, which have its voxels."""
         return self._alignment if volume is self.condition else None
 
-    def differences(self, read: Callable[[Box], NDArray[Any]]) -> tuple[float, float] | None:
-        """Compare the voxels of a coarser condition with the means of the drawn voxels that each covers.
-
-        Args:
-            read: from a box to the drawing's voxels.
-
-        Returns:
-            Root mean square of the differences, and the standard deviation of the condition; None without one that is
-            coarser, and where its voxels begin beside those of the drawing.  Raises DataError.
-        """
-        found, shape = self._alignment, self.shape_zyx
-        if found is None or shape is None or found.factors == ONES:
-            return None
-        factors = triple(map(int, found.factors))
-        if any(f.denominator > 1 for f in found.factors) or any(map(operator.mod, self._origin, factors)):
-            return None
-        assert self.condition is not None
-        block, sums = triple(max(_BLOCK // f, 1) * f for f in factors), np.zeros(4)
-        for index in np.ndindex(grid_shape(shape, block)):
-            box = chunk_box(triple(index), block, shape)
-            shown = self.condition.read(found.array_box(shifted(box, self._origin))).astype(np.float64)
-            drawn = read(box).astype(np.float64)
-            for axis, f in enumerate(factors):
-                starts = np.arange(0, drawn.shape[axis], f)[: shown.shape[axis]]
-                sizes = np.diff(np.append(starts, drawn.shape[axis])).reshape(
-                    [-1 if a == axis else 1 for a in range(3)]
-                )
-                drawn = np.add.reduceat(drawn, starts, axis=axis) / sizes
-            sums += shown.size, shown.sum(), (shown**2).sum(), ((shown - drawn) ** 2).sum()
-        _, mean, square, off = sums / sums[0]
-        return math.sqrt(off), math.sqrt(max(square - mean**2, 0.0))
-
     def gaps(self, box: Box) -> NDArray[np.bool_]:
         """Which voxels are to be filled.  Raises DataError."""
         mask = self.volumes.get("--mask")
@@ -206,27 +165,14 @@ class Inputs(AbstractContextManager["Inputs"]):
 
 
 def _stored_stamp(volume: Volume, box: Box) -> str | None:
-    """A hash that changes when voxels of a box are rewritten: of their content if small, else of file sizes and times.
-
-    None for a remote volume, of which only the metadata are compared.
-    """
+    """A hash of the sizes and times of the files in a box; None for a remote volume, whose metadata alone count."""
     if volume.source.remote:
         return None
     root, found = Path(volume.source.address), hashlib.sha256()
-
-    def stored() -> Iterator[tuple[Path, os.stat_result]]:
-        last = None
-        for file in (root / volume.grid.key_of(chunk) for chunk in volume.grid.chunks_of(box)):
-            if file != last and file.exists():
-                yield file, file.stat()
-            last = file
-
-    sizes = itertools.accumulate(stat.st_size for _, stat in stored())
-    small = all(size <= _HASHED_BYTES for size in sizes)
-    for file, stat in stored():
-        found.update(f"{file.relative_to(root)} {stat.st_size} {'' if small else stat.st_mtime_ns}\n".encode())
-        if small:
-            found.update(file.read_bytes())
+    for key, _ in itertools.groupby(map(volume.grid.key_of, volume.grid.chunks_of(box))):
+        if (root / key).exists():
+            stat = (root / key).stat()
+            found.update(f"{key} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return found.hexdigest()[:16]
 
 
@@ -237,7 +183,7 @@ def _common_shape(
     if not volumes:
         if box is not None:
             raise ConfigError(
-                f"--box is a part of --condition or --inpaint; got {format_box(box)} and neither; use --shape"
+                f"--box {format_box(box)} is a part of --condition or --inpaint, and neither is given; use --shape"
             )
         return asked_zyx
     factors = dict.fromkeys(volumes, ONES) | {"--condition": condition_factors}
@@ -248,21 +194,19 @@ def _common_shape(
     for option, volume in volumes.items():
         by = factors[option]
         if not all(map(fits, shape, volume.shape_zyx, by)):
-            much = "have one shape" if by == ONES else f"differ by the factors of the training, {format_sizes(by)}"
+            much = "" if by == ONES else f" by the factors of the training, {format_sizes(by)}"
             raise ConfigError(
-                f"{first} and {option} must {much}; got {format_sizes(shape)} and {format_sizes(volume.shape_zyx)}; "
-                "give volumes (or levels, PATH@LEVEL) of the same region"
+                f"The shapes of {first} and {option} do not match{much}: {format_sizes(shape)} and "
+                f"{format_sizes(volume.shape_zyx)}; give volumes (or levels, PATH@LEVEL) of the same region"
             )
         if anchor is volumes.get("--condition") or anchor.geometry is None or volume.geometry is None:
             continue
         found = align(anchor, volume, option)
         if (found.factors, found.offsets) != (by, ZEROS):
             raise ConfigError(
-                f"{next(iter(volumes))} and {option} do not lie at the same place: {found.words()}; got "
-                f"{geometry_words(anchor)} and {geometry_words(volume)}; give volumes of the same region"
+                f"{next(iter(volumes))} and {option} do not lie at the same place: {found.words()} "
+                f"({geometry_words(anchor)} and {geometry_words(volume)}); give volumes of the same region"
             )
     if box is not None and not is_inside(box, shape):
-        raise ConfigError(
-            f"--box must lie inside the volume; got {format_box(box)} in {format_sizes(shape)} of {first}; change --box"
-        )
+        raise ConfigError(f"--box {format_box(box)} does not lie inside {first} ({format_sizes(shape)}); change --box")
     return shape

@@ -29,15 +29,11 @@ class Network:
 
     Args:
         request: with the directory of a checkpoint.
-        worker: number of the process; on several GPUs each takes its own.
     """
 
-    def __init__(self, request: DrawRequest, worker: int = 0) -> None:
+    def __init__(self, request: DrawRequest) -> None:
         self.info = read_checkpoint_info(request.checkpoint, request.overrides)
         self.device = choose_device()
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", worker % torch.cuda.device_count())
-            torch.cuda.set_device(self.device)
         config, data = self.info.config, self.info.data
         self.schedule = Schedule.from_config(config.diffusion, data.spectrum).to(self.device)
         self.denoiser = Denoiser(self.info, request.weights, self.schedule, self.device)
@@ -66,8 +62,8 @@ class Network:
         return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule.mean, self.schedule.std)
 
 
-def open_network_work(job: VolumeJob, folder: Path, request: DrawRequest, worker: int) -> Work:
+def open_network_work(job: VolumeJob, folder: Path, request: DrawRequest) -> Work:
     """Open the network in a worker and return what does the work with it."""
     torch.set_num_threads(1)  # sums are rounded in the same order wherever a tile is computed
-    network = Network(request, worker)
+    network = Network(request)
     return Work(job, folder, lambda stored: network.estimate_for(stored, job.batch_size), network.device)

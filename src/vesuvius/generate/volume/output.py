@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import StorageError
 from vesuvius.generate.sample_zarr import to_greys
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.inputs import Inputs
@@ -22,7 +20,7 @@ from vesuvius.generate.watch import Watch
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import Kind, PartialCopy
-from vesuvius.volumes.box import Box, format_box, slices, triple
+from vesuvius.volumes.box import triple
 
 DRAWING = Kind("drawing", "vesuvius sample")
 
@@ -57,15 +55,15 @@ def write_volume(
     inputs: Inputs,
     multiscale: dict[str, Any],
     watch: Watch,
-) -> int:
-    """Write all levels that are missing and give the volume its name.  Returns how many voxels are known ones.
+) -> None:
+    """Write all levels that are missing and give the volume its name.
 
     Args:
         used: the blocks that `x` has; the voxels of others are known.
 
     Raises:
         DataError: a given volume cannot be read any more.
-        StorageError: the disk refuses, or a known voxel is not what it was.
+        StorageError: the disk refuses.
     """
     for chunk in _missing("chunks written", target, plan, 0, watch):
         box = plan.box_of(0, chunk)
@@ -73,18 +71,12 @@ def write_volume(
         if inputs.inpaint is not None:
             voxels = np.where(inputs.gaps(box), voxels, inputs.read(inputs.inpaint, box))
         target.write(0, chunk, voxels)
-    finer, known = target.finish_level(0), 0
-    if inputs.inpaint is not None:
-        for chunk in watch.over(
-            "chunks compared with --inpaint", np.ndindex(plan.counts[0]), math.prod(plan.counts[0])
-        ):
-            known += _checked_known(plan.box_of(0, triple(chunk)), finer, inputs)
+    finer = target.finish_level(0)
     for level in range(1, plan.levels):
         for chunk in _missing(f"chunks of level {level} written", target, plan, level, watch):
             target.write(level, chunk, target.halved(level, chunk, finer))
         finer = target.finish_level(level)
     target.publish(multiscale)
-    return known
 
 
 def _missing(what: str, target: PartialCopy, plan: CopyPlan, level: int, watch: Watch) -> Iterator[Triple]:
@@ -93,15 +85,3 @@ def _missing(what: str, target: PartialCopy, plan: CopyPlan, level: int, watch: 
     for chunk in watch.over(what, map(triple, np.ndindex(counts)), math.prod(counts)):
         if not target.done[level][chunk]:
             yield chunk
-
-
-def _checked_known(box: Box, written: zarr.Array[Any], inputs: Inputs) -> int:
-    """Compare what is on the disk with the given volume, voxel by voxel; how many are known."""
-    assert inputs.inpaint is not None
-    known = ~inputs.gaps(box)
-    if not np.array_equal(np.asarray(written[slices(box)])[known], inputs.read(inputs.inpaint, box)[known]):
-        raise StorageError(
-            f"known voxels must be kept; got others in the box {format_box(box)} of what was written: the "
-            "given volume has changed, or the disk fails; remove the unfinished drawing and start again"
-        )
-    return int(known.sum())

@@ -18,8 +18,8 @@ from vesuvius.diffusion.levels import NoiseLevel
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import Coefficients, combined, step_table
 from vesuvius.diffusion.schedule import x_0_and_eps
-from vesuvius.generate.volume.tiling import Tiling, shared_part
-from vesuvius.volumes.box import Box, shape_of
+from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.volumes.box import shape_of
 
 START, STEP = 0, 1
 """Streams of noise: of the first state, and of a sampler step."""
@@ -116,12 +116,3 @@ def block_noise(seed: int, stream: int, number: int, tiling: Tiling, block: int)
     generator = torch_generator(seed, Purpose.VOLUME, stream, number, *tiling.block_index(block))
     noise = torch.empty(tiling.patch_zyx, dtype=torch.float32).normal_(generator=generator)
     return noise[tuple(map(slice, shape_of(tiling.block_box(block))))]
-
-
-def box_noise(seed: int, stream: int, number: int, tiling: Tiling, box: Box) -> Tensor:
-    """The same noise over any box."""
-    noise = torch.empty(shape_of(box), dtype=torch.float32)
-    for block in tiling.blocks_over(box):
-        _, there, here = shared_part(tiling.block_box(block), box)
-        noise[here] = block_noise(seed, stream, number, tiling, block)[there]
-    return noise

@@ -34,13 +34,13 @@ class Tiling:
         """Raises ConfigError where no tiles cover the volume."""
         if any(size < patch for size, patch in zip(self.shape_zyx, self.patch_zyx, strict=True)):
             raise ConfigError(
-                f"a volume must be at least as large as a training patch; got shape {format_sizes(self.shape_zyx)} and "
-                f"patches of {format_sizes(self.patch_zyx)}; enlarge --shape"
+                f"A volume of {format_sizes(self.shape_zyx)} is smaller than a training patch "
+                f"({format_sizes(self.patch_zyx)}); enlarge --shape"
             )
         if not 0 <= self.overlap <= _MAX_OVERLAP:
             raise ConfigError(
-                f"--overlap is the share of a tile that its neighbour covers, 0 to {_MAX_OVERLAP}; got "
-                f"{self.overlap:g}; try 0.5"
+                f"--overlap {self.overlap:g}, the share of a tile that its neighbour covers, is not between 0 and "
+                f"{_MAX_OVERLAP}; try 0.5"
             )
 
     @cached_property

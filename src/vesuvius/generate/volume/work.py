@@ -6,7 +6,7 @@
     state/known/            standardised values of known voxels, NaN in the gaps (inpainting)
     state/condition/        stored values of the condition
 
-A part writes the block of the next state last: where that file exists, nothing of the part is missing.
+A part writes the block of the next state last: if that file exists, nothing of the part is missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,15 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vesuvius.config import SamplerMethod
 from vesuvius.diffusion.levels import NoiseLevel
-from vesuvius.diffusion.sampler import Coefficients, Estimate, sample
-from vesuvius.diffusion.schedule import x_0_and_eps
+from vesuvius.diffusion.sampler import Estimate
 from vesuvius.errors import NonFiniteError
 from vesuvius.generate.volume.field import Field, Predictions
-from vesuvius.generate.volume.passes import START, STEP, Pass, advanced, block_noise, box_noise, corrected, passes_of
+from vesuvius.generate.volume.passes import START, STEP, Pass, advanced, block_noise, corrected, passes_of
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.watch import Watch
 from vesuvius.runlog.files.whole_file import write_whole
@@ -46,16 +44,24 @@ EstimateFor = Callable[[NDArray[Any] | None], Estimate]
 
 
 @dataclass(frozen=True)
+class Part:
+    """A piece of work."""
+
+    kind: str  # "start", "tiles" or "block"
+    number: int  # of the pass
+    index: int  # of the block, or of the batch of tiles
+    live: bool = True  # gaps are near the block
+
+
+@dataclass(frozen=True)
 class VolumeJob:
-    """What a volume depends on, beside the network and the given volumes; picklable."""
+    """What a volume depends on, in addition to the network and the given volumes; picklable."""
 
     tiling: Tiling
     seed: int
     levels: tuple[NoiseLevel, ...]  # noise levels, from most noise to none
     method: SamplerMethod
     eta: float = 0.0
-    # each tile is drawn to its end and then blended, in one pass; else each step is blended
-    whole_tiles: bool = False
     batch_size: int = 1  # tiles per call of the network; batches are the same whatever is still to be done
     rounds: int = 1  # passes per step, see `passes_of`
     inpaint: bool = False  # some voxels are known
@@ -64,8 +70,6 @@ class VolumeJob:
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """All passes, in order."""
-        if self.whole_tiles:
-            return (Pass(self.levels[0], Coefficients(x_0=1.0)),)
         return passes_of(self.levels, self.method, self.eta, self.rounds)
 
     def batch(self, number: int) -> range:
@@ -79,11 +83,11 @@ class VolumeJob:
         batches = self.batches_over(live)
         return sum(len(self.batch(batch)) for batch in batches), len(batches)
 
-    def batches_over(self, blocks: Iterable[int], there: Container[int] = ()) -> set[int]:
-        """The batches with the tiles over some blocks, but for the tiles that are `there`."""
+    def batches_over(self, blocks: Iterable[int], is_done: Callable[[int], bool] = lambda tile: False) -> set[int]:
+        """The batches with the tiles over some blocks, except for tiles that are done."""
         tiling = self.tiling
-        tiles = (tile for block in blocks for tile in tiling.tiles_over(tiling.block_box(block)))
-        return {tile // self.batch_size for tile in tiles if tile not in there}
+        tiles = {tile for block in blocks for tile in tiling.tiles_over(tiling.block_box(block))}
+        return {tile // self.batch_size for tile in tiles if not is_done(tile)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,17 +125,10 @@ class State:
         for part in (self.x, self.x_0, self.predictions):
             part.create()
 
-    def flush(self, block: int) -> None:
-        """Flush the voxels of a block to the disk."""
-        for part in (self.x_0, self.x):
-            if part.has(block):
-                part.flush(block)
-
-    def flush_folders(self) -> None:
-        """Flush the names of all blocks to the disk."""
+    def flush_names(self) -> None:
+        """Flush the names of all blocks to the disk; their voxels were flushed when they were written."""
         for folder in (self.x_0.path, self.x.path, self.path, self.path.parent):
-            if folder.exists():
-                sync(folder)
+            sync(folder)
 
     def delete(self) -> None:
         """Delete all of it."""
@@ -151,6 +148,16 @@ class Work:
         self._estimate_for = estimate_for
         self.known = Field(folder / "known", job.tiling) if job.inpaint else None
         self.condition = None if job.condition is None else Field(folder / "condition", job.tiling, job.condition)
+
+    def do(self, part: Part) -> None:
+        """Do a part."""
+        match part.kind:
+            case "start":
+                self.start(part.index)
+            case "tiles":
+                self.tiles(part.number, part.index)
+            case "block":
+                self.block(part.number, part.index, part.live)
 
     def start(self, block: int) -> None:
         """The first state of a block: noise, or known voxels with as much noise."""
@@ -172,12 +179,12 @@ class Work:
             condition = np.stack([self.condition.read(box)[None] for box in boxes])
         estimate = self._estimate_for(condition)
         x = torch.from_numpy(np.stack([state.x.read(box)[None] for box in boxes])).to(self._device)
-        x_0 = self._drawn(estimate, x, boxes) if job.whole_tiles else estimate(x, job.passes[number].level)[0]
+        x_0 = estimate(x, job.passes[number].level)[0]
         for tile, box, values in zip(tiles, boxes, x_0[:, 0].float().cpu().numpy(), strict=False):
             if not np.isfinite(values).all():
                 raise NonFiniteError(
-                    f"samples must be finite; got NaN or infinity in the tile {format_box(box)} at sampling pass "
-                    f"{number}; try --amp off, --clip 1 or an earlier checkpoint"
+                    f"The network returned NaN or infinity for the tile {format_box(box)} at sampling pass {number}; "
+                    "try --amp off, --clip 1 or an earlier checkpoint"
                 )
             state.predictions.write(tile, values)
 
@@ -194,7 +201,7 @@ class Work:
         x_0 = torch.from_numpy(here.predictions.blended(box)) if live else torch.zeros_like(x)
         if self.known is not None:
             known = torch.from_numpy(self.known.read(box))
-            if live and not job.whole_tiles:
+            if live:
                 x = corrected(step, x, x_0, known)
             x_0 = torch.where(known.isnan(), x_0, known)
         if step.row is None:
@@ -207,19 +214,6 @@ class Work:
         if step.keeps_x_0:
             there.x_0.write(block, x_0.numpy())
         there.x.write(block, advanced(step, x, x_0, before, noise).numpy())
-
-    def _drawn(self, estimate: Estimate, x: Tensor, boxes: Sequence[Box]) -> Tensor:
-        """Tiles drawn to their end from the noise of the volume."""
-        job = self._job
-
-        def step_noise(k: int) -> Tensor:
-            noise = [box_noise(job.seed, STEP, k, job.tiling, box) for box in boxes]
-            return torch.stack(noise).unsqueeze(1).to(self._device)
-
-        if self.known is not None:
-            known = torch.from_numpy(np.stack([self.known.read(box)[None] for box in boxes])).to(self._device)
-            estimate = _with_known(estimate, known)
-        return sample(estimate, job.levels, x, job.method, eta=job.eta, step_noise=step_noise)
 
 
 def live_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], watch: Watch) -> NDArray[np.bool_]:
@@ -262,25 +256,11 @@ def state_numbers(folder: Path) -> list[int]:
     return sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdigit())
 
 
-def forget_unflushed(job: VolumeJob, folder: Path, used: BlockSet) -> None:
-    """After a crash of the machine, delete what may not have reached the disk as it was written.
-
-    A state is flushed before its predecessor is deleted, so the oldest complete one is sound, except for the first,
-    which has no predecessor.  Later ones, predictions and what was read of given volumes are made again.
-    """
+def forget_unflushed(folder: Path) -> None:
+    """After a crash of the machine, delete all predictions: only blocks are flushed to the disk when written."""
     now = f"{boot_id()}\n".encode()
     note = folder / "boot"
     if note.exists() and note.read_bytes() != now:
-        states = [State(folder, job, number) for number in state_numbers(folder)]
-        sound = [state.path for state in states if state.x.whole(used)][:1] if states and states[0].number else []
-        for path in [entry for entry in folder.iterdir() if entry.is_dir()]:
-            shutil.rmtree(path / "tiles" if path in sound else path, ignore_errors=True)
+        for path in folder.glob("*/tiles"):
+            shutil.rmtree(path)
     write_whole(note, now)
-
-
-def _with_known(estimate: Estimate, known: Tensor) -> Estimate:
-    def estimated(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
-        x_0 = torch.where(known.isnan(), estimate(x, level)[0], known.to(x.dtype))
-        return x_0, x_0_and_eps("x_0", x_0, x, level.alpha, level.sigma)[1]
-
-    return estimated

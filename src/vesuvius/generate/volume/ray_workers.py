@@ -1,0 +1,103 @@
+"""Does the parts in actors of Ray, on one machine or on many.
+
+Parts go from files to files and can be repeated: Ray starts an actor that died again, and repeats its parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from vesuvius.config import ClusterConfig
+from vesuvius.errors import VesuviusError
+from vesuvius.generate.volume.run import OpenWork, RunParts
+from vesuvius.generate.volume.work import Part, Work
+from vesuvius.stream.ray.session import Session
+
+_POLL_S = 0.5
+_SILENT_S = 3600.0
+_IN_FLIGHT = 2  # parts per actor: it need not wait for the next one
+_RETRIES = 3
+_STORE_BYTES = 2**27  # the object store carries no voxels
+
+
+@contextmanager
+def ray_workers(
+    open_work: OpenWork, count: int, gpus: int, address: str | None, check: Callable[[], None]
+) -> Iterator[RunParts]:
+    """Actors of Ray.
+
+    Args:
+        gpus: of each actor, 0 or 1.
+        address: of a cluster; None = a private Ray on this machine.
+        check: called twice a second; what it raises ends the work.
+
+    Raises:
+        ConfigError: Ray does not start, or the cluster does not answer.
+        VesuviusError: a part killed its actor again and again, or no actor answers.
+    """
+    session = Session(ClusterConfig(address=address), count, 0, _STORE_BYTES)
+    actors: list[Any] = []
+    try:
+        kind: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_RETRIES)(_Worker)
+        actors += [kind.remote(open_work) for _ in range(count)]
+        yield lambda parts: _run(parts, actors, check)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        session.close()
+
+
+class _Worker:
+    """An actor."""
+
+    def __init__(self, open_work: OpenWork) -> None:
+        self._open = open_work
+        self._work: Work | None = None
+
+    def do(self, part: Part) -> None:
+        """Do a part; the first one opens the network."""
+        self._work = self._work or self._open()
+        self._work.do(part)
+
+
+def _run(parts: Iterable[Part], actors: list[Any], check: Callable[[], None]) -> Iterator[Part]:
+    free, flying = deque(actors * _IN_FLIGHT), dict[Any, tuple[Any, Part]]()
+    queue, last = iter(parts), time.monotonic()
+    while True:
+        while free and (part := next(queue, None)) is not None:
+            actor = free.popleft()
+            flying[actor.do.remote(part)] = actor, part
+        if not flying:
+            return
+        finished, _ = ray.wait(list(flying), timeout=_POLL_S)
+        check()
+        for reference in finished:
+            actor, part = flying.pop(reference)
+            _raise_error(reference)
+            free.append(actor)
+            last = time.monotonic()
+            yield part
+        if time.monotonic() - last > _SILENT_S:
+            raise VesuviusError(
+                f"No worker has finished a part for {_SILENT_S / 60:.0f} min; `ray status` says whether the nodes have "
+                "the GPUs and processors of --workers; what is done is kept"
+            )
+
+
+def _raise_error(reference: Any) -> None:
+    try:
+        ray.get(reference)
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayActorError as error:
+        raise VesuviusError(
+            f"A part of the volume ended its worker {_RETRIES + 1} times, probably because memory ran out; see the "
+            "kernel log (dmesg), and lower --batch-size or --workers; what is done is kept"
+        ) from error
