@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tests.generate.evaluate.scrolls import PATCH, Voxels, patch_set, patches, scroll, search_in, within_chance
 from vesuvius.generate.evaluate.figures import Figure, Judgement, chance, classifier_auc, exchanges, folds, judge
 from vesuvius.generate.evaluate.page import figure_table, plain, verdict
-from vesuvius.generate.evaluate.patches import PatchSet, _cells, disjoint_sides
+from vesuvius.generate.evaluate.patches import PatchSet, cells, disjoint_sides
 
 COUNT = 32
 SHAPE = (40, 72, 72)
@@ -143,7 +143,7 @@ def overlapping(volume: Voxels, count: int, rng: np.random.Generator) -> PatchSe
     starts = rng.integers(0, np.subtract(volume.shape, PATCH), (count, 3), endpoint=True)
     places = np.column_stack([np.zeros(count, int), starts])
     values = np.stack([volume[z : z + 8, y : y + 16, x : x + 16] for z, y, x in starts])
-    return PatchSet(values, _cells(places, PATCH), places, disjoint_sides(places, PATCH, count))
+    return PatchSet(values, cells(places, PATCH), places, disjoint_sides(places, PATCH, count))
 
 
 def test_the_auc_of_equal_sets_lies_around_a_half_though_their_patches_overlap() -> None:

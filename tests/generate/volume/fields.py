@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +44,13 @@ def exact_estimate(correlation: Correlation, patch_zyx: Triple) -> Estimate:
     """E[x_0 | x_t] of a tile of the field that stands alone: [B, 1, *patch] -> the same."""
     power, modes = torch.linalg.eigh(covariance(correlation, patch_zyx))
 
-    @cache
+    matrices: dict[tuple[NoiseLevel, torch.dtype], Tensor] = {}  # `functools.cache` cannot be pickled for Ray
+
     def matrix(level: NoiseLevel, dtype: torch.dtype) -> Tensor:
-        gain = level.alpha * power / (level.alpha**2 * power + level.sigma**2)
-        return ((modes * gain) @ modes.T).to(dtype)
+        if (level, dtype) not in matrices:
+            gain = level.alpha * power / (level.alpha**2 * power + level.sigma**2)
+            matrices[level, dtype] = ((modes * gain) @ modes.T).to(dtype)
+        return matrices[level, dtype]
 
     def estimate(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
         x_0 = (x.reshape(-1, len(power)) @ matrix(level, x.dtype)).view_as(x)

@@ -39,6 +39,7 @@ from vesuvius.diffusion.levels import NoiseLevel
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import sample
 from vesuvius.errors import NonFiniteError, VesuviusError
+from vesuvius.generate.volume import ray_workers
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.forecast import forecast_of
 from vesuvius.generate.volume.passes import START, STEP, block_noise, passes_of
@@ -151,7 +152,7 @@ def test_a_volume_whose_process_was_killed_again_and_again_has_the_same_bits(tmp
 
 
 def test_actors_of_ray_give_the_same_bits_and_one_that_dies_is_replaced_unless_it_dies_again_and_again(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = drawn(job(), tmp_path / "one", ESTIMATE)
     victim = tmp_path / "victim"
@@ -177,7 +178,8 @@ def test_actors_of_ray_give_the_same_bits_and_one_that_dies_is_replaced_unless_i
         assert told == [(n + 1, 4 * TILING.tiles) for n in range(4 * TILING.tiles)]
         with pytest.raises(NonFiniteError, match=r"NaN .* for the tile z 0:4, y 0:6, x \d:\d+ at sampling pass 0"):
             drawn(job(), tmp_path / "wrong", wrong, workers=2)
-        with pytest.raises(VesuviusError, match=r"ended its worker 4 times.*what is done is kept"):
+        monkeypatch.setattr(ray_workers, "_RETRIES", 0)  # each takes the start of an actor
+        with pytest.raises(VesuviusError, match=r"ended its worker 1 time.*what is done is kept"):
             drawn(job(), tmp_path / "deadly", deadly, workers=2)
 
 
@@ -235,7 +237,7 @@ def test_no_state_is_deleted_before_all_of_the_next_is_on_the_disk(
     def deleting(state: State) -> None:
         after = State(tmp_path, job(), state.number + 1)
         paths = [path for path in after.path.rglob("*") if not path.match("tiles*") and path.name != ".zarray"]
-        assert len(paths) == 2 + TILING.blocks * (2 if state.number < 2 else 1)
+        assert len(paths) == 2 + TILING.blocks * (2 if 0 <= state.number < 2 else 1)
         assert all(stamp(path.stat()) in flushed for path in paths)
         deleted.append(state.number)
         delete(state)
@@ -332,12 +334,10 @@ def test_a_volume_is_planned_and_begun_in_the_same_memory_whatever_its_shape(tmp
         sampling, found = Sampling(work, tmp_path), []
         for part in sampling.parts_of(0, list(range(32)), lambda parts: iter(parts)):
             found.append(part)
-            if len(found) == 100:
-                break
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert {part.kind for part in found} == {"tiles"}
+    assert [part.kind for part in found[:9]] == ["tiles"] * 9
     assert forecast.tiles == math.prod(work.tiling.tile_grid)
     assert forecast.state_bytes >= 2 * edge**3 * 4
     assert peak < 24 * 2**20

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
-from vesuvius.generate.evaluate.patches import PatchSet, apart_from
+from vesuvius.generate.evaluate.patches import PatchSet, apart_from, cells
 from vesuvius.generate.evaluate.two_sample import area_under_curve, two_sample_scores
 from vesuvius.training.validation.texture import (
     PatchTexture,
@@ -204,7 +204,7 @@ def classifier_auc(
         scores = scores_of((training.values, other.values[train]), tests, steps=steps)
         pooled = np.concatenate(scores)
         by_chance = [
-            area_under_curve(pooled[side], pooled[~side]) for side in exchanges(real.groups[rows], other.groups[test])
+            area_under_curve(pooled[side], pooled[~side]) for side in exchanges(_wide(real)[rows], _wide(other)[test])
         ]
         areas.append(area_under_curve(*scores))
         chances.append(chance(areas[-1], by_chance))
@@ -213,6 +213,13 @@ def classifier_auc(
         return Figure("auc", "classifier AUC", {}, math.nan, 0.5, math.nan, "too few patches share no voxel")
     p = min(1.0, len(chances) * min(chances))
     return Figure("auc", "classifier AUC", {}, float(np.mean(areas)), 0.5, p, note)
+
+
+def _wide(patches: PatchSet) -> Ints:
+    """Groups twice as wide: scores of patches that overlap across the border of two groups are alike, too."""
+    if patches.places is None:
+        return patches.groups
+    return cells(patches.places, [2 * size for size in patches.values.shape[1:]])
 
 
 def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:

@@ -153,7 +153,7 @@ class RealSource:
         raw, scales = torch.from_numpy(found.patches[list(rows)]), self._scales[places[:, 0]]
         stored = to_greys(model_values(raw, shown, scales)[:, 0].numpy(), grey, dtype)
         values = normalised(torch.from_numpy(stored), grey_scales([grey])).numpy()
-        return PatchSet(values, _cells(places, self._config.patch_size), places=places)
+        return PatchSet(values, cells(places, self._config.patch_size), places=places)
 
     def _model_values(self, stored: Sequence[NDArray[Any]], volumes: Sequence[int]) -> NDArray[np.float32]:
         """Stored voxels of the same shape as model values, each with the grey range of its volume."""
@@ -186,8 +186,8 @@ def _places(found: FixedPatches) -> NDArray[np.int64]:
     return np.column_stack([found.volumes, np.array(found.starts_zyx).reshape(-1, 3)]).astype(np.int64)
 
 
-def _cells(places: NDArray[np.int64], patch_zyx: Triple) -> NDArray[np.int64]:
-    """Of places [N, 4], the number of the cell of the size of a patch that each is in: these patches share voxels."""
+def cells(places: NDArray[np.int64], patch_zyx: Sequence[int]) -> NDArray[np.int64]:
+    """Of places [N, 4], the number of the cell of this size that each is in: patches of a cell may share voxels."""
     return np.unique(places // np.array((1, *patch_zyx)), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
@@ -330,7 +330,7 @@ def generated_set(
     if turned is not None:
         raw = apply_symmetries(raw, [augmentation_of(_GENERATED, turned, row) for row in range(len(raw))])
     values, patch = normalised(raw, grey_scales([grey])).numpy(), triple(voxels.shape[1:])
-    groups = np.arange(len(values)) if places is None else _cells(places, patch)
+    groups = np.arange(len(values)) if places is None else cells(places, patch)
     side = disjoint_sides(places, patch, len(values))
     if places is not None:  # under other conditions than held-out ones, nothing real is there to compare them with
         real = [number < 0 or source.is_held_out(number, triple(start)) for number, *start in places.tolist()]

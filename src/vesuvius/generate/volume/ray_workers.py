@@ -98,6 +98,6 @@ def _raise_error(reference: Any) -> None:
         raise error.cause from None
     except RayActorError as error:
         raise VesuviusError(
-            f"A part of the volume ended its worker {_RETRIES + 1} times, probably because memory ran out; see the "
+            f"A part of the volume ended its worker {_RETRIES + 1} time(s), probably because memory ran out; see the "
             "kernel log (dmesg), and lower --batch-size or --workers; what is done is kept"
         ) from error
