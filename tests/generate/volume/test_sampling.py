@@ -331,9 +331,7 @@ def test_a_volume_is_planned_and_begun_in_the_same_memory_whatever_its_shape(tmp
         state.create()
         State(tmp_path, work, 0).create()
         state.x.write(0, np.zeros((8, 16, 16), np.float32))
-        sampling, found = Sampling(work, tmp_path), []
-        for part in sampling.parts_of(0, list(range(32)), lambda parts: iter(parts)):
-            found.append(part)
+        found = list(Sampling(work, tmp_path).parts_of(0, list(range(32)), lambda parts: iter(parts)))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
