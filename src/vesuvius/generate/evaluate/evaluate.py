@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from vesuvius.errors import ConfigError
 from vesuvius.generate.described import check_volume, run_of
-from vesuvius.generate.evaluate.figures import Judgement, judge
+from vesuvius.generate.evaluate.figures import judge
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
 from vesuvius.generate.evaluate.page import build_page, figure_table, montage_cells, plain, verdict
 from vesuvius.generate.evaluate.patches import (
@@ -33,7 +32,6 @@ from vesuvius.report.page import FOLDER, new_folder, write_pages
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
-from vesuvius.training.validation.charts import draw_charts
 from vesuvius.training.validation.montage import draw_grid, magnification
 from vesuvius.volume_tools.partial import finished_record
 
@@ -133,9 +131,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
     with published_when_whole(folder, "evaluations") as staged:
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(judgement)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
-        picture = _pictures(
-            staged, {"generated": generated.values, "real": real.held_out.values}, judgement, config.name
-        )
+        picture = _montage(staged, {"generated": generated.values, "real": real.held_out.values}, config.name)
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
         write_pages(staged, NAME, [report], made, [picture])
     return folder, f"{_terminal(figure_table(judgement.figures))}\n{verdict(judgement)}"
@@ -179,14 +175,12 @@ def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: OnProgre
     return out
 
 
-def _pictures(folder: Path, rows: dict[str, NDArray[np.float32]], judgement: Judgement, name: str) -> Picture:
-    """Write montage.png and curves.png; the montage for the page."""
+def _montage(folder: Path, rows: dict[str, NDArray[np.float32]], name: str) -> Picture:
+    """Write montage.png; the same for the page."""
     scale = magnification(rows["real"].shape[1:])
     kinds = " / ".join(rows)
     montage = draw_grid(montage_cells(rows, scale, _COLUMNS), f"{name}: {kinds}, middle slices across z", _COLUMNS)
     montage.save(folder / "montage.png", format="PNG")
-    curves = draw_charts(1080, judgement.textures["generated"], judgement.textures["held_out"])
-    Image.fromarray(curves).save(folder / "curves.png", format="PNG")
     small = io.BytesIO()
     montage.convert("RGB").save(small, format="JPEG", quality=85, optimize=True)
     return Picture(f"Rows of patches by turns: {kinds}; middle slices across z", small.getvalue())

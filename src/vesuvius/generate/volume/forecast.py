@@ -27,23 +27,14 @@ class VolumeForecast:
     """The time, disk space and memory that a volume takes."""
 
     shape_zyx: Triple
-    # tiles, evaluations: tiles per pass, and calls of the network for one tile in all (guidance calls it twice); of
-    # an inpainting those near gaps
-    tiles: int
-    batches: int
-    evaluations: int
+    tiles: int  # per pass; of an inpainting those near gaps
+    evaluations: int  # calls of the network for one tile in all (guidance calls it twice)
     workers: int
-    # state_bytes, output_bytes: on the disk, at most; the output without compression
-    state_bytes: int
-    output_bytes: int
+    state_bytes: int  # on the disk, at most
+    output_bytes: int  # on the disk, at most: without compression
     free_bytes: int  # of that disk
     seconds: float | None = None  # with these workers; None = not measured
     worker_bytes: int | None = None  # memory of a worker; None = not measured
-
-    @property
-    def fits(self) -> bool:
-        """Whether the disk has room."""
-        return self.state_bytes + self.output_bytes <= self.free_bytes
 
     def text(self) -> str:
         """For the terminal."""
@@ -62,7 +53,7 @@ class VolumeForecast:
 
     def check_space(self, out: Path) -> None:
         """Raises StorageError where the disk is too small."""
-        if not self.fits:
+        if self.state_bytes + self.output_bytes > self.free_bytes:
             raise StorageError(
                 f"The disk is too small for {out}: {size_text(self.state_bytes)} for the state and "
                 f"{size_text(self.output_bytes)} for the volume are needed, and {size_text(self.free_bytes)} are free; "
@@ -77,7 +68,7 @@ def forecast_of(job: VolumeJob, output_bytes: int, workers: int, out: Path, live
         live: blocks with gaps near.
     """
     tiling, used = job.tiling, len(used_blocks(job, live))
-    tiles, batches = job.tiles_and_batches(live)
+    tiles, _ = job.tiles_and_batches(live)
     fields = 4 if any(step.keeps_x_0 for step in job.passes) else 2
     state = (fields + job.inpaint) * used * Field(Path(), tiling).block_bytes
     if job.condition is not None:
@@ -93,7 +84,6 @@ def forecast_of(job: VolumeJob, output_bytes: int, workers: int, out: Path, live
     return VolumeForecast(
         shape_zyx=tiling.shape_zyx,
         tiles=tiles,
-        batches=batches,
         evaluations=tiles * len(job.passes),
         workers=workers,
         state_bytes=state,
@@ -116,9 +106,9 @@ def measured_too(forecast: VolumeForecast, job: VolumeJob, request: DrawRequest)
             seconds = time.monotonic() - started
     finally:
         torch.set_num_threads(threads)
-    batches = forecast.batches
+    calls = -(-forecast.evaluations // job.batch_size)
     return replace(
         forecast,
-        seconds=seconds * batches * len(job.passes) / max(1, min(forecast.workers, batches)),
+        seconds=seconds * calls / max(1, min(forecast.workers, calls // len(job.passes))),
         worker_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
