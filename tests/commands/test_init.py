@@ -157,8 +157,8 @@ def test_nothing_is_overwritten(tmp_path: Path, volume: Path, capsys: pytest.Cap
     assert init.main([str(volume), "--name", "a/b"]) == EXIT_CONFIG
     message = capsys.readouterr().err
     for words in (
-        "init does not replace files; got mine.yaml",
-        "got old, whose run exists",
+        "mine.yaml exists, and init does not replace files",
+        "The run old exists",
         "because it names the run",
     ):
         assert words in message

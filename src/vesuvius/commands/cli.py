@@ -51,9 +51,7 @@ def _main(arguments: list[str]) -> int:
         return EXIT_OK
     command, *rest = arguments
     if command not in COMMANDS:
-        print(
-            f"a command must be one of {', '.join(COMMANDS)}; got {command!r}; see `vesuvius --help`", file=sys.stderr
-        )
+        print(f"{command!r} is none of the commands {', '.join(COMMANDS)}; see `vesuvius --help`", file=sys.stderr)
         return EXIT_CONFIG
     exit_code: int = importlib.import_module(f"vesuvius.commands.{command}").main(rest)
     return exit_code

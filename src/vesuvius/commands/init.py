@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.arguments.types import naturals
+from vesuvius.commands.arguments.types import natural, naturals
 from vesuvius.commands.command import as_command, say
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import parse_config
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("volume", metavar="VOLUME", help="zarr group or array: a folder, or https://, s3:// or gs://")
     parser.add_argument(
         "--level",
-        type=int,
+        type=natural,
         help="level of an OME-Zarr pyramid, 0 = finest (default: the finest whose patches show 0.3 mm on this machine)",
     )
     parser.add_argument(
@@ -37,8 +37,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--name", help="name of the run (default: made of the volume's)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: configs/NAME.yaml)")
     args = parser.parse_args(argv)
-    if args.level is not None and args.level < 0:
-        parser.error(f"--level must be at least 0; got {args.level}")
     name = args.name or default_name(args.volume)
     out = args.out or Path("configs") / f"{name}.yaml"
     _check_new(name, out)
@@ -74,9 +72,9 @@ def _check_new(name: str, out: Path) -> None:
     """Raises ConfigError where a config or a run of this name is there."""
     parse_config(f"name: {name!r}\ndata: {{volumes: [{{path: volume}}]}}", source="--name")
     if os.path.lexists(out):
-        raise ConfigError(f"init does not replace files; got {out}, which exists; choose another --out or --name")
+        raise ConfigError(f"{out} exists, and init does not replace files; choose another --out or --name")
     if (runs_root() / name).exists():
-        raise ConfigError(f"a new run needs a name of its own; got {name}, whose run exists; choose another --name")
+        raise ConfigError(f"The run {name} exists; choose another --name")
 
 
 def _write(out: Path, text: str) -> None:
