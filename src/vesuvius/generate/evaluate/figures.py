@@ -144,16 +144,16 @@ def exchanges(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
         one, other: the group of each patch of a set; those of a group stay together.
 
     Yields:
-        bool [len(one) + len(other)]: which patches of both are on the first side.  Neither side is empty.
+        bool [len(one) + len(other)]: which patches of both are on the first side.  Nothing where there are too few
+        groups for any of it to be rarer than `LEVEL`.
     """
     first = np.unique(one, return_inverse=True)[1]
     count = int(first.max()) + 1
     group = np.concatenate([first, np.unique(other, return_inverse=True)[1] + count])
-    rng = np.random.default_rng(0)
-    for _ in range(_EXCHANGES):
-        side = rng.permutation(int(group.max()) + 1)[group] < count
-        if side.any() and not side.all():
-            yield side
+    total, rng = int(group.max()) + 1, np.random.default_rng(0)
+    if math.comb(total, count) * LEVEL > 2:
+        for _ in range(_EXCHANGES):
+            yield rng.permutation(total)[group] < count
 
 
 def chance(found: float, by_chance: list[float]) -> float:
@@ -211,15 +211,19 @@ def classifier_auc(
     note = "" if len(other) >= _ENOUGH else f"{len(other)} samples are a weak test"
     if not areas:
         return Figure("auc", "classifier AUC", {}, math.nan, 0.5, math.nan, "too few patches share no voxel")
-    p = min(1.0, len(chances) * min(chances))
+    known = [p for p in chances if math.isfinite(p)]
+    p = min(1.0, len(known) * min(known)) if known else math.nan
     return Figure("auc", "classifier AUC", {}, float(np.mean(areas)), 0.5, p, note)
 
 
 def _wide(patches: PatchSet) -> Ints:
-    """Groups twice as wide: scores of patches that overlap across the border of two groups are alike, too."""
+    """Wider groups, as patches that overlap across the border of two have like scores, too.
+
+    Of equal sets that are cut from two volumes, 3 % are told apart with these, 8 % with those of twice a patch.
+    """
     if patches.places is None:
         return patches.groups
-    return cells(patches.places, [2 * size for size in patches.values.shape[1:]])
+    return cells(patches.places, [3 * size for size in patches.values.shape[1:]])
 
 
 def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:

@@ -46,7 +46,8 @@ def ray_workers(
     actors: list[Any] = []
     try:
         kind: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_RETRIES)(_Worker)
-        actors += [kind.remote(open_work) for _ in range(count)]
+        held = ray.put(open_work)  # Ray would drop the argument of an actor that has started, and not find it again
+        actors += [kind.remote(held) for _ in range(count)]
         yield lambda parts: _run(parts, actors, check)
     finally:
         for actor in actors:
