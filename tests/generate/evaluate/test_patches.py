@@ -107,7 +107,8 @@ def test_patches_cut_from_one_volume_are_at_the_floor_though_the_volume_has_one_
     drawn = write_array(tmp_path / "drawn.zarr", grained((32, 64, 96), 7))
     found = open_generated(drawn, PATCH, COUNT, None, 0)
     judgement = judged(source, found, AugmentConfig())
-    assert not [figure.name for figure in judgement.figures if figure.beyond is not False], verdict(judgement)
+    assert not [figure.name for figure in judgement.figures if figure.beyond], verdict(judgement)
+    assert [figure.name for figure in judgement.figures if figure.beyond is None] == ["classifier AUC"], "too few"
 
 
 def test_real_patches_are_mirrored_and_turned_each_its_own_way_and_saturate_as_generated_ones(tmp_path: Path) -> None:

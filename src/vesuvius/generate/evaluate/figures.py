@@ -208,12 +208,11 @@ def classifier_auc(
         ]
         areas.append(area_under_curve(*scores))
         chances.append(chance(areas[-1], by_chance))
+    area, known = float(np.mean(areas)) if areas else math.nan, [p for p in chances if math.isfinite(p)]
+    if not known:
+        return Figure("auc", "classifier AUC", {}, area, 0.5, math.nan, "too few patches share no voxel")
     note = "" if len(other) >= _ENOUGH else f"{len(other)} samples are a weak test"
-    if not areas:
-        return Figure("auc", "classifier AUC", {}, math.nan, 0.5, math.nan, "too few patches share no voxel")
-    known = [p for p in chances if math.isfinite(p)]
-    p = min(1.0, len(known) * min(known)) if known else math.nan
-    return Figure("auc", "classifier AUC", {}, float(np.mean(areas)), 0.5, p, note)
+    return Figure("auc", "classifier AUC", {}, area, 0.5, min(1.0, len(known) * min(known)), note)
 
 
 def _wide(patches: PatchSet) -> Ints:
