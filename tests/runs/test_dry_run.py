@@ -33,7 +33,7 @@ def test_the_dry_run_says_what_would_happen_and_writes_nothing(
     for fact in (
         "96x128x128 uint8",
         "validation",
-        "read amplification",
+        "bytes decoded per byte of patch",
         "M parameters",
         r"80.0 GiB of VRAM \(assumed, as this machine has no GPU; --vram-gib N",
         r"host RAM +[\d.]+ GiB at the peak, planned on this CPU",

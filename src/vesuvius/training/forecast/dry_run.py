@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import torch
 
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
-from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.runlog.units import format_duration, format_sizes, gib
-from vesuvius.stream.start.prepare import PreparedData
+from vesuvius.runlog.units import format_duration, gib
 from vesuvius.training.checkpoint.resume import checkpoint_to_resume
 from vesuvius.training.forecast.machine import reachable_flops_s
-from vesuvius.training.forecast.preflight import Preflight, doubts, preflight, too_few_tasks
+from vesuvius.training.forecast.preflight import Preflight, preflight
 from vesuvius.training.forecast.run_plan import plan_run
-from vesuvius.training.forecast.start_log import mixing_text, noise_text
+from vesuvius.training.forecast.start_log import data_lines
 from vesuvius.training.step.step import choose_device, resolve_amp
-from vesuvius.volumes.box import format_box
 
 _TIME_RANGE = (0.6, 2.5)  # of what its operations predict, for a step
 
@@ -47,7 +43,8 @@ def dry_run(
     training = config.training
     yield f"run        {checked.directory.path}, steps {_steps(config)}"
     yield from _resume_lines(config, checked, resume)
-    yield from _data_lines(config, checked)
+    world = 1 if asked == "auto" else asked
+    yield from data_lines(config, checked, world)
     yield (
         f"model      {checked.parameters / 1e6:.1f} M parameters, device {device}, "
         f"amp {resolve_amp(training.amp, device)}"
@@ -66,7 +63,7 @@ def dry_run(
         "one waits in host memory"
     )
 
-    warned = doubts(config, usable_cores(os.getpid())) + too_few_tasks(config, checked.data.plan, done)
+    warned = checked.doubts(config, world)
     if count * checked.checkpoint_bytes > checked.free_bytes:
         warned.append("the checkpoints will not fit on the disk: lower training.keep_last or raise training.keep_every")
     problems = plan.problems()
@@ -93,33 +90,6 @@ def _resume_lines(config: Config, preflight: Preflight, resume: bool) -> list[st
     lines = [f"resume     from {preflight.resumed.checkpoint}, step {preflight.resumed.step}{finished}"]
     lines += [f"changed    {line}" for line in preflight.resumed.drift]
     return lines + [f"WARN       accepted by --allow-drift: {line}" for line in preflight.resumed.accepted]
-
-
-def _data_lines(config: Config, preflight: Preflight) -> list[str]:
-    data, lines = preflight.data, []
-    for number, (volume, split, grey) in enumerate(
-        zip(data.volumes, data.splits, preflight.facts.greys.volumes, strict=True)
-    ):
-        validation = format_box(split.validation) if split.validation else "none"
-        lines += [
-            f"volume     {volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}, "
-            f"chunks {format_sizes(volume.chunk_zyx)}",
-            f"  split    training {format_box(split.train)}; validation {validation}",
-            f"  greys    {grey.low:g} becomes -1, {grey.high:g} becomes +1",
-            f"  regions  {_regions(data, number, 1 if config.training.ranks == 'auto' else config.training.ranks)}",
-        ]
-    return [
-        *lines,
-        f"plan       {data.plan.hash}, {mixing_text(data.job)}",
-        f"diffusion  {noise_text(config.diffusion, preflight.spectrum)}",
-    ]
-
-
-def _regions(data: PreparedData, number: int, ranks: int) -> str:
-    planned = data.plan.volumes[number]
-    largest = planned.cells.region_zyx(data.plan.patch_zyx)
-    amplification = data.plan.read_amplification(number, ranks)
-    return f"{planned.visits_per_pass} a pass, of up to {format_sizes(largest)}, read amplification {amplification:.2f}"
 
 
 def _time_line(config: Config, flops: int, steps: int, elsewhere: bool) -> str:

@@ -12,11 +12,12 @@ from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.network.unet import check_torch_version
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import StorageError
+from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.plan.plan import Plan
 from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
 from vesuvius.runlog.listeners.trackers import check_trackers
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
-from vesuvius.runlog.units import GIB
+from vesuvius.runlog.units import GIB, format_sizes
 from vesuvius.stream.options import (
     StreamOptions,
     check_cluster,
@@ -61,6 +62,29 @@ class Preflight:
         """Of the data: measured where a checkpoint does not hold it."""
         assert self.facts.spectrum is not None
         return self.facts.spectrum
+
+    def doubts(self, config: Config, world: int) -> list[str]:
+        """What is allowed and seldom meant, a line each, for `world` ranks."""
+        plan, step = self.data.plan, self.resumed.step if self.resumed else 0
+        found = doubts(config, usable_cores(os.getpid())) + too_few_tasks(config, plan, step)
+        for number, (volume, planned) in enumerate(zip(self.data.volumes, plan.volumes, strict=True)):
+            amplification = plan.read_amplification(number, world)
+            # A small volume is in the page cache soon, and has small regions so that there are enough to mix.
+            small = planned.visits_per_pass < 4 * plan.regions_in_flight
+            if amplification > 1 and not small and not plan.independent:
+                found.append(
+                    f"{amplification:.2f} bytes are decoded per byte of patch of {volume.name}, in chunks of "
+                    f"{format_sizes(volume.chunk_zyx)}, each read by {plan.reads_per_region(world):.1f} ranks; raise "
+                    f"data.patches_per_region (now {plan.patches_per_region}) in a new run, "
+                    + ("start 2, 4 or 8 ranks" if world > 1 else "or write the volume with smaller chunks")
+                )
+        if plan.repeats:
+            found.append(
+                "the volumes hold fewer patch positions than data.regions_in_flight="
+                f"{plan.regions_in_flight}: batches repeat patches; use larger volumes, a smaller data.patch_size or a "
+                "smaller data.validation.guard"
+            )
+        return found
 
 
 def for_other_ranks(checked: Preflight) -> Preflight:
@@ -195,11 +219,6 @@ def doubts(config: Config, cores: float) -> list[str]:
             f"training.workers {training.workers} readers share {cores:g} processors: each takes memory, and "
             f"together they read no faster than a few; set training.workers={math.ceil(cores)}, or at "
             f"most {math.floor(READERS_PER_CORE * cores)} for a remote store"
-        )
-    if training.keep_every and training.keep_every % training.save_every:
-        found.append(
-            f"training.keep_every {training.keep_every} is not a multiple of save_every {training.save_every}: only "
-            "checkpoints at multiples of both are sure to be kept"
         )
     if diffusion.prediction == "eps" and diffusion.sampler_clip is None:
         found.append(

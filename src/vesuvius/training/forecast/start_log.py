@@ -1,10 +1,9 @@
-"""What the log says before the first step: where the run continues from, on which volumes, and how far it is."""
+"""What is said before the first step, by a run and by its dry run: where it continues, on which volumes, how far."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 
 import torch
 from torch import nn
@@ -12,14 +11,14 @@ from torch import nn
 from vesuvius.config import Config, DiffusionConfig
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import EFFECTS
-from vesuvius.training.forecast.preflight import Preflight, doubts, too_few_tasks
+from vesuvius.training.forecast.preflight import Preflight
 from vesuvius.training.ranks.part import Part
 from vesuvius.training.step.step import AmpMode, parameter_count
+from vesuvius.volumes.box import format_box
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ _CHANGES_TRAINING = ("data.", "training.clip_norm", "training.weight_decay", "tr
 
 
 def log_start(config: Config, preflight: Preflight, world: int, lost: bool) -> None:
-    """The checkpoint, what has changed since, and the volumes, as `world` ranks read them.
+    """The checkpoint, what has changed since, and the data, as `world` ranks read them.
 
     `lost`: the run existed, so there should be a checkpoint.
     """
@@ -38,50 +37,44 @@ def log_start(config: Config, preflight: Preflight, world: int, lost: bool) -> N
         log.warning("no complete checkpoint in %s: starting at step 0", preflight.directory.checkpoints)
     if preflight.initial is not None:
         log.info("starting from the weights of %s", preflight.initial.source)
-    step = preflight.resumed.step if preflight.resumed else 0
-    for doubt in doubts(config, usable_cores(os.getpid())) + too_few_tasks(config, preflight.data.plan, step):
+    for doubt in preflight.doubts(config, world):
         log.warning("%s", doubt)
     if preflight.resumed is not None:
-        _log_drift(preflight)
-    data = preflight.data
-    for number, (volume, planned) in enumerate(zip(data.volumes, data.plan.volumes, strict=True)):
-        amplification = data.plan.read_amplification(number, world)
-        log.info(
-            "volume %s: %s %s, %d regions a pass, %.2f bytes decoded per byte of patch",
-            volume.name,
-            format_sizes(volume.shape_zyx),
-            volume.dtype,
-            planned.visits_per_pass,
-            amplification,
-        )
-        # A small volume is in the page cache soon, and has small regions so that there are enough to mix.
-        small = planned.visits_per_pass < 4 * data.plan.regions_in_flight
-        if amplification > 1 and not small and not data.plan.independent:
-            reads = data.plan.reads_per_region(world)
-            log.warning(
-                "%.2f bytes are decoded per byte of patch of %s, in chunks of %s%s; raise data.patches_per_region (now "
-                "%d) in a new run, %s",
-                amplification,
-                volume.name,
-                format_sizes(volume.chunk_zyx),
-                f" that {reads:.1f} of {world} ranks read" if reads > 1 else "",
-                data.plan.patches_per_region,
-                "or start 2, 4 or 8 ranks" if reads > 1 else "or write the volume with smaller chunks",
-            )
-    log.info("plan %s: %s", data.plan.hash, mixing_text(data.job))
-    if data.plan.repeats:
-        log.warning(
-            "the volumes hold fewer patch positions than data.regions_in_flight=%d: batches repeat patches; use larger "
-            "volumes, a smaller data.patch_size or a smaller data.validation.guard",
-            data.plan.regions_in_flight,
-        )
-    log.info("%s", noise_text(config.diffusion, preflight.spectrum))
-    if config.training.validate_every and not any(split.validation for split in data.splits):
+        for line in preflight.resumed.drift:
+            level = logging.WARNING if line.startswith(_CHANGES_TRAINING) else logging.INFO
+            log.log(level, "changed since the checkpoint: %s", line)
+        for line in preflight.resumed.accepted:
+            log.warning("accepted by --allow-drift, so the run is no longer one experiment: %s", line)
+    for line in data_lines(config, preflight, world):
+        log.info("%s", line)
+    if config.training.validate_every and not any(split.validation for split in preflight.data.splits):
         log.info("no validation: data.validation.fraction is 0")
 
 
-def mixing_text(job: ReaderJob) -> str:
-    """What a batch is drawn from.  Pure."""
+def data_lines(config: Config, preflight: Preflight, world: int) -> list[str]:
+    """Volumes, their split, grey values and regions, the plan and the noise, as `world` ranks read them."""
+    data, lines = preflight.data, []
+    facts = zip(data.volumes, data.splits, preflight.facts.greys.volumes, data.plan.volumes, strict=True)
+    for number, (volume, split, grey, planned) in enumerate(facts):
+        lines += [
+            f"volume     {volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}, "
+            f"chunks {format_sizes(volume.chunk_zyx)}",
+            f"  split    training {format_box(split.train)}; validation "
+            + (format_box(split.validation) if split.validation else "none"),
+            f"  greys    {grey.low:g} becomes -1, {grey.high:g} becomes +1",
+            f"  regions  {planned.visits_per_pass} a pass, of up to "
+            f"{format_sizes(planned.cells.region_zyx(data.plan.patch_zyx))}, "
+            f"{data.plan.read_amplification(number, world):.2f} bytes decoded per byte of patch",
+        ]
+    return [
+        *lines,
+        f"plan       {data.plan.hash}, {_mixing_text(data.job)}",
+        f"diffusion  {noise_text(config.diffusion, preflight.spectrum)}",
+    ]
+
+
+def _mixing_text(job: ReaderJob) -> str:
+    """What a batch is drawn from."""
     plan = job.plan
     if plan.independent:
         return "every patch is drawn independently and read by itself (data.order=independent)"
@@ -94,7 +87,7 @@ def mixing_text(job: ReaderJob) -> str:
 def noise_text(config: DiffusionConfig, spectrum: Spectrum) -> str:
     """Which noise levels are trained, and what of the data they follow from.  Pure."""
     schedule = Schedule.from_config(config, spectrum)
-    least, most = (math.sqrt(1 / ab - 1) if ab else math.inf for ab in schedule.alpha_bar_64[[0, -1]])
+    least, most = (math.sqrt(1 / alpha_bar - 1) for alpha_bar in schedule.alpha_bar_64[[0, -1]])
     spread = f"standard deviation {spectrum.std:.3g}, largest amplitude of a frequency {math.sqrt(spectrum.peak):.3g}"
     if not spectrum.peak:
         spread = "constant in all patches measured, which leaves nothing to learn"
@@ -104,24 +97,10 @@ def noise_text(config: DiffusionConfig, spectrum: Spectrum) -> str:
     )
 
 
-def _log_drift(preflight: Preflight) -> None:
-    assert preflight.resumed is not None
-    for line in preflight.resumed.drift:
-        level = logging.WARNING if line.startswith(_CHANGES_TRAINING) else logging.INFO
-        log.log(level, "changed since the checkpoint: %s", line)
-    for line in preflight.resumed.accepted:
-        log.warning("accepted by --allow-drift, so the run is no longer one experiment: %s", line)
-
-
 def log_network(config: Config, network: nn.Module, device: torch.device, amp: AmpMode) -> None:
     """Size of the network and how it is computed."""
-    log.info(
-        "model %.1f M parameters, device %s, amp %s, global batch %d",
-        parameter_count(network) / 1e6,
-        device,
-        amp,
-        config.global_batch,
-    )
+    size, batch = parameter_count(network) / 1e6, config.global_batch
+    log.info("model %.1f M parameters, device %s, amp %s, global batch %d", size, device, amp, batch)
 
 
 def log_ranks(config: Config, part: Part) -> None:
