@@ -56,12 +56,11 @@ class NetworkEstimate:
         the other predictions.
         """
         scale = self._config.sampler_guidance
-        if scale == 1:
-            return self._evaluated(x, level, self._condition)
-        without = self._evaluated(x, level, self._condition.left_out())
-        if scale == 0:
+        without = None if scale == 1 else self._evaluated(x, level, self._condition.left_out())
+        if without is not None and scale == 0:
             return without
-        return without + scale * (self._evaluated(x, level, self._condition) - without)
+        shown = self._evaluated(x, level, self._condition)
+        return shown if without is None else without + scale * (shown - without)
 
     def _evaluated(self, x: Tensor, level: NoiseLevel, condition: Condition) -> Tensor:
         self.evaluations += 1

@@ -57,8 +57,9 @@ def trailing_timesteps(timesteps: int, steps: int) -> npt.NDArray[np.int64]:
 
 def trailing_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
     """Return steps + 1 levels in float64: those of `trailing_timesteps`, then `CLEAN`.  Raises as it does.  Pure."""
-    times = trailing_timesteps(schedule.timesteps, steps)
-    return (*(_level(int(t), float(schedule.alpha_bar_64[t])) for t in times), CLEAN)
+    table = schedule.alpha_bar_64
+    times = trailing_timesteps(schedule.timesteps, steps).tolist()
+    return (*(NoiseLevel(t, math.sqrt(table[t]), math.sqrt(1 - table[t])) for t in times), CLEAN)
 
 
 def rho_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
@@ -94,7 +95,3 @@ def _check_steps(timesteps: int, steps: int) -> None:
         raise ConfigError(
             f"sampler_steps must be between 1 and timesteps; got {steps} of {timesteps}; change diffusion.sampler_steps"
         )
-
-
-def _level(t: int, alpha_bar: float) -> NoiseLevel:
-    return NoiseLevel(t, math.sqrt(alpha_bar), math.sqrt(1 - alpha_bar))

@@ -129,8 +129,7 @@ def test_activations_are_those_that_a_real_forward_pass_saves_and_the_allocator_
     assert plan.activation_bytes + plan.weight_copy_bytes == pytest.approx(held, rel=0.01)
 
 
-@pytest.mark.sample(5)
-@few_cases
+@pytest.mark.parametrize("config", [CASES["default"], CASES["plain_checkpointed"]], ids=["default", "plain"])
 @kernels
 def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
     config = config.with_training(amp=amp, train_batch_size=4)  # activations outweigh what is there all the time

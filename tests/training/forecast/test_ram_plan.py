@@ -18,7 +18,7 @@ from vesuvius.stream.options import StreamOptions, store_ahead_bytes, store_byte
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast import ram_plan
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.ram_plan import RamPart, RamPlan, plan_ram, ram_limit, ram_warning
+from vesuvius.training.forecast.ram_plan import RamPart, RamPlan, plan_ram, ram_warning
 
 MIB = 2**20
 Plan = Callable[..., tuple[Config, PreparedData, RamPlan]]
@@ -161,15 +161,6 @@ def test_where_fewer_workers_do_not_help_the_warning_names_the_largest_part(
     assert f": {name} (9.00 GiB); {remedy}" in warning
     for word in ("killed", "oom", "out of memory"):  # those who search for kills are not to be alarmed
         assert word not in "\n".join([*large.lines(), warning]).lower()
-
-
-@pytest.mark.usefixtures("some_network")
-def test_the_limit_is_the_smallest_and_says_whose_it_is(planned: Plan) -> None:
-    smallest = ram_limit(planned("monitor.ram_limit_gib=0.0625")[0])
-    assert (smallest.limit_bytes, smallest.name) == (64 * MIB, "monitor.ram_limit_gib")
-    own = ram_limit(planned()[0])
-    assert own.limit_bytes > 64 * MIB
-    assert own.name != "monitor.ram_limit_gib"
 
 
 def test_ranks_of_one_machine_take_their_memory_each_and_one_copy_of_a_checkpoint(planned: Plan) -> None:

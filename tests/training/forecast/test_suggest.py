@@ -98,7 +98,7 @@ def test_a_small_or_slow_gpu_gets_a_smaller_network_on_full_patches(
     assert chosen.step_s <= 4
 
 
-@pytest.mark.parametrize("flops_s", [8e9, 20e9, 40e9, 100e9, 1e12, 5e12])
+@pytest.mark.parametrize("flops_s", [8e9, 40e9, 5e12])
 def test_a_cpu_gets_a_small_network_whose_step_takes_two_seconds_at_most(flops_s: float) -> None:
     chosen, config = suggested(volume(), replace(LAPTOP, flops_s=flops_s))
     assert chosen.network.parameters < 7e6
@@ -205,8 +205,8 @@ def pyramid(um: float | None, shape: Triple = SCROLL, levels: int = 6) -> Volume
     return replace(facts, levels=tuple(map(sized, facts.levels)), chosen=sized(facts.chosen))
 
 
-@pytest.mark.parametrize("um", [0.5, 2.4, 7.91, 20.0])
-@pytest.mark.parametrize("machine", [BOX, LAPTOP, replace(LAPTOP, flops_s=4e9)])
+@pytest.mark.parametrize("um", [2.4, 20.0])
+@pytest.mark.parametrize("machine", [BOX, replace(LAPTOP, flops_s=4e9)])
 def test_the_level_is_the_finest_whose_patch_shows_enough_of_a_sheet(um: float, machine: Machine) -> None:
     """At 2.4 micrometers a laptop's patch of 32 voxels is 77 wide, a quarter of what shows a sheet."""
     facts = pyramid(um)
@@ -235,12 +235,6 @@ def test_where_no_level_shows_enough_the_widest_is_taken_and_where_no_size_is_kn
     assert "a patch: voxel size unknown" in suggestion_text(pyramid(None), slow, chosen)
 
 
-@pytest.mark.parametrize("name", ["a.b", "true", "7", "-"])
-def test_names_and_paths_survive_as_text(name: str) -> None:
-    config = parse_config(suggestion_text(volume(), BOX, suggest(name, volume(), False, BOX, step_bytes)))
-    assert (config.name, config.data.volumes[0].path) == (name, "volumes/a b: c.zarr")
-
-
 @pytest.mark.parametrize(("facts", "machine"), [(volume(), BOX), (volume(present=40), LAPTOP)])
 def test_the_text_has_25_to_45_lines_with_reasons(facts: VolumeFacts, machine: Machine) -> None:
     chosen, _ = suggested(facts, machine)
@@ -250,8 +244,11 @@ def test_the_text_has_25_to_45_lines_with_reasons(facts: VolumeFacts, machine: M
     assert sum("#" in line for line in lines) >= 12
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("network", [FULL, HALF, SMALL, TINY], ids=lambda network: str(network.model.channels))
+@pytest.mark.parametrize(
+    "network",
+    [*(pytest.param(big, marks=pytest.mark.long) for big in (FULL, HALF)), SMALL, TINY],
+    ids=lambda network: str(network.model.channels),
+)
 def test_figures_of_the_networks_are_those_of_the_memory_plan(network: NetworkSize) -> None:
     config = module._config((16, 32, 32), network.model, 1)
     plan = plan_memory(config, amp="off")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -89,22 +87,6 @@ def test_batches_stay_what_they_are_when_the_ring_gets_larger_and_smaller_in_bet
         np.testing.assert_array_equal(copy.values[1].numpy(), batch.condition)
 
 
-def test_a_larger_ring_keeps_its_buffers_and_a_smaller_one_lets_go_of_the_others(job: ReaderJob) -> None:
-    ring = BatchRing(allocate, 4)
-    with opened(job, ring) as stream:
-        one_batch(stream, ring)
-        places = [buffer.ctypes.data for buffer in ring.buffers]
-        ring = exchange(stream, ring, 6, prefetch_factor=4)
-        assert [buffer.ctypes.data for buffer in ring.buffers[:4]] == places, "only what is new takes memory"
-        for _ in range(8):
-            one_batch(stream, ring)
-        parts = [weakref.ref(part) for slot in ring._slots for part in slot]
-        ring = exchange(stream, ring, 3, prefetch_factor=1)
-        one_batch(stream, ring)
-        gc.collect()
-        assert [part() is not None for part in parts] == [True] * 6 + [False] * 6
-
-
 def test_a_ring_that_cannot_be_had_leaves_stream_and_ring_as_they_were(job: ReaderJob) -> None:
     left = 5
 
@@ -144,15 +126,3 @@ def test_a_batch_that_lies_in_another_ring_is_an_error_and_not_the_voxels_of_ano
     ring, other = BatchRing(allocate, HELD + 2), BatchRing(allocate, HELD + 2)
     with opened(job, other) as stream, pytest.raises(VesuviusError, match="one of the 4 buffers"):
         one_batch(stream, ring)
-
-
-def test_a_ring_follows_the_stream_wherever_that_begins_to_fill_it(job: ReaderJob) -> None:
-    """The stream is the one that counts: here its ring is turned by one against that of the device."""
-    ring = BatchRing(allocate, HELD + 2)
-    turned = [[*buffers[1:], buffers[0]] for buffers in (ring.buffers, ring.condition_buffers)]
-    with PatchStream(job, OPTIONS, buffers=turned[0], condition_buffers=turned[1]) as stream:
-        copies = [one_batch(stream, ring) for _ in range(10)]
-        for copy in copies:
-            copy.synchronize()
-    for copy, batch in zip(copies, expected_batches(job, 10), strict=True):
-        np.testing.assert_array_equal(copy.values[0].numpy(), batch.patches)

@@ -26,30 +26,22 @@ on_each_device = pytest.mark.parametrize(
 
 # Low and high: all of a dtype, and little of it far from 0, where a rounding before low is subtracted loses the range.
 RANGES: list[tuple[str, float, float]] = [
-    ("bool", 0, 1),
     ("uint8", 0.5, 254.25),
     ("int8", -128, 127),
-    ("int16", -1024, 3071),
     ("int16", 32000, 32010),
-    ("uint16", 107.3, 60000.1),
     ("uint16", 65000, 65010),
     ("int32", -(2.0**31), 2.0**31 - 1),
-    ("int32", 2**30, 2**30 + 1000),
     ("int32", -(2**30) - 1000.75, -(2**30) + 0.25),
-    ("uint32", 0, 2**32 - 1),
     ("uint32", 2**32 - 2000, 2**32 - 1000),
     ("int64", -(2.0**63), 2.0**63),
-    ("int64", 2**30 + 0.5, 2**30 + 1000.5),
     ("int64", 2**53, 2**53 + 1000),
     ("int64", -(2**62), -(2**62) + 4096),
     ("uint64", 0, 2.0**64),
-    ("uint64", 2**32 - 500, 2**32 + 500),
     ("uint64", 2**63 - 4096, 2**63 + 4096),
     ("float16", -2.5, 1000.0),
     ("float32", -1e-3, 2e-3),
     ("float32", 2.0**30, 2.0**30 + 1024),
     ("float64", 1e12, 1e12 + 0.125),
-    ("float64", -1e-30, 1e-30),
 ]
 
 
@@ -64,10 +56,8 @@ def voxels_in(dtype: str, low: float, high: float) -> NDArray[np.generic]:
 
 @on_each_device
 @pytest.mark.parametrize(("dtype", "low", "high"), RANGES)
-@pytest.mark.parametrize(("gain", "shift"), [(1.0, 0.0), (1.25, -0.5)])
-def test_model_values_are_exact_up_to_float32(
-    dtype: str, low: float, high: float, gain: float, shift: float, device: torch.device
-) -> None:
+def test_model_values_are_exact_up_to_float32(dtype: str, low: float, high: float, device: torch.device) -> None:
+    gain, shift = 1.25, -0.5
     stored = voxels_in(dtype, low, high)
     assert len(set(stored.tolist())) >= min(64, high - low) / 4 or dtype.startswith("float"), "the range is covered"
     expected = [

@@ -21,16 +21,13 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import ResumePoint, restore
-from vesuvius.training.step import step as step_module
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.outcome import StepOutcome, StepResult
 from vesuvius.training.step.step import (
     TrainStep,
     choose_kernels,
-    holds_trials,
     learning_rate,
     make_optimizer,
-    resolve_amp,
 )
 
 CPU = torch.device("cpu")
@@ -93,7 +90,7 @@ def weights(step: TrainStep) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in step.network.named_parameters()}
 
 
-@pytest.mark.parametrize("split", [(4, 2), (2, 4), (1, 8)])
+@pytest.mark.parametrize("split", [(2, 4), (1, 8)])
 def test_accumulation_equals_one_large_batch(split: tuple[int, int]) -> None:
     large = make_config(train_batch_size=8, accumulate_steps=1, extra_ema_decays=(0.3, 0.99))
     small = make_config(train_batch_size=split[0], accumulate_steps=split[1], extra_ema_decays=(0.3, 0.99))
@@ -108,29 +105,28 @@ def test_accumulation_equals_one_large_batch(split: tuple[int, int]) -> None:
         assert [float(average.updates) for average in step.averages.values()] == [5, 5, 5]
 
 
-@pytest.mark.parametrize("conditional", [pytest.param(False, marks=pytest.mark.long), True])
-def test_any_split_into_ranks_and_micro_batches_trains_on_the_same_numbers(conditional: bool) -> None:
+def test_any_split_into_ranks_and_micro_batches_trains_on_the_same_numbers() -> None:
     # 1 rank x 4 micro-batches, 2 x 2 and 4 x 1 of 2 samples each.  A rank's micro-batches are slices of the global
     # batch; adding up the ranks' gradients is what their all-reduce does.
-    ends = [_train_ranks(ranks, 4 // ranks, conditional) for ranks in (1, 2, 4)]
+    ends = [_train_ranks(ranks, 4 // ranks) for ranks in (1, 2, 4)]
     for losses, parameters in ends[1:]:
-        # 1e-6: the same sums of gradients in another order, passed through 8 steps of AdamW.
+        # 1e-6: the same sums of gradients in another order, passed through 4 steps of AdamW.
         np.testing.assert_allclose(losses, ends[0][0], rtol=0, atol=1e-6)
         for name, parameter in parameters.items():
             torch.testing.assert_close(parameter, ends[0][1][name], rtol=0, atol=1e-6, msg=name)
 
 
-def _train_ranks(ranks: int, accumulate: int, conditional: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """8 steps; their losses and the weights behind them."""
-    per_rank = make_config(train_batch_size=2, accumulate_steps=4, lr=1e-4, conditional=conditional)
+def _train_ranks(ranks: int, accumulate: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """4 steps; their losses and the weights behind them."""
+    per_rank = make_config(train_batch_size=2, accumulate_steps=4, lr=1e-4, conditional=True)
     steps = [make_step(per_rank) for _ in range(ranks)]
     losses = []
-    for number in range(8):
+    for number in range(4):
         t = stratified_timesteps(0, number, 8, 1000)
         for place in range(0, 8, 2):
             indices = np.arange(place, place + 2) + 8 * number
             x_0 = torch.tanh(sample_noise(1, indices, (1, 8, 16, 16)))
-            condition = Condition(torch.sign(x_0.repeat(1, 2, 1, 1, 1)), None) if conditional else NO_CONDITION
+            condition = Condition(torch.sign(x_0.repeat(1, 2, 1, 1, 1)), None)
             steps[place // (2 * accumulate)].accumulate(x_0, indices, t[place : place + 2], condition)
         _all_reduce(steps)
         results = [step.apply(1e-4).read() for step in steps]
@@ -171,7 +167,7 @@ def test_a_dropped_condition_has_no_influence_and_a_kept_one_has() -> None:
     assert loss(other) != loss(shown)
 
 
-@pytest.mark.parametrize("name", ["raw", "ema", "ema_0.2"])
+@pytest.mark.parametrize("name", ["raw", "ema_0.2"])
 def test_a_denoiser_predicts_with_the_weights_of_its_name_and_the_condition(name: str) -> None:
     config = make_config(train_batch_size=2, conditional=True, extra_ema_decays=(0.2,))
     step = make_step(config)
@@ -200,8 +196,7 @@ def test_autocast_trains_close_to_float32(amp: str) -> None:
     assert all(p.dtype == torch.float32 for p in reduced.network.parameters())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize(("amp", "optimizer"), [("off", "adamw"), ("fp16", "adamw"), ("bf16", "muon")])
 def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str, optimizer: str) -> None:
     config = make_config(train_batch_size=4, amp=amp, extra_ema_decays=(0.5,), optimizer=optimizer)
     step = make_step(config)
@@ -219,9 +214,8 @@ def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str, o
     assert math.isfinite(train(step, config, steps=1)[0]), "and the next step is clean"
 
 
-@pytest.mark.parametrize("amp", ["off", "bf16"])
-def test_a_gradient_that_is_not_finite_is_not_applied_though_the_loss_is(amp: str) -> None:
-    step = make_step(make_config(train_batch_size=4, amp=amp))
+def test_a_gradient_that_is_not_finite_is_not_applied_though_the_loss_is() -> None:
+    step = make_step(make_config(train_batch_size=4))
     good_step(step)
     before = weights(step)
     hook = next(step.network.parameters()).register_hook(lambda gradient: gradient + math.inf)
@@ -231,21 +225,6 @@ def test_a_gradient_that_is_not_finite_is_not_applied_though_the_loss_is(amp: st
     assert not result.finite
     assert not result.applied
     assert result.nonfinite_in_a_row == 1
-    for name, weight in weights(step).items():
-        assert torch.equal(weight, before[name])
-
-
-def test_an_fp16_overflow_is_skipped_counted_and_lowers_the_scale() -> None:
-    config = make_config(train_batch_size=4, amp="fp16")
-    step = make_step(config)
-    train(step, config, steps=1)
-    step.scaler.update(2.0**40)  # gradients of this scale exceed fp16
-    before = weights(step)
-    result = good_step(step)
-    assert result.overflowed
-    assert not result.finite
-    assert result.scale == 2.0**40
-    assert step.scaler.get_scale() == 2.0**39
     for name, weight in weights(step).items():
         assert torch.equal(weight, before[name])
 
@@ -269,7 +248,10 @@ def test_an_fp16_overflow_neither_counts_as_a_bad_step_nor_ends_a_row_of_them() 
     step = make_step(config)
     outcomes = [good_step(step), bad_step(step)]
     step.scaler.update(2.0**40)  # gradients of this scale exceed fp16
+    before = weights(step)
     outcomes.append(good_step(step))
+    assert (outcomes[-1].scale, step.scaler.get_scale()) == (2.0**40, 2.0**39), "skipped, and the scale is halved"
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(step).items())
     step.scaler.update(1024.0)
     outcomes += [bad_step(step), good_step(step)]
     assert [outcome.overflowed for outcome in outcomes] == [False, False, True, False, False]
@@ -277,7 +259,7 @@ def test_an_fp16_overflow_neither_counts_as_a_bad_step_nor_ends_a_row_of_them() 
     assert [outcome.applied for outcome in outcomes] == [True, False, False, False, False]
 
 
-@pytest.mark.parametrize("split", [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("split", [(4, 1), (2, 2)])
 def test_the_losses_of_the_samples_come_in_the_order_of_the_global_batch(split: tuple[int, int]) -> None:
     config = make_config(train_batch_size=split[0], accumulate_steps=split[1])
     step = make_step(config)
@@ -315,18 +297,13 @@ def test_the_learning_rate_warms_up_in_steps_and_falls_to_zero_at_the_horizon() 
     assert learning_rate(99, constant) == 1.0
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 10])
+@pytest.mark.parametrize("warmup", [0, 10])
 def test_the_inverse_square_root_halves_the_rate_over_four_times_the_steps(warmup: int) -> None:
     config = make_config(lr=1.0, warmup_steps=warmup, lr_schedule="inverse_sqrt").training
     peak = max(warmup, 1)
     assert learning_rate(peak - 1, config) == 1.0, "it meets the end of the warm-up"
     assert learning_rate(4 * peak - 1, config) == pytest.approx(0.5)
     assert learning_rate(100 * peak - 1, config) == pytest.approx(0.1), "also beyond the horizon"
-
-
-def test_max_steps_does_not_move_the_schedule() -> None:
-    config = make_config(lr=1.0).training
-    assert learning_rate(50, config.model_copy(update={"max_steps": 60})) == learning_rate(50, config)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -389,11 +366,6 @@ def test_muon_takes_the_kernels_but_for_the_one_with_a_single_output() -> None:
     assert {p.ndim for p in others["params"]} == {2, 5}
 
 
-def test_auto_precision_is_off_on_a_cpu() -> None:
-    assert resolve_amp("auto", CPU) == "off"
-    assert resolve_amp("bf16", CPU) == "bf16"
-
-
 @pytest.mark.long  # compiling takes a minute
 def test_a_compiled_network_trains_alike() -> None:
     config = make_config(train_batch_size=2, compile=True)
@@ -405,20 +377,8 @@ def test_a_compiled_network_trains_alike() -> None:
     )
 
 
-def test_a_run_may_turn_to_fp16_and_back() -> None:
-    plain, half = make_config(train_batch_size=2), make_config(train_batch_size=2, amp="fp16")
-    first = make_step(plain)
-    train(first, plain, steps=2)
-    second = make_step(half)
-    second.load_state_dict(first.state_dict())
-    train(second, half, steps=2)
-    third = make_step(plain)
-    third.load_state_dict(second.state_dict())
-    assert math.isfinite(train(third, plain, steps=1)[0])
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_a_run_may_turn_to_channels_last_and_back(channels_last: bool) -> None:
+def test_a_run_may_turn_to_channels_last() -> None:
+    channels_last = True
     configs = [make_config(train_batch_size=2, channels_last=last) for last in (channels_last, not channels_last)]
     straight, first = make_step(configs[0]), make_step(configs[0])
     train(straight, configs[0], steps=4)
@@ -457,32 +417,6 @@ def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(amp: str, optimizer: st
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert all(result.read().finite for result in results)
-
-
-@pytest.mark.parametrize("holds", [True, False])
-def test_memory_of_cudnns_trials_is_given_back_once_behind_the_first_step(
-    holds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(step_module, "holds_trials", lambda device, config: holds)
-    step = make_step(make_config(train_batch_size=2, accumulate_steps=2))
-    monkeypatch.setattr(
-        torch.cuda, "empty_cache", lambda: calls.append(step.optimizer.state[_first(step)]["step"].item())
-    )
-    train(step, make_config(train_batch_size=2, accumulate_steps=2), steps=3)
-    assert calls == ([1] if holds else []), "the optimizer had made its first step"
-
-
-def _first(step: TrainStep) -> torch.Tensor:
-    return next(iter(step.network.parameters()))
-
-
-def test_only_cuda_with_cudnns_benchmark_leaves_trials_behind() -> None:
-    cuda = torch.device("cuda")
-    assert holds_trials(cuda, make_config().training)
-    assert not holds_trials(CPU, make_config().training)
-    assert not holds_trials(cuda, make_config(cudnn_benchmark=False).training)
-    assert not holds_trials(cuda, make_config(deterministic=True).training)
 
 
 def test_a_cpu_computes_with_as_many_threads_as_asked_for_and_else_with_as_many_as_before() -> None:

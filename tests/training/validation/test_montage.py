@@ -34,19 +34,6 @@ def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
     assert (picture == PAPER).sum() == picture.size - across_z.size - across_y.size - across_x.size, "nothing elsewhere"
 
 
-def test_a_patch_of_air_is_seen_on_its_paper() -> None:
-    picture = np.asarray(draw_grid([MontageCell("1", orthogonal_slices(np.full((4, 8, 8), -1.0), 12))], "t"))
-    assert (picture == 0).sum() == 12 * 12 * (8 * 8 + 2 * 4 * 8)
-    assert (picture == PAPER).sum() > GAP * 12 * 8
-
-
-def test_the_slice_across_x_lies_beside_its_rows() -> None:
-    patch = np.full((2, 3, 4), -1.0)
-    patch[1, 2, 2] = 1.0
-    picture = orthogonal_slices(patch, 1)
-    assert np.argwhere(picture == 255).tolist() == [[2, 2], [2, 4 + GAP + 1]]
-
-
 @pytest.mark.parametrize(
     ("shape", "factor"), [((8, 16, 16), 6), ((72, 136, 136), 1), ((96, 96, 96), 1), ((4, 95, 4), 2)]
 )
@@ -65,14 +52,8 @@ def test_a_grid_shows_every_cell_once_and_is_no_ribbon(count: int) -> None:
     assert 0.3 < (height - HEADING) / width < 2
 
 
-def test_a_grid_leaves_no_place_empty_where_another_number_of_columns_near_fills_it() -> None:
-    cells = [MontageCell(str(number), np.full((100, 120), 100, np.uint8)) for number in range(64)]
-    height, width = np.asarray(draw_grid(cells, "t")).shape
-    assert (height - HEADING) // (100 + HEADING) * (width // (120 + 3 * GAP)) == 64
-
-
 @pytest.mark.parametrize("letter", ["W", "i"])
-@pytest.mark.parametrize("columns", range(3, 13))
+@pytest.mark.parametrize("columns", [3, 7, 12])
 def test_no_text_is_cut_or_runs_into_the_next_at_any_width(columns: int, letter: str) -> None:
     """`W` is the widest letter: room by the count of letters would cut it off."""
     title, caption = 60 * letter, 20 * letter

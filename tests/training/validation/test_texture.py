@@ -31,7 +31,7 @@ def noise(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
     return np.random.default_rng(seed).normal(0, 0.3, shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("shape", [(8, 16, 16), (9, 15, 13), (16, 8, 12)])
+@pytest.mark.parametrize("shape", [(8, 16, 16), (9, 15, 13)])
 def test_white_noise_has_its_variance_at_every_frequency(shape: Shape) -> None:
     powers = np.array([radial_power(patch) for patch in noise((1000, *shape))])
     standard_error = powers.std(0) / math.sqrt(len(powers))
@@ -40,7 +40,7 @@ def test_white_noise_has_its_variance_at_every_frequency(shape: Shape) -> None:
     assert (np.abs(powers.mean(0) - 0.3**2) < 5 * standard_error + with_the_mean).all()
 
 
-@pytest.mark.parametrize("shape", [(8, 16, 16), (72, 136, 136), (9, 15, 13)])
+@pytest.mark.parametrize("shape", [(8, 16, 16), (9, 15, 13)])
 def test_frequencies_rise_from_the_third_lowest_of_the_longest_axis_to_a_half(shape: Shape) -> None:
     frequency = shell_frequencies(shape)
     assert frequency[0] == 2 / max(shape)
@@ -48,7 +48,7 @@ def test_frequencies_rise_from_the_third_lowest_of_the_longest_axis_to_a_half(sh
     assert radial_power(noise(shape)).shape == frequency.shape
 
 
-@pytest.mark.parametrize("wave", [(0.25, 0, 0), (0, 0.25, 0), (0, 0, 0.25), (0.125, 0.25, -0.25), (0, 0.3, 0.4)])
+@pytest.mark.parametrize("wave", [(0.25, 0, 0), (0.125, 0.25, -0.25), (0, 0.3, 0.4)])
 def test_a_sinusoid_peaks_at_its_frequency_whichever_way_it_runs(wave: tuple[float, float, float]) -> None:
     shape = (16, 32, 24)
     phase = sum(f * axis for f, axis in zip(wave, np.indices(shape), strict=True))
@@ -57,22 +57,10 @@ def test_a_sinusoid_peaks_at_its_frequency_whichever_way_it_runs(wave: tuple[flo
     assert abs(shell_frequencies(shape)[power.argmax()] - math.hypot(*wave)) <= 0.5 / 32 + 1e-12
 
 
-def test_twice_the_amplitude_is_four_times_the_power() -> None:
-    patch = noise((8, 16, 16))
-    assert np.array_equal(radial_power(2 * patch), 4 * radial_power(patch))
-
-
 def test_a_brighter_patch_has_the_same_spectrum() -> None:
     patch = noise((8, 16, 12)).astype(np.float64)
     # 1e-9: rounding in float64 at a level 3000 times the noise's.
     assert np.allclose(radial_power(patch + 1000), radial_power(patch), rtol=1e-9)
-
-
-def test_the_order_of_the_axes_does_not_matter() -> None:
-    patch = noise((9, 16, 12)).astype(np.float64)
-    for order in ((1, 2, 0), (2, 0, 1), (0, 2, 1)):
-        # 1e-9: rounding; of the last axis only half the frequencies are computed.
-        assert np.allclose(radial_power(patch.transpose(order)), radial_power(patch), rtol=1e-9)
 
 
 def test_flat_and_cubic_patches_of_one_texture_agree() -> None:
@@ -80,7 +68,7 @@ def test_flat_and_cubic_patches_of_one_texture_agree() -> None:
     radius = np.sqrt(sum(f**2 for f in np.meshgrid(*[np.fft.fftfreq(size)] * 3, indexing="ij")))
     truth = 1 / (1 + (shell_frequencies((32, 32, 32)) / 0.2) ** 2)
     field = np.fft.ifftn(np.fft.fftn(noise((size,) * 3)) / np.sqrt(1 + (radius / 0.2) ** 2)).real / 0.3
-    for z, y, x in ((32, 32, 32), (16, 32, 32), (32, 12, 32)):
+    for z, y, x in ((32, 32, 32), (32, 12, 32)):
         starts = np.ndindex(size // z, size // y, size // x)
         powers = [radial_power(field[i * z :, j * y :, k * x :][:z, :y, :x]) for i, j, k in starts]
         ratio = np.mean(powers, axis=0) / truth
@@ -98,7 +86,7 @@ def test_a_histogram_sums_to_1_with_what_lies_outside_in_the_end_bins() -> None:
     assert histogram[48] == 80 / 128
 
 
-@pytest.mark.parametrize("shift", [0.02, 0.3, -0.7])
+@pytest.mark.parametrize("shift", [0.02, -0.7])
 def test_greys_that_are_shifted_are_that_far_apart(shift: float) -> None:
     patches = noise((3, 8, 16, 16)).clip(-0.7, 0.7)
     assert (
@@ -107,26 +95,11 @@ def test_greys_that_are_shifted_are_that_far_apart(shift: float) -> None:
     )
 
 
-def test_a_texture_is_no_distance_from_itself_and_as_far_from_another_as_that_from_it() -> None:
-    one, other = measure_texture(noise((3, 8, 16, 16))), measure_texture(noise((3, 8, 16, 16), seed=1))
-    assert histogram_distance(one, one) == spectrum_distance_db(one, one) == 0
-    assert histogram_distance(one, other) == histogram_distance(other, one) > 0
-    assert math.isclose(spectrum_distance_db(one, other), spectrum_distance_db(other, one))
-    assert spectrum_distance_db(one, other) > 0
-
-
 def test_twice_the_amplitude_is_6_decibels_away() -> None:
     patches = noise((3, 8, 16, 16))
     assert math.isclose(
         spectrum_distance_db(measure_texture(2 * patches), measure_texture(patches)), 20 * math.log10(2)
     )
-
-
-def test_means_are_over_patches() -> None:
-    patches = noise((2, 8, 16, 16)) * np.array([1, 3], np.float32).reshape(2, 1, 1, 1)
-    both, (first, second) = measure_texture(patches), (measure_texture(patch[None]) for patch in patches)
-    assert np.allclose(both.power, (first.power + second.power) / 2)
-    assert np.allclose(both.histogram, (first.histogram + second.histogram) / 2)
 
 
 @pytest.mark.filterwarnings("error")
@@ -144,19 +117,13 @@ def test_values_that_are_not_finite_are_counted_and_kept_out_of_the_curves() -> 
     assert nothing.power.shape == nothing.frequency.shape
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_spectrum_without_power_is_infinitely_far_away() -> None:
-    empty, real = measure_texture(np.zeros((1, 8, 16, 16), np.float32)), measure_texture(noise((1, 8, 16, 16)))
-    assert spectrum_distance_db(empty, real) == math.inf
-
-
 def waves(shape: tuple[int, int, int], *directions: tuple[float, float, float]) -> np.ndarray[Any, Any]:
     """The sum of plane waves with these wave vectors, in cycles per voxel."""
     z, y, x = np.indices(shape)
     return np.sum([np.sin(2 * np.pi * (a * z + b * y + c * x)) for a, b, c in directions], axis=0)
 
 
-@pytest.mark.parametrize("direction", [(0.1, 0, 0), (0, 0.1, 0), (0, 0, 0.1), (0.06, 0.05, 0.06)])
+@pytest.mark.parametrize("direction", [(0.1, 0, 0), (0.06, 0.05, 0.06)])
 def test_sheets_are_planar_whichever_way_they_lie(direction: tuple[float, float, float]) -> None:
     assert planarity(waves((16, 32, 32), direction)) > 0.95
 
@@ -171,13 +138,6 @@ def test_fibres_grains_and_noise_are_not_planar() -> None:
     assert noise < 0.5
     assert max(fibres, grains) < 0.7
     assert sheets > 0.95
-
-
-def test_planarity_does_not_depend_on_contrast_brightness_or_the_order_of_axes() -> None:
-    patch = waves((12, 16, 20), (0.03, 0.1, 0)) + np.random.default_rng(0).standard_normal((12, 16, 20))
-    assert 0.6 < planarity(patch) < 0.95
-    assert planarity(7 - 3 * patch) == pytest.approx(planarity(patch))
-    assert planarity(patch.transpose(2, 0, 1)) == pytest.approx(planarity(patch))
 
 
 def test_planarity_of_patches_counts_each_place_by_its_contrast_and_of_none_is_unknown() -> None:

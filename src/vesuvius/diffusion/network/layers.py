@@ -55,20 +55,20 @@ def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
     return boxes.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, c, z * sz, y * sy, x_size * sx)
 
 
-class ZeroConv3d(nn.Conv3d):
+class _Zero(nn.Module):
+    """A layer whose weights begin at zero."""
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+class ZeroConv3d(_Zero, nn.Conv3d):
     """A zero-initialised convolution; the branch that ends in it adds nothing at first."""
 
-    def reset_parameters(self) -> None:
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
 
-
-class ZeroLinear(nn.Linear):
+class ZeroLinear(_Zero, nn.Linear):
     """A zero-initialised linear layer."""
-
-    def reset_parameters(self) -> None:
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
 
 
 class NormSiLU(nn.Module):

@@ -53,16 +53,17 @@ def is_gpu_memory_error(error: BaseException, share: Callable[[], float] = used_
 def gpu_memory_error(
     config: Config, device: torch.device, error: BaseException, saved_step: int | None, vram: Vram | None = None
 ) -> GpuMemoryError:
-    """The error to end a run with: rule, value and remedy in its first line, the memory table below.
+    """The error to end a run with: what failed, value and remedy in its first line, the memory table below.
 
     Takes seconds, because the memory plan is asked.  Raises nothing.  `saved_step` is of the checkpoint that holds all
     finished steps, None where none could be saved.
     """
     use = (vram or Vram(device)).read(new_window=False)
     what_to_do = remedy(config, device, use)
+    wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))  # the rest of torch's text is in the table
     first = (
         f"a step must fit the GPU's memory; got train_batch_size {config.training.train_batch_size}: out of memory "
-        f"({_said(error)}); {what_to_do}"
+        f"({wanted[0] if wanted else one_line(error)}); {what_to_do}"
     )
     saved = "none could be saved now; --resume continues from the last one"
     if saved_step is not None:
@@ -86,37 +87,36 @@ def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
 
     Raises nothing.
     """
-    if use is None:
-        return _unknown(config, "the GPU's memory cannot be read")
-    # The plan's reserve holds CUDA's own share of what is not torch's.
-    usable_bytes = use.total_bytes - max(use.foreign_bytes - CONTEXT_BYTES, 0)
-    # A smaller batch accumulates: earlier gradients then live beside the activations.
-    accumulating = config.with_training(accumulate_steps=max(config.training.accumulate_steps, 2))
     try:
+        assert use is not None, "the GPU's memory cannot be read"
+        # The plan's reserve holds CUDA's own share of what is not torch's.
+        usable_bytes = use.total_bytes - max(use.foreign_bytes - CONTEXT_BYTES, 0)
+        # A smaller batch accumulates: earlier gradients then live beside the activations.
+        accumulating = config.with_training(accumulate_steps=max(config.training.accumulate_steps, 2))
         amp = resolve_amp(config.training.amp, device)
         need_bytes = plan_memory(config, amp=amp).vram_bytes
         fitting = largest_batch(accumulating, usable_bytes, amp)
     except Exception as problem:  # the error on its way out must not be hidden by that of its explanation
-        return _unknown(config, f"the memory plan has no answer: {one_line(problem)}")
+        return f"what would fit is unknown ({one_line(problem)}); {_go_on(config, None)}"
     planned = f"the memory plan needs {size_text(need_bytes)}"
-    if need_bytes <= usable_bytes:
-        return (
-            f"{planned} and should fit the {size_text(usable_bytes)} that other processes leave: fragments "
-            f"({_unused_text(use)} reserved without tensors), validation, or another process "
-            f"({size_text(use.foreign_bytes)} are not torch's) took the rest; continue with --resume and {_EXPANDABLE} "
-            f"in the environment, or {_go_on(config, fitting)}"
-        )
-    fit = f"{fitting} fit" if fitting else "not even one patch fits"
-    return f"{planned} of {size_text(usable_bytes)}, and {fit}: {_go_on(config, fitting)}"
+    if need_bytes > usable_bytes:
+        fit = f"{fitting} fit" if fitting else "not even one patch fits"
+        return f"{planned} of {size_text(usable_bytes)}, and {fit}: {_go_on(config, fitting)}"
+    return (
+        f"{planned} and should fit the {size_text(usable_bytes)} that other processes leave: fragments, validation or "
+        f"another process took the rest; continue with --resume and {_EXPANDABLE} in the environment, or "
+        f"{_go_on(config, fitting)}"
+    )
 
 
 def memory_table(use: VramUse | None) -> list[str]:
     """Who held the GPU's memory, a line each.  Pure."""
     if use is None:
         return ["memory: unknown, no GPU reports it"]
+    unused = size_text(max(use.reserved_bytes - use.allocated_bytes, 0))
     rows = {
         "allocated": f"{size_text(use.allocated_bytes)} in tensors",
-        "reserved": f"{size_text(use.reserved_bytes)} held by torch, of which {_unused_text(use)} without tensors",
+        "reserved": f"{size_text(use.reserved_bytes)} held by torch, of which {unused} without tensors",
         "peak": f"{size_text(use.peak_bytes)} allocated at the peak since the monitor's last sample",
         "others": f"{size_text(use.foreign_bytes)} held by CUDA itself and by other processes",
         "free": f"{size_text(use.free_bytes)} of {size_text(use.total_bytes)}",
@@ -125,24 +125,9 @@ def memory_table(use: VramUse | None) -> list[str]:
     return [f"  {name:9}  {text}" for name, text in rows.items()]
 
 
-def _said(error: BaseException) -> str:
-    """What torch wanted; the rest of its text is in the table."""
-    text = str(error)
-    wanted = re.search(r"Tried to allocate [\d.]+ \w+", text)
-    return wanted[0] if wanted else one_line(text)
-
-
-def _unknown(config: Config, reason: str) -> str:
-    return f"what would fit is unknown ({reason}); {_go_on(config, None)}"
-
-
 def _go_on(config: Config, fitting: int | None) -> str:
     smaller = smaller_batch(config, fitting)
     if smaller is None:
         return leaner(config)
     overrides = f"training.train_batch_size={smaller[0]} training.accumulate_steps={smaller[1]}"
     return f"continue with --resume {overrides}, which keeps the effective batch"
-
-
-def _unused_text(use: VramUse) -> str:
-    return size_text(max(use.reserved_bytes - use.allocated_bytes, 0))

@@ -74,7 +74,6 @@ class TrainStep:
         self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
         self.updating = False
         self.timed: Timed = untimed
-        self._holds_trials = holds_trials(device, config.training)
         self._loss = torch.zeros((), device=device)
         self._losses: list[Tensor] = []
         self._nonfinite_in_a_row = torch.zeros((), device=device)
@@ -126,11 +125,7 @@ class TrainStep:
                 self._losses = [self._sync.gather(self._losses)]
                 self._loss = self._losses[0].sum() / self._config.global_batch
         with self.timed("optimizer"):
-            result = self._apply(lr)
-        if self._holds_trials:
-            torch.cuda.empty_cache()  # waits for the step: once
-            self._holds_trials = False
-        return result
+            return self._apply(lr)
 
     def _apply(self, lr: float) -> StepResult:
         for group in self.optimizer.param_groups:
@@ -358,15 +353,6 @@ def choose_kernels(device: torch.device, config: TrainingConfig) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not
         torch.use_deterministic_algorithms(True)
-
-
-def holds_trials(device: torch.device, config: TrainingConfig) -> bool:
-    """Whether the first step leaves memory behind that no later one takes.  Pure.
-
-    cuDNN's benchmark tries kernels with whatever workspace is free; torch's allocator keeps the largest of them
-    reserved, where no other process, and with segments of fixed size often no tensor, can use it.
-    """
-    return device.type == "cuda" and config.cudnn_benchmark and not config.deterministic
 
 
 def parameter_count(network: nn.Module) -> int:

@@ -58,7 +58,7 @@ def draw_grid(cells: Sequence[MontageCell], title: str, columns: int | None = No
     """Cells of one size in rows of so many below a title; None = about as wide as high.  Pure."""
     height, width = cells[0].picture.shape
     height, width = height + HEADING, max(width, *(_text_width(cell.caption) for cell in cells)) + 3 * GAP
-    columns = columns or _columns(len(cells), height / width)
+    columns = columns or min(len(cells), math.ceil(math.sqrt(_WIDTH_TO_HEIGHT * len(cells) * height / width)))
     rows = -(-len(cells) // columns)
     image = Image.new("L", (max(columns * width, _text_width(title) + 2 * GAP), HEADING + rows * height), PAPER)
     draw = ImageDraw.Draw(image)
@@ -68,13 +68,6 @@ def draw_grid(cells: Sequence[MontageCell], title: str, columns: int | None = No
         draw.text((left + GAP, top + 2), cell.caption, fill=255)
         image.paste(Image.fromarray(cell.picture), (left, top + HEADING))
     return image
-
-
-def _columns(count: int, height_to_width: float) -> int:
-    """Near the grid of that shape, the number of columns that leaves the fewest places empty.  Pure."""
-    usual = min(count, math.ceil(math.sqrt(_WIDTH_TO_HEIGHT * count * height_to_width)))
-    near = range(math.ceil(0.75 * usual), min(count, math.floor(usual / 0.75)) + 1)
-    return min(near, key=lambda columns: (-count % columns, abs(columns - usual)))
 
 
 def _text_width(text: str) -> int:
