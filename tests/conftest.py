@@ -30,7 +30,7 @@ from tests.support.tiny import TINY_MODEL as TINY_MODEL
 from tests.support.tiny import TINY_TRAINING, tiny_sections
 from vesuvius.monitor.probes import files
 from vesuvius.runlog.logfile import _TerminalHandler
-from vesuvius.volume_tools import child_reads
+from vesuvius.volume_tools import verify
 
 # Before a test imports torch.  Tiny networks gain nothing by a second thread and lose much where other work runs
 # beside them: each layer then waits for the thread that has no core.
@@ -147,7 +147,7 @@ def real_system(monkeypatch: pytest.MonkeyPatch) -> None:
 def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What reads for `volume verify` is forked: a new process takes a second to import zarr."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child_reads, "multiprocessing", forked.STAND_IN)
+        patch.setattr(verify, "multiprocessing", forked.STAND_IN)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of fixtures; tests have their own
         yield
 

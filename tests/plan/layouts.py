@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from vesuvius.config import AugmentConfig, DataConfig, Triple, ValidationConfig, VolumeConfig
-from vesuvius.plan.foreground import ForegroundMap
+from vesuvius.plan.foreground import patch_sum
 from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.plan.split import split_volume
+from vesuvius.volumes.occupancy import ForegroundMap
 
 
 class Layout(NamedTuple):
@@ -64,7 +65,7 @@ def plan_of(layout: Layout, seed: int = 0, **more: Any) -> Plan:
 
 def patch_fraction(foreground: ForegroundMap, start_zyx: Triple, patch_zyx: Triple) -> float:
     """Foreground share, 0..1, of a patch: the mean over its voxels of their cell's fraction."""
-    return foreground.patch_sum(start_zyx, patch_zyx) / (255 * math.prod(patch_zyx))
+    return patch_sum(foreground, start_zyx, patch_zyx) / (255 * math.prod(patch_zyx))
 
 
 def chi_square_p(counts: Any, expected: Any) -> float:

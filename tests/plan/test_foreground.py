@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from tests.plan.layouts import patch_fraction
 from vesuvius.config import Triple
-from vesuvius.plan.foreground import ForegroundMap, QualifyingStarts, qualifying_starts
+from vesuvius.plan.foreground import QualifyingStarts, qualifying_starts
+from vesuvius.volumes.occupancy import ForegroundMap
 
 Voxels = np.ndarray[Any, Any]
 
@@ -223,7 +224,8 @@ def test_what_does_not_fit_is_refused() -> None:
 LARGE = """
 import resource
 import numpy as np
-from vesuvius.plan.foreground import ForegroundMap, qualifying_starts
+from vesuvius.plan.foreground import qualifying_starts
+from vesuvius.volumes.occupancy import ForegroundMap
 
 shape = (75784, 32693, 32693)
 fraction = np.zeros((593, 256, 256), np.uint8)

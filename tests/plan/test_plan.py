@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from tests.plan.layouts import LAYOUTS, Layout, chi_square_p, data_config, patch_fraction, plan_of, planned
 from vesuvius.config import AugmentConfig, DataConfig, Triple, ValidationConfig, VolumeConfig
 from vesuvius.errors import ConfigError
-from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.plan.make_plan import make_plan
 from vesuvius.plan.order import _dealt
 from vesuvius.plan.plan import Plan, differences
+from vesuvius.volumes.occupancy import ForegroundMap
 
 SMALL = Layout((96, 128, 128), (8, 16, 16), (32, 32, 32), options={"patches_per_region": 4})
 # 9 x 11 x 13 starts in cells of 4 x 8 x 4: ragged at all ends.

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 _FORK_SERVER = multiprocessing.get_context("forkserver")
-_FORK_SERVER.set_forkserver_preload(["vesuvius.volume_tools.child_reads", "tests.volumes.store.test_cache"])
+_FORK_SERVER.set_forkserver_preload(["vesuvius.volume_tools.verify", "tests.volumes.store.test_cache"])
 
 
 def process(target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> BaseProcess:
@@ -24,7 +24,10 @@ def _run(environment: dict[str, str], target: Callable[..., None], args: tuple[A
     target(*args)
 
 
-STAND_IN = SimpleNamespace(
-    get_context=lambda method: SimpleNamespace(Pipe=_FORK_SERVER.Pipe, Value=_FORK_SERVER.Value, Process=process)
-)
+class _Context(type(_FORK_SERVER)):  # type: ignore[misc]
+    def Process(self, target: Callable[..., None], args: tuple[Any, ...]) -> BaseProcess:  # noqa: N802
+        return process(target, args, daemon=False)
+
+
+STAND_IN = SimpleNamespace(get_context=lambda method: _Context())
 """For `multiprocessing` in code under test."""

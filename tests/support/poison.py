@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tests.conftest import write_array
 from tests.support import fork_server
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.volume_tools.child_reads import Reading
+from vesuvius.volume_tools.verify import Reading
 from vesuvius.volumes.decode import ChunkDecoder
 
 ROOT = Path(__file__).parents[2]

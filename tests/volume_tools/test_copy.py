@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given
-from hypothesis import strategies as st
 from numcodecs import Blosc
 
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
@@ -29,9 +27,8 @@ from tests.support.object_server import objects_of, serving
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
-from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import open_partial
-from vesuvius.volume_tools.pyramid import halve
+from vesuvius.volume_tools.pyramid import Pyramid, halve
 from vesuvius.volumes.volume import open_volume
 
 Voxels = np.ndarray[Any, Any]
@@ -67,10 +64,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("start", [(0, 16, 32), START], ids=["aligned", "amid chunks"])
-@pytest.mark.parametrize("dtype", ["uint8", ">u2", "float32"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "dtype", "start"),
+    [
+        ("v2", "uint8", START),
+        ("v2-dots-raw", ">u2", (0, 16, 32)),
+        ("v3", "float32", START),
+        ("v3-sharded", "uint8", START),
+    ],
+)
 def test_a_copy_equals_the_box_whatever_the_source(tmp_path: Path, layout: str, dtype: str, start: Triple) -> None:
     voxels = textured((96, 80, 96)).astype(dtype)
     source = write_array(tmp_path / "v.zarr", voxels, chunk=16, **LAYOUTS[layout])
@@ -289,9 +291,8 @@ def test_a_copy_that_was_ended_goes_on_and_equals_an_uninterrupted_one(
         done = fork_server.run(command, capture_output=True, text=True, check=True)
         twice = [path for path, count in chunks_fetched(server).items() if count > 1 and stored(served, path)]
         assert 0 < int(done.stdout.partition("; ")[2].split()[0]) < 125 + 27, "the second process found what was done"
-        # In flight at the kill: the region that was being written, and the two that were being fetched.
+        # In flight at the kill: the chunks that were being written, and those that were being fetched.
         assert len(twice) <= 3 * 4 * (1 if start[0] == 16 else 8)
-        assert max(chunks_fetched(server).values()) <= (2 if start[0] == 16 else 16), "absent chunks are asked for anew"
 
         command = copy_command(f"{server.url}/v.zarr", tmp_path / "whole" / "c.zarr", start)
         fork_server.run(command, capture_output=True, check=True)
@@ -311,7 +312,7 @@ def test_a_copy_that_is_interrupted_again_and_again_becomes_whole(tmp_path: Path
         with suppress(Interrupted):
             copy_box(request, StoreConfig(requests=1), interrupt_at_the_first_chunk)
         sessions += 1
-    assert sessions > 18 + 1 + 1, "each chunk of the finest level took one, each coarser level at least one"
+    assert sessions > 5, "chunks that are being written when one is reported are done as well"
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
     copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "whole" / "c.zarr", levels=3), QUICK)
     assert chunk_files(tmp_path / "c.zarr") == chunk_files(tmp_path / "whole" / "c.zarr")
@@ -332,8 +333,7 @@ def test_a_process_that_ends_just_before_or_after_the_rename_does_no_harm(
         copy_box(request, QUICK)
     assert not (tmp_path / "c.zarr").exists()
     monkeypatch.undo()
-    rmtree = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: rmtree(path) if path.name == "incoming" else end())
+    monkeypatch.setattr(shutil, "rmtree", end)
     with pytest.raises(Interrupted):
         copy_box(request, QUICK)
     monkeypatch.undo()
@@ -439,8 +439,8 @@ def test_an_unreadable_chunk_is_named_the_rest_is_copied_and_a_rerun_tries_it_ag
     server.set_faults([])
     server.reset()
     figures = copy_box(request, QUICK)
-    assert chunks_fetched(server) == {"/v.zarr/1/0/2": 1}, "neither what is stored nor what is air"
-    assert (figures.before, figures.written, figures.air, len(figures.failures)) == (26, 1 + 7, 1, 0)
+    assert chunks_fetched(server) == {"/v.zarr/1/0/2": 1, "/v.zarr/2/2/2": 1}, "what is not there, and air"
+    assert (figures.before, figures.written, figures.air, len(figures.failures)) == (25, 1 + 7, 2, 0)
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
 
 
@@ -487,9 +487,7 @@ def test_one_process_writes_a_copy(tmp_path: Path) -> None:
     copy_box(request, QUICK)
 
 
-def test_a_disk_that_is_too_small_is_refused_unless_a_sidecar_says_that_most_is_air(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_array(tmp_path / "v.zarr", textured((64, 64, 64)), chunk=16)
     usage = shutil._ntuple_diskusage(total=2**40, used=0, free=64**3 - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -499,14 +497,10 @@ def test_a_disk_that_is_too_small_is_refused_unless_a_sidecar_says_that_most_is_
             copy_box(CopyRequest(**request, out=tmp_path / "new" / "a.zarr"), QUICK)
         assert not (tmp_path / "new").exists()
     copy_box(CopyRequest(**request, out=tmp_path / "b.zarr", check_space=False), QUICK)
-    occupancy = np.ones((4, 4, 4), bool)
-    occupancy[0, 0, 0] = False
-    np.savez(source / ".chunk_occupancy.npz", occupancy=occupancy, signature=np.array("made by hand"))
-    copy_box(CopyRequest(**request, out=tmp_path / "c.zarr"), QUICK)
 
 
 def test_a_full_disk_ends_the_copy_with_6_and_nothing_is_torn(tmp_path: Path) -> None:
-    # No file may grow above 3000 bytes, as if the disk were full: air and copy.json can be written, chunks cannot.
+    # No file may grow above 3000 bytes, as if the disk were full: copy.json can be written, chunks cannot.
     source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
     command = [sys.executable, "-c", DOOR, "copy", str(source), str(tmp_path / "c.zarr")]
     limited = subprocess.run(
@@ -522,23 +516,19 @@ def test_a_full_disk_ends_the_copy_with_6_and_nothing_is_torn(tmp_path: Path) ->
     assert subprocess.run(command, capture_output=True).returncode == 0
 
 
-def test_what_a_killed_process_left_half_written_is_removed_and_done_again(tmp_path: Path) -> None:
-    plan = CopyPlan(((0, 0, 0), (32, 48, 64)), (16, 16, 16), 2, 1, 4)
-    arguments: Any = (tmp_path / "c.zarr", {}, plan, np.dtype("uint8"), 0.0)
+def test_what_a_killed_process_left_half_written_is_done_again_and_removed(tmp_path: Path) -> None:
+    arguments: Any = (tmp_path / "c.zarr", {}, Pyramid((32, 48, 64), (16, 16, 16), 1, 1), np.dtype("uint8"), 0.0)
     voxels = textured((16, 16, 16))
     with open_partial(*arguments) as target:
         assert target.write(0, (1, 2, 3), voxels) > 0
         assert target.write(0, (0, 0, 1), voxels * 0) == 0
-        assert target.write(1, (0, 1, 0), voxels * 0) == 0
     folder = tmp_path / "c.zarr.partial/volume.zarr/0/1/2"
-    torn = folder / ".0.4711.tmp"
-    torn.write_bytes(b"half of a chun")
-    air = tmp_path / "c.zarr.partial/air"
-    air.write_bytes(air.read_bytes()[: 2 * 3 * 4 + 3])  # it was being made
+    (folder / ".0.4711.tmp").write_bytes(b"half of a chun")
     with open_partial(*arguments) as target:
-        assert [tuple(map(tuple, np.argwhere(done))) for done in target.done] == [((0, 0, 1), (1, 2, 3)), ((0, 1, 0),)]
-    assert [path.name for path in folder.iterdir()] == ["3"]
-    assert air.stat().st_size == plan.chunk_count
+        assert [target.is_done(0, chunk) for chunk in ((1, 2, 3), (1, 2, 0), (0, 0, 1))] == [True, False, False]
+        target.finish_level(0)
+        target.publish({})
+    assert [path.name for path in (tmp_path / "c.zarr/0/1/2").iterdir()] == ["3"]
 
 
 def test_the_arguments_are_recorded_in_the_copy(tmp_path: Path) -> None:
@@ -547,27 +537,6 @@ def test_the_arguments_are_recorded_in_the_copy(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "c.zarr" / ".zattrs").read_text())["vesuvius_copy"]
     assert record["source"] == str(source)
     assert (record["start_zyx"], record["size_zyx"]) == ([1, 2, 3], [4, 5, 6])
-
-
-@given(
-    start=st.tuples(*[st.integers(0, 40)] * 3),
-    size=st.tuples(*[st.integers(1, 90)] * 3),
-    chunk=st.tuples(*[st.integers(11, 33)] * 3),
-    requests=st.integers(1, 20),
-)
-def test_regions_hold_every_chunk_once_and_never_more_than_are_asked_for_at_once(
-    start: Triple, size: Triple, chunk: Triple, requests: int
-) -> None:
-    z, y, x = (lo + n for lo, n in zip(start, size, strict=True))
-    plan = CopyPlan((start, (z, y, x)), chunk, 1, 1, requests)
-    regions = list(plan.regions())
-    assert sorted(chunk for region in regions for chunk in region) == list(np.ndindex(plan.counts[0]))
-    assert max(map(len, regions)) <= requests
-    total = 0
-    for region in regions:
-        lowest, highest = plan.box_of(0, region[0])[0], plan.box_of(0, region[-1])[1]
-        total += np.prod([hi - lo for lo, hi in zip(lowest, highest, strict=True)])
-    assert total == np.prod(size), "each region is the box from its first chunk to its last"
 
 
 @needs_scroll_data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.conftest import SCROLL_DATA, STORED_AIR, needs_scroll_data, textured, write_array
 from tests.support.chunk_server import ChunkServer
@@ -20,7 +17,7 @@ from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, Triple, Volume
 from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volume_tools import info as describe
-from vesuvius.volume_tools.info import VolumeFacts, codec_words, describe_volume, make_sidecar, uniform_facts
+from vesuvius.volume_tools.info import VolumeFacts, codec_words, describe_volume, make_sidecar
 from vesuvius.volumes.volume import open_volume
 
 PATCH = (8, 16, 16)
@@ -67,37 +64,16 @@ def test_a_level_that_cannot_be_opened_does_not_hide_the_others(tmp_path: Path) 
     assert "each level in the metadata must exist" in reason
 
 
-V3 = {"zarr_format": 3}
-SHARDED = V3 | {"shards": (64, 64, 64)}
-CODECS: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "uint8", "blosc zstd level 3, no shuffle"),
-    ({"compressors": numcodecs.Blosc("lz4", 5, shuffle=1)}, "uint8", "blosc lz4 level 5, byte shuffle"),
-    ({"compressors": None}, "uint8", "none: raw bytes"),
-    ({"filters": [numcodecs.Delta(dtype="u1")], "compressors": numcodecs.GZip(2)}, "uint8", "delta, then gzip level 2"),
-    (V3 | {"compressors": zarr.codecs.ZstdCodec(level=7)}, "uint8", "bytes, then zstd level 7"),
-    (V3 | {"compressors": None, "serializer": zarr.codecs.BytesCodec(endian="big")}, "uint16", "big-endian bytes"),
-    (
-        V3 | {"compressors": zarr.codecs.BloscCodec(cname="zstd", clevel=4, shuffle="bitshuffle")},
-        "uint16",
-        "little-endian bytes, then blosc zstd level 4, bit shuffle",
-    ),
-    (
-        V3 | {"filters": zarr.codecs.TransposeCodec(order=(2, 1, 0)), "compressors": None},
-        "uint8",
-        "transpose [2, 1, 0], then bytes",
-    ),
-    (
-        SHARDED | {"compressors": zarr.codecs.GzipCodec(level=1)},
-        "uint16",
-        "shards of 32x32x32 chunks (little-endian bytes, then gzip level 1; "
-        "index at the end: little-endian bytes, then crc32c)",
-    ),
+CODECS: list[tuple[dict[str, Any], str]] = [
+    ({"compressors": numcodecs.Blosc("lz4", 5, shuffle=1)}, "blosc(cname=lz4, clevel=5, shuffle=1, blocksize=0)"),
+    ({"compressors": None}, "none"),
+    ({"zarr_format": 3, "compressors": zarr.codecs.GzipCodec(level=7)}, "bytes(), gzip(level=7)"),
 ]
 
 
-@pytest.mark.parametrize(("options", "dtype", "words"), CODECS, ids=[words for *_, words in CODECS])
-def test_codecs_are_told_in_words(tmp_path: Path, options: dict[str, Any], dtype: str, words: str) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64), dtype=dtype), **options)
+@pytest.mark.parametrize(("options", "words"), CODECS, ids=[words for *_, words in CODECS])
+def test_codecs_are_told_with_their_settings(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), **options)
     assert codec_words(open_volume(ArrayConfig(path=str(path))).array) == words
 
 
@@ -278,23 +254,21 @@ def test_a_level_that_is_rotated_or_holds_no_numbers_does_not_hide_the_others(tm
 
     scale = {"type": "scale", "scale": [4.0, 2.0, 2.0]}
     shift = {"type": "translation", "translation": [1.0, 0.5, 0.5]}
-    turned = [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]]
     axes = [{"name": name, "type": "space", "unit": "nanometer"} for name in "zyx"]
     entry = {
         "coordinateSystems": [{"name": "physical", "axes": axes}],
         "datasets": [
             level("0", scale),
             level("1", {"type": "sequence", "transformations": [scale, shift]}),
-            level("2", {"type": "rotation", "rotation": turned}),
-            level("3", {"type": "affine", "affine": [[*row, 0.0] for row in turned]}),
-            level("4", scale),
+            level("2", {"type": "rotation", "rotation": [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]]}),
+            level("3", scale),
         ],
     }
     path = tmp_path / "v.zarr"
     zarr.create_group(str(path), zarr_format=3, attributes={"ome": {"version": "0.6", "multiscales": [entry]}})
-    for name in "0123":
+    for name in "012":
         write_array(path / name, textured((32, 32, 32)), chunk=16, zarr_format=3)
-    zarr.create_array(str(path / "4"), shape=(32, 32, 32), dtype="complex64", zarr_format=3)
+    zarr.create_array(str(path / "3"), shape=(32, 32, 32), dtype="complex64", zarr_format=3)
     facts = look(path, level=1)
     assert [facts.ome_version, facts.axes] == ["0.6", ("z", "y", "x")]
     assert [found.path for found in facts.levels] == ["0", "1"]
@@ -303,39 +277,11 @@ def test_a_level_that_is_rotated_or_holds_no_numbers_does_not_hide_the_others(tm
     assert (geometry.scale_zyx, geometry.translation_zyx) == ((4, 2, 2), (1, 0.5, 0.5))
     assert geometry.units_zyx == ("nanometer",) * 3
     broken = dict(facts.broken)
-    assert list(broken) == ["2", "3", "4"]
-    assert "got rotation with the row" in broken["2"]
-    assert "got affine with the row" in broken["3"]
-    assert "its dtype complex64" in broken["4"]
+    assert list(broken) == ["2", "3"]
+    assert "type 'rotation'" in broken["2"]
+    assert "dtype" in broken["3"]
+    assert "complex64" in broken["3"]
     assert "4x2x2 nanometer" in info_text(facts)
-
-
-@given(
-    axes=st.tuples(
-        *[
-            st.tuples(st.integers(1, 12), st.integers(1, 9)).flatmap(
-                lambda pair: st.tuples(st.just(pair[0]), st.just(pair[1]), st.integers(1, pair[0]))
-            )
-        ]
-        * 3
-    )
-)
-def test_uniform_patches_cost_what_an_enumeration_of_all_of_them_finds(axes: Any) -> None:
-    shape, chunk, patch = zip(*axes, strict=True)
-    counts = []
-    for start in itertools.product(*(range(size - p + 1) for size, p in zip(shape, patch, strict=True))):
-        per_axis = [len({v // c for v in range(lo, lo + p)}) for lo, p, c in zip(start, patch, chunk, strict=True)]
-        counts.append(int(np.prod(per_axis)))
-    facts = uniform_facts(shape, chunk, patch)
-    assert facts.chunks_per_patch == pytest.approx(np.mean(counts))
-    assert facts.amplification == pytest.approx(np.mean(counts) * np.prod(chunk) / np.prod(patch))
-
-
-def test_the_figures_of_the_design_hold(tmp_path: Path) -> None:
-    """6.6 chunks of 128^3 and 10.3 times too much for a patch of 72x136x136, as measured."""
-    facts = uniform_facts((20000, 20000, 20000), (128, 128, 128), (72, 136, 136))
-    assert facts.chunks_per_patch == pytest.approx(6.57, abs=0.02)
-    assert facts.amplification == pytest.approx(10.34, abs=0.03)
 
 
 @pytest.mark.parametrize("patch", [(8, 16, 16), (8, 16, 24)])
@@ -360,12 +306,10 @@ def test_the_region_is_the_one_that_training_would_use(tmp_path: Path, patch: Tr
 def test_a_volume_that_is_too_small_is_told_so(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
     facts = look(path, (32, 32, 48))
-    assert (facts.region, facts.uniform) == (None, None)
+    assert facts.region is None
     assert facts.no_region is not None
     assert "data.patch_size (32, 32, 48) does not fit into" in facts.no_region
-    facts = look(path, (32, 32, 32))
-    assert facts.uniform is not None, "it fits, but nothing is left to be held out"
-    assert "validation slab" in str(facts.no_region)
+    assert "validation slab" in str(look(path, (32, 32, 32)).no_region)
 
 
 @needs_scroll_data
@@ -379,5 +323,4 @@ def test_real_scrolls_are_told_as_they_are(store: str, present: int, total: int)
     assert facts.grey is not None
     assert facts.grey.mean == pytest.approx(107, abs=10)
     assert facts.region is not None
-    assert facts.uniform is not None
-    assert facts.region.amplification <= 0.95 < 3 < facts.uniform.amplification
+    assert facts.region.amplification <= 0.95

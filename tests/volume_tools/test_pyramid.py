@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from vesuvius.volume_tools.pyramid import halve, level_shapes
+from vesuvius.volume_tools.pyramid import Pyramid, halve
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 
@@ -28,7 +28,7 @@ def test_each_voxel_is_the_mean_of_those_that_exist(dtype: str, shape: tuple[int
     voxels[-1:, :1] = ends[0]
     halved = halve(voxels)
     assert halved.dtype == voxels.dtype
-    assert [halved.shape] == level_shapes(shape, 2)[1:]
+    assert [halved.shape] == Pyramid(shape, (1, 1, 1), 2, 1).shapes[1:]
     for z, y, x in itertools.product(*map(range, halved.shape)):
         block = [Fraction(v.item()) for v in voxels[2 * z : 2 * z + 2, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].flat]
         mean = sum(block) / len(block)
@@ -40,4 +40,4 @@ def test_each_voxel_is_the_mean_of_those_that_exist(dtype: str, shape: tuple[int
 
 
 def test_shapes_are_halved_and_rounded_up() -> None:
-    assert level_shapes((5, 8, 1), 3) == [(5, 8, 1), (3, 4, 1), (2, 2, 1)]
+    assert Pyramid((5, 8, 1), (1, 1, 1), 3, 1).shapes == [(5, 8, 1), (3, 4, 1), (2, 2, 1)]

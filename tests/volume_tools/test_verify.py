@@ -118,7 +118,7 @@ def test_a_chunk_that_kills_its_process_is_listed_like_any_other(tmp_path: Path)
     (broken,) = found.broken
     assert broken.chunk == (1, 0, 1)
     assert broken.key == "1/0/1"
-    assert broken.cause.startswith("decoding it ended the process with signal 6 (Aborted")
+    assert broken.cause.startswith("decoding it ended the process")
     assert found.chunks == CHUNKS
 
 
@@ -206,16 +206,6 @@ def test_a_chunk_that_was_restored_before_it_goes_on_is_not_broken(
     assert began <= found.before_since <= time.time()
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.before_since))
     assert f"(4 of 48 objects by earlier processes, since {since})" in verify_text(found)
-
-
-def test_an_error_of_what_is_done_while_it_runs_is_not_told_as_one_of_the_journal(tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-
-    def fail(figures: VerifyFigures) -> None:
-        raise OSError("no process could be started")
-
-    with pytest.raises(OSError, match="no process could be started"):
-        verified(path, on_progress=fail)
 
 
 def test_the_command_ends_without_a_word_of_python(tmp_path: Path) -> None:

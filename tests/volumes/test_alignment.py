@@ -291,7 +291,7 @@ class Grid:
     name: str
     shape_zyx: Triple
     geometry: Geometry
-    level_paths: tuple[str, ...] = ()
+    level: object = None
 
 
 @pytest.mark.parametrize("scale", [4.0, 8.0, 12.0, 6.0, 2.0, (16.0, 8.0, 4.0)])

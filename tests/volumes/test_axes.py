@@ -5,7 +5,6 @@ The voxels differ along all axes, and no two axes have the same length or chunk,
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from vesuvius.volumes.volume import Volume, open_volume
 SIZES = {"z": 20, "y": 24, "x": 28, "c": 2, "t": 3}
 CHUNKS = {"z": 8, "y": 6, "x": 7, "c": 1, "t": 2}
 SHARDS = {"z": 16, "y": 12, "x": 14, "c": 1, "t": 2}
-ORDERS = ["".join(order) for order in itertools.permutations("zyx")]
 BOX = ((3, 5, 6), (18, 24, 20))
 
 
@@ -118,22 +116,6 @@ def metadata(said_by: str, order: str) -> tuple[dict[str, Any] | None, dict[str,
             return multiscale(order.upper(), "0.5"), {"names": list(order)}
         case "0.6":
             return ome_06(scale, systems={"physical": [axis(letter) for letter in order]}), {}
-        case "0.6 mapAxis":  # the axes of the coordinate system are c, t, z, y, x, those of the array as they are
-            system = [letter for letter in "ctzyx" if letter in order]
-            parts = [scale, {"type": "mapAxis", "mapAxis": [order.index(letter) for letter in system]}]
-            steps = {"type": "sequence", "transformations": parts}
-            return ome_06(steps, systems={"physical": [axis(letter) for letter in system]}), {}
-        case "0.6 mapAxis of the pyramid":
-            nameless = [{"name": f"dim_{place}", "type": "array"} for place in range(len(order))]
-            system = [letter for letter in "ctzyx" if letter in order]
-            further = {
-                "type": "mapAxis",
-                "mapAxis": [order.index(letter) for letter in system],
-                "input": {"name": "array"},
-                "output": {"name": "physical"},
-            }
-            systems = {"array": nameless, "physical": [axis(letter) for letter in system]}
-            return ome_06(scale, systems=systems, coordinateTransformations=[further]), {}
         case "dimension_names":
             return None, {"names": list(order.upper())}
         case "dimension_names of a group's array":
@@ -147,8 +129,6 @@ SAID_BY = [
     "0.4",
     "0.5",
     "0.6",
-    "0.6 mapAxis",
-    "0.6 mapAxis of the pyramid",
     "dimension_names",
     "dimension_names of a group's array",
     "xarray",
@@ -157,7 +137,7 @@ SAID_BY = [
 
 @pytest.mark.parametrize("said_by", SAID_BY)
 def test_any_order_of_the_axes_is_read_as_zyx(tmp_path: Path, said_by: str) -> None:
-    for order in [*ORDERS, "cxyz", "zcyx", "xtyzc", "ctzyx"]:
+    for order in ["zyx", "xyz", "yzx", "zcyx", "xtyzc"]:
         attributes, options = metadata(said_by, order)
         path = tmp_path / f"{order}.zarr"
         stored = (
@@ -293,8 +273,7 @@ def test_select_counts_the_axes_that_are_not_of_space_as_they_are_stored(tmp_pat
         open_at(tmp_path / "v.zarr")
 
 
-ROTATED = [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]]
-ROTATION = {"type": "rotation", "rotation": ROTATED}
+ROTATION = {"type": "rotation", "rotation": [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]]}
 SCALE = {"type": "scale", "scale": [2.0, 2.0, 2.0]}
 ZYX = {"physical": [axis(letter) for letter in "zyx"]}
 
@@ -304,41 +283,21 @@ def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "rotation": (ome_06(ROTATION, systems=ZYX), r"got rotation with the row \[0.0, 0.8"),
-    "rotation in a sequence": (ome_06(sequence(SCALE, ROTATION), systems=ZYX), "got rotation"),
-    "rotation by a quarter turn, which makes an axis run backwards": (
-        ome_06({"type": "rotation", "rotation": [[1, 0, 0], [0, 0, -1], [0, 1, 0]]}, systems=ZYX),
-        r"the row \[0, 0, -1\], a mirrored axis in the transformations",
-    ),
-    "affine": (
-        ome_06({"type": "affine", "affine": [[*row, 5.0] for row in ROTATED]}, systems=ZYX),
-        "got affine with the row",
-    ),
-    "affine in an array": (ome_06({"type": "affine", "path": "matrix"}, systems=ZYX), "an array of its own"),
-    "affine that drops an axis": (
-        ome_06({"type": "affine", "affine": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0]]}, systems=ZYX),
-        "does not give each axis once",
-    ),
-    "displacements": (ome_06({"type": "displacements", "path": "field"}, systems=ZYX), "type 'displacements'"),
-    "mapAxis twice the same": (ome_06({"type": "mapAxis", "mapAxis": [0, 1, 1]}, systems=ZYX), r"mapAxis \[0, 1, 1\]"),
-    "mapAxis by name, as in a draft": (
-        ome_06({"type": "mapAxis", "mapAxis": {"z": "x", "y": "y", "x": "z"}}, systems=ZYX),
-        "multiscales metadata of a volume must be well-formed; got TypeError: mapAxis {'z'.*; correct its axes",
-    ),
-    "byDimension that leaves one out": (
-        ome_06(
-            {
-                "type": "byDimension",
-                "transformations": [{"inputAxes": [0], "outputAxes": [0], "transformation": {"type": "identity"}}],
-            },
-            systems=ZYX,
-        ),
-        "byDimension with the output axes",
-    ),
-    "rotation of 0.4": (
-        multiscale("zyx", "0.4", coordinateTransformations=[ROTATION]),
-        "got rotation",
-    ),
+    **{
+        kind: (
+            ome_06({"type": kind, kind: value}, systems=ZYX),
+            f"by scale and translation alone; got .* type '{kind}'",
+        )
+        for kind, value in {
+            "rotation": [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]],
+            "affine": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]],
+            "mapAxis": [2, 1, 0],
+            "byDimension": [],
+            "displacements": "field",
+        }.items()
+    },
+    "rotation in a sequence": (ome_06(sequence(SCALE, ROTATION), systems=ZYX), "type 'rotation'"),
+    "rotation of 0.4": (multiscale("zyx", "0.4", coordinateTransformations=[ROTATION]), "type 'rotation'"),
     "no x": (multiscale("zyt", "0.4"), "each once; got axes z, y, t of shape"),
     "y twice": (multiscale("zyY", "0.4"), "each once; got axes z, y, Y of shape"),
     "no names of space in 0.6": (
@@ -364,18 +323,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             }
         },
         r"must be well-formed; got ValueError: the output 'atlas', which is none of .*\['physical'\]",
-    ),
-    "byDimension with names of axes": (
-        ome_06(
-            {
-                "type": "byDimension",
-                "transformations": [
-                    {"inputAxes": ["a"], "outputAxes": ["z"], "transformation": {"type": "identity"}},
-                ],
-            },
-            systems=ZYX,
-        ),
-        r"must be well-formed; got TypeError: byDimension with \['a'\] to \['z'\], which are no axis numbers",
     ),
     "a negative scale": (
         ome_06({"type": "scale", "scale": [2.0, -2.0, 2.0]}, systems=ZYX),

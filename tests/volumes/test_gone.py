@@ -38,15 +38,16 @@ def address(request: pytest.FixtureRequest, server: ChunkServer) -> Address:
     return str if request.param == "disk" else server.url_of
 
 
-def open_at(address: str) -> Volume:
-    return open_volume(ArrayConfig(path=address), FAST)
+def open_at(address: str, stored: Any = None) -> Volume:
+    """`stored` is bool over the chunk grid, or a path to list."""
+    listed = list_chunks(open_at(str(stored))) if isinstance(stored, Path) else stored
+    return open_volume(ArrayConfig(path=address), FAST, stored=None if listed is None else StoredChunks.of(listed))
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3"])
 def test_a_listed_chunk_that_is_gone_is_damaged(tmp_path: Path, address: Address, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
-    volume = open_at(address(path))
-    volume.missing.stored = StoredChunks.of(list_chunks(open_at(str(path))))
+    volume = open_at(address(path), path)
     (path / CHUNK[layout]).unlink()
     with pytest.raises(UnreadableChunkError, match="listed as stored, but missing") as caught:
         volume.read(WHOLE)
@@ -68,8 +69,7 @@ def test_a_chunk_that_was_read_before_and_is_gone_is_damaged(tmp_path: Path, add
 def test_what_was_never_stored_is_air_whatever_the_listing_knows(tmp_path: Path, address: Address) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "1/0/2").unlink()
-    volume = open_at(address(path))
-    volume.missing.stored = StoredChunks.of(list_chunks(open_at(str(path))))
+    volume = open_at(address(path), path)
     for _ in range(2):
         read = volume.read(WHOLE)
         assert not read[32:, :32, 64:].any()
@@ -81,22 +81,8 @@ def test_a_stored_chunk_of_nothing_but_air_is_not_gone(tmp_path: Path, address: 
     voxels[32:, :32, 64:] = 0
     path = write_array(tmp_path / "v.zarr", voxels, compressors=None)
     (path / "1/0/2").write_bytes(bytes(32**3))
-    volume = open_at(address(path))
-    volume.missing.stored = StoredChunks.of(np.ones((2, 2, 3), bool))
+    volume = open_at(address(path), np.ones((2, 2, 3), bool))
     np.testing.assert_array_equal(volume.read(WHOLE), voxels)
-
-
-def test_a_chunk_whose_samples_are_air_is_looked_for_and_remembered(tmp_path: Path, address: Address) -> None:
-    voxels = textured(SHAPE)
-    voxels[32:, :32, 64:] = 0
-    voxels[37, 3, 70] = 1
-    path = write_array(tmp_path / "v.zarr", voxels)
-    volume = open_at(address(path))
-    for _ in range(2):
-        np.testing.assert_array_equal(volume.read(WHOLE), voxels)
-    (path / "1/0/2").unlink()
-    with pytest.raises(UnreadableChunkError, match="read before, but missing"):
-        volume.read(WHOLE)
 
 
 def test_a_folder_or_a_dangling_link_in_a_chunks_place_is_damage(tmp_path: Path) -> None:
@@ -175,9 +161,7 @@ def test_a_volume_that_is_deleted_is_gone_at_the_next_read(
     tmp_path: Path, address: Address, layout: str, listed: bool
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
-    volume = open_at(address(path))
-    if listed:
-        volume.missing.stored = StoredChunks.of(np.ones((2, 2, 3), bool))
+    volume = open_at(address(path), np.ones((2, 2, 3), bool) if listed else None)
     shutil.rmtree(path)
     with pytest.raises(DataError, match=r"the volume is gone \(deleted, or its file system") as caught:
         volume.read(((0, 0, 0), (32, 32, 32)))
@@ -266,7 +250,7 @@ def test_a_deletion_under_way_is_noticed_by_what_was_read_before(tmp_path: Path)
 # ---- chunks that are too short
 
 
-@pytest.mark.parametrize("cut", [1, 500, 20_000, 32_780])
+@pytest.mark.parametrize("cut", [1, 32_780])
 @pytest.mark.parametrize("layout", ["v2", "v2-filter"])
 def test_a_shortened_blosc_chunk_is_damaged_not_filled_up_from_memory(
     tmp_path: Path, address: Address, layout: str, cut: int

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from tests.support.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.volumes.errors import ClosedError, FetchError, OutageError, RefusedError
-from vesuvius.volumes.store import remote, retry
+from vesuvius.volumes.store import retry
 from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
@@ -40,9 +36,7 @@ def address(server: ChunkServer, tmp_path: Path) -> str:
 
 def source_at(address: str, config: StoreConfig = FAST) -> Source:
     """A source whose volume is open."""
-    source = Source(address, config, known=True)
-    source.cache_scope = "volume"
-    return source
+    return Source(address, config, known=True)
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 408])
@@ -196,41 +190,6 @@ def test_a_private_bucket_still_says_that_it_wants_credentials(s3: Any, tmp_path
         open_volume(ArrayConfig(path=address), FAST)
 
 
-# ---- a server without byte ranges
-
-
-@pytest.fixture
-def rangeless(tmp_path: Path) -> Iterator[str]:
-    """Python's own web server, which ignores the Range header."""
-    handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *args: None})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_small_shards_of_a_server_without_ranges_are_fetched_whole(
-    rangeless: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    voxels = textured((64, 64, 64))
-    write_array(tmp_path / "v.zarr", voxels, **LAYOUTS["v3-sharded"])
-    volume = open_volume(ArrayConfig(path=f"{rangeless}/v.zarr"), FAST)
-    np.testing.assert_array_equal(volume.read(((0, 0, 0), (32, 64, 64))), voxels[:32])
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "ignores the Range header" in caplog.text
-
-
-def test_large_shards_of_a_server_without_ranges_are_refused_in_one_line(
-    rangeless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "_WHOLE_BYTES_MAX", 10_000)
-    write_array(tmp_path / "v.zarr", textured((64, 64, 64)), **LAYOUTS["v3-sharded"])
-    volume = open_volume(ArrayConfig(path=f"{rangeless}/v.zarr"), FAST)
-    with pytest.raises(RefusedError, match=r"ignores the Range header .*supports Range, such as nginx, or copy"):
-        volume.read(((0, 0, 0), (32, 32, 32)))
-
-
 def test_a_range_beyond_the_end_is_damage_not_an_outage(server: ChunkServer, address: str, tmp_path: Path) -> None:
     for place in (address, str(tmp_path)):
         with pytest.raises(FetchError, match="bytes 200 to 300 of an object of 256"):
@@ -273,7 +232,6 @@ def test_a_bad_sector_under_one_chunk_is_damage(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "data").write_bytes(DATA)
     (tmp_path / ".zarray").write_text("{}")
     source = source_at(str(tmp_path), PATIENT)
-    source.metadata_key = ".zarray"
     Flaky(monkeypatch, errno.EIO, only="data")
     with pytest.raises(FetchError, match="of the file system for data"):
         source.get("data")

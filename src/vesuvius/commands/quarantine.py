@@ -19,7 +19,7 @@ from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, storage_
 from vesuvius.runlog.find_run import find_run
 from vesuvius.stream.reading.notes import forget_crashes
 from vesuvius.training.quarantine import Record, as_json, box_of, clear, read_quarantine
-from vesuvius.volume_tools.child_reads import Reading, read_in_children
+from vesuvius.volume_tools.verify import Reading, read_in_processes
 from vesuvius.volumes.alignment import align
 from vesuvius.volumes.box import format_box
 from vesuvius.volumes.missing import StoredChunks
@@ -117,8 +117,8 @@ def _still_broken(run: Path, records: Sequence[Record]) -> dict[int, str]:
             nan = config.data.nan if spec is config.data.volumes[number] else config.data.condition_nan
             reading = Reading(spec, config.data.store, _must_be_stored(volume, list(of_array.values())), nan)
             tasks = [(place, list(volume.grid.chunks_of(box_of(record)))) for place, record in of_array.items()]
-            with closing(read_in_children(reading, volume, tasks, processes=1)) as reads:  # type: ignore[type-var]
-                causes |= {task.number: task.broken[0].cause for task in reads if task.broken}
+            with closing(read_in_processes(reading, volume, tasks, processes=1)) as reads:  # type: ignore[type-var]
+                causes |= {place: broken[0].cause for place, _, broken in reads if broken}
     return causes
 
 

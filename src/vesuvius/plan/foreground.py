@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, grid_shape, shape_of, triple
+from vesuvius.volumes.occupancy import ForegroundMap
 
 _FULL = 255
 _DRAWS_MAX = 2**20
@@ -33,44 +34,6 @@ _ACCEPTED = 1 / 8
 _TRIALS = 256
 _REFINED_MAX = 200_000
 _GATHERED_MAX = 2**22  # values of the map that a refinement looks at in one go: 32 MiB
-
-
-@dataclass(frozen=True, eq=False)
-class ForegroundMap:
-    """The foreground share of each map cell of a volume.  Compared by identity; compare `hash` for content.
-
-    fraction: uint8 (nz, ny, nx), 0 none ... 255 all of the cell.
-    cell_zyx: edge lengths of a map cell in voxels.
-    shape_zyx: voxels of the volume.  The last cell of an axis may stick out of it; its fraction is that of its inside.
-    within: the part of the volume that the map knows; None = all.
-    """
-
-    fraction: NDArray[np.uint8]
-    cell_zyx: Triple
-    shape_zyx: Triple
-    within: Box | None = None
-
-    def __post_init__(self) -> None:
-        cells = grid_shape(self.shape_zyx, self.cell_zyx)
-        if self.fraction.dtype != np.uint8 or self.fraction.shape != cells:
-            raise ValueError(
-                f"a foreground map must be uint8 {cells}; got {self.fraction.dtype} {self.fraction.shape} for cells of "
-                f"{self.cell_zyx} in a volume of {self.shape_zyx}; make the map again for this volume"
-            )
-
-    @cached_property
-    def hash(self) -> str:
-        """Changes with any cell, the cells' size or the volume's shape."""
-        digest = hashlib.sha256(np.array([self.cell_zyx, self.shape_zyx], "<i8").tobytes())
-        digest.update(np.ascontiguousarray(self.fraction).data)
-        return digest.hexdigest()[:16]
-
-    def patch_sum(self, start_zyx: Triple, patch_zyx: Triple) -> int:
-        """Foreground of the patch at `start_zyx`, inside the volume, in 255ths of a voxel."""
-        where, overlap = zip(*map(_overlap, start_zyx, patch_zyx, self.cell_zyx), strict=True)
-        z, y, x = overlap
-        foreground: float = self.fraction[where] @ x @ y @ z
-        return int(foreground)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +66,7 @@ class QualifyingStarts:
 
     def qualifies(self, start_zyx: Triple) -> bool:
         """Whether the patch at a start inside the volume holds enough foreground."""
-        return self.map.patch_sum(start_zyx, self.patch_zyx) >= self._least
+        return patch_sum(self.map, start_zyx, self.patch_zyx) >= self._least
 
     def at(self, position: int) -> Triple | None:
         """The start at a position 0 <= p < `positions` if it qualifies, else None."""
@@ -183,6 +146,14 @@ class QualifyingStarts:
             shares = self.map.fraction[z[:, :, None, None], y[:, None, :, None], x[:, None, None, :]]
             bounds[first : first + batch] = np.einsum("nzyx,nz,ny,nx->n", shares, wz, wy, wx, optimize=True)
         return bounds
+
+
+def patch_sum(foreground: ForegroundMap, start_zyx: Triple, patch_zyx: Triple) -> int:
+    """Foreground of the patch at `start_zyx`, inside the volume, in 255ths of a voxel."""
+    where, overlap = zip(*map(_overlap, start_zyx, patch_zyx, foreground.cell_zyx), strict=True)
+    z, y, x = overlap
+    total: float = foreground.fraction[where] @ x @ y @ z
+    return int(total)
 
 
 def qualifying_starts(

@@ -11,10 +11,11 @@ import numpy as np
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.plan.cells import cells_of_region_size, lay_cells
-from vesuvius.plan.foreground import ForegroundMap, qualifying_starts
+from vesuvius.plan.foreground import qualifying_starts
 from vesuvius.plan.mixing import GROUPS, Mixing
 from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.plan.split import Split
+from vesuvius.volumes.occupancy import ForegroundMap
 
 # Patches per region follow from the bytes decoded per byte of patch, within bounds.
 _READ_AMPLIFICATION = 0.95

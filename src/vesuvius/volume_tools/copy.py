@@ -1,20 +1,19 @@
 """Copies a box of a level of a volume, remote or not, to an OME-Zarr on disk; killed at any instant, it can be resumed.
 
-A copy is a list of chunk-aligned boxes (`copy_plan.py`).  Each is read while the next ones are being fetched, and its
-chunks are written whole or not at all (`partial.py`).  Chunks of a remote source that several boxes need wait in a disk
-cache.
+Chunk i of the copy begins at voxel i * chunk of the box.  Each is read while the next ones are being fetched, and is
+written whole or not at all (`partial.py`); what exists is skipped.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
+import math
 import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.runlog.files.disk_use import free_disk_bytes
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import (
     PartialCopy,
     check_record,
@@ -36,16 +34,14 @@ from vesuvius.volume_tools.partial import (
     open_partial,
     partial_path,
 )
-from vesuvius.volume_tools.pyramid import multiscale
-from vesuvius.volumes.box import Box, box_at, chunk_ranges, is_inside, shape_of, slices
+from vesuvius.volume_tools.pyramid import Pyramid, multiscale
+from vesuvius.volumes.box import Box, box_at, chunk_ranges, is_inside, shape_of, shifted, triple
 from vesuvius.volumes.errors import OutageError, UnreadableChunkError
 from vesuvius.volumes.geometry import Geometry
-from vesuvius.volumes.listing import read_sidecar
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 
 log = logging.getLogger(__name__)
 
-_BOXES_AHEAD = 2
 _WRITERS = min(4, os.cpu_count() or 1)
 _VOXELS = Geometry((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (None, None, None))
 
@@ -68,7 +64,7 @@ class CopyFigures:
 
     source_box: Box  # what is copied
     chunks: int  # of the copy, all levels
-    before: int = 0  # chunks that earlier processes have done
+    before: int = 0  # chunks that earlier processes have written
     # written, air: chunks of this process; air is not stored
     written: int = 0
     air: int = 0
@@ -116,7 +112,7 @@ def copy_box(
     volume = open_volume(request.source, store, nan="keep")
     try:
         box = _checked_box(request, volume)
-        plan = CopyPlan(box, volume.chunk_zyx, request.levels, volume.dtype.itemsize, store.requests)
+        plan = Pyramid(shape_of(box), volume.chunk_zyx, request.levels, volume.dtype.itemsize)
         figures = CopyFigures(box, plan.chunk_count)
         record = _record(request, box, volume)
         if os.path.lexists(request.out):
@@ -124,15 +120,14 @@ def copy_box(
             shutil.rmtree(partial_path(request.out), ignore_errors=True)
             figures.before = figures.chunks
             return figures
-        cache_bytes = plan.cache_bytes if volume.source.remote else 0
+        cache_bytes = _cache_bytes(volume, box)
         if request.check_space and not is_begun(request.out):
-            _check_space(request.out, volume, plan, cache_bytes)
+            _check_space(request.out, plan.raw_bytes + cache_bytes)
         with open_partial(request.out, record, plan, volume.dtype, volume.fill_value) as target:
             if cache_bytes:
                 volume.close()
-                cached = {"cache_dir": str(target.cache), "cache_gib": cache_bytes / 2**30}
+                cached = {"cache_dir": str(target.path / "cache"), "cache_gib": cache_bytes / 2**30}
                 volume = open_volume(request.source, store.model_copy(update=cached), nan="keep")
-            figures.before = sum(map(np.count_nonzero, target.done))
             _Copier(volume, plan, target, figures, on_progress, started).run(request.out)
     finally:
         volume.close()
@@ -144,7 +139,7 @@ class _Copier:
     """Fills a partial copy, and counts."""
 
     volume: Volume
-    plan: CopyPlan
+    plan: Pyramid
     target: PartialCopy
     figures: CopyFigures
     on_progress: Callable[[CopyFigures], None]
@@ -152,72 +147,65 @@ class _Copier:
 
     def run(self, out: Path) -> None:
         """Write all levels, then the metadata."""
-        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as self.writers:
+        todo = [self._missing(level) for level in range(self.plan.levels)]
+        self.figures.before = self.figures.chunks - sum(map(len, todo))
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             try:
-                self._copy_finest()
+                self._copy_finest(todo[0], writers)
             except OutageError as error:
                 raise UnfinishedCopyError(f"{error}; {self._so_far(out)}", self.figures) from error
             if self.figures.failures:
                 raise self._unfinished(out)
             finer = self.target.finish_level(0)
-            for level in range(1, self.plan.levels):
-                self._downsample(level, finer)
+            for level, chunks in enumerate(todo[1:], 1):
+                self._downsample(level, chunks, finer, writers)
                 finer = self.target.finish_level(level)
-        self.target.publish(_multiscale_of(self.volume, self.plan, out))
+        self.target.publish(_multiscale_of(self.volume, self.plan, self.figures.source_box, out))
         self._report()
 
-    def _copy_finest(self) -> None:
-        """Copy box after box, while the next ones are being fetched."""
-        reads = self._reads()
-        staged: deque[tuple[Box, list[Triple]]] = deque()
-        while True:
-            for read in itertools.islice(reads, _BOXES_AHEAD + 1 - len(staged)):
-                self.volume.stage(self.plan.in_source(read[0]))
-                staged.append(read)
-            if not staged:
-                return
-            self._copy(*staged.popleft())
+    def _missing(self, level: int) -> list[Triple]:
+        places = map(triple, np.ndindex(self.plan.counts[level]))
+        return [chunk for chunk in places if not self.target.is_done(level, chunk)]
 
-    def _reads(self) -> Iterator[tuple[Box, list[Triple]]]:
-        """Boxes that are still to be copied, with their chunks: whole regions, and single chunks of regions that an
-        earlier process has begun."""
-        for chunks in self.plan.regions():
-            missing = [chunk for chunk in chunks if not self.target.done[0][chunk]]
-            if len(missing) == len(chunks):
-                yield (self.plan.box_of(0, chunks[0])[0], self.plan.box_of(0, chunks[-1])[1]), chunks
-            else:
-                yield from ((self.plan.box_of(0, chunk), [chunk]) for chunk in missing)
+    def _copy_finest(self, chunks: Sequence[Triple], writers: ThreadPoolExecutor) -> None:
+        """Read chunk after chunk, while the next ones are being fetched and the last ones written."""
+        boxes = [shifted(self.plan.box_of(0, chunk), self.figures.source_box[0]) for chunk in chunks]
+        writing = deque[Future[int]]()
+        for number, (chunk, box) in enumerate(zip(chunks, boxes, strict=True)):
+            for ahead in boxes[number : number + self.volume.source.config.requests]:
+                self.volume.stage(ahead)
+            try:
+                voxels = self.volume.read(box)
+            except UnreadableChunkError as error:
+                log.warning("chunk %s cannot be read and is skipped for now: %s", list(error.chunk), error.cause)
+                self.figures.failures.append(error)
+                self._report()
+                continue
+            self.figures.raw_bytes += voxels.nbytes
+            writing.append(writers.submit(self.target.write, 0, chunk, voxels))
+            if len(writing) > _WRITERS:
+                self._count(writing.popleft().result())
+        for written in writing:
+            self._count(written.result())
 
-    def _copy(self, box: Box, chunks: list[Triple]) -> None:
-        """Read one box and write its chunks; if it cannot be read, chunk by chunk."""
-        try:
-            voxels = self.volume.read(self.plan.in_source(box))
-        except UnreadableChunkError as error:
-            if len(chunks) > 1:
-                for chunk in chunks:
-                    self._copy(self.plan.box_of(0, chunk), [chunk])
-                return
-            log.warning("chunk %s cannot be read and is skipped for now: %s", list(error.chunk), error.cause)
-            self.figures.failures.append(error)
-            self._report()
-            return
-        self.figures.raw_bytes += voxels.nbytes
-        self._write(0, chunks, lambda chunk: voxels[slices(self.plan.box_of(0, chunk), box[0])])
-
-    def _downsample(self, level: int, finer: zarr.Array[Any]) -> None:
+    def _downsample(
+        self, level: int, chunks: Sequence[Triple], finer: zarr.Array[Any], writers: ThreadPoolExecutor
+    ) -> None:
         """Write a coarser level from the one before."""
-        done = self.target.done[level]
-        missing = (chunk for chunk in np.ndindex(self.plan.counts[level]) if not done[chunk])
-        while batch := list(itertools.islice(missing, _WRITERS)):
-            self._write(level, batch, lambda chunk: self.target.halved(level, chunk, finer))
 
-    def _write(self, level: int, chunks: Sequence[Triple], voxels_of: Callable[[Triple], NDArray[Any]]) -> None:
-        """Write chunks on several threads, and count them."""
-        for size in self.writers.map(lambda chunk: self.target.write(level, chunk, voxels_of(chunk)), chunks):
-            self.figures.stored_bytes += size
-            self.figures.written += size > 0
-            self.figures.air += size == 0
-            self._report()
+        def write(chunk: Triple) -> int:
+            voxels: NDArray[Any] = self.target.halved(level, chunk, finer)
+            return self.target.write(level, chunk, voxels)
+
+        for first in range(0, len(chunks), _WRITERS):
+            for size in writers.map(write, chunks[first : first + _WRITERS]):
+                self._count(size)
+
+    def _count(self, size: int) -> None:
+        self.figures.stored_bytes += size
+        self.figures.written += size > 0
+        self.figures.air += size == 0
+        self._report()
 
     def _unfinished(self, out: Path) -> UnfinishedCopyError:
         first = self.figures.failures[0]
@@ -272,9 +260,21 @@ def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
     }
 
 
-def _check_space(out: Path, volume: Volume, plan: CopyPlan, cache_bytes: int) -> None:
+def _cache_bytes(volume: Volume, box: Box) -> int:
+    """Disk cache for the chunks of a remote source that several chunks of the copy need: three layers of them.
+
+    None are where the box begins at a chunk.
+    """
+    aligned = all(lo % chunk == 0 for lo, chunk in zip(box[0], volume.chunk_zyx, strict=True))
+    if aligned or not volume.source.remote:
+        return 0
+    depth, *rows = map(len, chunk_ranges(box, volume.chunk_zyx))
+    chunk_bytes = math.prod(volume.chunk_zyx) * volume.dtype.itemsize + 2**14
+    return 2**22 + min(depth, 3) * math.prod(rows) * chunk_bytes * 5 // 4
+
+
+def _check_space(out: Path, need: int) -> None:
     """Raises StorageError where the copy may not fit; how well it compresses is not known in advance."""
-    need = int(plan.raw_bytes * _stored_share(volume, plan)) + cache_bytes
     free = free_disk_bytes(out.parent)
     if need > free:
         raise StorageError(
@@ -284,18 +284,10 @@ def _check_space(out: Path, volume: Volume, plan: CopyPlan, cache_bytes: int) ->
         )
 
 
-def _stored_share(volume: Volume, plan: CopyPlan) -> float:
-    """Share of the box's chunks that are stored according to the sidecar; 1 without one."""
-    stored = read_sidecar(volume)
-    if stored is None or stored.shape != volume.grid.counts_zyx:
-        return 1.0
-    return float(np.mean(stored[np.ix_(*chunk_ranges(plan.source_box, plan.chunk_zyx))]))
-
-
-def _multiscale_of(volume: Volume, plan: CopyPlan, out: Path) -> dict[str, Any]:
+def _multiscale_of(volume: Volume, plan: Pyramid, box: Box, out: Path) -> dict[str, Any]:
     """Metadata of the copy.  Its voxels keep their place: the box's offset is a translation, in the units of the
     source; in voxels where the source has no scale.  As in the published scrolls, all levels begin at one corner."""
     geometry = volume.geometry or _VOXELS
-    offset = zip(geometry.translation_zyx, geometry.scale_zyx, plan.source_box[0], strict=True)
+    offset = zip(geometry.translation_zyx, geometry.scale_zyx, box[0], strict=True)
     corner = [t + size * lo for t, size, lo in offset]
     return multiscale(out.stem, plan.levels, geometry.scale_zyx, geometry.units_zyx, corner)

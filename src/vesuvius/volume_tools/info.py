@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +19,9 @@ from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, StoreConfig,
 from vesuvius.errors import ConfigError, DataError, one_line, storage_errors
 from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.split import split_volume
-from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.grey_statistics import GreyStatistics, grey_statistics
 from vesuvius.volumes.axes import Names
-from vesuvius.volumes.geometry import Geometry, version_and_title
+from vesuvius.volumes.geometry import Geometry
 from vesuvius.volumes.listing import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -31,8 +29,6 @@ log = logging.getLogger(__name__)
 
 # Chunks or shards on a disk that are listed without being asked to: a few seconds.
 _LISTED_UNASKED = 500_000
-_SHUFFLES = {0: "no shuffle", 1: "byte shuffle", 2: "bit shuffle", -1: "shuffle by size of voxel"}
-_SHUFFLES_V3 = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
 
 
 @dataclass(frozen=True)
@@ -60,14 +56,6 @@ class Occupancy:
     unit: Literal["chunks", "shards"]  # what is counted; shards where the sidecar counts them
     source: Literal["sidecar", "listing"] | None  # where that is known from
     unknown: str | None = None  # why it is not known
-
-
-@dataclass(frozen=True)
-class UniformFacts:
-    """What patches from anywhere, each read on its own, cost: averages over all positions of a patch."""
-
-    chunks_per_patch: float
-    amplification: float
 
 
 @dataclass(frozen=True)
@@ -100,7 +88,6 @@ class VolumeFacts:
     chosen: LevelFacts  # the level that the rest is about
     occupancy: Occupancy
     grey: GreyStatistics | None
-    uniform: UniformFacts | None
     # region, no_region: the one or the other: why these patches cannot be drawn from this level
     region: RegionFacts | None
     no_region: str | None
@@ -130,29 +117,24 @@ def describe_volume(
     """
     volume = open_volume(spec, store)
     try:
-        version, title = None, None
-        if volume.level_paths:
-            version, title = version_and_title(zarr.open_group(volume.array.store, mode="r"))
         chosen = _level_facts(volume, spec.level)
-        levels, broken = _all_levels(spec, chosen, volume.level_paths, store)
+        levels, broken = _all_levels(spec, chosen, volume.level.paths if volume.level else ("",), store)
         occupancy, stored = _occupancy(volume, listing)
         grey = grey_statistics(volume, stored, patch_zyx, places) if places else None
         region, no_region = _region_facts(volume, spec, patch_zyx)
     finally:
         volume.close()
-    fits = all(p <= size for p, size in zip(patch_zyx, volume.shape_zyx, strict=True))
     return VolumeFacts(
         spec=spec,
         patch_zyx=patch_zyx,
-        ome_version=version,
-        title=title,
+        ome_version=volume.level.version if volume.level else None,
+        title=volume.level.title if volume.level else None,
         axes=volume.axis_names if any(volume.axis_names) else None,
         levels=levels,
         broken=broken,
         chosen=chosen,
         occupancy=occupancy,
         grey=grey,
-        uniform=uniform_facts(volume.shape_zyx, volume.chunk_zyx, patch_zyx) if fits else None,
         region=region,
         no_region=no_region,
     )
@@ -181,50 +163,16 @@ def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = Store
     return SidecarFacts(path, occupancy.shape, _counted(volume, occupancy, "listing"))
 
 
-def uniform_facts(shape_zyx: Triple, chunk_zyx: Triple, patch_zyx: Triple) -> UniformFacts:
-    """The cost of uniform random patches, over all positions where a patch fits.  Pure."""
-    chunks, decoded = 1.0, 1.0
-    for size, chunk, patch in zip(shape_zyx, chunk_zyx, patch_zyx, strict=True):
-        first = np.arange(size - patch + 1)
-        touched = float(np.mean((first + patch - 1) // chunk - first // chunk + 1))
-        chunks *= touched
-        decoded *= touched * chunk
-    return UniformFacts(chunks, decoded / math.prod(patch_zyx))
-
-
 def codec_words(array: zarr.Array[Any]) -> str:
-    """How chunks are encoded, in words.  Pure."""
+    """'blosc(cname=zstd, clevel=3)': each codec by which chunks are encoded, and its settings.  Pure."""
     if array.metadata.zarr_format == 2:
-        configs = [codec.get_config() for codec in (*array.filters, *array.compressors)]
-        return _chain([(str(config["id"]), config) for config in configs]) or "none: raw bytes"
-    return _chain_v3([codec.to_dict() for codec in array.metadata.codecs])
-
-
-def _chain_v3(codecs: Sequence[Any]) -> str:
-    return _chain([(str(codec["name"]), codec.get("configuration") or {}) for codec in codecs])
-
-
-def _chain(steps: Sequence[tuple[str, Any]]) -> str:
-    return ", then ".join(_step_words(name, config) for name, config in steps)
-
-
-def _step_words(name: str, config: Any) -> str:
-    match name:
-        case "blosc":
-            shuffle = config.get("shuffle")
-            shuffle_words = _SHUFFLES.get(_SHUFFLES_V3.get(shuffle, shuffle), f"shuffle {shuffle}")
-            return f"blosc {config.get('cname')} level {config.get('clevel')}, {shuffle_words}"
-        case "bytes":
-            return f"{config['endian']}-endian bytes" if config.get("endian") else "bytes"
-        case "sharding_indexed":
-            chunk = format_sizes(config["chunk_shape"])
-            index = _chain_v3(config["index_codecs"])
-            where = config.get("index_location", "end")
-            return f"shards of {chunk} chunks ({_chain_v3(config['codecs'])}; index at the {where}: {index})"
-        case "transpose":
-            return f"transpose {list(config['order'])}"
-    level = config.get("level")
-    return name if level is None else f"{name} level {level}"
+        settings = [dict(codec.get_config()) for codec in (*array.filters, *array.compressors)]
+        steps = [(config.pop("id"), config) for config in settings]
+    else:
+        documents: Any = [codec.to_dict() for codec in array.metadata.codecs]
+        steps = [(codec["name"], codec.get("configuration") or {}) for codec in documents]
+    words = [f"{name}({', '.join(f'{key}={value}' for key, value in config.items())})" for name, config in steps]
+    return ", ".join(words) or "none"
 
 
 def _level_facts(volume: Volume, level: int) -> LevelFacts:
@@ -248,7 +196,7 @@ def _all_levels(
 ) -> tuple[tuple[LevelFacts, ...], tuple[tuple[str, str], ...]]:
     """The facts of the levels that can be opened, and what is wrong with the others."""
     levels, broken = [], []
-    for level, path in enumerate(paths or ("",)):
+    for level, path in enumerate(paths):
         if level == spec.level:
             levels.append(chosen)
             continue

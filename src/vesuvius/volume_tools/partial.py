@@ -2,18 +2,15 @@
 
     OUT.zarr.partial/copy.json      the arguments, with which it is resumed; drawing.json of a drawn volume
     OUT.zarr.partial/lock           locked by the process that writes
-    OUT.zarr.partial/air            one byte per chunk of all levels; 1 = done, and not stored because it is air
-    OUT.zarr.partial/cache/         cached chunks of a remote source
     OUT.zarr.partial/volume.zarr/   OUT.zarr without metadata, so that nothing unfinished can be opened as a volume
 
-Each chunk is written under a temporary name, synced and renamed.  A chunk is done when its file or its byte in `air` is
-there.
+Each chunk is written under a temporary name, synced and renamed: a file that is there is whole.  Air is not stored, and
+made again by the next process.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -31,9 +28,8 @@ from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.records import parsed
-from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.ome_writer import encoded, new_array
-from vesuvius.volume_tools.pyramid import halve
+from vesuvius.volume_tools.pyramid import Pyramid, halve
 from vesuvius.volumes.box import doubled, slices
 
 
@@ -58,41 +54,25 @@ class Kind:
 COPY = Kind("copy", "vesuvius volume copy")
 
 
+@dataclass(frozen=True)
 class PartialCopy:
-    """The chunks of an unfinished volume; made by `open_partial`.
+    """The chunks of an unfinished volume; made by `open_partial`."""
 
-    Attributes:
-        path: OUT.zarr.partial.
-        cache: a folder in it for chunks of the source.
-        done: whether a chunk is written or known to be air: bool over the chunk grid, of each level.
-    """
+    out: Path
+    record: dict[str, Any]
+    plan: Pyramid
+    dtype: np.dtype[Any]
+    fill_value: Any  # of all levels
+    kind: Kind
 
-    def __init__(
-        self,
-        out: Path,
-        record: dict[str, Any],
-        plan: CopyPlan,
-        dtype: np.dtype[Any],
-        fill_value: float,
-        air: int,
-        kind: Kind,
-    ) -> None:
-        self.path = partial_path(out)
-        self.cache = self.path / "cache"
-        self._out, self._record, self._plan, self._air, self._kind = out, record, plan, air, kind
-        self._dtype, self._fill = dtype.newbyteorder("<"), dtype.type(fill_value)
-        self._volume = self.path / "volume.zarr"
-        self._first = np.cumsum([0, *map(math.prod, plan.counts)]).tolist()
-        os.ftruncate(air, plan.chunk_count)
-        flat = np.frombuffer(os.pread(air, plan.chunk_count, 0), np.uint8) != 0
-        parts = np.split(flat, self._first[1:-1])
-        self.done = [part.reshape(counts) for part, counts in zip(parts, plan.counts, strict=True)]
-        for level, done in enumerate(self.done):
-            for file in (self._volume / str(level)).glob("*/*/*"):
-                if file.name.isdigit():
-                    done[tuple(map(int, file.parts[-3:]))] = True
-                else:
-                    file.unlink()  # it was being written when the process was killed
+    @property
+    def path(self) -> Path:
+        """OUT.zarr.partial."""
+        return partial_path(self.out)
+
+    def is_done(self, level: int, chunk: Triple) -> bool:
+        """Whether a chunk is written; False for air."""
+        return self._file(level, chunk).exists()
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any]) -> int:
         """Store a chunk, whole or not at all.  May be called from several threads.
@@ -106,47 +86,51 @@ class PartialCopy:
         Raises:
             StorageError: the disk refuses.
         """
-        z, y, x = chunk
-        with _disk_errors(self._out, self._kind):
-            if np.array_equal(voxels, np.broadcast_to(self._fill, voxels.shape), equal_nan=voxels.dtype.kind == "f"):
-                data = b""
-                place = self._first[level] + int(np.ravel_multi_index(chunk, self._plan.counts[level]))
-                os.pwrite(self._air, b"\1", place)
-            else:
-                data = encoded(voxels, self._plan.chunk_zyx, self._fill)
-                folder = self._volume / f"{level}/{z}/{y}"
-                folder.mkdir(parents=True, exist_ok=True)
-                write_whole(folder / str(x), data)
-        self.done[level][chunk] = True
+        fill = self.dtype.type(self.fill_value)
+        if np.array_equal(voxels, np.broadcast_to(fill, voxels.shape), equal_nan=voxels.dtype.kind == "f"):
+            return 0
+        data, file = encoded(voxels, self.plan.chunk_zyx, fill), self._file(level, chunk)
+        with _disk_errors(self.out, self.kind):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, data)
         return len(data)
 
     def finish_level(self, level: int) -> zarr.Array[Any]:
         """Write the metadata of a level whose chunks are all done; the array, to be read.  Raises StorageError."""
         folder = self._volume / str(level)
-        with _disk_errors(self._out, self._kind):
+        with _disk_errors(self.out, self.kind):
             if not (folder / ".zarray").exists():
-                shape, chunk = self._plan.shapes[level], self._plan.chunk_zyx
-                new_array(self._volume, str(level), shape, self._dtype, chunk, self._fill.item())
+                shape, fill = self.plan.shapes[level], self.dtype.type(self.fill_value).item()
+                new_array(self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill)
             return zarr.open_array(str(folder), mode="r")
 
     def halved(self, level: int, chunk: Triple, finer: zarr.Array[Any]) -> NDArray[Any]:
         """The voxels of a chunk from those of the level before.  Reads them."""
-        return halve(np.asarray(finer[slices(doubled(self._plan.box_of(level, chunk)))]))
+        return halve(np.asarray(finer[slices(doubled(self.plan.box_of(level, chunk)))]))
 
     def publish(self, multiscale: dict[str, Any]) -> None:
         """Write the group's metadata and give the whole volume its name.  Raises StorageError."""
-        with _disk_errors(self._out, self._kind):
+        with _disk_errors(self.out, self.kind):
+            for torn in self._volume.rglob(".*.tmp"):  # was being written when its process was killed
+                torn.unlink()
             group = zarr.open_group(str(self._volume), mode="a", zarr_format=2)
-            group.attrs.put({"multiscales": [multiscale], self._kind.attribute: self._record})
-            self._volume.rename(self._out)
+            group.attrs.put({"multiscales": [multiscale], self.kind.attribute: self.record})
+            self._volume.rename(self.out)
             shutil.rmtree(self.path)
+
+    @property
+    def _volume(self) -> Path:
+        return self.path / "volume.zarr"
+
+    def _file(self, level: int, chunk: Triple) -> Path:
+        return self._volume.joinpath(str(level), *map(str, chunk))
 
 
 @contextmanager
 def open_partial(
     out: Path,
     record: dict[str, Any],
-    plan: CopyPlan,
+    plan: Pyramid,
     dtype: np.dtype[Any],
     fill_value: float,
     kind: Kind = COPY,
@@ -163,24 +147,26 @@ def open_partial(
         StorageError: the disk refuses.
     """
     path = partial_path(out)
+    recorded = path / kind.file
     with ExitStack() as held:
         with _disk_errors(out, kind):
             path.mkdir(parents=True, exist_ok=True)
-            _check_ours(path, kind)
+            foreign = sorted(name for name in os.listdir(path) if name != "lock" and name[0] != ".")
+            if foreign and kind.file not in foreign:
+                raise ConfigError(
+                    f"an unfinished {kind.name} holds {kind.file}; got {path} with {foreign[0]!r} and without it; "
+                    "remove that folder or choose another name"
+                )
             lock = held.enter_context((path / "lock").open("w"))
             if not take_lock(lock.fileno(), path / "lock"):
                 raise ConfigError(
                     f"one process may write a volume; got another one writing {path}; wait for it or stop it"
                 )
-            recorded = path / kind.file
             if recorded.exists():
                 check_record(path, parsed(recorded.read_text()), record, kind)
             else:
                 write_whole(recorded, json.dumps(record, indent=2).encode())
-            air = os.open(path / "air", os.O_RDWR | os.O_CREAT, 0o666)
-            held.callback(os.close, air)
-            partial = PartialCopy(out, record, plan, dtype, fill_value, air, kind)
-        yield partial
+        yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind)
 
 
 def partial_path(out: Path) -> Path:
@@ -215,16 +201,6 @@ def check_record(path: Path, there: Any, wanted: dict[str, Any], kind: Kind = CO
         raise ConfigError(
             f"a {kind.name} continues with the arguments it was started with; got {got} for {path}; use the "
             "same ones, choose another name, or remove it"
-        )
-
-
-def _check_ours(path: Path, kind: Kind) -> None:
-    names = {entry.name for entry in path.iterdir()}
-    foreign = sorted(name for name in names if name != "lock" and not name.startswith(f".{kind.file}."))
-    if foreign and kind.file not in names:
-        raise ConfigError(
-            f"an unfinished {kind.name} holds {kind.file}; got {path} with {foreign[0]!r} and without it; remove "
-            "that folder or choose another name"
         )
 
 

@@ -4,7 +4,6 @@ at all.  The voxels come from `phantom`; a reader then meets a volume like any o
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import time
@@ -20,8 +19,8 @@ from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.volume_tools.ome_writer import encoded, move_into_place, new_array
 from vesuvius.volume_tools.phantom import Phantom, UInt8
-from vesuvius.volume_tools.pyramid import halve, level_shapes, multiscale
-from vesuvius.volumes.box import Box, chunk_box, doubled, grid_shape, slices, triple
+from vesuvius.volume_tools.pyramid import Pyramid, halve, multiscale
+from vesuvius.volumes.box import Box, doubled, slices, triple
 
 VOXEL_UM = 7.91
 MIN_SIZE_VOXELS = 16
@@ -78,9 +77,8 @@ def write_phantom(
             prefix=f".{path.name}.", suffix=".partial", dir=path.parent, ignore_cleanup_errors=True
         ) as scratch:
             staged = tuple(Path(scratch) / target.name for target in targets)
-            stored_bytes = _write_groups(
-                staged, Phantom(seed, shape_zyx), level_shapes(shape_zyx, LEVELS), (chunk,) * 3, on_progress
-            )
+            levels = Pyramid(shape_zyx, (chunk, chunk, chunk), LEVELS, 1)
+            stored_bytes = _write_groups(staged, Phantom(seed, shape_zyx), levels, on_progress)
             move_into_place(staged, targets, Path(scratch))
     except OSError as error:
         raise DataError(
@@ -116,39 +114,34 @@ def _check_targets(targets: tuple[Path, Path], overwrite: bool) -> None:
 
 
 def _write_groups(
-    roots: tuple[Path, ...],
-    phantom: Phantom,
-    shapes: list[Triple],
-    chunk_zyx: Triple,
-    on_progress: Callable[[str, int, int], None],
+    roots: tuple[Path, ...], phantom: Phantom, levels: Pyramid, on_progress: Callable[[str, int, int], None]
 ) -> int:
     """Write all levels of the grey and the label group; the bytes of their chunks.
 
     zarr would write chunks on a thread of its own, which goes on after Ctrl-C, while the folder is being removed.
     """
-    groups = [_create_group(root, shapes, chunk_zyx) for root in roots]
-    grids = [grid_shape(shape, chunk_zyx) for shape in shapes]
-    places = ((level, triple(index)) for level, grid in enumerate(grids) for index in np.ndindex(grid))
+    groups = [_create_group(root, levels) for root in roots]
+    places = ((level, triple(index)) for level, grid in enumerate(levels.counts) for index in np.ndindex(grid))
     stored_bytes = 0
     for number, (level, index) in enumerate(places, 1):
-        box = chunk_box(index, chunk_zyx, shapes[level])
+        box = levels.box_of(level, index)
         blocks = [halve(_read(arrays[level - 1], box)) for arrays in groups] if level else phantom.box(*box)
         for root, block in zip(roots, blocks, strict=True):
             if block.any():  # else air, and absent
-                data = encoded(block, chunk_zyx, np.uint8(0))
+                data = encoded(block, levels.chunk_zyx, np.uint8(0))
                 file = root.joinpath(str(level), *map(str, index))
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(data)
                 stored_bytes += len(data)
-        on_progress("chunks", number, sum(map(math.prod, grids)))
+        on_progress("chunks", number, levels.chunk_count)
     return stored_bytes
 
 
-def _create_group(root: Path, shapes: list[Triple], chunk_zyx: Triple) -> list[zarr.Array[Any]]:
+def _create_group(root: Path, levels: Pyramid) -> list[zarr.Array[Any]]:
     """An OME-Zarr 0.4 group without voxels yet; its arrays, finest first."""
-    metadata = multiscale(root.name.removesuffix(".zarr"), len(shapes), [VOXEL_UM] * 3, ["micrometer"] * 3)
+    metadata = multiscale(root.name.removesuffix(".zarr"), levels.levels, [VOXEL_UM] * 3, ["micrometer"] * 3)
     zarr.create_group(root, zarr_format=2, attributes={"multiscales": [metadata]})
-    return [new_array(root, str(k), shape, np.dtype("u1"), chunk_zyx) for k, shape in enumerate(shapes)]
+    return [new_array(root, str(k), shape, np.dtype("u1"), levels.chunk_zyx) for k, shape in enumerate(levels.shapes)]
 
 
 def _read(array: zarr.Array[Any], box: Box) -> UInt8:

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
+from vesuvius.volumes.box import Box, chunk_box, grid_shape, triple
 
 
-def level_shapes(shape_zyx: Triple, levels: int) -> list[Triple]:
-    """The shapes of all levels from the finest; each half of the one above, rounded up."""
-    z, y, x = shape_zyx
-    return [(-(-z // 2**k), -(-y // 2**k), -(-x // 2**k)) for k in range(levels)]
+@dataclass(frozen=True)
+class Pyramid:
+    """The levels of a volume that is written, all of the same chunks."""
+
+    shape_zyx: Triple  # voxels of the finest level
+    chunk_zyx: Triple
+    levels: int
+    voxel_bytes: int
+
+    @cached_property
+    def shapes(self) -> list[Triple]:
+        """Voxels of each level from the finest; each half of the one above, rounded up."""
+        return [triple(-(-size // 2**level) for size in self.shape_zyx) for level in range(self.levels)]
+
+    @cached_property
+    def counts(self) -> list[Triple]:
+        """Chunks of each level along each axis."""
+        return [grid_shape(shape, self.chunk_zyx) for shape in self.shapes]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Voxels of all levels, uncompressed."""
+        return self.voxel_bytes * sum(map(math.prod, self.shapes))
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks of all levels."""
+        return sum(map(math.prod, self.counts))
+
+    def box_of(self, level: int, chunk: Triple) -> Box:
+        """The voxels of a chunk."""
+        return chunk_box(chunk, self.chunk_zyx, self.shapes[level])
 
 
 def multiscale(

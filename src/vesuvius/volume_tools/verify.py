@@ -1,11 +1,9 @@
-"""Read every stored chunk of a level once, and list those that are broken.
+"""Read every stored chunk of a level once, in several processes, and list those that are broken.
 
 What was read is written down task by task, so that an interrupted verification continues where it stopped:
 
     ~/.cache/vesuvius/verify/ID.jsonl   first line: which volume, a digest of the objects to read, and when it began
-                                        then a line per task: its number, its chunks, and the broken ones
-
-Tasks with broken chunks are read again: these may have been restored since.
+                                        then a line per task of whole chunks: its number and its chunks
 """
 
 from __future__ import annotations
@@ -14,14 +12,18 @@ import hashlib
 import json
 import logging
 import math
+import multiprocessing
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from io import FileIO
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +32,37 @@ from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.records import parsed, records_in
-from vesuvius.volume_tools.child_reads import BrokenChunk, FinishedTask, Reading, read_in_children
-from vesuvius.volumes.box import chunk_box, grid_shape, triple
+from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, triple
 from vesuvius.volumes.chunks import ChunkGrid
+from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.listing import Bools, kept_file, list_objects, read_sidecar
 from vesuvius.volumes.missing import StoredChunks
-from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
+from vesuvius.volumes.volume import Nan, Volume, metadata_hash, open_volume
 
 log = logging.getLogger(__name__)
 
 _CHUNKS_PER_TASK = 64
+_STAGED_AHEAD = 8
+
+
+@dataclass(frozen=True)
+class BrokenChunk:
+    """A chunk that cannot be read."""
+
+    chunk: Triple
+    key: str  # of the object that holds it
+    cause: str
+    box: Box  # the voxels that are lost with it, (start_zyx, stop_zyx)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read, by every process.  Picklable."""
+
+    spec: ArrayConfig
+    store: StoreConfig
+    stored: StoredChunks | None = None
+    nan: Nan = "air"
 
 
 @dataclass
@@ -83,32 +106,158 @@ def verify_volume(
         grid = volume.grid
         per_task = max(_CHUNKS_PER_TASK // math.prod(grid_shape(grid.object_zyx, grid.chunk_zyx)), 1)
         figures = VerifyFigures(volume.name, len(numbers))
-        with _Journal.held(kept_file(volume, "verify", ".jsonl"), _identity(volume, objects, per_task)) as journal:
-            for task in journal.finished.values():
-                _count(figures, task, min(per_task, len(numbers) - task.number * per_task))
-            figures.before = figures.done
-            figures.before_since = journal.began if figures.before else None
+
+        def count(number: int, chunks: int) -> None:
+            figures.done += min(per_task, len(numbers) - number * per_task)
+            figures.chunks += chunks
+
+        path = kept_file(volume, "verify", ".jsonl")
+        with _journal(path, _identity(volume, objects, per_task)) as (journal, began, finished):
+            for number, chunks in finished.items():
+                count(number, chunks)
+            figures.before, figures.before_since = figures.done, began if finished else None
             tasks = (
                 (number, _chunks_of(grid, numbers[number * per_task : (number + 1) * per_task]))
                 for number in range(-(-len(numbers) // per_task))
-                if number not in journal.finished
+                if number not in finished
             )
-            reads = read_in_children(Reading(spec, store, stored), volume, tasks, processes)
+            reads = read_in_processes(Reading(spec, store, stored), volume, tasks, processes)
             with closing(reads):  # type: ignore[type-var]
-                for task in reads:
-                    journal.add(task)
-                    _count(figures, task, min(per_task, len(numbers) - task.number * per_task))
+                for number, read, broken in reads:
+                    if not broken:  # what is broken may have been restored next time
+                        with _storage_errors(path):
+                            journal.write(json.dumps({"number": number, "chunks": len(read)}).encode() + b"\n")
+                    count(number, len(read))
+                    figures.broken += broken
                     figures.seconds = time.monotonic() - started
                     on_progress(figures)
-            journal.remove()
+            with suppress(OSError):  # all is done: the next time begins from the start
+                path.unlink()
     figures.broken.sort(key=lambda broken: broken.chunk)
     return figures
 
 
-def _count(figures: VerifyFigures, task: FinishedTask, objects: int) -> None:
-    figures.done += objects
-    figures.chunks += task.chunks
-    figures.broken += task.broken
+# ---- processes
+
+
+def read_in_processes(
+    reading: Reading, volume: Volume, tasks: Iterable[tuple[int, list[Triple]]], processes: int
+) -> Iterator[tuple[int, list[Triple], list[BrokenChunk]]]:
+    """Read all chunks of all tasks.  Closing the iterator ends the processes.
+
+    A chunk that ends the process that decodes it is broken: the tasks in hand are then read again, chunk by chunk.
+
+    Args:
+        volume: the same one, opened here, to name keys and boxes; no chunk is read with it.
+        tasks: a number and the chunks, of each.
+        processes: at work at once.
+
+    Yields:
+        Number and chunks of a task, and those of them that are broken.
+
+    Raises:
+        DataError: the volume as a whole cannot be read any more.
+    """
+    waiting, running = iter(tasks), dict[Future[list[BrokenChunk]], tuple[int, list[Triple]]]()
+    died: list[tuple[int, list[Triple]]] = []
+    with _pool(reading, processes) as pool:
+        while True:
+            while not died and len(running) < processes and (task := next(waiting, None)) is not None:
+                running[pool.submit(_read_chunks, task[1])] = task
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                number, chunks = running.pop(future)
+                try:
+                    yield number, chunks, future.result()
+                except BrokenProcessPool:
+                    died.append((number, chunks))
+    for number, chunks in died:
+        yield number, chunks, _read_one_by_one(reading, volume, chunks)
+    if died:
+        yield from read_in_processes(reading, volume, waiting, processes)
+
+
+def _read_one_by_one(reading: Reading, volume: Volume, chunks: list[Triple]) -> list[BrokenChunk]:
+    """In one process at a time; each that dies names the chunk that it died of."""
+    broken, left = list[BrokenChunk](), list(chunks)
+    while left:
+        with _pool(reading, 1) as pool, suppress(BrokenProcessPool):
+            while left:
+                broken += pool.submit(_read_chunks, left[:1]).result()
+                left.pop(0)
+        if left:
+            chunk = left.pop(0)
+            box, key = volume.grid.box_of(chunk), volume.grid.key_of(chunk)
+            broken.append(
+                BrokenChunk(chunk, key, "decoding it ended the process (a codec that crashes, or a kill)", box)
+            )
+    return broken
+
+
+@contextmanager
+def _pool(reading: Reading, processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that are ended with the context, whatever they do."""
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (reading,))
+    try:
+        yield pool
+    finally:
+        started = list((pool._processes or {}).values())  # Python 3.14 has terminate_workers
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.join()
+
+
+_reading: Reading | None = None  # of this process of a pool
+_opened: Volume | None = None
+
+
+def _begin(reading: Reading) -> None:
+    """Prepare a process of the pool."""
+    global _reading
+    _reading = reading
+    for number in (signal.SIGINT, signal.SIGHUP):  # they go to all of a terminal's processes; the parent ends us
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # numcodecs makes a lock for blosc.  A spawned process gives it a name, and where it is terminated Python's resource
+    # tracker complains of a leak; of the fork kind it has none.  No process is started from here.
+    multiprocessing.set_start_method("fork", force=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backtraces of what ends the process
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end its children."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _read_chunks(chunks: list[Triple]) -> list[BrokenChunk]:
+    """Read chunks in this process; those that are broken."""
+    global _opened
+    assert _reading is not None
+    if _opened is None:
+        _opened = open_volume(_reading.spec, _reading.store, nan=_reading.nan, known=True, stored=_reading.stored)
+    volume, broken, lost = _opened, list[BrokenChunk](), None
+    boxes = [volume.grid.box_of(chunk) for chunk in chunks]
+    for place, box in enumerate(boxes):
+        if lost is not None and intersection(box, lost) == box:
+            continue  # its shard's index is damaged, which was told
+        for ahead in boxes[place : place + _STAGED_AHEAD]:
+            volume.stage(ahead)
+        try:
+            volume.read(box)
+        except UnreadableChunkError as error:
+            lost = error.box
+            broken.append(BrokenChunk(error.chunk, volume.grid.key_of(error.chunk), error.cause, error.box))
+    volume.unstage()
+    return broken
+
+
+# ---- what is to be read, and what was
 
 
 def _objects(volume: Volume) -> tuple[Bools, StoredChunks | None]:
@@ -141,66 +290,36 @@ def _identity(volume: Volume, objects: Bools, per_task: int) -> dict[str, Any]:
     }
 
 
-class _Journal:
-    """What was done, a line per task; one process at a time.
+@contextmanager
+def _journal(path: Path, identity: dict[str, Any]) -> Iterator[tuple[IO[bytes], float, dict[int, int]]]:
+    """The file of what was done, for one process at a time; when it was begun; and the chunks of each finished task.
 
-    Attributes:
-        finished: tasks that earlier processes have finished, and of which all chunks were whole.
-        began: when the first of those processes did, seconds since 1970.
+    Raises ConfigError where another process has it, StorageError.
     """
-
-    def __init__(self, path: Path, identity: dict[str, Any], file: FileIO) -> None:
-        self.finished: dict[int, FinishedTask] = {}
-        self._path, self._file = path, file
-        first, *lines = file.readall().splitlines() or [b""]
-        head = parsed(first)
-        if head and head == identity | {"began": head.get("began")}:
-            self.began: float | None = head["began"]
-            for record in records_in(lines):
-                if not record["broken"]:  # the last line is torn where the process was killed
-                    self.finished[record["number"]] = FinishedTask(record["number"], record["chunks"])
-            file.write(b"\n")
-            return
-        if first:
-            log.info("the chunks to read have changed since last time: all are read from the start")
-        file.truncate(0)
-        file.seek(0)
-        self.began = time.time()
-        self._write(identity | {"began": self.began})
-
-    @classmethod
-    @contextmanager
-    def held(cls, path: Path, identity: dict[str, Any]) -> Iterator[_Journal]:
-        """Open or begin a journal.  Raises ConfigError where another process has it, StorageError."""
+    with _storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b", buffering=0)
+    with file:
         with _storage_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = FileIO(path, "a+")
-        with file:
-            with _storage_errors(path):
-                file.seek(0)
-                if not take_lock(file.fileno(), path):
-                    raise ConfigError(
-                        f"one process verifies a level at a time; got another one that holds {path}; wait for it or "
-                        "stop it"
-                    )
-                journal = cls(path, identity, file)
-            yield journal
-
-    def add(self, task: FinishedTask) -> None:
-        """Write down that a task is done.  Raises StorageError."""
-        with _storage_errors(self._path):
-            self._write(asdict(task))
-
-    def remove(self) -> None:
-        """All is done: the next time begins from the start."""
-        with suppress(OSError):
-            os.unlink(self._path)
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record).encode() + b"\n")
+            file.seek(0)
+            if not take_lock(file.fileno(), path):
+                raise ConfigError(
+                    f"one process verifies a level at a time; got another one that holds {path}; wait for it or stop it"
+                )
+            first, *lines = file.read().splitlines() or [b""]
+            head = parsed(first) or {}
+            if head == identity | {"began": head.get("began")}:
+                finished = {record["number"]: record["chunks"] for record in records_in(lines)}
+                file.write(b"\n")  # the last line is torn where the process was killed
+            else:
+                if first:
+                    log.info("the chunks to read have changed since last time: all are read from the start")
+                head, finished = identity | {"began": time.time()}, {}
+                file.truncate(0)
+                file.write(json.dumps(head).encode() + b"\n")
+        yield file, head["began"], finished
 
 
-def _storage_errors(path: Path) -> AbstractContextManager[None]:
+def _storage_errors(path: Path) -> Any:
     rule = "the record of what was verified needs a writable place"
-    remedy = "free some space, or set XDG_CACHE_HOME to a writable folder"
-    return storage_errors(rule, remedy, f"for {path}")
+    return storage_errors(rule, "free some space, or set XDG_CACHE_HOME to a writable folder", f"for {path}")

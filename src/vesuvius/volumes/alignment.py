@@ -221,7 +221,7 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
     whole = all(map(fits, *shapes, found.factors))
     if "scale" in kinds and len(kinds) == 2 and not (whole and found.offsets == ZEROS):
         raise _MisfitError("one has voxels of size 1 without a unit")
-    if not whole and volume.level_paths and volume.source.address == array.source.address:
+    if not whole and volume.level and volume.source.address == array.source.address:
         raise _MisfitError("levels of one pyramid cover the same, and by their scales and shapes these do not")
     if whole and found.offsets != ZEROS and geometries[0].translated != geometries[1].translated:
         raise _MisfitError("their shapes cover each other, and only one has a translation")

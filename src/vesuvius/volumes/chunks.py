@@ -48,8 +48,8 @@ class ChunkGrid:
     # which of its axes are z, y, x.  Chunks and boxes are z, y, x; keys and indices of shards are in stored order.
     axes: Axes
     source: Source  # where its objects are
-    # bytes and content of the indices of shards
-    _indices: OrderedDict[str, tuple[bytes, Index] | None] = field(default_factory=OrderedDict)
+    _indices: OrderedDict[str, Index | None] = field(default_factory=OrderedDict)  # of shards that are read in parts
+    _last: tuple[bytes, Index] | None = None  # bytes and content of that of the last whole shard
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
@@ -176,14 +176,13 @@ class ChunkGrid:
         key = self.key_of(chunk)
         if self.shard_zyx is None:
             return fetch(key, None)
-        shard = fetch(key, None) if whole else None
-        if whole and shard is None:
-            return None
-        index = self.shard_index(key, shard)
+        if whole:
+            shard = fetch(key, None)
+            byte_range = None if shard is None else self._range_in(self._index_in(key, shard), chunk)
+            return None if shard is None or byte_range is None else cut(shard, byte_range)
+        index = self.shard_index(key)
         byte_range = None if index is None else self._range_in(index, chunk)
-        if byte_range is None:
-            return None
-        return fetch(key, byte_range) if shard is None else cut(shard, byte_range)
+        return None if byte_range is None else fetch(key, byte_range)
 
     def forget(self, box: Box) -> None:
         """Have the chunks of a box, and the indices that lead to them, fetched again next time: some are damaged."""
@@ -194,7 +193,7 @@ class ChunkGrid:
             if found is not None:
                 for chunk in chunks:
                     with suppress(ValueError):
-                        self.source.forget(key, self._range_in(found[1], chunk))
+                        self.source.forget(key, self._range_in(found, chunk))
             if self.shard_zyx is not None:
                 self.source.forget(key, self.index_range)
 
@@ -228,11 +227,8 @@ class ChunkGrid:
         everywhere: Any = self.axes.stored((slice(None),) * 3, others)
         return self.axes.to_zyx(self._form.present(index)[everywhere])
 
-    def shard_index(self, key: str, shard: bytes | None = None) -> Index | None:
+    def shard_index(self, key: str) -> Index | None:
         """The index of a shard; None for an absent shard.
-
-        Args:
-            shard: all of its bytes, where they are here.
 
         Raises:
             ShardIndexError: the index is not of the form that the metadata promise, the shard is shorter than its
@@ -240,20 +236,31 @@ class ChunkGrid:
             OutageError, RefusedError: the store does not deliver it.
         """
         with self._lock:
-            known = key in self._indices
-            found = self._indices.get(key)
-        if not known:
-            try:
-                data = self._form.index_of(shard) if shard is not None else self.source.get(key, self.index_range)
-                found = None if data is None else (data, self._form.parse(data))
-            except (FetchError, ValueError) as error:
-                raise ShardIndexError(f"{error} in {key}") from error
+            if key in self._indices:
+                self._indices.move_to_end(key)
+                return self._indices[key]
+        try:
+            data = self.source.get(key, self.index_range)
+            found = None if data is None else self._form.parse(data)
+        except (FetchError, ValueError) as error:
+            raise ShardIndexError(f"{error} in {key}") from error
         with self._lock:
             self._indices[key] = found
-            self._indices.move_to_end(key)
             while len(self._indices) > max(_INDEX_BYTES_KEPT // self._form.index_bytes, 8):
                 self._indices.popitem(last=False)
-        return found[1] if found else None
+        return found
+
+    def _index_in(self, key: str, shard: bytes) -> Index:
+        """The index in a whole shard, which may be of another version than the kept one.  Raises ShardIndexError."""
+        data, kept = self._form.index_of(shard), self._last
+        if kept is not None and kept[0] == data:
+            return kept[1]
+        try:
+            index = self._form.parse(data)
+        except ValueError as error:
+            raise ShardIndexError(f"{error} in {key}") from error
+        self._last = data, index
+        return index
 
     @cached_property
     def index_range(self) -> ByteRange | None:

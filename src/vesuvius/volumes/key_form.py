@@ -10,9 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,8 @@ from zarr.core.array import AsyncArray
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
 from vesuvius.volumes.axes import Axes
-from vesuvius.volumes.box import times, triple
-from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
+from vesuvius.volumes.box import triple
+from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.store.source import Source
 
@@ -32,8 +30,7 @@ log = logging.getLogger(__name__)
 # (key encoding, separator): `c/0/0/0`, `c.0.0.0`, `0/0/0`, `0.0.0`
 _FORMS = (("default", "/"), ("default", "."), ("v2", "/"), ("v2", "."))
 _FIRST_PROBES, _PROBES = 8, 64
-# Names in the folder of an array that are looked at on a disk, and keys of a remote listing: one page.
-_NAMES, _PAGE = 2000, 1000
+_PAGE = 1000  # keys of a listing that are looked at
 
 KeyForm = tuple[str, str]
 """Name of a key encoding and its separator, as in `_FORMS`."""
@@ -60,7 +57,7 @@ class _Form(ChunkGrid):
     def found(self, places: Iterable[Triple]) -> set[Triple]:
         """Those at which the store has an object.  One request each."""
         keys = {self.object_key(place): place for place in places}
-        return {keys[key] for key in keys.keys() - set(self.source.absent(list(keys)))}
+        return {keys[key] for key in keys.keys() - set(self.source.absent(list(keys), probing=True))}
 
     @property
     def example(self) -> str:
@@ -69,7 +66,7 @@ class _Form(ChunkGrid):
 
 
 def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source, quiet: bool = False) -> zarr.Array[Any]:
-    """The array with the form of key by which its chunks are stored.  Lists a folder, or asks for a few chunks.
+    """The array with the form of key by which its chunks are stored.  Lists a page of keys, or asks for a few chunks.
 
     Args:
         name: of the volume, for messages.
@@ -80,7 +77,7 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source, qui
     """
     declared, *others = forms = _forms(array, axes, source)
     try:
-        found, complete = _found_by_requests(forms) if source.remote else _found_on_disk(forms)
+        found, complete = _found(forms)
     except FetchError as error:  # what lies in place of a chunk is none; whoever reads it says so
         log.debug("%s is not probed: %s", name, error)
         return array
@@ -103,11 +100,10 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source, qui
                 *(name, declared.example, form.example, correct),
             )
         return with_key_form(array, (form.encoding, form.separator))
-    total = math.prod(declared.object_counts_zyx)
-    hollow = bool(stored) and not quiet and _only_empty_shards(declared)
-    if quiet or (stored and not hollow) or source.forbidden is not None:
+    if quiet or stored or source.forbidden is not None:
         return array
-    if complete or hollow:
+    total = math.prod(declared.object_counts_zyx)
+    if complete:
         raise DataError(
             f"No chunk of {name} is stored (0 of {total}, looked for as {declared.example} and by the other forms of "
             "key); correct its path, level or select, or copy its chunks too.  An array that is meant to be empty "
@@ -123,41 +119,14 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source, qui
     return array
 
 
-def _found_on_disk(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
+def _found(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
     """Some chunks of each form; and whether a form of which none is given has none.
 
-    Of the form that the metadata name one chunk is enough, as long as nothing in the folder is of another form.
+    From a page of keys where the store lists, and else, or where there are more, by requests for a few chunks.
     """
-    declared, *others = forms
-    source, path = declared.source, declared.array.path
-    prefix, stored, suspicious = f"{path}/" if path else "", set[Triple](), False
-    try:
-        with os.scandir(Path(source.address, path)) as entries:
-            for entry in itertools.islice(entries, _NAMES):
-                key = prefix + entry.name
-                suspicious |= any(form.place(key) is not None or form.leads_to_chunks(key) for form in others)
-                if not stored and (place := declared.place(key)) is not None:
-                    stored.add(place)
-        keys = iter(()) if stored and not suspicious else source.list_keys(path)
-        found = [stored, *(set[Triple]() for _ in others)]
-        for key in keys:
-            for places, form in zip(found, forms, strict=True):
-                if (place := form.place(key)) is not None:
-                    places.add(place)
-            if stored and not suspicious:
-                break
-    except (OSError, DataError) as error:
-        log.debug("%s is probed without a listing: %s", source.shown, error)
-        return _found_by_requests(forms)
-    return found, True
-
-
-def _found_by_requests(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
-    """As `_found_on_disk`, from a page of a listing, or by requests for a few chunks, or all where they are few."""
     declared = forms[0]
     source, counts = declared.source, declared.object_counts_zyx
-    places = _some_places(counts, _PROBES)
-    found, listed = [set[Triple]() for _ in forms], False
+    found, complete = [set[Triple]() for _ in forms], False
     if source.can_list:
         try:
             page = list(itertools.islice(source.list_keys(declared.array.path), _PAGE))
@@ -165,9 +134,10 @@ def _found_by_requests(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
             log.debug("%s is probed without a listing: %s", source.shown, error)
         else:
             found = [{place for key in page if (place := form.place(key)) is not None} for form in forms]
-            listed = len(page) < _PAGE
-    if listed and any(found):
+            complete = len(page) < _PAGE
+    if complete:
         return found, True
+    places = _some_places(counts, _PROBES)
     few = len(places) == math.prod(counts)
     _ask(forms, found, places if few else places[:_FIRST_PROBES])
     if not any(found):
@@ -176,7 +146,7 @@ def _found_by_requests(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
         doubtful = sorted(other - found[0])[:_PROBES]
         found[0] |= declared.found(doubtful)
         other.intersection_update(doubtful)
-    return found, few or listed
+    return found, few
 
 
 def _ask(forms: list[_Form], found: list[set[Triple]], places: Iterable[Triple]) -> None:
@@ -195,18 +165,6 @@ def other_key(grid: ChunkGrid, place: Triple) -> str | None:
     except (FetchError, RefusedError) as error:
         log.debug("%s is not probed: %s", keys, error)
         return None
-
-
-def _only_empty_shards(form: _Form) -> bool:
-    """Whether the shards are few, on a disk, and hold no chunk: known by their indices."""
-    if form.source.remote or form.shard_zyx is None or math.prod(form.object_counts_zyx) > _PROBES:
-        return False
-    chunks = triple(s // c for s, c in zip(form.shard_zyx, form.chunk_zyx, strict=True))
-    try:
-        places = _some_places(form.object_counts_zyx, _PROBES)
-        return not any(form.present_in_shard(times(place, chunks)).any() for place in places)
-    except ShardIndexError:  # whoever reads the shard says what is wrong with it
-        return False
 
 
 def _some_places(counts_zyx: Triple, most: int) -> list[Triple]:

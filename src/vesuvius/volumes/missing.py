@@ -47,21 +47,21 @@ class StoredChunks:
 
 
 class MetadataCheck:
-    """Whether a volume is still there, and still the same: its metadata are compared with those of the start."""
+    """Whether a volume is still there, and still the same: its metadata are compared with those of the start.
 
-    def __init__(self, source: Source) -> None:
+    Args:
+        key: the object that holds them; `stored` is what it held.
+    """
+
+    def __init__(self, source: Source, key: str, stored: bytes) -> None:
         self._source = source
-        self._known: bytes | None = None
+        self._key, self._known = key, stored
         self._due = 0.0
-
-    def note(self, key: str, stored: bytes) -> None:
-        """Remember the object that holds the metadata, and its bytes."""
-        self._source.metadata_key, self._known = key, stored
 
     def check(self, at_once: bool) -> None:
         """Raises DataError where the volume is gone, or is another one; looks no more often than costs nothing."""
-        started, key = time.monotonic(), self._source.metadata_key
-        if self._known is None or key is None or (started < self._due and not at_once):
+        started, key = time.monotonic(), self._key
+        if started < self._due and not at_once:
             return
         found = self._source.get(key, cached=False)
         now = time.monotonic()
@@ -86,19 +86,28 @@ class MissingChunks:
         name: of the volume, for messages.
         metadata: looked at before a chunk is called gone.
         treatment: `data.missing_chunk`.
-
-    Attributes:
         stored: the chunks that a listing has found, where one was made: one of them that is absent is damaged, not air.
     """
 
-    def __init__(self, name: str, grid: ChunkGrid, metadata: MetadataCheck, treatment: Literal["air", "error"]) -> None:
-        self.stored: StoredChunks | None = None
+    def __init__(
+        self,
+        name: str,
+        grid: ChunkGrid,
+        metadata: MetadataCheck,
+        treatment: Literal["air", "error"],
+        stored: StoredChunks | None,
+    ) -> None:
+        self._stored = stored
         self._name = name
         self._grid = grid
         self._metadata = metadata
         self._treatment = treatment
         self._looked_for = set[Triple]()
         self._seen = np.zeros(grid.counts_zyx, bool)  # takes memory only where something was read
+
+    def note_listed(self, stored: StoredChunks | None) -> None:
+        """Take what a listing has found: one of these that is absent is damaged, not air."""
+        self._stored = stored
 
     def note_present(self, chunk: Triple) -> None:
         """Remember that a chunk is stored."""
@@ -122,7 +131,7 @@ class MissingChunks:
         damaged = grid.object_box(chunk) if whole else grid.box_of(chunk)
         chunks = chunk_ranges(damaged, grid.chunk_zyx)
         seen = bool(self._seen[slices(box_along((r.start, r.stop) for r in chunks))].any())
-        listed = self.stored is not None and self.stored.any_of(chunks)
+        listed = self._stored is not None and self._stored.any_of(chunks)
         self._metadata.check(at_once=seen or listed)
         if seen or listed:
             cause = f"{'read before' if seen else 'listed as stored'}, but missing"

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import threading
-from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any
-
-from zarr.abc.store import ByteRequest, Store
-from zarr.core.buffer import Buffer, BufferPrototype
 
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.chunks import ChunkGrid, Request
 from vesuvius.volumes.errors import ClosedError
 from vesuvius.volumes.store.byte_range import ByteRange
-from vesuvius.volumes.store.source import Source
 
 
 class Staging:
@@ -91,39 +83,3 @@ class Staging:
         """The requests staged for a box; none where staging failed: the read meets the error again and reports it."""
         staging = self._stagings.get(box)
         return staging.result() if staging is not None and staging.exception() is None else []
-
-
-class MetadataStore(Store):
-    """A read-only zarr store of the metadata below an address, read with the policy of its source."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(read_only=True)
-        self.source = source
-
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """As zarr's Store."""
-        assert byte_range is None, "metadata are read whole"
-        data = await asyncio.wrap_future(self.source.submit(key))
-        return None if data is None else prototype.buffer.from_bytes(data)
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> Any:
-        """As zarr's Store."""
-        return await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges))
-
-    async def exists(self, key: str) -> bool:
-        """As zarr's Store."""
-        return await asyncio.to_thread(self.source.exists, key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MetadataStore) and self.source.address == other.source.address
-
-    __hash__ = None  # type: ignore[assignment]
-
-    supports_writes = supports_deletes = supports_listing = False
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise io.UnsupportedOperation("only metadata are read through zarr, and only keys asked for by name")
-
-    set = delete = list = list_prefix = list_dir = _refuse

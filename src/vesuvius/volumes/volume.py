@@ -26,7 +26,6 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
-from zarr.storage import LocalStore
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
@@ -37,11 +36,10 @@ from vesuvius.volumes.decode import ChunkDecoder
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
 from vesuvius.volumes.key_form import KeyForm, as_stored, key_form, with_key_form
-from vesuvius.volumes.levels import Level, pick_level
-from vesuvius.volumes.metadata import open_array, open_group, read_node
-from vesuvius.volumes.missing import MetadataCheck, MissingChunks
-from vesuvius.volumes.no_zarr import no_zarr_error
-from vesuvius.volumes.staged import MetadataStore, Staging
+from vesuvius.volumes.levels import Level, no_zarr_error, pick_level
+from vesuvius.volumes.metadata import Node, open_array, read_node
+from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks
+from vesuvius.volumes.staged import Staging
 from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.object_store import is_remote
 from vesuvius.volumes.store.source import Source
@@ -83,12 +81,10 @@ class Volume:
 
     Attributes:
         name: path and level as the user gave them, for messages.
-        shape_zyx: voxels.
-        chunk_zyx: voxels of the unit that is decoded at once (the inner chunk of a sharded array).
-        dtype: stored dtype in native byte order: bool, or integers or floats of up to 8 bytes.
+        array: of zarr-python; describes the chunks, and reads none.
         axis_names: of the array, in stored order; None where an axis has no name.
         geometry: where its voxels lie in space; None where the metadata do not say.
-        level_paths: the arrays of its pyramid from the finest; empty for a bare array.
+        level: of its pyramid; None for a bare array.
         metadata: whether the volume is still there.
         missing: its chunks that are not stored, air or gone.
         wait_s: seconds for which `read` has waited for bytes from a remote store, in all.
@@ -101,37 +97,42 @@ class Volume:
         axes: Axes,
         axis_names: Names,
         geometry: Geometry | None,
-        level_paths: tuple[str, ...],
+        level: Level | None,
         source: Source,
+        node: Node,
         missing_chunk: Literal["air", "error"],
         nan: Nan,
+        stored: StoredChunks | None,
     ) -> None:
         self.name = name
         self.array = array
         self.axes = axes
         self.axis_names = axis_names
         self.geometry = geometry
-        self.level_paths = level_paths
+        self.level = level
         self.source = source
         self.grid = ChunkGrid(array, axes, source)
         self.wait_s = 0.0
+        self.metadata = MetadataCheck(source, node.key, node.stored)
+        self.missing = MissingChunks(name, self.grid, self.metadata, missing_chunk, stored)
         self._voxels_read = self._nonfinite = 0
-        self.metadata = MetadataCheck(source)
-        self.missing = MissingChunks(name, self.grid, self.metadata, missing_chunk)
         self._nan = nan
         self._decode = ChunkDecoder(array)
         self._staging = Staging(self.grid) if source.remote else None
 
     @cached_property
     def shape_zyx(self) -> Triple:
+        """Voxels."""
         return self.grid.shape_zyx
 
     @property
     def chunk_zyx(self) -> Triple:
+        """Voxels of the unit that is decoded at once: of a sharded array the inner chunk."""
         return self.grid.chunk_zyx
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
+        """As stored, in native byte order: bool, or integers or floats of up to 8 bytes."""
         return np.dtype(self.array.dtype).newbyteorder("=")
 
     @property
@@ -336,69 +337,69 @@ def open_volume(
     nan: Nan = "air",
     known: bool = False,
     form: KeyForm | None = None,
+    stored: StoredChunks | None = None,
 ) -> Volume:
     """Open what `data.volumes[]` names.  Reads metadata, and looks for a few chunks.
 
     Args:
-        form: `Volume.key_form` of an earlier opening; then no chunks are looked for.
         known: it has been opened before, by another process: where its store does not answer that is an outage.  A
             store that never has is given up after a minute.
+        form: `Volume.key_form` of an earlier opening; then no chunks are looked for.
+        stored: the chunks that a listing has found; of these none may be absent.
 
     Raises:
         DataError: nothing there, not a zarr, no such level, no axes z, y, x, or a dtype that is not supported.
     """
     if not is_remote(spec.path) and not Path(spec.path).exists():
-        raise DataError(f"a volume must exist; got {spec.path}, which does not exist; {_how_to_get_data(spec.path)}")
+        raise DataError(
+            f"a volume must exist; got {spec.path}, which does not exist; write a synthetic scroll there with "
+            f"`vesuvius volume synth {spec.path}`, download a real one (its address is in configs/exp001_full.yaml), "
+            'or name another: "data.volumes=[{path: PATH.zarr, level: 0}]"'
+        )
     source = Source(spec.path, store, known=known)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ZarrUserWarning)  # on codecs that zarr v3 does not specify, and the like
             warnings.simplefilter("ignore", UnstableSpecificationWarning)
-            return _open_volume(source, spec, missing_chunk, nan, known, form)
+            node, level, name = _find_array(source, spec)
+            array = open_array(source, node, level.path if level else "")
+            space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
+            axes, axis_names = find_axes(name, array, space.names if space else None, spec.select)
+            array = with_key_form(array, form) if form else as_stored(name, array, axes, source, quiet=known)
+            geometry = space.geometry(axes.zyx) if space else None
+            _check_nan(nan, array, name)
+            return Volume(name, array, axes, axis_names, geometry, level, source, node, missing_chunk, nan, stored)
     except BaseException:
         source.close()
         raise
 
 
-def _open_volume(
-    source: Source,
-    spec: ArrayConfig,
-    missing_chunk: Literal["air", "error"],
-    nan: Nan,
-    known: bool,
-    form: KeyForm | None,
-) -> Volume:
-    store = MetadataStore(source) if source.remote else LocalStore(source.address, read_only=True)
-    node, path = read_node(source, ""), ""
+def _find_array(source: Source, spec: ArrayConfig) -> tuple[Node, Level | None, str]:
+    """The metadata of the array that a config names, its level if it has one, and its name."""
+    node = read_node(source, "")
     if node is None:
         raise no_zarr_error(source)
-    level: Level | None = None
-    name = source.shown
-    if not node.is_array:
-        level = pick_level(open_group(node, store), spec)
-        node, path, name = read_node(source, level.path), level.path, f"{source.shown} level {spec.level}"
-        if node is None or not node.is_array:
-            what = "which is not there" if node is None else "which is a group"
+    if node.is_array:
+        if spec.level:
             raise DataError(
-                f"each level in the metadata must exist; got level {spec.level} ({path!r}) of {source.shown}, {what}; "
-                "copy the missing level or choose another"
+                f"a bare array has level 0 only; got level {spec.level} of {source.shown}; set level to 0 or point "
+                "path at the OME-Zarr group"
             )
-    elif spec.level:
+        return node, None, source.shown
+    level = pick_level(source, node.document["attributes"], spec)
+    node = read_node(source, level.path)
+    if node is None or not node.is_array:
+        what = "which is not there" if node is None else "which is a group"
         raise DataError(
-            f"a bare array has level 0 only; got level {spec.level} of {source.shown}; set level to 0 or point "
-            "path at the OME-Zarr group"
+            f"each level in the metadata must exist; got level {spec.level} ({level.path!r}) of {source.shown}, "
+            f"{what}; copy the missing level or choose another"
         )
-    array = open_array(source, node, store, path)
+    return node, level, f"{source.shown} level {spec.level}"
+
+
+def _check_nan(nan: Nan, array: zarr.Array[Any], name: str) -> None:
     if not isinstance(nan, str) and array.dtype.kind == "f" and not abs(nan) <= float(np.finfo(array.dtype).max):
         raise DataError(f"data.nan={nan:g} does not fit into the {array.dtype} voxels of {name}; take a smaller number")
-    space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
-    axes, axis_names = find_axes(name, array, space.array_names(array.ndim) if space else None, spec.select)
-    array = with_key_form(array, form) if form else as_stored(name, array, axes, source, quiet=known)
-    source.cache_scope = f"{spec.path.rstrip('/')}#{metadata_hash(array)}"
-    geometry, paths = (space.geometry(axes.zyx), level.paths) if space and level else (None, ())
-    volume = Volume(name, array, axes, axis_names, geometry, paths, source, missing_chunk, nan)
-    volume.metadata.note(node.key, node.stored)
-    return volume
 
 
 def metadata_hash(array: zarr.Array[Any]) -> str:
@@ -413,10 +414,3 @@ def _check_finite(voxels: NDArray[Any]) -> None:
             f"{bad} of {voxels.size} voxels are NaN or infinite, and data.nan=error; set data.nan to air, or to the "
             "number that they are read as"
         )
-
-
-def _how_to_get_data(path: str) -> str:
-    return (
-        f"write a synthetic scroll there with `vesuvius volume synth {path}`, download a real one (its address is in "
-        'configs/exp001_full.yaml), or name another: "data.volumes=[{path: PATH.zarr, level: 0}]"'
-    )

@@ -207,7 +207,6 @@ def test_a_refusal_says_what_was_looked_for(monkeypatch: pytest.MonkeyPatch, cac
     with odd_server(lambda asked: sized("403 Forbidden", b"")) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         source = Source("s3://bucket/v", StoreConfig())
-        source.cache_scope = "volume"
         words = f"no AWS_.* no profile default in {cache_home}/aws-credentials and .*no role of container or instance"
         with pytest.raises(
             RefusedError, match=rf"403 Forbidden for data in s3://bucket/v \(not signed: there is {words}"

@@ -193,12 +193,6 @@ def _grey_rows(grey: GreyStatistics) -> Iterator[tuple[str, str]]:
 
 
 def _patch_rows(facts: VolumeFacts) -> Iterator[tuple[str, str]]:
-    if facts.uniform:
-        yield (
-            "one by one",
-            f"{facts.uniform.amplification:.2f} bytes decoded per byte of patch, "
-            f"{facts.uniform.chunks_per_patch:.1f} chunks a patch",
-        )
     if facts.region is None:
         yield "in regions", f"none: {facts.no_region}"
         return

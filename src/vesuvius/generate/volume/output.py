@@ -18,8 +18,8 @@ from vesuvius.generate.volume.inputs import Inputs
 from vesuvius.generate.volume.work import BlockSet
 from vesuvius.generate.watch import Watch
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import Kind, PartialCopy
+from vesuvius.volume_tools.pyramid import Pyramid
 from vesuvius.volumes.box import triple
 
 DRAWING = Kind("drawing", "vesuvius sample")
@@ -40,15 +40,15 @@ class Greys:
         return to_greys(np.asarray(self.schedule.model_values(x)), self.grey, self.dtype)  # type: ignore[arg-type]
 
 
-def output_plan(shape_zyx: Triple, voxel_bytes: int) -> CopyPlan:
+def output_plan(shape_zyx: Triple, voxel_bytes: int) -> Pyramid:
     """Chunks of at most 128 voxels along each axis, and levels down to one chunk, at most six."""
     levels = min(_LEVELS, max(1, (-(-max(shape_zyx) // _CHUNK) - 1).bit_length() + 1))
-    return CopyPlan(((0, 0, 0), shape_zyx), triple(min(size, _CHUNK) for size in shape_zyx), levels, voxel_bytes, 1)
+    return Pyramid(shape_zyx, triple(min(size, _CHUNK) for size in shape_zyx), levels, voxel_bytes)
 
 
 def write_volume(
     target: PartialCopy,
-    plan: CopyPlan,
+    plan: Pyramid,
     x: Field,
     used: BlockSet,
     greys: Greys,
@@ -79,9 +79,9 @@ def write_volume(
     target.publish(multiscale)
 
 
-def _missing(what: str, target: PartialCopy, plan: CopyPlan, level: int, watch: Watch) -> Iterator[Triple]:
+def _missing(what: str, target: PartialCopy, plan: Pyramid, level: int, watch: Watch) -> Iterator[Triple]:
     """The chunks of a level that are not written yet, one after another."""
     counts = plan.counts[level]
     for chunk in watch.over(what, map(triple, np.ndindex(counts)), math.prod(counts)):
-        if not target.done[level][chunk]:
+        if not target.is_done(level, chunk):
             yield chunk

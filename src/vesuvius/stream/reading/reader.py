@@ -132,8 +132,6 @@ class Reader:
         self._turn = 0
         self._actor = actor
         self._arrays = [_open_arrays(number, job) for number in range(len(job.data.volumes))]
-        for ((volume, _), *_), stored in zip(self._arrays, job.stored, strict=False):
-            volume.missing.stored = stored
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
         self._damaged = set(job.quarantined)
         self._staged: list[_RegionKey] = []
@@ -317,9 +315,10 @@ def _open_arrays(number: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
     data, spec = job.data, job.data.volumes[number]
     specs = [(spec, data.nan), *([(spec.condition, data.condition_nan)] if spec.condition else [])]
     forms = job.key_forms[number] if job.key_forms else (None, None)
+    stored = (job.stored[number] if job.stored else None, None)
     arrays = [
-        open_volume(array, data.store, data.missing_chunk, nan, known=True, form=form)
-        for (array, nan), form in zip(specs, forms, strict=False)
+        open_volume(array, data.store, data.missing_chunk, nan, known=True, form=form, stored=listed)
+        for (array, nan), form, listed in zip(specs, forms, stored, strict=False)
     ]
     return [(array, align(arrays[0], array, "the condition")) for array in arrays]
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from vesuvius.config import DataConfig, NormalizeConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.plan.make_plan import make_plan, plan_volume
-from vesuvius.plan.occupancy import foreground_map
 from vesuvius.plan.plan import Plan
 from vesuvius.plan.split import Split, split_volume
 from vesuvius.runlog.progress import Progress, with_progress
@@ -24,6 +23,7 @@ from vesuvius.volumes.alignment import Alignment, align, log_alignment
 from vesuvius.volumes.box import Box, box_along, intersection
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.labels import check_labels
+from vesuvius.volumes.occupancy import foreground_map
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import percentiles
 
@@ -224,6 +224,9 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
     )
     dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
     maps = [foreground_map(volume, spec, config) for volume, spec in zip(volumes, config.volumes, strict=True)]
+    listed = tuple(found.stored(v.chunk_zyx) if found else None for v, found in zip(volumes, maps, strict=True))
+    for volume, stored in zip(volumes, listed, strict=True):
+        volume.missing.note_listed(stored)
     within = [(found and found.within) or ((0, 0, 0), v.shape_zyx) for v, found in zip(volumes, maps, strict=True)]
     for number, (volume, condition) in enumerate(zip(volumes, conditions, strict=False)):
         covered = log_alignment(volume, condition, "the condition").covered
@@ -258,7 +261,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
             tuple(array.key_form for array in arrays)
             for arrays in zip(volumes, *([conditions] if conditions else []), strict=True)
         ),
-        stored=tuple(volume.missing.stored for volume in volumes),
+        stored=listed,
         rank=rank,
         world=world,
     )

@@ -17,7 +17,7 @@ from typing import TypeVar
 from obstore.exceptions import BaseError
 
 from vesuvius.config import StoreConfig
-from vesuvius.volumes.errors import BrokenOffError, ClosedError, OutageError, ProtocolError, is_protocol_error, reason
+from vesuvius.volumes.errors import ClosedError, OutageError, ProtocolError, is_protocol_error, reason
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ T = TypeVar("T")
 _FIRST_PAUSE_S = 0.1
 # A store that has never answered is more likely a wrong address than an outage.
 _FIRST_ANSWER_S = 60.0
-# A body that breaks off after the same bytes at each try for so long is the server's doing, not the network's.
-_SAME_BREAK_S = 5.0
 _SAID_AFTER_S = 10.0
 _SAID_EVERY_S = 60.0
 
@@ -49,10 +47,9 @@ class Retrier:
 
     Args:
         address: of the store, for messages.
-        known: whether the store has answered before.  One with a URL that has not is given up after a minute.
-        remote: whether it has a URL.
-        may_pass: whether an error may pass by itself; `is_outage`, but for what its owner knows better.
-        count: told of requests, retries and bytes fetched.
+        patient: whether to wait for `outage_minutes` from the start; else for a minute until it has answered once.
+        may_pass: whether an error may pass by itself.
+        count: told of requests and retries.
 
     Attributes:
         outage: set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time.
@@ -62,18 +59,16 @@ class Retrier:
         self,
         address: str,
         config: StoreConfig,
-        known: bool,
-        remote: bool,
+        patient: bool,
         may_pass: Callable[[BaseException], bool],
         count: Callable[..., None],
     ) -> None:
         self.outage: Outage | None = None
         self._address = address
         self._config = config
-        self._known = known
+        self._patient = patient
         self._may_pass = may_pass
         self._count = count
-        self._remote = remote
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._failing: dict[int, Outage] = {}  # by thread
@@ -90,41 +85,30 @@ class Retrier:
             ClosedError: another thread has called `close`.
             Exception: whatever else `read` raises.
         """
-        tries, pause_s = 0, min(_FIRST_PAUSE_S, self._config.max_pause_s)
+        pause_s, tries = min(_FIRST_PAUSE_S, self._config.max_pause_s), 0
         is_second_answer = False  # after one that broke the protocol
         since: float | None = None
         began = 0.0
-        breaks: list[int] = []  # bytes that came, of the last tries if the body broke off after as many at each
-        same_since = 0.0
         answered = True
         try:
             while not self._closed.is_set():
                 tries += 1
                 self._count(requests=1)
                 try:
-                    data = read()
+                    return read()
                 except (BaseError, OSError, ProtocolError) as error:
                     if is_protocol_error(error) and not is_second_answer:
                         is_second_answer = True
-                        self._count(retries=1)
                     elif not self._may_pass(error):
                         raise
                     else:
-                        after = error.after if isinstance(error, BrokenOffError) else 0
-                        if not after or breaks[-1:] != [after]:
-                            breaks, same_since = [], time.monotonic()
-                        breaks += [after] if after else []
-                        if len(breaks) > 2 and time.monotonic() - same_since >= _SAME_BREAK_S:
-                            raise ProtocolError(f"{error} at each of {len(breaks)} tries") from error
                         if since is None:
                             since, began = time.time(), time.monotonic()
                         if time.monotonic() - began >= self._patience_s:
                             answered = False
                             raise self._outage_error(key, error, since, tries) from error
                         self._note_failure(Outage(since, reason(error), self._address))
-                else:
-                    self._count(bytes_fetched=len(data) if isinstance(data, bytes) else 0)
-                    return data
+                self._count(retries=1)
                 self._closed.wait(random.uniform(0, pause_s))  # at random, so that many readers do not ask at once
                 pause_s = min(2 * pause_s, self._config.max_pause_s)
             answered = False
@@ -145,7 +129,7 @@ class Retrier:
     def _patience_s(self) -> float:
         """Seconds for which a read is tried again."""
         outage_s = 60 * self._config.outage_minutes
-        return outage_s if self._known or not self._remote else min(outage_s, _FIRST_ANSWER_S)
+        return outage_s if self._patient else min(outage_s, _FIRST_ANSWER_S)
 
     @property
     def _patience_words(self) -> str:
@@ -154,7 +138,6 @@ class Retrier:
         return f"{self._config.outage_minutes:g} minutes (data.store.outage_minutes)"
 
     def _note_failure(self, failing: Outage) -> None:
-        self._count(retries=1)
         now = time.time()
         with self._lock:
             self._failing[threading.get_ident()] = failing
@@ -163,17 +146,12 @@ class Retrier:
             if say:
                 self._said = now
         if say:
-            log.warning(
-                "%s (for %s); trying again for up to %s",
-                outage,
-                _duration(now - outage.since),
-                self._patience_words,
-            )
+            lasted = _duration(now - outage.since)
+            log.warning("%s (for %s); trying again for up to %s", outage, lasted, self._patience_words)
 
     def _end_failing(self, answered: bool) -> None:
         """A read of this thread has ended: with an answer of the store, or without."""
-        if answered:
-            self._known = True
+        self._patient |= answered
         with self._lock:
             outage = self.outage
             if self._failing.pop(threading.get_ident(), None) is None:
@@ -187,7 +165,7 @@ class Retrier:
 
     def _outage_error(self, key: str, error: BaseException, since: float, tries: int) -> OutageError:
         what = f"({tries} {'try' if tries == 1 else 'tries'} of {key} in {self._address})"
-        if not self._known and self._remote:
+        if not self._patient:
             return OutageError(f"a store must answer; got {reason(error)} {what}; check the address and the network")
         return OutageError(
             f"a store must answer within data.store.outage_minutes={self._config.outage_minutes:g}; got "

@@ -1,25 +1,26 @@
-"""Makes the foreground map of a volume, without reading its voxels.
+"""Where a volume holds something: its foreground map, made without reading its voxels.
 
 From the list of its stored chunks (or its `.chunk_occupancy.npz` sidecar), a coarse level above a threshold, or a mask.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple, VolumeConfig
-from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.runlog.progress import with_progress
 from vesuvius.volumes.alignment import Alignment, log_alignment
-from vesuvius.volumes.box import box_along, grid_shape, triple
+from vesuvius.volumes.box import Box, box_along, grid_shape, triple
 from vesuvius.volumes.listing import Bools, chunk_occupancy
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.volume import Nan, Volume, open_volume
@@ -28,10 +29,46 @@ _CELLS_MAX = 64_000_000
 _BLOCK_BYTES = 16 * 2**20
 
 
+@dataclass(frozen=True, eq=False)
+class ForegroundMap:
+    """The foreground share of each map cell of a volume.  Compared by identity; compare `hash` for content.
+
+    fraction: uint8 (nz, ny, nx), 0 none ... 255 all of the cell.
+    cell_zyx: edge lengths of a map cell in voxels.
+    shape_zyx: voxels of the volume.  The last cell of an axis may stick out of it; its fraction is that of its inside.
+    within: the part of the volume that the map knows; None = all.
+    listed: whether its cells are the chunks (or shards) that a listing has found.
+    """
+
+    fraction: NDArray[np.uint8]
+    cell_zyx: Triple
+    shape_zyx: Triple
+    within: Box | None = None
+    listed: bool = False
+
+    def __post_init__(self) -> None:
+        cells = grid_shape(self.shape_zyx, self.cell_zyx)
+        if self.fraction.dtype != np.uint8 or self.fraction.shape != cells:
+            raise ValueError(
+                f"a foreground map must be uint8 {cells}; got {self.fraction.dtype} {self.fraction.shape} for cells of "
+                f"{self.cell_zyx} in a volume of {self.shape_zyx}; make the map again for this volume"
+            )
+
+    @cached_property
+    def hash(self) -> str:
+        """Changes with any cell, the cells' size or the volume's shape."""
+        digest = hashlib.sha256(np.array([self.cell_zyx, self.shape_zyx], "<i8").tobytes())
+        digest.update(np.ascontiguousarray(self.fraction).data)
+        return digest.hexdigest()[:16]
+
+    def stored(self, chunk_zyx: Triple) -> StoredChunks | None:
+        """The chunks that the listing has found; None without one, or one of shards: any chunk of these may be
+        absent."""
+        return StoredChunks.of(self.fraction > 0) if self.listed and self.cell_zyx == chunk_zyx else None
+
+
 def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> ForegroundMap | None:
     """The map that `data.min_foreground` is measured on; None where that is 0.  Reads, and logs progress.
-
-    A list of stored chunks is also given to the volume.
 
     Raises:
         DataError: the listing, the coarse level or the mask cannot be read, or does not fit the volume.
@@ -47,16 +84,9 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
         coarse = open_volume(coarse_spec, config.store, nan=nan)
         return coarse_map(volume, coarse, config.foreground.threshold, config.patch_size, "the foreground level")
     occupancy = chunk_occupancy(volume, config.max_quarantined)
-    if occupancy.shape == volume.grid.counts_zyx:  # of a stored shard any chunk may be absent
-        volume.missing.stored = StoredChunks.of(occupancy)
-    return occupancy_map(volume, occupancy)
-
-
-def occupancy_map(volume: Volume, occupancy: Bools) -> ForegroundMap:
-    """The map whose cells are chunks (or shards), all foreground where they are stored."""
-    cell = volume.chunk_zyx if occupancy.shape == volume.grid.counts_zyx else volume.grid.shard_zyx
-    assert cell is not None
-    return ForegroundMap(np.where(occupancy, np.uint8(255), np.uint8(0)), cell, volume.shape_zyx)
+    cell = volume.chunk_zyx if occupancy.shape == volume.grid.counts_zyx else volume.grid.object_zyx
+    fraction = np.where(occupancy, np.uint8(255), np.uint8(0))
+    return ForegroundMap(fraction, cell, volume.shape_zyx, listed=True)
 
 
 def coarse_map(
