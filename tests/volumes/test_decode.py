@@ -15,7 +15,7 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ShardingCodec, TransposeCodec, ZstdCodec
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ShardingCodec, ZstdCodec
 
 from tests.conftest import textured
 from tests.support.chunk_server import ChunkServer
@@ -76,19 +76,11 @@ CHECKED: dict[str, Callable[[Path], None]] = {
     "v3 numcodecs.crc32": lambda path: write_v3(path, BytesCodec(), numcodecs_of("CRC32")),
     "shards, crc32c": lambda path: write_v3(path, shards(Crc32cCodec()), chunk=16),
     "shards, crc32c inside of zstd": lambda path: write_v3(path, shards(Crc32cCodec(), ZstdCodec(level=1)), chunk=16),
-    "shards, crc32c outside of zstd": lambda path: write_v3(path, shards(ZstdCodec(), Crc32cCodec()), chunk=16),
     "shards, zstd with its checksum": lambda path: write_v3(path, shards(ZstdCodec(checksum=True)), chunk=16),
     "shards, gzip": lambda path: write_v3(path, shards(GzipCodec()), chunk=16),
     "shards, numcodecs.adler32": lambda path: write_v3(path, shards(numcodecs_of("Adler32")), chunk=16),
     "shards, index at the start": lambda path: write_v3(
         path, shards(Crc32cCodec(), index_location="start", index_codecs=[BytesCodec()]), chunk=16
-    ),
-    "shards in shards": lambda path: write_v3(
-        path, ShardingCodec(chunk_shape=(8,) * 3, codecs=[shards(Crc32cCodec(), chunk=4)]), chunk=16
-    ),
-    "checksum of whole shards": lambda path: write_v3(path, shards(), Crc32cCodec(), chunk=16),
-    "transposed shards": lambda path: write_v3(
-        path, TransposeCodec(order=(2, 0, 1)), shards(Crc32cCodec(), chunk=4), chunk=8
     ),
 }
 
@@ -124,7 +116,7 @@ def test_no_flipped_bit_becomes_a_wrong_voxel(tmp_path: Path, address: Address, 
     assert refused > 0.75 * tried, "nearly all of them are noticed"
 
 
-@pytest.mark.parametrize("cut", [1, 500, 3000, 10**6])
+@pytest.mark.parametrize("cut", [1, 500, 10**6])
 @pytest.mark.parametrize("where", ["start", "end"])
 @pytest.mark.parametrize("box", [WHOLE, PART])
 def test_a_truncated_shard_of_blosc_gives_whole_chunks_or_none(
@@ -184,7 +176,7 @@ def test_an_entry_of_an_index_that_leads_to_no_chunk_is_damage_of_that_chunk(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("promise", [0, 1, 2**20, 2**31 - 1])
+@pytest.mark.parametrize("promise", [0, 2**20])
 def test_a_blosc_frame_that_promises_another_size_is_damaged(tmp_path: Path, sharded: bool, promise: int) -> None:
     path, codec = tmp_path / "v.zarr", BloscCodec(cname="lz4", clevel=0)
     if sharded:

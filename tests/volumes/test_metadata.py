@@ -41,10 +41,6 @@ def set_to(**values: Any) -> Change:
     return lambda metadata: metadata.update(values)
 
 
-def before_the_others(codec: Any) -> Change:
-    return lambda metadata: metadata["codecs"].insert(0, codec)
-
-
 def shard_of(*codecs: Any) -> Change:
     configuration = {"chunk_shape": [4, 4, 4], "codecs": list(codecs), "index_codecs": ["bytes", "crc32c"]}
     return set_to(codecs=[{"name": "sharding_indexed", "configuration": configuration}])
@@ -96,6 +92,8 @@ def test_short_forms_of_names_are_read(tmp_path: Path) -> None:
 
 
 PCODEC = {"name": "numcodecs.pcodec", "configuration": {"level": 8}}
+INNER = {"chunk_shape": [2, 2, 2], "codecs": ["bytes"], "index_codecs": ["bytes", "crc32c"]}
+SHARDS = {"name": "sharding_indexed", "configuration": INNER}
 REFUSED: dict[str, tuple[int, Change, str]] = {
     "v2 codec": (2, set_to(compressor={"id": "gone", "level": 8}), "a codec is not installed .*gone.*; install"),
     "v2 filter": (2, set_to(filters=[{"id": "gone"}]), "a codec is not installed .*gone"),
@@ -111,6 +109,7 @@ REFUSED: dict[str, tuple[int, Change, str]] = {
     "v3 grid": (3, set_to(chunk_grid={"name": "rectilinear"}), "rectilinear"),
     "v3 transformers": (3, set_to(storage_transformers=[{"name": "a"}]), "storage transformers"),
     "v3 unknown field": (3, set_to(encrypted={"name": "a"}), "encrypted"),
+    "shards in shards": (3, shard_of(SHARDS), "shards inside or behind other codecs"),
     "v1": (2, set_to(zarr_format=1), "zarr_format is 1; convert"),
     "chunks of 0": (2, set_to(chunks=[8, 8, 0]), r"chunks is \[8, 8, 0\], not numbers above 0"),
     "no chunks": (2, lambda metadata: metadata.pop("chunks"), "chunks is missing"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -95,7 +94,7 @@ def test_a_listing_is_that_of_the_axes_that_are_fixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("store", ["disk", "s3"])
 @pytest.mark.parametrize("layout", ["v2", "v2-dots", "v3-sharded"])
 def test_a_listing_is_true_whatever_came_went_or_was_completed(
-    tmp_path: Path, cache_home: Path, s3: Any, layout: str, store: str
+    tmp_path: Path, s3: Any, layout: str, store: str
 ) -> None:
     """A program that keeps a listing, or looks at the times of folders only, fails at the next state."""
     states = [voxels_of(some_chunks(seed)) for seed in (0, 1)] + [textured(SHAPE)]
@@ -131,21 +130,7 @@ def replace_objects(client: Any, folder: Path, address: str) -> None:
     upload(client, folder, bucket, prefix)
 
 
-def test_indices_of_the_same_shards_are_read_once(tmp_path: Path, s3: Any) -> None:
-    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()), **LAYOUTS["v3-sharded"])
-    address = upload(s3, path, "public", f"{tmp_path.name}/v.zarr")
-    fetched = []
-    for anew in (False, False, True):
-        volume = opened(address)
-        before = volume.source.figures.bytes_fetched
-        np.testing.assert_array_equal(list_chunks(volume, anew=anew), some_chunks())
-        fetched.append(volume.source.figures.bytes_fetched - before)
-    assert fetched[0] == fetched[2] > fetched[1] == 0
-
-
-def test_no_patch_comes_from_a_shard_with_a_damaged_index_and_nothing_of_it_is_remembered(
-    tmp_path: Path, cache_home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_patch_comes_from_a_shard_with_a_damaged_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What is not known of it is not told to the readers either: its air would be gone once it is restored."""
     path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()), **LAYOUTS["v3-sharded"])
     shard = path / "c/0/0/0"
@@ -160,7 +145,6 @@ def test_no_patch_comes_from_a_shard_with_a_damaged_index_and_nothing_of_it_is_r
         prepare_data(0, data_config(path, min_foreground=0.5, max_quarantined=0))
     np.testing.assert_array_equal(chunk_occupancy(opened(path), max_damaged=1), expected)
     assert "the index of 1 of its shards cannot be read, the first: c/0/0/0:" in caplog.text
-    assert not list(cache_home.rglob("*.npz"))
     job = prepare_data(0, data_config(path, min_foreground=0.5)).job
     with open_stream(job) as stream:
         collect(stream, 6)
@@ -169,36 +153,6 @@ def test_no_patch_comes_from_a_shard_with_a_damaged_index_and_nothing_of_it_is_r
         collect(stream, 60)
         assert len(stream.quarantined) == len(reached_before)
     np.testing.assert_array_equal(chunk_occupancy(opened(path)), some_chunks())
-
-
-DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "truncated": lambda kept: kept.write_bytes(kept.read_bytes()[:-30]),
-    "random": lambda kept: kept.write_bytes(np.random.default_rng(0).bytes(500)),
-    "other shape": lambda kept: np.savez(
-        kept, occupancy=np.ones((1, 2, 3), bool), signature=np.load(kept)["signature"]
-    ),
-    "no signature": lambda kept: np.savez(kept, occupancy=np.ones(GRID, bool)),
-    "a folder of files": lambda kept: (kept.unlink(), kept.mkdir(), (kept / "x").touch()),
-    **{f"bit {bit}": lambda kept, bit=bit: flip(kept, bit) for bit in range(0, 4000, 397)},  # type: ignore[misc]
-}
-
-
-def flip(kept: Path, bit: int) -> None:
-    data = bytearray(kept.read_bytes())
-    data[(bit // 8) % len(data)] ^= 1 << bit % 8
-    kept.write_bytes(data)
-
-
-def test_a_kept_listing_that_is_damaged_in_any_way_is_made_anew(tmp_path: Path, cache_home: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()), **LAYOUTS["v3-sharded"])
-    volume = opened(path)
-    for damage in DAMAGE.values():
-        chunk_occupancy(volume)
-        (kept,) = cache_home.rglob("*.npz")
-        damage(kept)
-        np.testing.assert_array_equal(chunk_occupancy(volume), some_chunks())
-        if kept.is_dir():
-            shutil.rmtree(kept)
 
 
 @pytest.mark.parametrize("layout", ["v2", "v2-dots", "v3-sharded"])
@@ -219,14 +173,11 @@ def put_sidecar(path: Path, chunks: Any, name: str = "occupancy") -> None:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_sidecar_is_believed_without_a_listing(
-    server: ChunkServer, tmp_path: Path, cache_home: Path, remote: bool
-) -> None:
+def test_a_sidecar_is_believed_without_a_listing(server: ChunkServer, tmp_path: Path, remote: bool) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     put_sidecar(path, some_chunks())
     address = server.url_of(path) if remote else path
     np.testing.assert_array_equal(chunk_occupancy(opened(address)), some_chunks())
-    assert not list(cache_home.rglob("*.npz"))
 
 
 def test_a_sidecar_lies_beside_its_level(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = Store
     volume = open_volume(spec, store)
     try:
         path = out or _beside(volume)
-        occupancy = list_chunks(volume, anew=True)
+        occupancy = list_chunks(volume)
     finally:
         volume.close()
     with storage_errors("a sidecar needs a writable folder", "choose another with --out", f"for {path}"):
@@ -223,7 +223,7 @@ def _occupancy(volume: Volume, listing: bool) -> tuple[Occupancy, Bools | None]:
     reason = _why_not_listed(volume, listing)
     if reason is None:
         try:
-            occupancy = list_chunks(volume, anew=listing)
+            occupancy = list_chunks(volume)
             return _counted(volume, occupancy, "listing"), occupancy
         except DataError as error:
             reason = one_line(error)

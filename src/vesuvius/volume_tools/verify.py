@@ -35,7 +35,7 @@ from vesuvius.runlog.records import parsed, records_in
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, triple
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.listing import Bools, kept_file, list_objects, read_sidecar
+from vesuvius.volumes.listing import Bools, list_objects, read_sidecar
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.volume import Nan, Volume, metadata_hash, open_volume
 
@@ -111,7 +111,7 @@ def verify_volume(
             figures.done += min(per_task, len(numbers) - number * per_task)
             figures.chunks += chunks
 
-        path = kept_file(volume, "verify", ".jsonl")
+        path = _journal_path(volume)
         with _journal(path, _identity(volume, objects, per_task)) as (journal, began, finished):
             for number, chunks in finished.items():
                 count(number, chunks)
@@ -288,6 +288,14 @@ def _identity(volume: Volume, objects: Bools, per_task: int) -> dict[str, Any]:
         "objects": hashlib.sha256(np.packbits(objects).tobytes()).hexdigest()[:16],
         "per_task": per_task,
     }
+
+
+def _journal_path(volume: Volume) -> Path:
+    """The same for the same level, wherever the command is run."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
+    name = hashlib.sha256(f"{address}#{volume.array.path}#{volume.axes}".encode()).hexdigest()[:24]
+    return root / "vesuvius" / "verify" / f"{name}.jsonl"
 
 
 @contextmanager

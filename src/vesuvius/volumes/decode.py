@@ -17,13 +17,9 @@ import zarr
 from numcodecs.compat import ensure_ndarray_like
 from numpy.typing import NDArray
 from zarr.abc.codec import SupportsSyncCodec
-from zarr.codecs import ShardingCodec
 from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
-
-from vesuvius.volumes.shards import ShardForm
-from vesuvius.volumes.store.byte_range import cut
 
 _BLOSC_HEADER_BYTES = 16
 _WIDENING = 16  # filters may widen voxels, at most from packed bits to int16: a frame that promises more is damaged
@@ -74,9 +70,7 @@ class _Chain:
         size, exact = _raw_bytes(spec), True
         for codec in codecs:
             codec = codec.evolve_from_array_spec(spec)
-            if isinstance(codec, ShardingCodec):
-                codec = _InnerShards(codec, spec)
-            self._steps.append((codec, spec, size, exact, isinstance(codec, SupportsSyncCodec | _InnerShards)))
+            self._steps.append((codec, spec, size, exact, isinstance(codec, SupportsSyncCodec)))
             exact = exact and getattr(codec, "is_fixed_size", False)
             size = codec.compute_encoded_size(size, spec) if exact else size
             spec = codec.resolve_metadata(spec)
@@ -91,27 +85,6 @@ class _Chain:
             else:
                 (value,) = sync(codec.decode([(value, spec)]))
         return np.asarray(value.as_numpy_array())
-
-
-class _InnerShards:
-    """Shards that are not objects of their own: within shards, or compressed or transposed as a whole."""
-
-    def __init__(self, codec: ShardingCodec, spec: ArraySpec) -> None:
-        self._form = ShardForm(codec, tuple(s // c for s, c in zip(spec.shape, codec.chunk_shape, strict=True)))
-        inner = ArraySpec(codec.chunk_shape, spec.dtype, spec.fill_value, spec.config, spec.prototype)
-        self._chunk_shape, self._chain = codec.chunk_shape, _Chain(inner, codec.codecs)
-        self.resolve_metadata = codec.resolve_metadata
-
-    def _decode_sync(self, value: Any, spec: ArraySpec) -> Any:
-        data = value.to_bytes()
-        index = self._form.parse(self._form.index_of(data))
-        voxels = np.full(spec.shape, spec.fill_value, spec.dtype.to_native_dtype())
-        for place in np.ndindex(self._form.counts):
-            byte_range = self._form.range_in(index, place)
-            if byte_range is not None:
-                where = tuple(slice(i * c, (i + 1) * c) for i, c in zip(place, self._chunk_shape, strict=True))
-                voxels[where] = self._chain.decode(cut(data, byte_range))
-        return spec.prototype.nd_buffer.from_numpy_array(voxels)
 
 
 def _raw_bytes(spec: ArraySpec) -> int:

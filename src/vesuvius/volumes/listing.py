@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import itertools
 import logging
@@ -118,96 +117,50 @@ def sidecar_signature(volume: Volume) -> str:
     return f"vesuvius:{metadata_hash(volume.array)}"
 
 
-def list_chunks(volume: Volume, max_damaged: int = 0, anew: bool = False) -> Bools:
+def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
     """List the chunks in the store.  Streams the listing, with a line of progress every few seconds.
 
-    Of a sharded array the index of every shard is read, unless an earlier listing of the very same shards was kept.
+    Of a sharded array the index of every shard is read.
 
     Args:
         max_damaged: as `chunk_occupancy`.
-        anew: read the indices whatever was kept.
 
     Raises:
         DataError: the store cannot list, or the index of more than `max_damaged` shards is damaged.
     """
+    objects = list_objects(volume)
     if volume.grid.shard_zyx is None:
-        return list_objects(volume)
-    stamps = dict[str, str]()
-    shards = list_objects(volume, stamps)
-    digest = hashlib.sha256(repr(sorted(stamps.items())).encode()).hexdigest()[:16]
-    path, signature = kept_file(volume, "occupancy", ".npz"), f"{sidecar_signature(volume)}:{digest}"
-    kept = None if anew else _kept(path, signature, volume.grid.counts_zyx)
-    if kept is not None:
-        return kept
-    occupancy, damaged = _inner_occupancy(volume, shards)
+        return objects
+    occupancy, damaged = _inner_occupancy(volume, objects)
+    if len(damaged) > max_damaged:
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        raise DataError(
+            f"every shard's index must be readable; got {damaged[0]}{more} in {volume.name}; restore them (`vesuvius "
+            "volume verify` lists what is broken)"
+        )
     if damaged:
-        if len(damaged) > max_damaged:
-            raise _damaged_shards(volume, damaged)
         log.warning(
             "%s: the index of %d of its shards cannot be read, the first: %s; no patch comes from there; restore them "
             "(`vesuvius volume verify` lists what is broken) and start a new run: the plan then differs, "
             "and --resume needs --allow-drift",
             *(volume.name, len(damaged), damaged[0]),
         )
-        return occupancy
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_sidecar(path, occupancy, signature)
-    except OSError as error:
-        log.warning("the listing of chunks could not be cached and will be made again next time: %s", error)
     return occupancy
 
 
-def _kept(path: Path, signature: str, counts_zyx: Triple) -> Bools | None:
-    """The listing of an earlier run, if it is of these very shards."""
-    try:
-        occupancy, of = _parse_sidecar(path.read_bytes())
-        if of == signature and occupancy.shape != counts_zyx:
-            raise ValueError(f"it is of {occupancy.shape} chunks")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        log.warning("a cached listing is damaged and is rebuilt: %s (%s)", path, one_line(error))
-        return None
-    return occupancy if of == signature else None
-
-
-def _damaged_shards(volume: Volume, damaged: list[str]) -> DataError:
-    more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-    return DataError(
-        f"every shard's index must be readable; got {damaged[0]}{more} in {volume.name}; restore them (`vesuvius "
-        "volume verify` lists what is broken)"
-    )
-
-
-def list_objects(volume: Volume, stamps: dict[str, str] | None = None) -> Bools:
+def list_objects(volume: Volume) -> Bools:
     """Which chunks, or of a sharded array which shards, the store lists; reads no shard.
-
-    Args:
-        stamps: is given a text for each object that changes with its content.
 
     Raises:
         DataError: the store cannot list, or on a disk a folder of chunks is a dangling link or a file.
     """
-    grid, listed = volume.grid, dict[str, str]()
-    occupancy = np.zeros(grid.object_counts_zyx, bool)
-    keys = itertools.chain.from_iterable(_listed_keys(volume, None if stamps is None else listed))
+    occupancy = np.zeros(volume.grid.object_counts_zyx, bool)
+    keys = itertools.chain.from_iterable(_listed_keys(volume))
     for key in with_progress(keys, f"listing the chunks of {volume.name}"):
         place = _place_of(volume, key)
         if place is not None and all(i < n for i, n in zip(place, occupancy.shape, strict=True)):
             occupancy[place] = True
-            if stamps is not None:
-                stamps[key] = listed[key] if volume.source.remote else _stamp(Path(volume.source.address, key))
     return occupancy
-
-
-def _stamp(path: Path) -> str:
-    """Changes when a file is written to or replaced, also by a program that sets its time back."""
-    try:
-        found = path.stat()
-    except OSError as error:  # whoever reads it says why
-        return type(error).__name__
-    return f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
 
 
 def _place_of(volume: Volume, key: str) -> Triple | None:
@@ -218,7 +171,7 @@ def _place_of(volume: Volume, key: str) -> Triple | None:
     return place
 
 
-def _listed_keys(volume: Volume, stamps: dict[str, str] | None) -> Iterator[Iterable[str]]:
+def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
     """Keys below the array; from a remote store, where chunks lie in folders, several folders at once."""
     source = volume.source
     if not source.remote:
@@ -226,10 +179,10 @@ def _listed_keys(volume: Volume, stamps: dict[str, str] | None) -> Iterator[Iter
         return
     folders = [volume.array.path]
     while len(folders) == 1:  # go down to where there are several folders to list at once
-        keys, folders = source.list_one_level(folders[0], stamps)
+        keys, folders = source.list_one_level(folders[0])
         yield keys
     with ThreadPoolExecutor(source.config.requests) as pool:
-        yield from pool.map(lambda folder: list(source.list_keys(folder, stamps=stamps)), folders)
+        yield from pool.map(lambda folder: list(source.list_keys(folder)), folders)
 
 
 def _inner_occupancy(volume: Volume, shards: Bools) -> tuple[Bools, list[str]]:
@@ -271,11 +224,3 @@ def _parse_sidecar(data: bytes) -> tuple[Bools, str]:
     if occupancy.dtype != bool or occupancy.ndim != 3:
         raise ValueError(f"occupancy of {occupancy.dtype} and {occupancy.ndim} axes")
     return occupancy, signature
-
-
-def kept_file(volume: Volume, kind: str, ending: str) -> Path:
-    """The file that caches something about a volume, such as its listing, between runs.  Its folder may be missing."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
-    name = hashlib.sha256(f"{address}#{volume.array.path}#{volume.axes}".encode()).hexdigest()[:24]
-    return root / "vesuvius" / kind / f"{name}{ending}"

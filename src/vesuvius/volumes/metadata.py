@@ -21,6 +21,7 @@ from zarr.storage import MemoryStore, StorePath
 
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.errors import FetchError
+from vesuvius.volumes.shards import is_supported
 from vesuvius.volumes.store.source import Source
 
 _MOST_CHUNKS = 2**40  # lists of a volume hold a byte for each, in memory that is taken as it is used
@@ -112,6 +113,9 @@ def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
     if not supported:
         cause = f"its dtype {dtype} is not bool, nor an integer or float of up to 8 bytes"
         raise _wrong(source, node.key, cause, "convert the volume")
+    if zarr_format == 3 and not is_supported(array.metadata.codecs):  # type: ignore[union-attr]
+        cause = "shards inside or behind other codecs, or with an index in another form, are not supported"
+        raise _wrong(source, node.key, cause, "rewrite the volume with plain shards")
     if min(sizes) < 1:
         cause = f"shape is {list(array.shape)}, chunks is {list(array.chunks)}, not numbers above 0"
         raise _wrong(source, node.key, cause, "correct them")

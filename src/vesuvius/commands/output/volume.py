@@ -10,8 +10,6 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from vesuvius.config import ModelConfig
-from vesuvius.config.describe import to_yaml
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.grey_statistics import PERCENTILES, GreyStatistics
@@ -48,7 +46,7 @@ def info_text(facts: VolumeFacts) -> str:
     lines += ["", f"level {facts.chosen.level}", *_rows(_level_rows(facts))]
     lines += ["", f"patches of {format_sizes(facts.patch_zyx)}", *_rows(_patch_rows(facts))]
     if facts.region:
-        lines += ["", "to train on it:", *_yaml(facts)]
+        lines += ["", f"`vesuvius init {facts.spec.path}` writes a config for it"]
     return "\n".join(lines)
 
 
@@ -173,8 +171,6 @@ def _level_rows(facts: VolumeFacts) -> Iterator[tuple[str, str]]:
         yield "", f"of {facts.grey.tried} chunks asked for at random {facts.grey.found} are stored"
     if facts.grey is not None:
         yield from _grey_rows(facts.grey)
-    if occupancy.present is not None and occupancy.present < occupancy.total:
-        yield "note", "data.min_foreground above 0 draws patches only where something is stored"
 
 
 def _grey_rows(grey: GreyStatistics) -> Iterator[tuple[str, str]]:
@@ -210,30 +206,6 @@ def _patch_rows(facts: VolumeFacts) -> Iterator[tuple[str, str]]:
         "memory",
         f"{_bytes(region.regions_bytes)} for the M decoded regions, plus the readers and their prefetched blocks",
     )
-    if region.repeats:
-        yield "note", "fewer regions than M: batches repeat them"
-    divisor = ModelConfig().divisor_zyx
-    if any(p % d for p, d in zip(facts.patch_zyx, divisor, strict=True)):
-        yield "note", f"the default network needs a patch size that is a multiple of {format_sizes(divisor)}"
-
-
-def _yaml(facts: VolumeFacts) -> Iterator[str]:
-    region, spec = facts.region, facts.spec
-    assert region is not None
-    yield "data:"
-    yield "  volumes:"
-    yield f"    - path: {to_yaml(spec.path)}"
-    yield f"      level: {spec.level}"
-    if spec.select:
-        yield f"      select: {list(spec.select)}"
-    yield f"  patch_size: {list(facts.patch_zyx)}"
-    yield f"  patches_per_region: {region.patches_per_region}"
-    yield f"  regions_in_flight: {region.regions_in_flight}"
-    if facts.patch_zyx[1] != facts.patch_zyx[2]:
-        yield "  augment: {turn: false} # a quarter turn needs y = x"
-    if facts.grey and facts.grey.percentiles:
-        low, _, high = facts.grey.percentiles
-        yield f"  # normalize: {{low: {low:g}, high: {high:g}}} # as above; without it each run estimates them"
 
 
 def _stored(occupancy: Occupancy) -> str:

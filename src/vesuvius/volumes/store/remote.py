@@ -24,9 +24,6 @@ _SETTLED_S = 60.0
 
 _warned: set[tuple[str, str]] = set()
 
-Listed = tuple[str, str]
-"""Key of an object, and a text that changes with its content."""
-
 
 class Answer(NamedTuple):
     """What was read of an object."""
@@ -81,15 +78,15 @@ class RemoteStore:
                 raise
         return _stamp(obstore.get(self._store, key).meta)  # the body is not read
 
-    def pages(self, prefix: str, after: str | None) -> Iterator[list[Listed]]:
-        """What lies below a prefix (whole path segments) in order of its keys, page by page, from behind a key on."""
+    def pages(self, prefix: str, after: str | None) -> Iterator[list[str]]:
+        """Keys below a prefix (whole path segments) in their order, page by page, from behind a key on."""
         for batch in obstore.list(self._store, prefix, offset=after, chunk_size=1000):
-            yield list(map(_listed, batch))
+            yield [entry["path"] for entry in batch]
 
-    def list_one_level(self, prefix: str) -> tuple[list[Listed], list[str]]:
-        """Objects and prefixes one segment below `prefix`."""
+    def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
+        """Keys and prefixes one segment below `prefix`."""
         found = obstore.list_with_delimiter(self._store, prefix)
-        return list(map(_listed, found["objects"])), sorted(found["common_prefixes"])
+        return [entry["path"] for entry in found["objects"]], sorted(found["common_prefixes"])
 
     def _read_end(self, key: str, byte_range: ByteRange) -> Answer:
         """The last bytes of an object, found by its size where the server does not count from the end.
@@ -150,7 +147,3 @@ def _stamp(meta: Any) -> str | None:
     """The ETag, or the time of the last change, which obstore gives as 1970 where there is none."""
     changed = meta["last_modified"].timestamp() > 0
     return meta["e_tag"] or (f"{format_datetime(meta['last_modified'], True)} {meta['size']}" if changed else None)
-
-
-def _listed(entry: Any) -> Listed:
-    return entry["path"], f"{entry['e_tag']} {entry['last_modified']} {entry['size']}"

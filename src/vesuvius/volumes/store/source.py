@@ -34,7 +34,7 @@ from vesuvius.volumes.errors import (
 from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.local_files import check_file, check_path, list_files, read_file
 from vesuvius.volumes.store.object_store import is_remote, open_cache, shown_address
-from vesuvius.volumes.store.remote import Answer, Listed, RemoteStore, warn_once
+from vesuvius.volumes.store.remote import Answer, RemoteStore, warn_once
 from vesuvius.volumes.store.retry import Outage, Retrier
 
 T = TypeVar("T")
@@ -198,12 +198,11 @@ class Source:
         """Whether there is such an object.  `probing` and errors as `get`."""
         return self._tried(key, lambda: self._look(key), probing) is not None
 
-    def list_keys(self, prefix: str, folders_too: bool = False, stamps: dict[str, str] | None = None) -> Iterator[str]:
+    def list_keys(self, prefix: str, folders_too: bool = False) -> Iterator[str]:
         """Keys below a prefix (whole path segments), in any order.  On a disk links to folders are followed.
 
         Args:
             folders_too: on a disk also the folders, which may lie where a file should.
-            stamps: of a remote store it is given a text for each key that changes with the object's content.
 
         Raises:
             DataError: the store cannot list, or access is refused, if only to one folder.
@@ -212,10 +211,10 @@ class Source:
             if self._store is None:  # obstore would look at the size of each file
                 yield from list_files(self._root, prefix, folders_too)
                 return
-            pages: Iterator[list[Listed]] | None = None
+            pages: Iterator[list[str]] | None = None
             last: str | None = None
 
-            def next_page() -> list[Listed] | None:
+            def next_page() -> list[str] | None:
                 """The objects behind `last`; asked for anew where the listing has broken off."""
                 nonlocal pages
                 pages = pages or self._checked_store.pages(prefix, last)
@@ -226,20 +225,14 @@ class Source:
                     raise
 
             while (page := self._retrier.run(f"the list of {prefix or 'all keys'}", next_page)) is not None:
-                if stamps is not None:
-                    stamps.update(page)
-                yield from (key for key, _ in page)
-                last = page[-1][0] if page else last
+                yield from page
+                last = page[-1] if page else last
 
-    def list_one_level(self, prefix: str, stamps: dict[str, str] | None = None) -> tuple[list[str], list[str]]:
-        """Keys and prefixes one segment below `prefix`, of a remote store; stamps and errors as `list_keys`."""
+    def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
+        """Keys and prefixes one segment below `prefix`, of a remote store; errors as `list_keys`."""
         with self._listing_errors():
-            objects, folders = self._retrier.run(
-                f"the list of {prefix or 'all keys'}", lambda: self._checked_store.list_one_level(prefix)
-            )
-            if stamps is not None:
-                stamps.update(objects)
-            return [key for key, _ in objects], folders
+            what = f"the list of {prefix or 'all keys'}"
+            return self._retrier.run(what, lambda: self._checked_store.list_one_level(prefix))
 
     def check_folder(self, key: str) -> None:
         """Raises DataError where on a disk something else lies in place of a folder of chunks."""
