@@ -18,7 +18,7 @@ from tests.conftest import write_array
 from tests.support import fork_server
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.volume_tools.verify import Reading
-from vesuvius.volumes.decode import ChunkDecoder
+from vesuvius.volumes.format.decode import ChunkDecoder
 
 ROOT = Path(__file__).parents[2]
 ARM = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.support.poison; "

@@ -24,10 +24,10 @@ from tests.conftest import textured
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.chunks import ChunkGrid, Request
 from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.format.axes import Axes
 from vesuvius.volumes.listing import list_chunks
 from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.source import Source

@@ -16,7 +16,7 @@ from vesuvius.errors import DataError
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.volumes.labels import check_labels
+from vesuvius.volumes.voxels import check_labels
 
 BOX = ((0, 0, 0), (2, 2, 2))
 TWO, FOUR = (0, 1), (0, 1, 2, 255)

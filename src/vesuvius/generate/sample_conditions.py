@@ -19,8 +19,8 @@ from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volumes.alignment import Alignment, shape_on
 from vesuvius.volumes.box import box_at, triple
 from vesuvius.volumes.geometry import FloatTriple
-from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.volume import open_volume
+from vesuvius.volumes.voxels import check_labels
 
 
 class ConditionPatches(AbstractContextManager["ConditionPatches"]):

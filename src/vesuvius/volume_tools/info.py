@@ -20,7 +20,7 @@ from vesuvius.errors import ConfigError, DataError, one_line, storage_errors
 from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.split import split_volume
 from vesuvius.volume_tools.grey_statistics import GreyStatistics, grey_statistics
-from vesuvius.volumes.axes import Names
+from vesuvius.volumes.format.axes import Names
 from vesuvius.volumes.geometry import Geometry
 from vesuvius.volumes.listing import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
 from vesuvius.volumes.volume import Volume, open_volume

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from zarr.codecs import ShardingCodec
 
 from vesuvius.config import Triple
-from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, triple
 from vesuvius.volumes.errors import FetchError
-from vesuvius.volumes.shards import Coords, Index, ShardForm
+from vesuvius.volumes.format.axes import Axes
+from vesuvius.volumes.format.shards import Coords, Index, ShardForm
 from vesuvius.volumes.store.byte_range import ByteRange, cut
 from vesuvius.volumes.store.source import Source
 

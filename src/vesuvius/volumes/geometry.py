@@ -12,7 +12,7 @@ from typing import Any
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, one_line
-from vesuvius.volumes.axes import Names
+from vesuvius.volumes.format.axes import Names
 
 FloatTriple = tuple[float, float, float]
 

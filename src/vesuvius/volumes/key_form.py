@@ -19,10 +19,10 @@ from zarr.core.array import AsyncArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
-from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import FetchError, RefusedError
+from vesuvius.volumes.format.axes import Axes
 from vesuvius.volumes.store.source import Source
 
 log = logging.getLogger(__name__)

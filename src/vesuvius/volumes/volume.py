@@ -29,15 +29,15 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
-from vesuvius.volumes.axes import Axes, Names, find_axes
 from vesuvius.volumes.box import Box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
-from vesuvius.volumes.decode import ChunkDecoder
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
+from vesuvius.volumes.format.axes import Axes, Names, find_axes
+from vesuvius.volumes.format.decode import ChunkDecoder
+from vesuvius.volumes.format.levels import Level, no_zarr_error, pick_level
+from vesuvius.volumes.format.metadata import Node, open_array, read_node
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
 from vesuvius.volumes.key_form import KeyForm, as_stored, key_form, with_key_form
-from vesuvius.volumes.levels import Level, no_zarr_error, pick_level
-from vesuvius.volumes.metadata import Node, open_array, read_node
 from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks
 from vesuvius.volumes.staged import Staging
 from vesuvius.volumes.store.byte_range import ByteRange

@@ -1,4 +1,4 @@
-"""Figures of voxels of any stored dtype.  Pure."""
+"""Figures of voxels of any stored dtype, and the classes that a network knows.  Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,37 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vesuvius.errors import DataError
+from vesuvius.volumes.box import Box, format_box
+
+_NAMED = 5
+
+
+def check_labels(voxels: NDArray[Any], classes: Sequence[int], name: str, box: Box) -> None:
+    """Raise DataError if voxels are none of the classes: the network would see them as no class at all.
+
+    Args:
+        voxels: of any stored dtype.
+        classes: the stored label of each class.
+        name: of the labels; `box` is where the voxels lie in the volume.
+    """
+    in_order = tuple(classes) == tuple(range(len(classes)))
+    if in_order and voxels.dtype.kind in "bui" and voxels.max() < len(classes) and voxels.min() >= 0:
+        return  # in one pass of the memory's speed
+    outside = voxels[np.logical_and.reduce([voxels != label for label in classes])]
+    if outside.size == 0:
+        return
+    labels, counts = np.unique(outside, return_counts=True)
+    common = [f"{label:g}" if voxels.dtype.kind == "f" else str(int(label)) for label in labels[np.argsort(-counts)]]
+    more = f" and {len(common) - _NAMED} more" if len(common) > _NAMED else ""
+    known = f"0 ... {len(classes) - 1}" if in_order else ", ".join(map(str, classes))
+    raise DataError(
+        f"labels {', '.join(common[:_NAMED])}{more} in {name} are none of the {len(classes)} classes {known}: "
+        f"{100 * outside.size / voxels.size:.3g} % of the voxels in {format_box(box)}; raise data.condition_classes, "
+        "name the stored label of each class in data.condition_values (an ignore value is a class, too), rewrite "
+        "them, or set data.condition_classes=null if these are grey values"
+    )
 
 
 def percentiles(voxels: NDArray[Any], at: Sequence[float]) -> tuple[float, ...]:

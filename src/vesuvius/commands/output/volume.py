@@ -17,8 +17,8 @@ from vesuvius.volume_tools.info import LevelFacts, Occupancy, SidecarFacts, Volu
 from vesuvius.volume_tools.phantom_zarr import LEVELS, PhantomReport
 from vesuvius.volume_tools.verify import VerifyFigures
 from vesuvius.volumes.alignment import Alignment, geometry_words
-from vesuvius.volumes.axes import spatial
 from vesuvius.volumes.box import format_box
+from vesuvius.volumes.format.axes import spatial
 from vesuvius.volumes.geometry import Geometry
 from vesuvius.volumes.volume import Volume
 

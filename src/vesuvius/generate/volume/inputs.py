@@ -32,8 +32,8 @@ from vesuvius.volumes.box import (
     triple,
 )
 from vesuvius.volumes.geometry import FloatTriple
-from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
+from vesuvius.volumes.voxels import check_labels
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.key_form import KeyForm
-from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.retry import Outage
 from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.voxels import check_labels
 
 Block = NDArray[np.uint8]
 """One region on its way from a reader to the trainer: a head of `HEAD_BYTES` (a pickled `BlockHead`), the voxels of the

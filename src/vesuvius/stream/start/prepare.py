@@ -22,10 +22,9 @@ from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.volumes.alignment import Alignment, align, log_alignment
 from vesuvius.volumes.box import Box, box_along, intersection
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.occupancy import foreground_map
 from vesuvius.volumes.volume import Volume, open_volume
-from vesuvius.volumes.voxels import percentiles
+from vesuvius.volumes.voxels import check_labels, percentiles
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from zarr.storage import MemoryStore, StorePath
 
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.errors import FetchError
-from vesuvius.volumes.shards import is_supported
+from vesuvius.volumes.format.shards import is_supported
 from vesuvius.volumes.store.source import Source
 
 _MOST_CHUNKS = 2**40  # lists of a volume hold a byte for each, in memory that is taken as it is used

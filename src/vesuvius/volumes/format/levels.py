@@ -12,7 +12,7 @@ from typing import Any
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import FetchError
-from vesuvius.volumes.metadata import kind_of
+from vesuvius.volumes.format.metadata import kind_of
 from vesuvius.volumes.store.source import Source
 
 _NAMES = 1000
