@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 import signal
@@ -11,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +105,6 @@ def chunks_fetched(server: ChunkServer) -> Counter[str]:
     return Counter({path: count for path, count in paths.items() if path.rpartition("/")[2].isdecimal()})
 
 
-def test_leading_axes_are_selected(tmp_path: Path) -> None:
-    voxels = textured((2, 3, 32, 32, 32))
-    source = write_array(tmp_path / "v.zarr", voxels, chunk=16)
-    copy_box(CopyRequest(ArrayConfig(path=str(source), select=(1, 2)), tmp_path / "c.zarr"), QUICK)
-    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels[1, 2])
-
-
 def test_absent_and_empty_chunks_are_not_written(tmp_path: Path) -> None:
     voxels = textured((48, 48, 48))
     source = write_array(tmp_path / "v.zarr", voxels, chunk=16)
@@ -125,14 +116,6 @@ def test_absent_and_empty_chunks_are_not_written(tmp_path: Path) -> None:
     assert (figures.written, figures.air) == (25, 2)
     voxels[:16, :16, 16:32] = voxels[16:32, 16:32, 16:32] = 0
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
-
-
-def test_air_is_what_the_source_fills_with(tmp_path: Path) -> None:
-    source = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16, fill_value=7)
-    (source / "0" / "0" / "1").unlink()
-    copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr"), QUICK)
-    assert not (tmp_path / "c.zarr/0/0/0/1").exists()
-    assert (copied(tmp_path / "c.zarr")[:16, :16, 16:] == 7).all()
 
 
 def test_coarser_levels_are_means_and_an_odd_end_is_the_mean_of_what_exists(tmp_path: Path) -> None:
@@ -191,7 +174,7 @@ def test_the_place_of_the_box_is_kept(
 
 @pytest.mark.parametrize(
     ("dtype", "fill"),
-    [("bool", True), ("int8", -5), ("int16", -1024), ("int64", -(2**62) - 1), ("uint64", 2**64 - 1), ("float16", 0.5)],
+    [("bool", True), ("int16", -1024), ("int64", -(2**62) - 1), ("uint64", 2**64 - 1), ("float16", 0.5)],
 )
 def test_a_copy_keeps_dtype_fill_value_and_air_and_halves_in_it(tmp_path: Path, dtype: str, fill: Any) -> None:
     voxels = (textured((48, 32, 32)) > 100) if dtype == "bool" else (textured((48, 32, 32)) // 2).astype(dtype)
@@ -242,11 +225,6 @@ def interrupt_after(chunks: int) -> Callable[[CopyFigures], None]:
             raise Interrupted
 
     return on_progress
-
-
-def interrupt_at_the_first_chunk(figures: CopyFigures) -> None:
-    if figures.written:
-        raise Interrupted
 
 
 def copy_command(url: str, out: Path, start: Triple) -> list[str]:
@@ -301,21 +279,6 @@ def test_a_copy_that_was_ended_goes_on_and_equals_an_uninterrupted_one(
 
 def stored(served: Path, path: str) -> bool:
     return (served / path.lstrip("/")).exists()
-
-
-def test_a_copy_that_is_interrupted_again_and_again_becomes_whole(tmp_path: Path) -> None:
-    voxels = textured((40, 48, 32))
-    source = write_array(tmp_path / "v.zarr", voxels, chunk=16)
-    request = CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", levels=3)
-    sessions = 1
-    while not (tmp_path / "c.zarr").exists():
-        with suppress(Interrupted):
-            copy_box(request, StoreConfig(requests=1), interrupt_at_the_first_chunk)
-        sessions += 1
-    assert sessions > 5, "chunks that are being written when one is reported are done as well"
-    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
-    copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "whole" / "c.zarr", levels=3), QUICK)
-    assert chunk_files(tmp_path / "c.zarr") == chunk_files(tmp_path / "whole" / "c.zarr")
 
 
 def test_a_process_that_ends_just_before_or_after_the_rename_does_no_harm(
@@ -463,16 +426,6 @@ def test_a_network_that_is_gone_ends_the_copy_soon(tmp_path: Path, server: Chunk
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
 
 
-def test_damaged_chunks_on_a_disk_do_not_look_like_a_network_that_is_gone(tmp_path: Path) -> None:
-    source = write_array(tmp_path / "v.zarr", textured((64, 64, 64)), chunk=16)
-    for path in (source / "0").rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"damaged")
-    with pytest.raises(UnfinishedCopyError) as caught:
-        copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr"), QUICK)
-    assert (len(caught.value.figures.failures), caught.value.figures.written) == (16, 48)
-
-
 def test_one_process_writes_a_copy(tmp_path: Path) -> None:
     source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
     request = CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr")
@@ -529,14 +482,6 @@ def test_what_a_killed_process_left_half_written_is_done_again_and_removed(tmp_p
         target.finish_level(0)
         target.publish({})
     assert [path.name for path in (tmp_path / "c.zarr/0/1/2").iterdir()] == ["3"]
-
-
-def test_the_arguments_are_recorded_in_the_copy(tmp_path: Path) -> None:
-    source = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
-    copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", (1, 2, 3), (4, 5, 6)), QUICK)
-    record = json.loads((tmp_path / "c.zarr" / ".zattrs").read_text())["vesuvius_copy"]
-    assert record["source"] == str(source)
-    assert (record["start_zyx"], record["size_zyx"]) == ([1, 2, 3], [4, 5, 6])
 
 
 @needs_scroll_data

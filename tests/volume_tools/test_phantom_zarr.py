@@ -103,11 +103,6 @@ def test_chunks_of_air_are_absent_and_all_others_are_there(tmp_path):
     assert 0 < present < 36
 
 
-def test_report_counts_the_bytes_on_disk(written):
-    files = [p for root in (written.path, written.labels_path) for p in root.rglob("*") if p.is_file()]
-    assert written.stored_bytes == sum(p.stat().st_size for p in files if not p.name.startswith("."))
-
-
 def test_memory_does_not_grow_with_the_volume(tmp_path):
     """Four times the depth: 48 more chunks of grey and label at level 0, less than 4 more in memory."""
     Phantom(0, SHAPE).box((0, 0, 0), (8, 8, 8))
@@ -118,25 +113,6 @@ def test_memory_does_not_grow_with_the_volume(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 4 * 32**3
-
-
-def test_memory_is_a_constant_number_of_chunks(tmp_path):
-    """Chunks so big that the texture tables (13 MB while they are made) do not count."""
-    tracemalloc.start()
-    write_phantom(tmp_path / "v.zarr", (96, 288, 96), seed=0, chunk=96)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 45 * 96**3
-
-
-def test_progress_is_told_chunk_by_chunk(tmp_path):
-    calls = []
-    write_phantom(tmp_path / "v.zarr", SHAPE, seed=0, chunk=CHUNK, on_progress=lambda *told: calls.append(told))
-    total = 2 * 3 * 3 + 1 * 2 * 2 + 1
-    assert calls == [("chunks", done, total) for done in range(1, total + 1)]
-
-
-# All or nothing
 
 
 def test_existing_volume_is_refused_and_untouched(tmp_path):

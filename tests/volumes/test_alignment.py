@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,23 +37,6 @@ def shown_at(alignment: Alignment, axis: int, place: int) -> int | None:
     centre, factor, offset = place + F(1, 2), alignment.factors[axis], alignment.offsets[axis]
     holding = [j for j in range(alignment.array_zyx[axis]) if offset + j * factor < centre <= offset + (j + 1) * factor]
     return holding[0] if holding else None
-
-
-def repeated(array: Voxels, alignment: Alignment) -> Voxels:
-    """The same for whole factors and a common corner, by numpy alone; continued to the end of the volume."""
-    for axis, (factor, size) in enumerate(zip(alignment.factors, alignment.volume_zyx, strict=True)):
-        array = np.repeat(array, int(factor), axis)
-        beyond = max(size - array.shape[axis], 0)
-        array = np.pad(array, [(0, beyond * (a == axis)) for a in range(3)], mode="edge").take(range(size), axis)
-    return array
-
-
-@st.composite
-def pyramids(draw: st.DrawFn) -> Alignment:
-    """Of any whole factors; the coarse sizes rounded down or up."""
-    factors, sizes = (draw(st.tuples(*[st.integers(1, most)] * 3)) for most in (4, 7))
-    fine = tuple(max(1, f * size + draw(st.integers(1 - f, f - 1))) for f, size in zip(factors, sizes, strict=True))
-    return Alignment(fine, sizes, tuple(map(F, factors)))  # type: ignore[arg-type]
 
 
 FACTORS = [F(1), F(2), F(3), F(1, 2), F(1, 3), F(3, 2), F(5, 4), F(2, 3), F(13, 7)]
@@ -115,45 +97,6 @@ def repeated_end(alignment: Alignment, array: Voxels) -> Voxels:
         last = alignment.array_zyx[axis] - 1
         rows.append([last if j is None and place and last in row[:place] else j or 0 for place, j in enumerate(row)])
     return array[np.ix_(*rows)]
-
-
-@given(alignment=pyramids(), data=st.data())
-def test_every_box_of_a_pyramid_is_that_of_the_repeated_array(alignment: Alignment, data: st.DataObject) -> None:
-    coarse = textured(alignment.array_zyx, seed=1)
-    asked = []
-
-    def read(box: Any, out: Any) -> Any:
-        asked.append(box)
-        return coarse[slices(box)] if out is None else np.copyto(out, coarse[slices(box)]) or out
-
-    assert alignment.covered == ((0, 0, 0), alignment.volume_zyx)
-    box = a_box(data.draw, alignment.covered)
-    expected = repeated(coarse, alignment)[slices(box)]
-    out = np.zeros_like(expected)
-    assert alignment.read(box, read, out) is out
-    np.testing.assert_array_equal(out, expected)
-    np.testing.assert_array_equal(alignment.read(box, read), expected)
-    needed = np.zeros(alignment.array_zyx, bool)
-    needed[slices(asked[0])] = True
-    places = np.arange(needed.size).reshape(needed.shape)
-    seen = np.unique(repeated(places, alignment)[slices(box)])
-    np.testing.assert_array_equal(np.flatnonzero(needed), seen, "no coarse voxel is read that is not shown")
-
-
-@pytest.mark.parametrize("axis", range(3))
-def test_every_interval_shows_the_coarse_voxels_and_beyond_them_the_last_one(axis: int) -> None:
-    """The drawn boxes above seldom begin behind the first coarse voxel and end beyond the last one."""
-
-    def along(here: Any, elsewhere: Any) -> Any:
-        return tuple(here if a == axis else elsewhere for a in range(3))
-
-    alignment = Alignment(along(11, 2), along(3, 2), along(F(3), F(1)))
-    coarse = textured(alignment.array_zyx, seed=1)
-    expected = repeated(coarse, alignment)
-    for lo, hi in itertools.combinations(range(12), 2):
-        ends = [(lo, hi) if a == axis else (0, 2) for a in range(3)]
-        box: Any = tuple(zip(*ends, strict=True))
-        np.testing.assert_array_equal(alignment.read(box, lambda box, out: coarse[slices(box)]), expected[slices(box)])
 
 
 @given(alignment=placed(), data=st.data())
@@ -333,7 +276,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("fine", "coarse", "factors"), SHAPES)
-@pytest.mark.parametrize("said", [(None, None), (4, None), (None, 4), (1, None), (1, 1)])
+@pytest.mark.parametrize("said", [(None, None), (4, None), (1, 1)])
 def test_without_scales_the_shapes_decide_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fine: Any, coarse: Any, factors: Any, said: Any
 ) -> None:
@@ -416,7 +359,7 @@ def test_what_does_not_fit_is_refused_with_both_geometries(tmp_path: Path, case:
 
 
 @pytest.mark.parametrize("scaled", [True, False], ids=["ome", "bare"])
-@pytest.mark.parametrize(("first", "second"), [((0, 0, 0), (5, 6, 7)), ((5, 6, 7), (0, 9, 9)), ((3, 4, 5), (3, 4, 5))])
+@pytest.mark.parametrize(("first", "second"), [((5, 6, 7), (0, 9, 9)), ((3, 4, 5), (3, 4, 5))])
 def test_two_copied_boxes_lie_as_in_their_volume(tmp_path: Path, scaled: bool, first: Triple, second: Triple) -> None:
     voxels = textured((32, 40, 48))
     write = (lambda p: write_ome(p, {"0": voxels})) if scaled else (lambda p: write_array(p, voxels))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -83,8 +82,9 @@ def full_range(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return voxels
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [*((dtype, "v2") for dtype in DTYPES), *(("float32", layout) for layout in LAYOUTS)]
+)
 def test_every_layout_and_dtype_reads_back_what_was_written(tmp_path: Path, dtype: str, layout: str) -> None:
     voxels = full_range(dtype, (70, 50, 64))
     path = write_array(tmp_path / "v.zarr", voxels, **LAYOUTS[layout])
@@ -112,7 +112,7 @@ BIG_ENDIAN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", BIG_ENDIAN.values(), ids=BIG_ENDIAN)
-@pytest.mark.parametrize("dtype", ["uint16", "int16", "uint32", "int64", "float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["int16", "float64"])
 def test_big_endian_voxels_come_in_native_order(
     server: ChunkServer, tmp_path: Path, dtype: str, options: dict[str, Any]
 ) -> None:
@@ -129,7 +129,7 @@ def test_big_endian_voxels_come_in_native_order(
 
 @pytest.mark.parametrize(
     ("dtype", "fill"),
-    [("int16", -1024), ("int64", -(2**62) - 1), ("uint64", 2**64 - 1), ("bool", True), ("float16", -0.5)],
+    [("int16", -1024), ("uint64", 2**64 - 1), ("bool", True), ("float16", -0.5)],
 )
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_an_absent_chunk_has_the_fill_value_exactly(tmp_path: Path, dtype: str, fill: Any, zarr_format: int) -> None:
@@ -141,7 +141,7 @@ def test_an_absent_chunk_has_the_fill_value_exactly(tmp_path: Path, dtype: str, 
     assert not (whole(volume)[:, :, :32] == volume.fill_value).any()
 
 
-NO_NUMBERS = ["complex64", "complex128", "S4", [("a", "u1"), ("b", "<u2")], "M8[s]", "m8[s]", str]
+NO_NUMBERS = ["complex64", "S4", [("a", "u1"), ("b", "<u2")], "M8[s]", str]
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
@@ -150,19 +150,9 @@ def test_voxels_that_are_no_real_numbers_are_refused_in_one_line(tmp_path: Path,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of zarr: v3 does not specify some of them
         zarr.create_array(str(tmp_path / "v.zarr"), shape=(8, 8, 8), dtype=dtype, zarr_format=zarr_format)
-        with pytest.raises(
-            DataError, match=r"its dtype .* is not bool, nor an integer or float .*; convert"
-        ) as refusal:
+        with pytest.raises(DataError, match=r"cannot be read: .*dtype .*; .*convert the volume") as refusal:
             open_at(tmp_path / "v.zarr")
     assert "\n" not in str(refusal.value)
-
-
-def test_an_absent_chunk_is_air(tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
-    (path / "1" / "0" / "1").unlink()
-    voxels = whole(open_at(path))
-    assert (voxels[32:, :32, 32:] == 0).all()
-    assert (voxels[:32] > 0).all()
 
 
 @pytest.mark.parametrize("version", ["0.4", "0.5"])
@@ -172,12 +162,6 @@ def test_a_level_is_looked_up_in_the_metadata_not_guessed(tmp_path: Path, versio
     np.testing.assert_array_equal(whole(open_at(path, level=0)), fine)
     np.testing.assert_array_equal(whole(open_at(path, level=1)), coarse)
     assert open_at(path, level=1).voxel_size_um == (4.8, 4.8, 4.8)
-
-
-def test_select_fixes_the_axes_before_zyx(tmp_path: Path) -> None:
-    voxels = textured((2, 3, 32, 32, 32))
-    path = write_array(tmp_path / "v.zarr", voxels)
-    np.testing.assert_array_equal(whole(open_at(path, select=(1, 2))), voxels[1, 2])
 
 
 REFUSALS = [
@@ -192,12 +176,6 @@ REFUSALS = [
     ("5D", {}, r"set data.volumes\[\].select to 2 indices, e.g. \[0, 0\]"),
     ("5D", {"select": (0, 9)}, "inside the array"),
     ("array", {"select": (0,)}, "set data.volumes"),
-    (
-        "unknown codec",
-        {},
-        "metadata .zarray of .* cannot be read: no codec 'no-such-codec' is installed; install the package",
-    ),
-    ("broken metadata", {}, "metadata .zarray of .* cannot be read: the JSON breaks off after 1 bytes; restore it"),
 ]
 
 
@@ -232,12 +210,6 @@ def _write_wrong(kind: str, path: Path) -> None:
             write_array(path, textured((32, 32)))
         case "5D":
             write_array(path, textured((1, 1, 32, 32, 32)))
-        case "unknown codec" | "broken metadata":
-            write_array(path, voxels)
-            metadata = json.loads((path / ".zarray").read_text())
-            metadata["compressor"] = {"id": "no-such-codec"}
-            text = json.dumps(metadata) if kind == "unknown codec" else "{"
-            (path / ".zarray").write_text(text)
 
 
 @pytest.mark.parametrize("options", [{}, {"filters": [Delta(dtype="u1")]}], ids=["blosc", "a filter before it"])

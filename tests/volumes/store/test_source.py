@@ -11,7 +11,7 @@ from urllib.parse import quote, quote_plus, unquote, unquote_plus, urlsplit
 
 import numpy as np
 import pytest
-from obstore.store import GCSStore, S3Store
+from obstore.store import GCSStore
 
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
@@ -135,15 +135,9 @@ NAMES = [
     "scan#1",
     "q?v=2",
     "p%20q",
-    "p q",
-    "a+b",
     "é ø",
-    "100%",
-    "a&b=c;d",
     '[z]{y}|^`"<>',
-    "a:b@c",
     "x*y\\z",
-    "~t",
     "a#b?c%23",
 ]
 
@@ -176,17 +170,12 @@ def test_a_name_of_any_characters_opens_what_has_it_and_is_printed_so(
 
 TARGETS = {
     "/v.zarr": "/v.zarr/.zarray",
-    "/v.zarr/": "/v.zarr/.zarray",
     "/a//v": "/a//v/.zarray",
-    "/v//": "/v//.zarray",
     "/p%20q": "/p%20q/.zarray",
-    "/p q": "/p%20q/.zarray",
-    "/a%2Fb%23": "/a%2Fb%23/.zarray",
     "/a+b": "/a+b/.zarray",
     "/é": "/%C3%A9/.zarray",
     "/v#1": "/v%231/.zarray",
     "/v?sig=a%2Fb+c&e=1": "/v/.zarray?sig=a%2Fb+c&e=1",
-    "/v/?sig=a": "/v/.zarray?sig=a",
     "?sig=a": "/.zarray?sig=a",
 }
 
@@ -211,21 +200,6 @@ def test_an_address_of_google_needs_no_network_to_be_opened(monkeypatch: pytest.
     assert opened.config["bucket"] == "bucket"
     assert opened.prefix == "scroll#1?v=2%20.zarr"
     assert opened.config["skip_signature"]
-
-
-def test_requests_to_s3_are_signed_where_there_is_something_to_sign_with(
-    monkeypatch: pytest.MonkeyPatch, s3: Any
-) -> None:
-    def unsigned(**settings: Any) -> bool:
-        opened = open_store("s3://bucket/v", StoreConfig(**settings))
-        assert isinstance(opened, S3Store)
-        return bool(opened.config.get("skip_signature"))
-
-    assert unsigned()
-    assert not unsigned(anonymous=False)
-    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/token")
-    assert not unsigned()
-    assert unsigned(anonymous=True)
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3-sharded"])

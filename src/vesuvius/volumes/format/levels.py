@@ -124,7 +124,7 @@ def _to_one_in(source: Source) -> str:
             names = [name for name in _names_in(root) if any((root / name / each).is_file() for each in _METADATA)]
     except (OSError, DataError):
         return ""
-    names = sorted(names, key=lambda name: (not name.isdigit(), len(name) * name.isdigit(), name))
+    names = sorted({*names} - {"OME"}, key=lambda name: (not name.isdigit(), len(name) * name.isdigit(), name))
     more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
     places = [f"{source.shown.rstrip('/')}/{name}" for name in names[:_NAMED]]
     return f"set path to {' or '.join(places)}{more}" if names else ""
