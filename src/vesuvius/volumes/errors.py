@@ -67,18 +67,6 @@ class ProtocolError(Exception):
     """A server answers, and its answer breaks the protocol."""
 
 
-class BrokenOffError(ConnectionError):
-    """A connection ended before the body that its headers promise.
-
-    Attributes:
-        after: bytes that came.
-    """
-
-    def __init__(self, after: int) -> None:
-        super().__init__(f"the body broke off after {after} bytes")
-        self.after = after
-
-
 class ClosedError(Exception):
     """A source was closed, by whoever ends the stream, while another thread read from it."""
 

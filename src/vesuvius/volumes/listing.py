@@ -152,7 +152,7 @@ def list_objects(volume: Volume) -> Bools:
     """Which chunks, or of a sharded array which shards, the store lists; reads no shard.
 
     Raises:
-        DataError: the store cannot list, or on a disk a folder of chunks is a dangling link or a file.
+        DataError: the store cannot list, or on a disk a folder of chunks is a broken link.
     """
     occupancy = np.zeros(volume.grid.object_counts_zyx, bool)
     keys = itertools.chain.from_iterable(_listed_keys(volume))
@@ -164,18 +164,25 @@ def list_objects(volume: Volume) -> Bools:
 
 
 def _place_of(volume: Volume, key: str) -> Triple | None:
-    """The place of a chunk's key; None for other keys, once it is checked that a folder of chunks is a folder."""
+    """The place of a chunk's key; None for other keys.  Raises DataError for a link to a folder that is not there."""
     place = volume.grid.place_of(key)
-    if place is None and not volume.source.remote and volume.grid.leads_to_chunks(key):
-        volume.source.check_folder(key)
+    if place is None and not volume.source.remote and _is_broken_link(path := Path(volume.source.address, key)):
+        raise DataError(
+            f"a folder of chunks must be a folder; got a broken link, {path}; mount the disk that holds it, or "
+            "restore it from its source"
+        )
     return place
+
+
+def _is_broken_link(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
 
 
 def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
     """Keys below the array; from a remote store, where chunks lie in folders, several folders at once."""
     source = volume.source
     if not source.remote:
-        yield source.list_keys(volume.array.path, folders_too=True)
+        yield source.list_keys(volume.array.path)
         return
     folders = [volume.array.path]
     while len(folders) == 1:  # go down to where there are several folders to list at once

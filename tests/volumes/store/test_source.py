@@ -274,25 +274,22 @@ def test_slabs_that_are_links_to_other_disks_are_listed_and_read(tmp_path: Path)
     np.testing.assert_array_equal(volume.read(((0, 0, 0), (96, 64, 64))), textured((96, 64, 64)))
 
 
-@pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
-@pytest.mark.parametrize("kind", ["dangling link", "file"])
-def test_a_slab_whose_disk_is_not_mounted_is_neither_listed_nor_read_as_air(
-    tmp_path: Path, layout: str, kind: str
-) -> None:
+@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
+def test_a_slab_whose_disk_is_not_mounted_is_neither_listed_nor_read_as_air(tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 64, 64)), **LAYOUTS[layout])
-    slab = path / {"v2": "1", "v3": "c/1", "v3-sharded": "c/1"}[layout]
+    slab = path / {"v2": "1", "v3-sharded": "c/1"}[layout]
     slab.rename(tmp_path / "unmounted")
-    if kind == "dangling link":
-        slab.symlink_to(tmp_path / "disk2/slab")
-        words = f"a broken link, {slab}"
-    else:
-        slab.write_bytes(b"")
-        words = f"a file in place of the folder {slab}"
+    slab.symlink_to(tmp_path / "disk2/slab")
     volume = open_volume(ArrayConfig(path=str(path)))
-    with pytest.raises(DataError, match=f"a folder of chunks must be a folder; got {words}; mount the disk"):
+    with pytest.raises(DataError, match=f"a folder of chunks must be a folder; got a broken link, {slab}; mount the"):
         list_chunks(volume)
-    with pytest.raises(UnreadableChunkError, match=words):
-        volume.read(((64, 0, 0), (96, 64, 64)) if layout == "v3-sharded" else ((32, 0, 0), (64, 64, 64)))
+    box = ((64, 0, 0), (96, 64, 64)) if layout == "v3-sharded" else ((32, 0, 0), (64, 64, 64))
+    with pytest.raises(UnreadableChunkError, match=f"a broken link, {slab}"):
+        volume.read(box)
+    slab.unlink()
+    slab.write_bytes(b"")
+    with pytest.raises(UnreadableChunkError, match=f"a file in place of the folder {slab}"):
+        volume.read(box)
 
 
 @pytest.mark.parametrize("source", ["http"], indirect=True)

@@ -22,7 +22,6 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import (
-    FetchError,
     ProtocolError,
     RefusedError,
     ReplacedError,
@@ -32,7 +31,7 @@ from vesuvius.volumes.errors import (
     status_of,
 )
 from vesuvius.volumes.store.byte_range import ByteRange
-from vesuvius.volumes.store.local_files import check_file, check_path, list_files, read_file
+from vesuvius.volumes.store.local_files import check_file, list_files, read_file
 from vesuvius.volumes.store.object_store import is_remote, open_cache, shown_address
 from vesuvius.volumes.store.remote import Answer, RemoteStore, warn_once
 from vesuvius.volumes.store.retry import Outage, Retrier
@@ -198,18 +197,15 @@ class Source:
         """Whether there is such an object.  `probing` and errors as `get`."""
         return self._tried(key, lambda: self._look(key), probing) is not None
 
-    def list_keys(self, prefix: str, folders_too: bool = False) -> Iterator[str]:
+    def list_keys(self, prefix: str) -> Iterator[str]:
         """Keys below a prefix (whole path segments), in any order.  On a disk links to folders are followed.
-
-        Args:
-            folders_too: on a disk also the folders, which may lie where a file should.
 
         Raises:
             DataError: the store cannot list, or access is refused, if only to one folder.
         """
         with self._listing_errors():
             if self._store is None:  # obstore would look at the size of each file
-                yield from list_files(self._root, prefix, folders_too)
+                yield from list_files(self._root, prefix)
                 return
             pages: Iterator[list[str]] | None = None
             last: str | None = None
@@ -233,16 +229,6 @@ class Source:
         with self._listing_errors():
             what = f"the list of {prefix or 'all keys'}"
             return self._retrier.run(what, lambda: self._checked_store.list_one_level(prefix))
-
-    def check_folder(self, key: str) -> None:
-        """Raises DataError where on a disk something else lies in place of a folder of chunks."""
-        try:
-            check_path(self._root, self._root / key)
-        except FetchError as error:
-            raise DataError(
-                f"a folder of chunks must be a folder; got {error}; mount the disk that holds it, or restore it from "
-                "its source"
-            ) from None
 
     def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call a function on one of the `config.requests` threads."""
