@@ -112,7 +112,7 @@ def test_a_damaged_sidecar_is_told_and_left_out(tmp_path: Path, caplog: pytest.L
     path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
     (path / "0" / ".chunk_occupancy.npz").write_bytes(b"damaged")
     assert look(path).occupancy.source == "listing"
-    assert "a sidecar must be an npz" in caplog.text
+    assert "is no npz with `occupancy`" in caplog.text
 
 
 def test_what_a_web_server_does_not_tell_is_unknown_and_not_0(tmp_path: Path) -> None:

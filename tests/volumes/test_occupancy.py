@@ -208,11 +208,14 @@ def test_a_written_sidecar_reads_back(tmp_path: Path) -> None:
 
 
 BAD_SIDECARS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "other shape": (lambda path: put_sidecar(path, np.ones((3, 4, 4), bool)), r"got \(3, 4, 4\) for \(3, 4, 3\)"),
+    "other shape": (
+        lambda path: put_sidecar(path, np.ones((3, 4, 4), bool)),
+        r"grid: \(3, 4, 4\), not \(3, 4, 3\)",
+    ),
     "counts": (lambda path: put_sidecar(path, np.ones(GRID, int)), "occupancy of int64"),
-    "objects": (lambda path: put_sidecar(path, np.array([None])), "an npz with `occupancy`"),
-    "other name": (lambda path: put_sidecar(path, np.ones(GRID, bool), "chunks"), "an npz with `occupancy`"),
-    "empty": (lambda path: (path / SIDECAR).write_bytes(b""), "an npz with `occupancy`"),
+    "objects": (lambda path: put_sidecar(path, np.array([None])), "is no npz with `occupancy`"),
+    "other name": (lambda path: put_sidecar(path, np.ones(GRID, bool), "chunks"), "is no npz with `occupancy`"),
+    "empty": (lambda path: (path / SIDECAR).write_bytes(b""), "is no npz with `occupancy`"),
 }
 
 
@@ -221,7 +224,7 @@ def test_a_sidecar_that_is_not_of_the_volume_is_refused(tmp_path: Path, bad: str
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     write, words = BAD_SIDECARS[bad]
     write(path)
-    with pytest.raises(DataError, match=rf"{words}.*v\.zarr; rebuild it with `vesuvius volume occupancy`"):
+    with pytest.raises(DataError, match=rf"The sidecar .*v\.zarr .*{words}.*; rebuild it with"):
         chunk_occupancy(opened(path))
 
 
@@ -229,7 +232,7 @@ def test_a_sidecar_that_was_made_here_for_another_array_is_refused(tmp_path: Pat
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     other = write_array(tmp_path / "other.zarr", textured(SHAPE), compressors=None)
     write_sidecar(path / SIDECAR, some_chunks(), sidecar_signature(opened(other)))
-    with pytest.raises(DataError, match=r"must belong to its array; got the signature vesuvius:.*v\.zarr; rebuild it"):
+    with pytest.raises(DataError, match=r"v\.zarr belongs to another array: its signature is vesuvius:.*; rebuild it"):
         chunk_occupancy(opened(path))
 
 
@@ -254,7 +257,7 @@ def test_a_sidecar_from_before_the_volume_grew_is_refused(
 def test_a_sidecar_that_lists_nothing_is_refused(tmp_path: Path, signature: str | None) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     write_sidecar(path / SIDECAR, np.zeros(GRID, bool), signature or sidecar_signature(opened(path)))
-    with pytest.raises(DataError, match="it says that no chunk is stored, and some are; rebuild it"):
+    with pytest.raises(DataError, match="says that no chunk is stored, and some are; rebuild it"):
         chunk_occupancy(opened(path))
 
 

@@ -48,7 +48,7 @@ def read_sidecar(volume: Volume) -> Bools | None:
     """The occupancy beside the array, if there is one.
 
     Raises:
-        DataError: it is damaged, or its shape is not that of the chunk grid.
+        DataError: it is damaged, out of date, or not of this volume.
     """
     key = f"{volume.array.path}/{SIDECAR}".lstrip("/")
     try:
@@ -60,48 +60,37 @@ def read_sidecar(volume: Volume) -> Bools | None:
         return None
     try:
         occupancy, signature = _parse_sidecar(data)
+        problem = _sidecar_problem(volume, occupancy, signature)
     except ValueError as error:
+        problem = f"is no npz with `occupancy` and `signature`: {one_line(error)}"
+    if problem:
         raise DataError(
-            f"a sidecar must be an npz with `occupancy` and `signature`; got {one_line(error)} in {key} of "
-            f"{volume.name}; rebuild it with `vesuvius volume occupancy`, or remove it"
-        ) from error
-    if signature.startswith("vesuvius:") and not signature.startswith(sidecar_signature(volume)):
-        raise DataError(
-            f"a sidecar must belong to its array; got the signature {signature} for {sidecar_signature(volume)} in "
-            f"{key} of {volume.name}; rebuild it with `vesuvius volume occupancy`, or remove it"
-        )
-    wanted = [volume.grid.counts_zyx, volume.grid.object_counts_zyx]
-    if occupancy.shape not in wanted:
-        raise DataError(
-            f"a sidecar's occupancy must have the shape of the chunk grid; got {occupancy.shape} for {wanted[0]} in "
-            f"{key} of {volume.name}; rebuild it with `vesuvius volume occupancy`, or remove it"
-        )
-    stale = _stale(volume, occupancy, signature)
-    if stale:
-        raise DataError(
-            f"The sidecar {key} of {volume.name} is out of date: {stale}; rebuild it with `vesuvius volume occupancy`, "
-            "or remove it"
+            f"The sidecar {key} of {volume.name} {problem}; rebuild it with `vesuvius volume occupancy`, or remove it"
         )
     return occupancy
 
 
-def _stale(volume: Volume, occupancy: Bools, signature: str) -> str:
-    """What a sidecar misses, as a few random objects tell; '' where nothing is found.
+def _sidecar_problem(volume: Volume, occupancy: Bools, signature: str) -> str:
+    """Why a sidecar is not one of a volume as it is now, as a few random objects tell; '' where nothing is found.
 
     One that was not made here may leave out on purpose what is stored, but not everything.
     """
+    grid, of_ours = volume.grid, sidecar_signature(volume)
+    if signature.startswith("vesuvius:") and not signature.startswith(of_ours):
+        return f"belongs to another array: its signature is {signature}, not {of_ours}"
+    if occupancy.shape not in (grid.counts_zyx, grid.object_counts_zyx):
+        return f"has not the shape of the chunk grid: {occupancy.shape}, not {grid.counts_zyx}"
     if not occupancy.any():
-        return "it says that no chunk is stored, and some are"
+        return "says that no chunk is stored, and some are"
     if not signature.startswith("vesuvius:"):
         return ""
-    grid = volume.grid
     drawn = np.random.default_rng(0).integers(math.prod(grid.object_counts_zyx), size=64)
     places = [triple(map(int, np.unravel_index(number, grid.object_counts_zyx))) for number in drawn]
     per_object = triple(-(-n // c) for n, c in zip(occupancy.shape, grid.object_counts_zyx, strict=True))
     left_out = (p for p in places if not occupancy[slices(box_at(times(p, per_object), per_object))].any())
     keys = list(dict.fromkeys(map(grid.object_key, left_out)))[:_PROBES]
     grown = sorted(set(keys) - set(volume.source.absent(keys)))
-    return f"{grown[0]} is stored and is not in it" if grown else ""
+    return f"is out of date: {grown[0]} is stored and is not in it" if grown else ""
 
 
 def write_sidecar(path: Path, occupancy: Bools, signature: str) -> None:
