@@ -159,11 +159,12 @@ class Source:
         answer = self._fetch(key, byte_range, probing)
         if answer is None:
             return None
-        if version is None or version.digest is None:
-            version = self._note(key, answer.stamp)
-        elif byte_range is not None:
-            self._check_version(key, byte_range, answer, version)
-        version.learn(byte_range, answer.data)
+        if byte_range is not None or cache is not None:  # a whole object is of one version, and need not be known again
+            if version is None or version.digest is None:
+                version = self._note(key, answer.stamp)
+            elif byte_range is not None:
+                self._check_version(key, byte_range, answer, version)
+            version.learn(byte_range, answer.data)
         if cache is not None:
             self.count(cache_misses=1)
             if answer.stamp is not None and answer.lasting:
