@@ -105,7 +105,7 @@ class StoreConfig(Section):
         False, description="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
     )
     cache_dir: PathText | None = Field(None, description="folder that keeps fetched chunk bytes; null = no cache")
-    cache_gib: float = Field(50.0, gt=0, description="hard limit on that folder, shared by all readers, GiB")
+    cache_gib: float = Field(50.0, gt=0, description="limit on that folder, within 10 %, shared by all readers, GiB")
 
 
 class DataConfig(Section):
