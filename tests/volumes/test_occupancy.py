@@ -72,15 +72,6 @@ def test_a_listing_finds_the_chunks_that_are_stored_and_nothing_else(
     np.testing.assert_array_equal(list_chunks(opened(path)), some_chunks())
 
 
-@pytest.mark.parametrize("version", ["0.4", "0.5"])
-def test_a_listing_is_that_of_the_level(tmp_path: Path, version: str) -> None:
-    levels = {"0": voxels_of(some_chunks(0)), "1": voxels_of(some_chunks(1))}
-    path = write_ome(tmp_path / "v.zarr", levels, version=version)
-    for level in (0, 1):
-        volume = open_volume(ArrayConfig(path=str(path), level=level))
-        np.testing.assert_array_equal(list_chunks(volume), some_chunks(level))
-
-
 def test_a_listing_is_that_of_the_axes_that_are_fixed(tmp_path: Path) -> None:
     both = np.stack([voxels_of(some_chunks(0)), voxels_of(some_chunks(1))])
     path = tmp_path / "v.zarr"
@@ -200,13 +191,6 @@ def test_a_sidecar_of_shards_is_as_good_as_one_of_chunks(tmp_path: Path) -> None
     assert found.cell_zyx == (64, 64, 64)
 
 
-def test_a_written_sidecar_reads_back(tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()))
-    write_sidecar(path / SIDECAR, some_chunks(), sidecar_signature(opened(path)))
-    np.testing.assert_array_equal(chunk_occupancy(opened(path)), some_chunks())
-    assert [file.name for file in path.glob(".chunk*")] == [SIDECAR]
-
-
 BAD_SIDECARS: dict[str, tuple[Callable[[Path], None], str]] = {
     "other shape": (
         lambda path: put_sidecar(path, np.ones((3, 4, 4), bool)),
@@ -259,15 +243,6 @@ def test_a_sidecar_that_lists_nothing_is_refused(tmp_path: Path, signature: str 
     write_sidecar(path / SIDECAR, np.zeros(GRID, bool), signature or sidecar_signature(opened(path)))
     with pytest.raises(DataError, match="says that no chunk is stored, and some are; rebuild it"):
         chunk_occupancy(opened(path))
-
-
-def test_a_sidecar_that_was_renewed_is_seen_past_the_disk_cache(server: ChunkServer, tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    store = StoreConfig(cache_dir=str(tmp_path / "cache"), cache_gib=0.1)
-    for seed in (0, 1):
-        put_sidecar(path, some_chunks(seed))
-        volume = open_volume(ArrayConfig(path=server.url_of(path)), store)
-        np.testing.assert_array_equal(chunk_occupancy(volume), some_chunks(seed))
 
 
 def test_a_web_server_without_a_sidecar_cannot_give_a_plan(server: ChunkServer, tmp_path: Path) -> None:
