@@ -256,6 +256,13 @@ class ChunkGrid:
         except ValueError as error:
             raise ShardIndexError(f"{error} in {key}") from error
         self._last = data, index
+        with self._lock:
+            known = self._indices.get(key)
+            replaced = known is not None and not np.array_equal(known, index)
+            if replaced:
+                del self._indices[key]
+        if replaced:
+            self.source.forget(key)
         return index
 
     @cached_property

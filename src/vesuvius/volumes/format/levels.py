@@ -55,9 +55,10 @@ def pick_level(source: Source, attributes: dict[str, Any], spec: ArrayConfig) ->
         paths = tuple(str(dataset["path"]) for dataset in datasets)
     except (KeyError, IndexError, TypeError) as error:
         what = "a bioformats2raw collection of images" if "bioformats2raw.layout" in ome else "a group"
+        place = source.shown.rstrip("/")
         raise DataError(
-            f"a volume is an array or an OME-Zarr image; got {source.shown}, which is {what} without multiscales "
-            f"metadata; {_to_one_in(source) or f'set path to an array or image in it: {source.shown}/NAME'}"
+            f"a volume is an array or an OME-Zarr image; got {place}, which is {what} without multiscales metadata; "
+            f"{_to_one_in(source) or f'set path to an array or image in it: {place}/NAME'}"
         ) from error
     if spec.level >= len(paths):
         raise DataError(
