@@ -13,7 +13,7 @@ import zarr
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import open_stream
 from tests.support.chunk_server import ChunkServer
-from tests.volumes.test_alignment import repeated, volume_of
+from tests.volumes.test_alignment import volume_of
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.reading.quarantine import damaged_box
@@ -24,6 +24,15 @@ from vesuvius.volumes.box import box_at, intersects, slices
 
 FINE = (97, 130, 127)
 HALVES, UNEVEN = (49, 65, 64), (97, 32, 63)  # rounded up; rounded down, with factors 1, 4, 2
+
+
+def repeated(array: Any, alignment: Alignment) -> Any:
+    """What an array of whole factors shows, by numpy alone; continued to the end of the volume."""
+    for axis, (factor, size) in enumerate(zip(alignment.factors, alignment.volume_zyx, strict=True)):
+        array = np.repeat(array, int(factor), axis)
+        beyond = max(size - array.shape[axis], 0)
+        array = np.pad(array, [(0, beyond * (a == axis)) for a in range(3)], mode="edge").take(range(size), axis)
+    return array
 
 
 def upsampled(coarse: np.ndarray[Any, Any], fine: Any = FINE) -> np.ndarray[Any, Any]:

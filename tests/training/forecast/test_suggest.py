@@ -47,7 +47,7 @@ def volume(
     spec = ArrayConfig(path="volumes/a b: c.zarr")
     known = Occupancy(present, total, "chunks", "listing" if present is not None else None)
     all_levels = tuple(map(level, range(levels)))
-    facts = VolumeFacts(spec, PATCH, None, None, None, all_levels, (), all_levels[0], known, None, None, None, None)
+    facts = VolumeFacts(spec, PATCH, None, None, None, all_levels, (), all_levels[0], known, None, None, None)
     return replace(facts, **changes)
 
 
