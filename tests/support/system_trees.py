@@ -101,7 +101,6 @@ def write_cgroup_v2(
     _write_counts(directory / "memory.stat", stat | {"slab_reclaimable": slab_reclaimable, "pgfault": 12345})
     counted = {} if oom_kills is None else {"oom_kill": oom_kills}
     _write_counts(directory / "memory.events", {"low": 0, "high": 3, "max": 7, "oom": 0} | counted)
-    _write(directory / "memory.pressure", pressure_text())
     return directory
 
 
@@ -176,7 +175,6 @@ def write_machine(
     swap_total: int = 0,
     swap_used: int = 0,
     oom_kills: int | None = 0,
-    some_10s: float = 0.0,
     cores: Sequence[tuple[float, float]] = ((100.0, 1000.0), (200.0, 1000.0)),
     disk: tuple[int, int] = (0, 0),
     net: tuple[int, int] = (0, 0),
@@ -194,7 +192,6 @@ def write_machine(
     sizes |= {"Shmem": shmem, "SwapTotal": swap_total, "SwapFree": swap_total - swap_used}
     _write(roots.proc / "meminfo", "".join(f"{name}: {size // 1024:>10} kB\n" for name, size in sizes.items()))
     _write_counts(roots.proc / "vmstat", {"nr_free_pages": 1} | ({} if oom_kills is None else {"oom_kill": oom_kills}))
-    _write(roots.proc / "pressure" / "memory", pressure_text(some_10s))
     rows = [_core_row(f"cpu{i}", busy, whole) for i, (busy, whole) in enumerate(cores)]
     _write(
         roots.proc / "stat",
@@ -236,13 +233,6 @@ def write_process(
     if cgroup.is_file():
         _write(directory / "cgroup", cgroup.read_text())
     return directory
-
-
-def pressure_text(some_10s: float = 0.0, full_10s: float = 0.0) -> str:
-    """A file of pressure stall information; shares from 0 to 1."""
-    some = f"some avg10={some_10s * 100:.2f} avg60=0.00 avg300=0.00 total=145"
-    full = f"full avg10={full_10s * 100:.2f} avg60=0.00 avg300=0.00 total=77"
-    return f"{some}\n{full}\n"
 
 
 _OTHER_MOUNTS = (

@@ -134,8 +134,6 @@ class Monitor:
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._here: set[int] = set()
         self._notices = Notices(gpu_uuid)
-        # processor time of the sampling thread, and when it was read; infinite = not yet
-        self._spent_s = 0.0, math.inf
         self._stop = threading.Event()
         self._judging = threading.Lock()
         self.told = LoopStatus()
@@ -320,8 +318,6 @@ class Monitor:
         self._writer.later(lambda: self._recent.write(moment))
 
     def _window(self, samples: list[SystemSample], vrams: list[VramUse]) -> SystemWindow:
-        (spent_before, then), self._spent_s = self._spent_s, (time.thread_time(), time.monotonic())
-        spent, now = self._spent_s
         return SystemWindow(
             step=self.told.step,
             samples=samples,
@@ -330,7 +326,6 @@ class Monitor:
             readers=self._moments[-1].reader_bytes,
             risk=self.risk,
             rates=self.rates(),
-            monitor_cores=(spent - spent_before) / (now - then) if now > then else None,
         )
 
     def _write(self, window: SystemWindow) -> None:

@@ -25,7 +25,6 @@ class SystemWindow:
     readers: Mapping[int, int]  # private memory of each reader, by pid
     risk: Risk  # of the last sample
     rates: Rates | None  # of the last ten seconds; None at the beginning
-    monitor_cores: float | None  # what the monitor's own thread took, as a share of one core; without calls of NVML
 
 
 def system_figures(window: SystemWindow) -> dict[str, Any]:
@@ -36,7 +35,6 @@ def system_figures(window: SystemWindow) -> dict[str, Any]:
     return {
         "step": window.step,
         "samples": len(window.samples),
-        "monitor_cores": None if window.monitor_cores is None else round(window.monitor_cores, 4),
         **_memory_figures(window),
         **_risk_figures(window.risk),
         **_rates_figures(window),
@@ -57,7 +55,6 @@ def _memory_figures(window: SystemWindow) -> dict[str, Any]:
         "page_cache_bytes": last.cgroup.file_bytes if last.cgroup else last.machine.page_cache_bytes,
         "machine_available_bytes": min(sample.machine.available_bytes for sample in samples),
         "swap_used_bytes": last.machine.swap_used_bytes,
-        "stalled_10s": None if last.machine.pressure is None else last.machine.pressure.full_10s,
         "oom_kills": {
             "cgroup": last.cgroup.oom_kills if last.cgroup else None,
             "machine": last.machine.oom_kills,
@@ -127,12 +124,11 @@ def monitor_line(window: SystemWindow) -> str:
     gpu = " ".join("-" if g.busy is None else f"{100 * g.busy:.0f}" for g in last.gpus) or "-"
     read = "-" if rates is None else f"{rates.disk_read_bytes_s / 2**20:.0f}"
     received = "-" if rates is None else f"{rates.net_received_bytes_s / 2**20:.0f}"
-    cost = "-" if window.monitor_cores is None else f"{100 * window.monitor_cores:.2f}"
     return (
         f"{time.strftime(DATE_FORMAT)} INFO ram_gib {used:.2f}/{window.limit_bytes / GIB:.1f} "
         f"store_gib {last.shared_bytes / GIB:.2f} readers_gib {each} vram_gib {vram} gpu_pct {gpu} cores {busy} "
         f"disk_mib_s {read} net_mib_s {received} swap_gib {last.machine.swap_used_bytes / GIB:.2f} "
-        f"risk {window.risk.level.name} left_gib {first.left_bytes / GIB:.2f} monitor_pct {cost}"
+        f"risk {window.risk.level.name} left_gib {first.left_bytes / GIB:.2f}"
     )
 
 

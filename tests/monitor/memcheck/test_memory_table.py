@@ -10,11 +10,9 @@ import pytest
 from rich.console import Console
 
 from tests.monitor.memcheck.test_history import NOTHING, history, moment, seen
-from tests.monitor.memory.simulated import cgroup
 from vesuvius.monitor.memcheck.inspection import Inspection, Row, Steps
 from vesuvius.monitor.memcheck.memory_table import memory_table, slope_text
 from vesuvius.monitor.memory.trend import Trend
-from vesuvius.monitor.probes.cgroup import Pressure
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.runlog.units import GIB
 
@@ -84,21 +82,6 @@ def test_a_slope_is_a_figure_only_where_there_is_a_trend() -> None:
     assert slope_text(Row("store", "x", trend=Trend(-2 * rate, -3 * rate, -rate), seen_s=60.0)) == "-2.00"
     assert slope_text(Row("store", "x", seen_s=60.0)) == "no trend"
     assert slope_text(Row("store", "x")) == "-"
-
-
-def test_waiting_for_memory_is_shown_of_the_cgroup_and_of_the_machine() -> None:
-    calm = seen(1.0)
-    stalled = replace(
-        calm,
-        cgroup=replace(cgroup(), pressure=Pressure(0.25, 0.1)),
-        machine=replace(calm.machine, pressure=Pressure(0.02, 0.0)),
-    )
-    table = text(history().add(NOTHING, stalled), 200)
-    assert (
-        cells(table, "pressure")[1]
-        == "tasks waited for memory in 25 % (its cgroup), 2 % (the machine) of the last 10 s"
-    )
-    assert "pressure" not in text(history().add(NOTHING, calm))
 
 
 def test_page_cache_is_shown_beside_the_total() -> None:

@@ -29,7 +29,6 @@ def machine(total_bytes: int, used_bytes: float, swap_used_bytes: int = 0, swap_
         shmem_bytes=0,
         swap_used_bytes=swap_used_bytes,
         swap_total_bytes=swap_total_bytes,
-        pressure=None,
         oom_kills=0,
         core_busy_s=(0.0,),
         core_total_s=(0.0,),

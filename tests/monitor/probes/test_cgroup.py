@@ -20,7 +20,7 @@ from tests.support.system_trees import (
     write_v1,
     write_v2,
 )
-from vesuvius.monitor.probes.cgroup import CgroupLevel, CgroupUse, Pressure, is_in_cgroup, parse_pressure, read_cgroup
+from vesuvius.monitor.probes.cgroup import CgroupLevel, CgroupUse, is_in_cgroup, read_cgroup
 from vesuvius.runlog.units import GIB
 
 MIB = 2**20
@@ -38,7 +38,6 @@ def test_version_2_of_a_container_sees_its_own_limit_at_the_top(tmp_path: Path) 
     assert (use.path, use.oom_kills) == ("/", 2)
     assert (use.anon_bytes, use.shmem_bytes, use.file_bytes) == (GIB, 2 * GIB, 3 * GIB)
     assert use.levels == (CgroupLevel("/", "memory.max", 8 * GIB, 3 * GIB, kills=True, is_top=True),)
-    assert use.pressure == Pressure(0, 0)
 
 
 def test_version_2_without_limits_has_no_levels(tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def test_a_kernel_that_does_not_count_kills_is_not_zero_kills(tmp_path: Path) ->
 def test_version_1_sees_limit_use_and_kills(tmp_path: Path, unified: bool) -> None:
     figures = {"limit": 8 * GIB, "anon": GIB, "shmem": 2 * GIB, "file": 3 * GIB, "oom_kills": 1}
     use = read(write_v1(tmp_path, path="/process_api/box", unified=unified, **figures))
-    assert (use.path, use.oom_kills, use.pressure) == ("/process_api/box", 1, None)
+    assert (use.path, use.oom_kills) == ("/process_api/box", 1)
     assert (use.anon_bytes, use.shmem_bytes, use.file_bytes) == (GIB, 2 * GIB, 3 * GIB)
     assert use.levels == (CgroupLevel("/process_api/box", "memory.limit_in_bytes", 8 * GIB, 3 * GIB, kills=True),)
 
@@ -234,14 +233,6 @@ def test_a_process_is_in_its_cgroup_and_all_above_it(tmp_path: Path, write: Call
     assert [is_in_cgroup(10, path) for path in ("/", "/pods", "/pods/ours")] == [True] * 3
     assert [is_in_cgroup(10, path) for path in ("/pods/other", "/pods/our", "/pods/ours/below")] == [False] * 3
     assert is_in_cgroup(10, "an ancestor of /pods/ours"), "not known"
-
-
-def test_pressure_is_read_as_shares() -> None:
-    some = "some avg10=12.50 avg60=1.00 avg300=0.10 total=999\n"
-    full = "full avg10=3.00 avg60=0.50 avg300=0.05 total=2500000\n"
-    assert parse_pressure(some + full) == Pressure(0.125, 0.03)
-    for text in (None, "", some, "some avg10=x\nfull avg10=y\n"):
-        assert parse_pressure(text) is None
 
 
 def test_a_real_kill_is_counted_at_a_real_limit() -> None:

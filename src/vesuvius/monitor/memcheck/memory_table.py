@@ -132,10 +132,6 @@ def _machine_lines(found: Inspection, sample: SystemSample) -> Iterator[_Fact]:
     swap = f"{gib(machine.swap_used_bytes)} of {gib(total)} GiB" if total else "none"
     ours = sum(process.swap_bytes for process in sample.processes)
     yield "swap", swap + (f", {gib(ours)} GiB of it this run's" if ours else "")
-    pressures = {"its cgroup": sample.cgroup and sample.cgroup.pressure, "the machine": machine.pressure}
-    stalls = [f"{100 * known.some_10s:.0f} % ({whose})" for whose, known in pressures.items() if known]
-    if stalls:
-        yield "pressure", f"tasks waited for memory in {', '.join(stalls)} of the last 10 s"
     cores = f"{len(machine.core_total_s)}"
     if found.rates is not None:
         busy, own = sum(found.rates.core_busy), sum(found.rates.process_cores.values())

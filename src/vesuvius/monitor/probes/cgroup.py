@@ -17,15 +17,6 @@ _NO_LIMIT_BYTES = 2**60
 
 
 @dataclass(frozen=True)
-class Pressure:
-    """Pressure stall information: shares of time, 0 to 1, in which some, or all, tasks waited for memory."""
-
-    # some_10s, full_10s: average over the last ten seconds
-    some_10s: float
-    full_10s: float
-
-
-@dataclass(frozen=True)
 class CgroupLevel:
     """A cgroup with a limit: the process's own, or an ancestor, whose limit holds for all below it."""
 
@@ -56,7 +47,6 @@ class CgroupUse:
     # processes that the kernel has killed for its limits (v2 `memory.events`, v1 `memory.oom_control`); None where it
     # does not count
     oom_kills: int | None
-    pressure: Pressure | None = None  # of its own tasks; version 2 only
 
 
 def read_cgroup(pid: int) -> CgroupUse | None:
@@ -90,18 +80,6 @@ def is_in_cgroup(pid: int, path: str) -> bool:
     """Whether a process is in a memory cgroup or below it; also where `path` is no cgroup's that can be seen."""
     own = _place(read_text(f"{psutil.PROCFS_PATH}/{pid}/cgroup") or "", "memory")[1]
     return not path.startswith("/") or Path(own).is_relative_to(path)
-
-
-def parse_pressure(text: str | None) -> Pressure | None:
-    """The text of `memory.pressure` or /proc/pressure/memory; None where it is none.  Pure."""
-    figures: dict[str, dict[str, float]] = {}
-    try:
-        for line in (text or "").splitlines():
-            kind, *pairs = line.split()
-            figures[kind] = {name: float(value) for name, _, value in (pair.partition("=") for pair in pairs)}
-        return Pressure(figures["some"]["avg10"] / 100, figures["full"]["avg10"] / 100)
-    except (KeyError, ValueError):
-        return None
 
 
 def _place(text: str, controller: str) -> tuple[Literal[1, 2] | None, str]:
@@ -168,7 +146,6 @@ def _read_v2(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
             file_bytes=max(stat.get("file", 0) - shmem, 0),  # `file` has shared memory in it
             levels=(),
             oom_kills=read_counts(directory / "memory.events").get("oom_kill"),
-            pressure=parse_pressure(read_text(directory / "memory.pressure")),
         )
         used, charged = _unreclaimable_v2(stat), _without_files(directory / "memory.current", stat, "")
         for file, kills in (("memory.max", True), ("memory.high", False)):

@@ -1,4 +1,4 @@
-"""The machine: memory, swap, pressure, cores, disks and network, including the processes of others."""
+"""The machine: memory, swap, cores, disks and network, including the processes of others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import psutil
 
 from vesuvius.monitor.probes import files
-from vesuvius.monitor.probes.cgroup import Pressure, parse_pressure
-from vesuvius.monitor.probes.files import read_counts, read_text
+from vesuvius.monitor.probes.files import read_counts
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,6 @@ class MachineUse:
     # swap_used_bytes, swap_total_bytes: of all swap devices
     swap_used_bytes: int
     swap_total_bytes: int
-    pressure: Pressure | None  # of memory; None if the kernel does not report it
     oom_kills: int | None  # processes killed by the OOM killer since boot, including those killed for a cgroup's limit
     # core_busy_s, core_total_s: seconds since boot that each core was busy, and existed
     core_busy_s: tuple[float, ...]
@@ -66,7 +64,6 @@ def read_machine() -> MachineUse:
         shmem_bytes=memory.shared,
         swap_used_bytes=max(swap.used, 0),
         swap_total_bytes=swap.total,
-        pressure=parse_pressure(read_text(f"{psutil.PROCFS_PATH}/pressure/memory")),
         oom_kills=read_counts(f"{psutil.PROCFS_PATH}/vmstat").get("oom_kill"),
         core_busy_s=tuple(t - core.idle - core.iowait for t, core in zip(total, cores, strict=True)),
         core_total_s=tuple(total),
