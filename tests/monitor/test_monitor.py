@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +28,6 @@ from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.probes.vram import VramUse, gpu_uuid
-from vesuvius.monitor.recent import read_recent
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import RunDir
 
@@ -105,31 +104,6 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(tmp_path: Path
             r"left_gib [\d.]+",
             line,
         ), line
-
-
-def test_each_look_is_in_the_ring_that_outlives_the_process(tmp_path: Path) -> None:
-    with Monitor(in_dir(tmp_path), Limits(), ScriptedWatcher(lambda sample: sample), sample_every_s=0.02) as monitor:
-        wait_until(lambda: len(read_recent(tmp_path / "recent.jsonl")) >= 3)
-        moments = monitor.moments()
-    kept = read_recent(tmp_path / "recent.jsonl")
-    assert kept[: len(moments)] == moments
-    assert [moment.trainer_bytes for moment in kept] == list(range(1, 1 + len(kept))), "that of the start too"
-
-
-def test_gpu_use_may_be_asked_for_while_a_sample_is_taken(tmp_path: Path) -> None:
-    """The trainer asks, the monitor's thread appends: the same interleaving, made certain."""
-
-    class Interrupted:
-        """A sample during whose reading the other thread takes another."""
-
-        @property
-        def gpus(self) -> tuple[()]:
-            monitor._samples.append(monitor._samples[0])
-            return ()
-
-    with Monitor(in_dir(tmp_path), Limits(), ScriptedWatcher(lambda sample: sample), sample_every_s=60) as monitor:
-        monitor._samples.append(cast(Any, Interrupted()))
-        assert monitor.gpu_busy() is None
 
 
 def test_an_order_to_exit_is_handed_on_at_once_and_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -341,25 +315,6 @@ def test_a_reader_of_a_ray_that_another_process_started_counts_for_the_run(tmp_p
         trainer.kill()
 
 
-def test_a_lower_order_stands_until_it_was_carried_out_and_settles(tmp_path: Path) -> None:
-    orders: list[Order] = []
-    watcher = ScriptedWatcher(lambda sample: int((0.87 + 0.0001 * sample) * 4 * GIB) - GIB // 4)
-    with Monitor(
-        in_dir(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02, on_exit=orders.append
-    ) as monitor:
-        monitor.told = LoopStatus(can_shrink=True)
-        wait_until(lambda: monitor.order is not None)
-        assert monitor.order is not None
-        assert monitor.order.rung == "shrink"
-        monitor.carried_out()
-        assert monitor.order is None
-        more = watcher.samples + 5
-        wait_until(lambda: watcher.samples > more)
-        assert monitor.order is None, "it comes once"
-        assert monitor.memory_is_short()
-    assert orders == []
-
-
 def test_what_grew_before_readers_were_changed_says_nothing_and_memory_is_not_short_for_it(tmp_path: Path) -> None:
     """A look counts as a second; memory grows by 1 MiB in each, before and after."""
 
@@ -466,17 +421,6 @@ def test_a_look_that_fails_blinds_the_monitor_but_does_not_end_it(
         wait_until(lambda: watcher.samples > 5)
     assert read_records(tmp_path / "system.jsonl")
     assert "sampling failed; retrying" in caplog.text
-
-
-def test_a_real_look_at_this_process_knows_what_it_holds(tmp_path: Path) -> None:
-    with Monitor(in_dir(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.05) as monitor:
-        used, limit = monitor.ram()
-        before = monitor.sample.processes[0].anon_bytes
-        block = b"x" * 200 * 2**20
-        wait_until(lambda: monitor.sample.processes[0].anon_bytes > before + 190 * 2**20)
-        assert 0 < used < limit
-        del block
-        wait_until(lambda: monitor.rates() is not None)
 
 
 def test_a_full_disk_is_said_once_for_each_file_and_without_a_traceback(

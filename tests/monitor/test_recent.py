@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.small_disk import fill, small_disk
 from vesuvius.monitor.recent import MemorySample, RecentFile, read_recent
 
@@ -85,16 +83,6 @@ def test_all_that_was_written_outlives_sigkill(tmp_path: Path) -> None:
     assert [m.step for m in read_recent(path)] == [0, 1, 2, 3, 4]
 
 
-def test_of_a_thousand_readers_each_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "recent.jsonl"
-    sizes = {100_000 + i: 2**33 + (i * 7919) % 1000 for i in range(1000)}
-    recent = RecentFile(path)
-    recent.write(MemorySample(1e9, 10**6, 2**40, 2**33, 2**35, sizes, killer="x" * 200, kills_at_bytes=2**40))
-    recent.close()
-    (kept,) = read_recent(path)
-    assert kept.reader_bytes == sizes
-
-
 def test_a_disk_that_fills_up_later_takes_moments_again_once_the_oldest_are_gone(tmp_path: Path) -> None:
     with small_disk(tmp_path, kib=64) as disk:
         recent = RecentFile(disk / "recent.jsonl", 30)  # of 10 KiB
@@ -105,8 +93,3 @@ def test_a_disk_that_fills_up_later_takes_moments_again_once_the_oldest_are_gone
             recent.write(moment(step))
         assert [m.step for m in read_recent(disk / "recent.jsonl", 10)] == list(range(90, 100))
         recent.close()
-
-
-def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="nowhere"):
-        RecentFile(tmp_path / "nowhere" / "recent.jsonl")

@@ -13,7 +13,6 @@ from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.run_files import RunFiles, Tail, notes_of
 from vesuvius.monitor.session import begin_session
 from vesuvius.monitor.verdict import judge
-from vesuvius.runlog.find_run import is_run
 
 
 def line(time: float, kind: str = "step", **figures: Any) -> str:
@@ -51,14 +50,6 @@ def test_a_tail_follows_a_file_that_is_begun_anew_or_cut(tmp_path: Path) -> None
     assert tail.new() == []
     path.write_text(line(4))
     assert times(tail.new()) == [4.0]
-
-
-def test_records_without_a_kind_or_a_time_are_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        '[1]\n{"kind": "step"}\n{"time": 3}\n{"kind": 5, "time": 3}\n{"kind": "a", "time": true}\n' + line(9)
-    )
-    assert times(Tail(path, 10_000).new()) == [9.0]
 
 
 def test_only_what_this_session_wrote_counts(tmp_path: Path) -> None:
@@ -126,10 +117,3 @@ def test_peaks_come_from_records_and_moments_and_absent_figures_are_no_zeros() -
     notes = notes_of(None, moments, (), system)
     assert notes.peaks == {"used": 400, "shared": 5, "root": 60, "vram": 6, 7: 90, 8: 10}
     assert notes.peaks_since == 1.0
-
-
-def test_a_directory_is_that_of_a_run_by_any_of_its_files(tmp_path: Path) -> None:
-    assert not is_run(tmp_path)
-    assert not is_run(tmp_path / "nowhere")
-    (tmp_path / "metrics.jsonl").touch()
-    assert is_run(tmp_path)

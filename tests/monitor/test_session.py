@@ -88,14 +88,6 @@ def test_nothing_survives_a_restart_of_the_machine_and_nobody_sees_another_machi
     assert find_pid(replace(record, boot_id="another")) is None
 
 
-def test_a_run_in_a_container_cannot_be_seen_from_outside(tmp_path: Path) -> None:
-    path = tmp_path / "session.json"
-    with begun_session(path, "unshare", "--pid", "--fork", "--mount-proc", "--kill-child"):
-        record = read_session(path)
-        assert record is not None
-        assert (record.pid, is_alive(record), find_pid(record)) == (1, None, None)
-
-
 @pytest.mark.parametrize(("here", "expected"), [("pid:[77]", False), ("pid:[88]", None)])
 def test_only_who_sees_the_runs_own_processes_can_say_that_it_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, expected: bool | None

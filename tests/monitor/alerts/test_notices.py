@@ -28,10 +28,6 @@ def said(*samples: SystemSample) -> list[tuple[str, dict[str, Any]]]:
     return [(notice.event, notice.fields) for before, now in pairs for notice in notices.of(before, now)]
 
 
-def test_a_healthy_gpu_at_its_power_limit_is_no_news() -> None:
-    assert said(*(sample(t, GPU) for t in range(30))) == []
-
-
 def test_a_gpu_that_is_too_hot_is_said_after_ten_seconds_once_and_again_after_it_has_recovered() -> None:
     hot = replace(GPU, slowed_by=("heat (hardware limit)",))
     spell = [sample(t, hot) for t in range(30)]

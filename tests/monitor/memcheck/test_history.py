@@ -135,12 +135,6 @@ def test_a_moment_held_against_another_killer_moves_all_by_what_the_run_used() -
     assert machine.used_bytes == now.machine.used_bytes - 4 * GIB
 
 
-def test_a_configured_limit_is_the_limit() -> None:
-    found = history(configured_bytes=40 * GIB).add(NOTHING, seen(1.0))
-    assert found.limit_bytes == 40 * GIB
-    assert found.killers[0].name == "monitor.ram_limit_gib"
-
-
 def test_what_the_run_calls_a_reader_is_one_whatever_its_title() -> None:
     found = history().add(NOTHING, seen(1.0), readers=[200])
     assert row(found, "reader", 200).now_bytes == 2 * GIB
@@ -161,13 +155,6 @@ def test_what_processes_allocate_at_their_start_is_no_slope() -> None:
     found = young.add(NOTHING, seen(50.0, readers=(10, 6)), moments=moments)
     assert (row(found, "total").trend, row(found, "total").seen_s) == (None, None)
     assert found.level is Level.LOW
-
-
-def test_growth_of_the_first_two_minutes_is_no_slope() -> None:
-    young = Watched(age_s=0.0)
-    for t in range(119):
-        found = young.add(NOTHING, seen(float(t), readers=(5 + 0.02 * t, 6)))
-    assert {(r.trend, r.seen_s) for r in found.rows} == {(None, None)}
 
 
 def test_a_process_that_is_stopped_is_said() -> None:

@@ -57,11 +57,6 @@ def test_each_level_of_the_cgroup_counts_its_own_and_the_nearest_comes_first():
     assert [killer.left_bytes for killer in killers] == [1 * GIB, 4 * GIB, 5 * GIB, 12 * GIB]
 
 
-def test_a_limit_above_the_machines_memory_is_none():
-    level = CgroupLevel("/a", "memory.limit_in_bytes", 2**63 - 4096, 1 * GIB, True)
-    assert len(killers_of(sample(0, 24 * GIB, 1 * GIB, levels=[level]), Limits())) == 1
-
-
 def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
     levels = [CgroupLevel("/a/b", "memory.max", 8 * GIB, 1 * GIB, True)]
     assert limit_of(sample(0, 24 * GIB, 1 * GIB), Limits(ray_share=0.5)) == 24 * GIB
@@ -110,12 +105,6 @@ def test_the_free_bytes_that_ray_keeps_are_of_the_containers_memory():
     assert _named(killers_of(at, Limits(ray_share=share)))["Ray's memory monitor"].kills_at_bytes == int(15.2 * GIB)
 
 
-def test_ray_does_not_know_of_memory_high():
-    level = CgroupLevel("/", "memory.high", 8 * GIB, 2 * GIB, False, True)
-    killers = _named(killers_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), Limits(ray_share=0.95)))
-    assert killers["Ray's memory monitor"].limit_bytes == 24 * GIB
-
-
 def test_ray_counts_the_caches_of_the_kernel_where_the_kernels_own_kill_does_not():
     """Many chunk files: 3 GiB of names of files are charged to the container, and could be given back."""
     level = CgroupLevel("/", "memory.max", 8 * GIB, 4 * GIB, True, True, charged_bytes=7 * GIB)
@@ -148,11 +137,6 @@ def test_the_largest_share_counts_not_that_of_the_fewest_bytes_left():
     killers = killers_of(at, Limits(configured_bytes=4 * GIB))
     assert killers[0].name == "monitor.ram_limit_gib"
     assert largest_share(killers, Limits()) == pytest.approx(150 / 170)
-
-
-def test_shares_of_ray_at_its_default_are_plain_ones():
-    ray = _named(killers_of(sample(0, 24 * GIB, 12 * GIB), Limits(ray_share=0.95)))["Ray's memory monitor"]
-    assert used_share(ray, Limits()) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("total_gib", [2, 24, 200, 2048])
@@ -193,7 +177,3 @@ def test_the_ladder_is_squeezed_below_a_ray_that_kills_early(ray_share: float):
 )
 def test_rays_environment_is_read_as_ray_reads_it(environ: dict[str, str], share: float | None):
     assert ray_share_from_environment(environ, total_bytes=100 * GIB) == share
-
-
-def test_without_the_total_a_minimum_of_free_bytes_is_ignored():
-    assert ray_share_from_environment({"RAY_min_memory_free_bytes": "1"}) == 0.95

@@ -110,14 +110,6 @@ def test_exhaustion_holds_the_time_that_is_really_left():
     assert risk.exhaustion.latest_s >= left_s * 0.99
 
 
-def test_growth_seen_for_half_a_minute_is_not_believed_for_an_hour():
-    t = np.arange(340)
-    risk = _risks(10 * GIB + 20 * MB * np.maximum(t - 300, 0), 170 * GIB)[-1]
-    assert risk.exhaustion.likely_s > 3600
-    assert not risk.exhaustion.firm
-    assert risk.level is Level.LOW
-
-
 def test_the_killer_that_growth_reaches_first_is_named_first_though_another_has_less_left():
     watch = RiskWatch(Limits(configured_bytes=4 * GIB))
     for second in range(240):
@@ -128,22 +120,12 @@ def test_the_killer_that_growth_reaches_first_is_named_first_though_another_has_
     assert "the machine" in risk.reason
 
 
-def test_the_fullest_killer_is_told_where_it_is_not_the_first():
-    risk = RiskWatch(Limits(configured_bytes=4 * GIB)).add(sample(0, 170 * GIB, 150 * GIB, processes={1: 1 * GIB}))
-    assert risk.killers[0].name == "monitor.ram_limit_gib"
-    assert "the machine" in risk.reason
-
-
 @pytest.mark.parametrize(
     ("share", "level"),
     [(0.79, Level.LOW), (0.81, Level.WARN), (0.91, Level.WARN), (0.93, Level.CRITICAL)],
 )
 def test_levels_by_share(share: float, level: Level):
     assert _risks([share * 24 * GIB] * 5, 24 * GIB)[-1].level is level
-
-
-def test_a_share_counts_at_the_first_look():
-    assert _risks([0.85 * 24 * GIB], 24 * GIB)[0].level is Level.WARN
 
 
 def test_the_level_does_not_flap_around_its_threshold():
@@ -157,13 +139,6 @@ def test_the_level_falls_ten_seconds_after_memory_did():
     levels = [risk.level for risk in _risks(used, 24 * GIB)]
     assert levels[20:29] == [Level.WARN] * 9
     assert levels[30:] == [Level.LOW] * 10
-
-
-def test_a_clock_set_back_by_an_hour_does_not_hold_the_level_up():
-    watch = RiskWatch(LIMITS)
-    _risks([0.85 * 24 * GIB] * 20, 24 * GIB, watch=watch, begin_s=1e9)
-    after = _risks([0.5 * 24 * GIB] * 20, 24 * GIB, watch=watch, begin_s=1e9 - 3600)
-    assert after[-1].level is Level.LOW
 
 
 def test_the_process_that_grows_is_found_and_named_and_the_others_are_not():
@@ -204,14 +179,6 @@ def test_restart_forgets_growth_and_judges_again_within_50_s():
     assert after[-1].trend.bytes_per_s == pytest.approx(50 * MB)
 
 
-def test_without_warm_up_a_leak_is_told_from_the_sixth_window_on():
-    """As memcheck looks at a run that has been at work for hours."""
-    watch = RiskWatch(LIMITS, warmup_s=0)
-    risks = _risks(4 * GIB + 50 * MB * np.arange(40), 8 * GIB, watch=watch)
-    assert risks[29].trend is None
-    assert risks[30].trend.bytes_per_s == pytest.approx(50 * MB)
-
-
 @pytest.mark.parametrize("name", ["ray::zoom", "systemd-oomd", "killed"])
 def test_a_calm_reason_names_nothing_that_could_look_like_a_kill(name: str):
     level = CgroupLevel(f"/{name}.service", "memory.max", 8 * GIB, 2 * GIB, True)
@@ -228,3 +195,9 @@ def test_a_warning_gives_used_limit_growth_time_and_process():
         "near out of memory: Ray's memory monitor: 7.03 of 8.00 GiB in use (88%); kills at 7.60 GiB, "
         "growing 50.0 MB/s: full in 12s (12s to 12s), fastest process 1 (50.0 MB/s)"
     )
+
+
+def test_the_fullest_killer_is_told_where_it_is_not_the_first():
+    risk = RiskWatch(Limits(configured_bytes=4 * GIB)).add(sample(0, 170 * GIB, 150 * GIB, processes={1: 1 * GIB}))
+    assert risk.killers[0].name == "monitor.ram_limit_gib"
+    assert "the machine" in risk.reason

@@ -45,11 +45,6 @@ def test_equal_values_narrow_the_interval_by_kendalls_correction():
     assert trend.high == slopes[66 - int((66 - spread) / 2)]
 
 
-def test_equal_values_throughout_have_slope_and_interval_zero():
-    trend = theil_sen([(float(i), 5.0) for i in range(20)])
-    assert (trend.bytes_per_s, trend.low, trend.high) == (0.0, 0.0, 0.0)
-
-
 def test_nine_wild_values_of_sixty_do_not_move_the_slope_far():
     """Theil-Sen breaks down at 29 % of outliers; a least-squares line is off by a factor here."""
     points = [(float(i), 2.0 * i + (1e4 if i in {0, 3, 5, 9, 17, 23, 30, 33, 52} else 0)) for i in range(60)]
@@ -72,10 +67,6 @@ def test_interval_holds_the_true_slope_in_19_of_20_draws(count: int):
 def test_windows_keep_their_peaks_and_begin_after_the_warm_up():
     values = [100.0] * 30 + [1, 2, 9, 2, 1] + [3, 3, 3, 3, 4] + [0]
     assert _fed(values).peaks == ((0.0, 9.0), (5.0, 4.0))
-
-
-def test_at_most_sixty_windows_are_kept():
-    assert len(_fed([1.0] * 1000).peaks) == 60
 
 
 @pytest.mark.parametrize("rate", [50 * MB, 1 * MB])
@@ -131,11 +122,6 @@ def test_growth_that_has_ended_is_no_trend():
     assert _fed(1e9 + 2e9 * np.clip((t - 60) / 60, 0, 1)).trend is None
 
 
-def test_what_shrinks_has_a_trend_below_zero():
-    trend = _fed(5e9 - 10 * MB * np.arange(200.0)).trend
-    assert trend.high < 0
-
-
 @pytest.mark.parametrize("jump_s", [-3600, 3600])
 def test_a_clock_that_jumps_makes_the_series_begin_anew(jump_s: int):
     series = _fed(1e9 + 50 * MB * np.arange(120.0), begin_s=1e6)
@@ -146,11 +132,3 @@ def test_a_clock_that_jumps_makes_the_series_begin_anew(jump_s: int):
     for second in range(1, 40):
         series.add(1e6 + 120 + jump_s + second, 1e9 + 50 * MB * second)
     assert series.trend.bytes_per_s == pytest.approx(50 * MB)
-
-
-def test_missed_looks_leave_the_slope_as_it_is():
-    series = PeakSeries(warmup_s=0)
-    for second in range(300):
-        if second % 50 >= 20:
-            series.add(second, 50 * MB * second)
-    assert series.trend.bytes_per_s == pytest.approx(50 * MB, rel=0.1)

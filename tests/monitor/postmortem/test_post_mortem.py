@@ -23,7 +23,6 @@ from vesuvius.monitor.postmortem.death import Cause, Death, append_death, death_
 from vesuvius.monitor.postmortem.post_mortem import (
     ReaderEnd,
     deaths_of,
-    ended_run,
     examine_reader,
     examine_run,
     record_run_death,
@@ -159,13 +158,6 @@ class TestReader:
         death = self.examine(replace(self.end, node="elsewhere"))
         assert death.cause == "unknown"
         assert "elsewhere" in " ".join(death.evidence)
-
-
-def test_a_run_that_ends_itself_keeps_the_figures(tmp_path: Path) -> None:
-    death = ended_run("gpu", 7, "the step needs 81.2 GiB", moments(time.time()), "training.train_batch_size=2")
-    assert death.pid == os.getpid()
-    assert death.evidence[0] == "the step needs 81.2 GiB"
-    assert "out of memory on the GPU" in headline(death)
 
 
 def write_run(directory: Path, record: SessionRecord, samples: list[MemorySample]) -> Path:

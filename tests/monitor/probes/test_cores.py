@@ -59,11 +59,6 @@ def test_version_1_has_two_files(tmp_path: Path, quota: str, cores: float | None
     assert usable_cores(PID) == (cores or bound())
 
 
-def test_a_quota_beyond_the_bound_processors_gives_no_more(tmp_path: Path) -> None:
-    tree(tmp_path, "0::/job\n", V2, {"job/cpu.max": "9999900000 100000"})
-    assert usable_cores(PID) == bound()
-
-
 def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, int]) -> tuple[CpuQuota, ...]:
     """Quotas of a step, 2 processors, in a job of 8; each with its periods, and those in which it was used up."""
     files = {}
@@ -103,20 +98,10 @@ def test_what_holds_back_now_is_the_quota_that_was_used_up_most_often_since(
     assert throttling(after, after) is None, "no period since"
 
 
-def test_a_quota_that_is_new_counts_from_its_beginning() -> None:
-    """A process that was moved, or a quota that was set meanwhile."""
-    new = CpuQuota("/new", 4.0, 10, 5)
-    assert throttling([CpuQuota("/old", 2.0, 1000, 900)], [new]) == (0.5, new)
-
-
 def test_without_a_quota_there_are_no_periods(tmp_path: Path) -> None:
     files = {"job/cpu.max": "max 100000", "job/cpu.stat": "usage_usec 5\nnr_periods 7\nnr_throttled 7\n"}
     tree(tmp_path, "0::/job\n", V2, files)
     assert cpu_quotas(PID) == ()
-
-
-def test_this_process_may_use_some() -> None:
-    assert 0 < usable_cores(PID) <= bound()
 
 
 def test_what_other_programs_use_is_said_from_a_tenth_of_the_cores_on() -> None:

@@ -103,25 +103,6 @@ def test_what_slows_a_gpu_down_and_its_errors_are_told_and_what_it_does_not_know
     assert (first.slowed_by, first.power_capped, first.ecc_uncorrected) == (None, None, None)
 
 
-def test_one_handle_serves_all_looks() -> None:
-    nvml = FakeNvml()
-    with Gpus(nvml) as gpus:
-        gpus.sample()
-        gpus.sample()
-        assert (nvml.inits, nvml.handles, nvml.shutdowns) == (1, 2, 0)
-    assert nvml.shutdowns == 1
-    assert gpus.sample() == []
-
-
-def test_a_gpu_that_fails_is_left_out_until_it_answers_again() -> None:
-    nvml = FakeNvml()
-    gpus = Gpus(nvml)
-    nvml.lost = True
-    assert [gpu.index for gpu in gpus.sample()] == [0]
-    nvml.lost = False
-    assert [gpu.index for gpu in gpus.sample()] == [0, 1]
-
-
 def test_a_driver_that_hangs_is_waited_for_briefly_and_not_asked_again_until_it_answers() -> None:
     class Hanging(FakeNvml):
         asked = 0
@@ -156,16 +137,6 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end() -> None:
         assert gpus.sample() == []
     assert nvml.shutdowns == 0, "it would wait for the call that hangs"
     assert gpus.sample() == []
-
-
-def test_gpus_that_do_not_say_who_they_are_are_none_and_said_to_be_there() -> None:
-    class Fallen(FakeNvml):
-        def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-            raise NVMLError("GPU is lost")
-
-    gpus = Gpus(Fallen())
-    assert gpus.sample() == []
-    assert gpus.reason == "none of 2 GPUs answers NVML"
 
 
 def test_a_machine_without_a_driver_has_no_gpus_and_says_why() -> None:

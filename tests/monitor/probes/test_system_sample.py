@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.real_cgroup import popen_in, real_cgroup
-from tests.support.system_trees import write_cgroup_v2, write_machine, write_process, write_v2
-from vesuvius.monitor.memory.limits import Limits, limit_of
+from tests.support.system_trees import write_machine, write_process, write_v2
 from vesuvius.monitor.probes.system_sample import Watcher
 from vesuvius.runlog.units import GIB
 
@@ -111,17 +110,6 @@ def test_private_memory_of_a_process_and_its_children_is_counted() -> None:
     assert after.used_bytes == after.anon_bytes + after.shared_bytes
 
 
-def test_this_process_watches_itself_with_its_children() -> None:
-    watcher = Watcher(os.getpid())
-    with obedient() as child:
-        child.tell(f"anon {64 * MIB}")
-        uses = {process.pid: process for process in Watcher(os.getpid()).sample().processes}
-        assert os.getpid() in uses
-        assert 64 * MIB <= uses[child.pid].anon_bytes <= 64 * MIB + 32 * MIB, "and the interpreter"
-        assert uses[child.pid].parent == os.getpid()
-    assert child.pid not in {process.pid for process in watcher.sample().processes}
-
-
 @pytest.mark.parametrize("where", ["/dev/shm", "memfd"])
 def test_shared_memory_counts_once_with_the_pages_that_were_touched(where: str) -> None:
     if where != "memfd" and not os.path.isdir(where):
@@ -158,15 +146,6 @@ def test_pinned_buffers_are_the_trainer_s_own_and_add_to_the_object_store() -> N
     assert after.processes[0].anon_bytes - before.processes[0].anon_bytes == pytest.approx(48 * MIB, abs=SLACK)
     assert after.shared_bytes == before.shared_bytes == 64 * MIB
     assert after.used_bytes - before.used_bytes == pytest.approx(48 * MIB, abs=2 * SLACK)
-
-
-def test_two_files_that_nobody_maps_both_are_added_up() -> None:
-    with obedient() as parent:
-        parent.tell(f"open memfd {32 * MIB}")
-        parent.tell(f"child open memfd {32 * MIB}")
-        parent.tell(f"touch {16 * MIB}")
-        parent.tell(f"child touch {32 * MIB}")
-        assert Watcher(parent.pid).sample().shared_bytes == 48 * MIB
 
 
 def test_a_file_closed_after_it_was_found_is_not_counted_under_its_number() -> None:
@@ -209,28 +188,6 @@ def test_a_run_that_has_ended_is_an_error() -> None:
             watcher.sample()  # nobody has asked for its exit status yet
     with pytest.raises(ProcessLookupError):
         watcher.sample()
-
-
-def test_a_child_that_ends_disappears_and_the_rest_goes_on() -> None:
-    with obedient() as parent:
-        parent.tell("child anon 4096")
-        watcher = Watcher(parent.pid)
-        root, child = watcher.sample().processes
-        os.kill(child.pid, 9)
-        wait_until(lambda: len(watcher.sample().processes) == 1)
-        assert [process.pid for process in watcher.sample().processes] == [root.pid]
-
-
-def test_the_limit_is_the_smallest_of_machine_and_cgroups(tmp_path: Path) -> None:
-    roots = write_v2(tmp_path, path="/a/b", limit=8 * GIB, anon=GIB)
-    write_process(roots, 10)
-    write_machine(roots, total=64 * GIB, available=32 * GIB)
-    watcher = Watcher(10)
-    assert limit_of(watcher.sample(), Limits()) == 8 * GIB
-    write_cgroup_v2(roots, "/a", high=6 * GIB)
-    assert limit_of(watcher.sample(), Limits()) == 6 * GIB
-    write_machine(roots, total=4 * GIB, available=2 * GIB)
-    assert limit_of(watcher.sample(), Limits()) == 4 * GIB
 
 
 def test_a_recorded_run_adds_up(tmp_path: Path) -> None:

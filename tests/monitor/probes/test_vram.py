@@ -63,18 +63,6 @@ def test_the_peak_is_that_since_the_window_before() -> None:
     assert peaks == [5 * GIB, 5 * GIB, 2 * GIB]
 
 
-def test_what_is_not_torchs_is_foreign() -> None:
-    use = Vram(0, FakeCuda()).read()
-    assert use is not None
-    assert use.foreign_bytes == 3 * GIB
-
-
-def test_a_cpu_has_none() -> None:
-    cuda = FakeCuda()
-    assert Vram(torch.device("cpu"), cuda).read() is None
-    assert not cuda.asked
-
-
 def test_reading_does_not_begin_the_use_of_a_gpu() -> None:
     cuda = FakeCuda(initialized=False)
     assert Vram(torch.device("cuda"), cuda).read() is None

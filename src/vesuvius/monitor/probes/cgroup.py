@@ -192,8 +192,6 @@ def _swap_left_v2(directories: Sequence[Path]) -> int | None:
 def _read_v1(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
     use, levels, hidden_limit, used = None, [], None, 0
     for path, directory in chain:
-        if use is not None and (read_text(directory / "memory.use_hierarchy") or "").strip() == "0":
-            break  # old kernels only: what is below is not charged to this one
         stat = read_counts(directory / "memory.stat")
         if "total_rss" not in stat:
             break
