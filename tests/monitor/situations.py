@@ -208,7 +208,6 @@ def recorded(
             reader_cores=sum(rates.process_cores[pid + number] for number in (1, 2)),
             throttled_share=share,
             throttled_quota=used_up and used_up.cores,
-            stopped_share=float(stopped),
             stopped_readers=sum(process.is_stopped for process in seen[1].processes),
         )
     )

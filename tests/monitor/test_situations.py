@@ -199,7 +199,7 @@ SITUATIONS = [
     Situation(
         "recorded: both readers are in state T, and the trainer starves",
         lambda p: recorded(p, hungry(decode_s=20.0), busy=0.3, readers_s=0.0, stopped=True),
-        *("data-bound (readers stopped)", NOTHING, "SIGSTOP) or a debugger for 100 s"),
+        *("data-bound (readers stopped)", NOTHING, "SIGSTOP) or a debugger holds 2"),
     ),
     Situation(
         "`workers: 8`, and a task for one of them",
@@ -242,23 +242,13 @@ SITUATIONS = [
     ),
     Situation(
         "two readers are stopped, and the batches ahead still last",
-        lambda p: judged(window(stopped_share=0.3, stopped_readers=2)),
+        lambda p: judged(window(stopped_readers=2)),
         *("compute-bound", NOTHING, "SIGSTOP"),
     ),
     Situation(
         "two readers are stopped, and the trainer starves",
-        lambda p: judged(hungry(decode_s=20.0, reader_cores=0.3, stopped_share=0.9, stopped_readers=2)),
+        lambda p: judged(hungry(decode_s=20.0, reader_cores=0.3, stopped_readers=2)),
         *("data-bound (readers stopped)", NOTHING, "kill -CONT"),
-    ),
-    Situation(
-        "one of two busy readers is stopped for 1 s of 100",
-        lambda p: judged(hungry(stopped_share=0.01)),
-        *("data-bound (workers too few)", "training.workers=4", "for 1 s (1.0 % of the time)"),
-    ),
-    Situation(
-        "two readers were stopped for 50 s of 100, and are at work again",
-        lambda p: judged(hungry(decode_s=90.0, reader_cores=0.9, stopped_share=0.5)),
-        *("data-bound (readers stopped)", NOTHING, "were stopped by a signal (SIGSTOP) or a debugger for 50 s"),
     ),
     Situation(
         "a validation of 90 s within 100 s",

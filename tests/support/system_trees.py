@@ -140,7 +140,6 @@ def write_cgroup_v1(
     shmem: int = 0,
     file: int = 0,
     oom_kills: int | None = 0,
-    use_hierarchy: bool = True,
 ) -> Path:
     """One cgroup of a version 1 box; returns its directory.
 
@@ -159,7 +158,6 @@ def write_cgroup_v1(
     stat |= {"total_cache": file + shmem, "total_rss": anon, "total_shmem": shmem, "total_mapped_file": 11075584}
     _write_counts(directory / "memory.stat", stat)
     _write(directory / "memory.limit_in_bytes", f"{own}\n")
-    _write(directory / "memory.use_hierarchy", f"{int(use_hierarchy)}\n")
     counted = {} if oom_kills is None else {"oom_kill": oom_kills}
     _write_counts(directory / "memory.oom_control", {"oom_kill_disable": 0, "under_oom": 0} | counted)
     return directory

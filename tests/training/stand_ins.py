@@ -11,7 +11,6 @@ import torch
 from vesuvius.config import Config
 from vesuvius.monitor.alerts.watchdog import Watchdog
 from vesuvius.monitor.memory.limits import Limits
-from vesuvius.monitor.monitor import ReaderStops
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.session import SessionRecord
 from vesuvius.runlog.records import JsonLines
@@ -63,7 +62,6 @@ class FixedMachine:
 
     busy: Rates | None = None
     short: bool = False
-    stops: ReaderStops = field(default_factory=ReaderStops)
 
     def ram(self) -> tuple[int, int]:
         return 1, 2
@@ -73,6 +71,9 @@ class FixedMachine:
 
     def gpu_busy(self) -> None:
         return None
+
+    def stopped_readers(self) -> int:
+        return 0
 
     def memory_is_short(self) -> bool:
         return self.short

@@ -60,16 +60,6 @@ class LoopStatus:
     can_shrink: bool = False  # whether there are readers or batches ahead to do without
 
 
-@dataclass(frozen=True)
-class ReaderStops:
-    """How often readers of this machine were seen held by a signal (SIGSTOP) or a debugger."""
-
-    # samples, stopped: so far, and those in which at least one reader was held
-    samples: int = 0
-    stopped: int = 0
-    now: int = 0  # readers held in the newest sample
-
-
 class Monitor:
     """Samples until it is closed.  A context manager.
 
@@ -91,7 +81,6 @@ class Monitor:
         told: set by the loop.
         sample: the last one.
         risk: how it was judged.
-        stops: of the readers, so far.
         order: what the guard wants to be done now; None = nothing.
     """
 
@@ -138,7 +127,6 @@ class Monitor:
         self._judging = threading.Lock()
         self.told = LoopStatus()
         self.order: Order | None = None
-        self.stops = ReaderStops()
         self.sample = watcher.sample()
         self.risk: Risk
         self._recent = RecentFile(directory.recent)
@@ -179,6 +167,10 @@ class Monitor:
         seen = [gpu.busy for sample in samples for gpu in sample.gpus if self._gpu_uuid and self._gpu_uuid in gpu.uuid]
         known = [share for share in seen if share is not None]
         return sum(known) / len(known) if known else None
+
+    def stopped_readers(self) -> int:
+        """Readers of this machine that a signal (SIGSTOP) or a debugger holds now."""
+        return sum(process.is_stopped and process.pid in self.told.readers for process in self.sample.processes)
 
     def memory_is_short(self) -> bool:
         """Whether there is a warning, or the guard has made the readers smaller in this session."""
@@ -232,8 +224,6 @@ class Monitor:
             self._writer.later(lambda notice=notice: self._say(notice))  # type: ignore[misc]
         self._judge(sample)
         self.sample = sample
-        held = sum(process.is_stopped and process.pid in self.told.readers for process in sample.processes)
-        self.stops = ReaderStops(self.stops.samples + 1, self.stops.stopped + bool(held), held)
         vram = self._read_vram() if self._read_vram else None
         self._keep(sample, vram)
         return sample, vram

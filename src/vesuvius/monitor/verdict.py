@@ -99,18 +99,15 @@ def judge(window: Window, knobs: Knobs, thresholds: Thresholds = Thresholds()) -
     if window.throttled_share is not None and window.throttled_share >= THROTTLED:
         quota = "" if window.throttled_quota is None else f" of {window.throttled_quota:.3g} processors"
         evidence += f", the quota{quota} was used up in {_percent(window.throttled_share)} of its periods"
-    if window.stopped_share:
-        evidence += (
-            f", readers were stopped by a signal (SIGSTOP) or a debugger for {window.stopped_s:.3g} s "
-            f"({_percent(window.stopped_share)} of the time)"
-        )
     found = replace(found, evidence=evidence)
-    if found.kind == "data-bound" and window.stopped_share and window.stopped_s >= window.data_s / 2:
-        advice = "nothing to change: no setting helps while readers are stopped"
-        found = replace(found, cause="readers stopped", overrides=(), advice=advice)
     if window.stopped_readers:
-        held = f"`kill -CONT` resumes the {window.stopped_readers} stopped now, unless a debugger holds them"
-        found = replace(found, advice=f"{found.advice}; {held}")
+        held = f"a signal (SIGSTOP) or a debugger holds {window.stopped_readers} reader(s)"
+        found = replace(found, evidence=f"{evidence}, {held}", advice=f"{found.advice}; `kill -CONT` resumes readers")
+        if found.kind == "data-bound":
+            advice = (
+                "no setting helps while readers are stopped: `kill -CONT` resumes them"
+            )
+            found = replace(found, cause="readers stopped", overrides=(), advice=advice)
     return found
 
 

@@ -50,8 +50,7 @@ class Window:
     throttled_share: float | None = None
     throttled_quota: float | None = None
     working_readers: float | None = None  # readers for which there was a task, on average; None = all
-    stopped_share: float = 0.0  # share of the time in which a signal (SIGSTOP) held at least one reader
-    stopped_readers: int = 0  # readers that it holds at the end
+    stopped_readers: int = 0  # readers that a signal (SIGSTOP) or a debugger holds at the end
     # processors that the reader processes used, all together; None = not known, or `workers: 0`
     reader_cores: float | None = None
     # share of the time in which a kernel ran, as NVML says; None = not known.  Events around a stretch of computing
@@ -84,11 +83,6 @@ class Window:
     @property
     def comm_share(self) -> float:
         return self.comm_s / self.working_s
-
-    @property
-    def stopped_s(self) -> float:
-        """How long a signal held at least one reader.  Samples are in order, so the others' may wait for it."""
-        return self.stopped_share * self.step_s
 
     @property
     def held_up_s(self) -> float:

@@ -22,7 +22,6 @@ from vesuvius.config.load import read_config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.monitor.clock import HostClock
-from vesuvius.monitor.monitor import ReaderStops
 from vesuvius.monitor.probes.cores import CpuQuota
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.runlog.records import read_records
@@ -304,18 +303,6 @@ def test_a_quota_that_begins_to_hold_the_run_up_is_an_event_once(
         True,
         2,
     ]
-
-
-def test_a_reader_that_is_stopped_counts_with_its_share_of_the_samples_of_the_window(
-    judged: Callable[..., Judged],
-) -> None:
-    one = judged(verdict_every=10)
-    seen = [ReaderStops(20, 3), ReaderStops(30, 7, now=1), ReaderStops(130, 8), ReaderStops(130, 8)]
-    for number, stops in enumerate(seen):  # one sample of the third window, none in the last
-        one.machine.stops = stops
-        one.steps(10 * number + 1, 10 * number + 10)
-    counted = [(r["stopped_share"], r["stopped_readers"]) for r in one.records if r["kind"] == "verdict"]
-    assert counted == [(0.0, 0), (0.4, 1), (0.01, 0), (0.0, 0)]
 
 
 def test_pauses_are_no_part_of_the_percentiles(judged: Callable[..., Judged]) -> None:

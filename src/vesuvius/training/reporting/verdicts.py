@@ -82,7 +82,6 @@ class Verdicts:
         self._working: list[int] = []
         self._seen_rates: list[Rates] = []
         self._seen_gpu_busy: list[float] = []
-        self._stops_before = self._machine.stops
         self._quotas_before = cpu_quotas(os.getpid())
         self._rates_due = -math.inf
         self._before = self._stream.reader_totals, self._stream.feeder_figures
@@ -188,7 +187,6 @@ class Verdicts:
         sums |= {f.name: getattr(feeder, f.name) - getattr(self._before[1], f.name) for f in fields(feeder)}
         work_s = [times.step_s - times.pause_s for times in self._times]
         share, quota = throttling(self._quotas_before, cpu_quotas(os.getpid())) or (None, None)
-        stops, before = self._machine.stops, self._stops_before
         return Window(
             steps=len(self._times),
             **sums,
@@ -201,8 +199,7 @@ class Verdicts:
             throttled_share=share,
             throttled_quota=None if quota is None else quota.cores,
             working_readers=fmean(self._working),
-            stopped_share=(stops.stopped - before.stopped) / max(stops.samples - before.samples, 1),
-            stopped_readers=stops.now,
+            stopped_readers=self._machine.stopped_readers(),
             reader_cores=_cores_of_readers(self._seen_rates, self._stream) if self._options.workers else None,
             gpu_busy=_mean(self._seen_gpu_busy),
             vram_share=None if self._vram_bytes is None else self._vram_bytes[0] / self._vram_bytes[1],
