@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vesuvius.config import MonitorConfig
 from vesuvius.monitor.verdict import Verdict, judge
 from vesuvius.monitor.window import Knobs, Thresholds, Window
 
@@ -423,8 +422,3 @@ def test_the_record_holds_every_figure_unrounded() -> None:
     assert (record["bound"], record["cause"]) == ("data-bound", "workers too few")
     assert record["overrides"] == ["training.workers=4"]
     assert record["step_p95_s"] == 2.5
-
-
-def test_what_is_good_is_what_the_config_says() -> None:
-    config, thresholds = MonitorConfig(), Thresholds()
-    assert (thresholds.data_share_good, thresholds.gpu_share_good) == (config.data_share_good, config.gpu_share_good)

@@ -26,6 +26,8 @@ REMOVED = {
     "training.sharding": "every rank holds the whole network (DistributedDataParallel); training.checkpoint_levels and "
     "model.channels save memory",
     "training.lean_norm": "training.recompute_norm, on by default, takes its place",
+    "monitor.data_share_good": "a wait of up to 15 % of the time is fine",
+    "monitor.gpu_share_good": "a device that computes for 80 % of the time is compute-bound",
     "monitor.prefetch_at": "monitor.shrink_at: the memory guard makes the readers smaller once",
     "monitor.worker_at": "monitor.shrink_at: the memory guard makes the readers smaller once",
     "monitor.webhook": "Prometheus alert rules (docs/prometheus) or W&B alerts (monitor.trackers) notify an operator",

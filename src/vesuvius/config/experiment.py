@@ -52,8 +52,6 @@ class MonitorConfig(Section):
     verdict_every: NonNegativeInt = Field(
         50, description="optimizer steps between verdicts on the bottleneck; 0 = none"
     )
-    data_share_good: Share = Field(0.15, description="below this share, waiting for data, copies or the host is fine")
-    gpu_share_good: Share = Field(0.80, description="above this share of device time a run is compute-bound")
     stall_minutes: float | None = Field(
         5.0, ge=0, description="minutes without a batch or a step after which the run counts as hung; 0 or null = never"
     )

@@ -104,9 +104,7 @@ def judge(window: Window, knobs: Knobs, thresholds: Thresholds = Thresholds()) -
         held = f"a signal (SIGSTOP) or a debugger holds {window.stopped_readers} reader(s)"
         found = replace(found, evidence=f"{evidence}, {held}", advice=f"{found.advice}; `kill -CONT` resumes readers")
         if found.kind == "data-bound":
-            advice = (
-                "no setting helps while readers are stopped: `kill -CONT` resumes them"
-            )
+            advice = "no setting helps while readers are stopped: `kill -CONT` resumes them"
             found = replace(found, cause="readers stopped", overrides=(), advice=advice)
     return found
 

@@ -12,12 +12,13 @@ import numpy as np
 
 from vesuvius.config import Config
 from vesuvius.monitor.quantile import quantile
+from vesuvius.monitor.window import Thresholds
 from vesuvius.profiling.observer import Observed
 from vesuvius.profiling.recommend import Advice
 from vesuvius.report.charts import build_charts
 from vesuvius.report.content import NOT_KNOWN, RunReport, Table, filled
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.model import config_texts, largest, of_limit, ranks_table, thresholds_of
+from vesuvius.report.model import config_texts, largest, of_limit, ranks_table
 from vesuvius.report.records import RunRecords, figure
 from vesuvius.report.share import Row, shared_out, targets_of, work_rows
 from vesuvius.runlog.records import Record
@@ -75,7 +76,7 @@ def build_profile(
         facts={**_facts(config, records, chosen, observed), **inventory},
         verdict=verdict.text if verdict else NOT_KNOWN,
         parts=parts,
-        targets=targets_of(parts, thresholds_of(records.config)),
+        targets=targets_of(parts, Thresholds()),
         charts=(
             *(each for each in build_charts(only) if each.key in ("parts", "step_s", "ram", "readers", "vram")),
             *_memory(observed),

@@ -178,7 +178,7 @@ def _write(config: Config, asked: int, command: str, run: Path, folder: Path, ob
     verdict, first, last = observed.verdict, observed.after + 1, observed.after + asked
     if verdict is None:
         raise VesuviusError(f"steps {first} to {last} must be made without new readers; the run made too few of them")
-    thresholds = Thresholds(config.monitor.data_share_good, config.monitor.gpu_share_good)
+    thresholds = Thresholds()
     options = StreamOptions.from_config(config.training, config.cluster)
     knobs = knobs_of(config, choose_device(), options, verdict.window, memory_is_short=False)
     numbers = range(first - 1, last + 1)

@@ -25,7 +25,7 @@ _QUIET = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "pre
 
 def build(records: RunRecords) -> RunReport:
     """Gather the report of one run."""
-    thresholds = thresholds_of(records.config)
+    thresholds = Thresholds()
     parts = split_time(records)
     verdicts = records.of_kind("verdict")
     return RunReport(
@@ -211,15 +211,6 @@ def _previews(records: RunRecords) -> tuple[tuple[int, str], ...]:
     found = records.of_kind("preview")
     return tuple(
         (int(r["step"]), str(r["picture"])) for r in found if isinstance(r.get("step"), int) and r.get("picture")
-    )
-
-
-def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
-    """What is good, by a run's config."""
-    monitor, default = config.get("monitor") or {}, Thresholds()
-    return Thresholds(
-        float(monitor.get("data_share_good", default.data_share_good)),
-        float(monitor.get("gpu_share_good", default.gpu_share_good)),
     )
 
 

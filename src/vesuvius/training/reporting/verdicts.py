@@ -19,7 +19,7 @@ from vesuvius.monitor.probes.cores import bound_cores, cpu_quotas, throttling, u
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict, judge
-from vesuvius.monitor.window import THROTTLED, Knobs, Thresholds, Window
+from vesuvius.monitor.window import THROTTLED, Knobs, Window
 from vesuvius.runlog.step_times import StepTimes
 from vesuvius.runlog.units import format_percent
 from vesuvius.stream.options import StreamOptions, batches_ahead
@@ -144,11 +144,9 @@ class Verdicts:
         self._begin(step)
 
     def _judge(self) -> None:
-        monitor = self._config.monitor
-        thresholds = Thresholds(monitor.data_share_good, monitor.gpu_share_good)
         window = self._window()
         knobs = knobs_of(self._config, self._device, self._options, window, self._machine.memory_is_short())
-        verdict = judge(window, knobs, thresholds)
+        verdict = judge(window, knobs)
         log.info("%s", verdict.line(self._step, self._config.stop_step))
         self._metrics.write("verdict", step=self._step, **verdict.record())
         self._say_throttled(window)
