@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.docs.test_troubleshooting import strings_of_the_sources
-from vesuvius.benchmark.paired import BANDS
+from vesuvius.experiments.bench.results import BANDS
 
 PAGE = (REPOSITORY / "docs" / "seeds.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in PAGE.splitlines() if line[:1] == "|"]

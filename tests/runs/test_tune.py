@@ -14,20 +14,20 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.experiments.tune.simulated import Machine, SimulatedRunner
 from tests.support.kill_harness import Session, left_after
 from tests.support.runs import WriteConfig, fork_trials, vesuvius_train
-from tests.tuning.simulated import Machine, SimulatedRunner
 from vesuvius.commands import tune
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
+from vesuvius.experiments.ledger import Ledger
+from vesuvius.experiments.process import TrialInterrupted
+from vesuvius.experiments.trainer import trainer_config
+from vesuvius.experiments.tune import session
+from vesuvius.experiments.tune.measurement import Block, Setting
+from vesuvius.experiments.tune.tuned_config import MARK
 from vesuvius.runlog.records import read_records
-from vesuvius.trials.ended import TrialInterrupted
-from vesuvius.trials.trainer import trainer_config
-from vesuvius.tuning import session
-from vesuvius.tuning.ledger import TuneLedger
-from vesuvius.tuning.measurement import Block, Setting
-from vesuvius.tuning.tuned_config import MARK
 
 TUNE = Path("runs/tiny/tune")
 LONG = {"steps_per_epoch": 100_000, "epochs": 1}
@@ -46,6 +46,10 @@ def vesuvius_tune(config: Path, *arguments: str) -> int:
 def report() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((TUNE / "report.json").read_text())
     return found
+
+
+def blocks_of_tune() -> list[Block]:
+    return Ledger.read(TUNE / "ledger.jsonl", "tune", Block).results
 
 
 class SimulatedTrainers(SimulatedRunner):
@@ -72,7 +76,7 @@ def test_a_tune_leaves_a_report_and_a_config_that_trains(
     config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
     arguments = ("--budget", "30m", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
     assert vesuvius_tune(config, *arguments) == EXIT_OK
-    check_tune(config, arguments, capsys.readouterr().out, "better")
+    check_tune(config, arguments, capsys.readouterr().out, "sure")
     assert read_config(Path("tiny.tuned.yaml")).training.train_batch_size == 8
     text = Path("tiny.tuned.yaml").read_text()
     assert "extends: tiny.yaml" in text
@@ -87,8 +91,8 @@ def test_a_tune_of_real_trainers_leaves_a_report_and_a_config_that_trains(
     config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
     arguments = ("--budget", "60s", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
     assert vesuvius_tune(config, *arguments) == EXIT_OK
-    check_tune(config, arguments, capsys.readouterr().out, "better", "undecided")  # a minute is short on a busy machine
-    blocks = TuneLedger.read(TUNE / "ledger.jsonl").blocks
+    check_tune(config, arguments, capsys.readouterr().out, "sure", "likely")  # a minute is short on a busy machine
+    blocks = blocks_of_tune()
     steps = {block.setting.train_batch_size: block.rate for block in blocks if block.kind == "step"}
     assert steps[max(steps)] > 1.2 * steps[1]
     assert sum(block.seconds for block in blocks) < 60 + blocks[-1].seconds
@@ -96,8 +100,8 @@ def test_a_tune_of_real_trainers_leaves_a_report_and_a_config_that_trains(
 
 def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: str) -> None:
     """What any tune that went to its end leaves behind."""
-    found, blocks = report(), TuneLedger.read(TUNE / "ledger.jsonl").blocks
-    assert found["recommendation"]["verdict"] in verdicts
+    found, blocks = report(), blocks_of_tune()
+    assert found["recommendation"]["certainty"] in verdicts
     assert [block["planned"]["number"] for block in found["blocks"]] == list(range(len(blocks)))
     assert all((TUNE / name).stat().st_size > 1000 for name in ("report.md", "report.html", "report.json", "tune.log"))
     assert not list(TUNE.glob("trials/*/checkpoints"))
@@ -105,7 +109,7 @@ def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: s
     assert tuned.global_batch == 8
     assert tuned.training.train_batch_size > 1
     assert tuned.training.lr == 2e-3, "given on the command line of the tune"
-    assert "run it: vesuvius train --config" in text
+    assert "type next: vesuvius train --config" in text
     assert vesuvius_train(Path("tiny.tuned.yaml"), "training.max_steps=2") == 0, "in the run directory of the tune"
     assert vesuvius_tune(config, *arguments, "--resume", "--dry-run") == EXIT_OK
 
@@ -155,7 +159,7 @@ def test_the_trainers_of_a_tune_get_its_settings_rather_than_the_variables_that_
     config = tiny_config(training=LONG | {"workers": 0})
     keep = "compile,channels_last,workers,prefetch_factor"
     assert vesuvius_tune(config, "--budget", "3m", "--keep", keep) == EXIT_OK
-    blocks = TuneLedger.read(TUNE / "ledger.jsonl").blocks
+    blocks = blocks_of_tune()
     assert len({block.setting.train_batch_size for block in blocks if block.ended == "ok"}) > 1
     trained = [read_config(path) for path in TUNE.glob("trials/*/config.resolved.yaml")]
     assert {config.global_batch for config in trained} == {8}
@@ -173,13 +177,12 @@ def test_an_interrupted_tune_goes_on_where_it_was(tiny_config: WriteConfig, tmp_
         assert session.process.wait(120) == EXIT_INTERRUPTED
         assert "continue with --resume" in session.text()
     assert left_after(str(tmp_path / "runs"), at_most_s=0) == []
-    before = TuneLedger.read(TUNE / "ledger.jsonl").blocks
+    before = blocks_of_tune()
     assert len(before) >= 1
     assert vesuvius_tune(config, *arguments, "--resume") == EXIT_OK
-    after = TuneLedger.read(TUNE / "ledger.jsonl").blocks
+    after = blocks_of_tune()
     assert after[: len(before)] == before
     assert len(after) > len(before)
-    assert vesuvius_tune(config, "--resume", "--goal", "cost") == EXIT_CONFIG, "another tune"
     assert vesuvius_tune(config, "--resume", "--keep", "workers") == EXIT_CONFIG, "another tune"
 
 
@@ -234,7 +237,7 @@ def check_nothing_stale(config: Path, said: str, verdict: str) -> None:
     assert said in text
     assert read_config(Path("tiny.tuned.yaml")) == read_config(config)
     assert said in (TUNE / "report.md").read_text()
-    assert report()["recommendation"]["verdict"] == verdict
+    assert report()["recommendation"]["certainty"] == verdict
 
 
 def test_an_interrupted_tune_says_what_is_known_and_leaves_nothing_of_an_earlier_one(
@@ -255,7 +258,7 @@ def test_an_interrupted_tune_says_what_is_known_and_leaves_nothing_of_an_earlier
 
     monkeypatch.setattr(session, "TrialRunner", Interrupted)
     assert vesuvius_tune(config, *keep) == EXIT_INTERRUPTED
-    check_nothing_stale(config, "undecided: the tune was interrupted while it measured", "undecided")
+    check_nothing_stale(config, "no gain found yet: the tune was interrupted while it measured", "unchanged")
     assert report()["blocks"], "what was measured is told"
 
 
@@ -282,7 +285,6 @@ def test_knobs_to_keep_are_named_as_in_the_config(text: str, kept: tuple[str, ..
     [
         ["--budget", "30"],
         ["--budget", "59s"],
-        ["--goal", "speed"],
         ["--keep", "workers,speed"],
         ["--keep", "data.workers"],
         ["--keep", "train_batch_size", "--scale-batch"],

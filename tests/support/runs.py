@@ -13,9 +13,9 @@ import torch
 
 from tests.support import fork_server
 from vesuvius.commands import train
+from vesuvius.experiments import process as trial_process
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
-from vesuvius.trials import process as trial_process
 
 WriteConfig = Callable[..., Path]
 

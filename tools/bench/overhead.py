@@ -11,7 +11,7 @@ its loss.
 
 Both have the same network, batch, accumulation and precision (float32 on a CPU, bf16 on a GPU) and take their voxels
 from the same few batches in memory.  So the readers, Ray and the copy out of shared memory are not compared
-(`vesuvius bench --loader`), nor are checkpoints, validation and previews, which come every so many steps.
+(`tools/bench/loaders.py`), nor are checkpoints, validation and previews, which come every so many steps.
 
 The two take turns in one process, `--turn-steps` steps each, so that other load on the machine disturbs both alike.
 The monitor's thread works in our turns only, and is charged to them in full.  Figures are medians over the turns; the

@@ -1,15 +1,15 @@
-"""Other loaders of patches for `vesuvius bench --loader`, in an environment of their own: zarrdataset wants zarr 2.
+"""Other loaders of patches for `tools/bench/loaders.py`, in an environment of their own: zarrdataset wants zarr 2.
 
     python3.11 -m venv /tmp/peers
     /tmp/peers/bin/pip install torch==2.13.0
     /tmp/peers/bin/pip install torch==2.13.0 zarrdataset==0.2.2 monai==1.6.1    # brings zarr 2.18.7, numpy 1.26.4
     export PEERS="/tmp/peers/bin/python tools/bench/peers.py"
-    vesuvius bench --config C.yaml --loader --peer "zarrdataset=$PEERS zarrdataset" --peer "monai=$PEERS monai-ram"
+    python tools/bench/loaders.py --config C.yaml --peer "zarrdataset=$PEERS zarrdataset" \\
+        --peer "monai=$PEERS monai-ram"
 
 Run from the repository's root.  Reads zarr v2 from disk.  A peer is any command: it is given --volume, --level,
 --patch, --batch, --workers, --seconds and --result, the file into which it writes JSON with `samples_s`, and `start_s`
-and others if it likes.  Nothing here needs vesuvius to be installed; how a loader is measured:
-`src/vesuvius/benchmark/cells/peers.py`.
+and others if it likes.  Nothing here needs vesuvius to be installed; how a loader is measured: `feeds.py`.
 
 zarrdataset, chunk by chunk (`draw_same_chunk`): patches on a grid whose step is half a patch, 16 of one chunk in random
 order, then those of another chunk: consecutive patches of a worker overlap.  MONAI: `CacheDataset` of the one volume,
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,9 +33,16 @@ try:
 except ImportError:  # MONAI does without it
     ZarrDataset = object
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # not installed in this environment
-
-from vesuvius.benchmark.cells.peers import PREFETCH, Batches, Feed, LoaderFeed, Setup, child_pids, open_array, run_feed
+from feeds import (
+    PREFETCH,
+    Batches,
+    Feed,
+    LoaderFeed,
+    Setup,
+    child_pids,
+    open_array,
+    run_feed,
+)
 
 SYSTEMS = ("zarrdataset", "monai-ram")
 

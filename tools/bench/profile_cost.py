@@ -5,7 +5,7 @@
 A profiled turn has what `vesuvius profile` adds to `vesuvius train`: its observer between two steps, and a record of
 the monitor each second instead of every ten.  Turns go A B B A, so that drift disturbs both alike; the first two
 steps of a turn are left out.  Wall time is that of the step clock, including what lies between the steps; processor
-time is that of all threads of the trainer's process.  Figures are medians over pairs of turns, with a bench's interval.
+time is that of all threads of the trainer's process.  Figures are means over pairs of turns, with a bench's interval.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius t
 
 import numpy as np
 
-from vesuvius.benchmark.paired import median_interval
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK
+from vesuvius.experiments.paired import compare_one_of
+from vesuvius.experiments.profile.observer import Observed, Observer
+from vesuvius.experiments.profile.session import profiled
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.profiling.observer import Observed, Observer
-from vesuvius.profiling.session import profiled
 from vesuvius.runlog.logfile import log_to_terminal
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.stream import PatchStream
@@ -121,13 +121,9 @@ def main() -> None:
     print(f"{pairs} pairs of turns of {args.turn_steps} steps; median step {statistics.median(wall_s):.3f} s")
     for name, each in (("wall time", wall_s), ("processor time", cpu_s)):
         found = ratios(each, args.turn_steps, pairs)
-        interval = median_interval(found.tolist())
-        assert interval is not None, "there is a pair"
-        mid, low, high = (f"{100 * (each - 1):+.2f}" for each in (interval.mid, interval.low, interval.high))
+        cost = compare_one_of([(each, 1.0) for each in found.tolist()], cells=1)
         quarter, three = (f"{100 * (each - 1):+.2f}" for each in np.quantile(found, [0.25, 0.75]))
-        print(
-            f"{name}: profiled {mid} % ({interval.level:.1%}: {low} to {high}); half of the pairs {quarter} to {three}"
-        )
+        print(f"{name}: profiled {cost.text}; half of the pairs {quarter} to {three}")
 
 
 if __name__ == "__main__":

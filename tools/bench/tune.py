@@ -32,11 +32,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
+from vesuvius.experiments.paired import compare
+from vesuvius.experiments.tune.measurement import Setting, in_words
+from vesuvius.experiments.tune.runner import TrialRunner
 from vesuvius.runlog.plain import from_plain
-from vesuvius.tuning.ledger import TuneLedger
-from vesuvius.tuning.measurement import Setting, in_words
-from vesuvius.tuning.search.pairs import compare
-from vesuvius.tuning.trial_runner import TrialRunner
 
 WORKERS = (1, 2, 4, 8)
 PREFETCH = (1, 2, 4)
@@ -195,8 +194,7 @@ def _compare(config: Config, repeats: int) -> None:
     print(f"tuned  {in_words(tuned, source)}: {_spread(rates[tuned])} samples/s")
     print(f"best   {in_words(best, source)}: {_spread(rates[best])} samples/s")
     print(f"tuned over best {ratio:.2f}; tune over grid {share:.2f} of {grid['seconds']:.0f} s")
-    blocks = len(TuneLedger.read(Path("runs/bench_tune/tune/ledger.jsonl")).blocks)
-    figures = {"ratio": ratio, "time_share": share, "blocks": blocks, "rates": list(rates.values())}
+    figures = {"ratio": ratio, "time_share": share, "rates": list(rates.values())}
     _write(Path("compare.json"), figures)
 
 

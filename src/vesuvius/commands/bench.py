@@ -12,7 +12,7 @@ from vesuvius.commands.command import as_command, say
 from vesuvius.commands.tune import duration
 from vesuvius.errors import EXIT_ERROR, EXIT_OK
 
-_ROUNDS = 6  # the fewest with an interval of 95 %
+_ROUNDS = 6
 
 
 @as_command
@@ -20,22 +20,15 @@ def main(argv: list[str]) -> int:
     """Parse the command line and measure.  Returns the exit code."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
-    if args.ranks and (args.sweep or args.compare or args.loader):
+    if args.ranks and (args.sweep or args.compare):
         parser.error("--ranks excludes other axes: each number of ranks is compared with the first, all else equal")
-    if args.peer and not args.loader:
-        parser.error("--peer is about loaders; use it with --loader")
-    from vesuvius.benchmark.cells.command import loader_cells  # these import torch
-    from vesuvius.benchmark.cells.training import Bounds
-    from vesuvius.benchmark.grid import make_cells, parse_axis
-    from vesuvius.benchmark.session import PAGE, BenchRequest, bench
+    from vesuvius.experiments.bench.cells import make_cells, parse_axis
+    from vesuvius.experiments.bench.session import PAGE, BenchRequest, bench
 
     sweeps = [parse_axis(text) for text in args.sweep]
     if args.ranks:
         sweeps = [parse_axis(f"training.ranks={args.ranks}")]
     cells = make_cells(sweeps, [parse_axis(text) for text in args.compare])
-    left_out: tuple[str, ...] = ()
-    if args.loader:
-        cells, left_out = loader_cells(cells, args.peer)
     code, folder = bench(
         BenchRequest(
             source=args.config,
@@ -43,10 +36,10 @@ def main(argv: list[str]) -> int:
             environment=take_variables(),
             cells=tuple(cells),
             rounds=args.rounds,
-            bounds=Bounds(args.seconds, args.limit),
+            seconds=args.seconds,
+            limit_s=args.limit,
             resume=args.resume or args.retry_failed,
             retry_failed=args.retry_failed,
-            left_out=left_out,
             command=shlex.join(["vesuvius", "bench", *argv]),
         )
     )
@@ -60,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vesuvius bench",
         description="Measure settings of a config side by side: a process for each, in rounds, so that drift of the "
-        "machine cancels.  The first value of each key is the baseline.  Writes a page, Markdown, JSON and pictures to "
+        "machine cancels.  The first value of each key is the baseline.  Writes a page, Markdown and JSON to "
         "runs/NAME/benches/; an existing run is not touched.",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
@@ -76,19 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         help="values to change alone, all other keys as in the baseline",
     )
     parser.add_argument("--ranks", metavar="1,2,4,8", help="numbers of ranks: speed-up, efficiency, memory of each")
-    parser.add_argument(
-        "--loader", action="store_true", help="measure the data path alone, next to other installed loaders"
-    )
-    parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME=COMMAND",
-        help="another loader; tools/bench/peers.py says what it receives and writes",
-    )
     parser.add_argument("--rounds", type=positive, default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}")
     parser.add_argument(
-        "--seconds", type=positive_number, default=10.0, metavar="S", help="of the steady pace in each; 10"
+        "--seconds", type=positive_number, default=10.0, metavar="S", help="of the steady state in each; 10"
     )
     parser.add_argument(
         "--limit", type=duration, default=1200.0, metavar="TIME", help="longest time of one measurement; 20m"

@@ -1,4 +1,4 @@
-"""`vesuvius profile --config FILE [--at-step N] [--trace] [key.path=value ...]`: where does the time of a step go?"""
+"""`vesuvius profile --config FILE [--trace] [key.path=value ...]`: where does the time of a step go?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_config
-from vesuvius.commands.arguments.types import positive, whole
+from vesuvius.commands.arguments.types import whole
 from vesuvius.commands.command import as_command, say
 from vesuvius.errors import EXIT_OK
 
@@ -24,30 +24,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     parser.add_argument(
-        "--steps",
-        type=whole(5),
-        default=20,
-        metavar="N",
-        help="steps measured after the warm-up; 20",
+        "--steps", type=whole(5), default=20, metavar="N", help="steps measured after the warm-up; 20"
     )
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="also write a trace for chrome://tracing, the longest operators, all layers",
-    )
-    parser.add_argument(
-        "--at-step",
-        type=positive,
-        metavar="N",
-        help="continue from a checkpoint of the run, which is left unchanged, and profile the steps around step N",
+        help="also write a trace for chrome://tracing, the longest operators",
     )
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler prints what it begins and ends
-    from vesuvius.profiling.session import ProfileRequest, profile  # imports torch
+    from vesuvius.experiments.profile.session import profile  # imports torch
 
     command = shlex.join(["vesuvius", "profile", *argv])
-    folder = profile(ProfileRequest(config, args.config, args.steps, args.trace, command, args.at_step))
+    folder = profile(config, args.config, args.steps, args.trace, command)
     say((folder / "profile.md").read_text(encoding="utf-8").rstrip())
     say(f"\n{folder / 'profile.html'}")
     return EXIT_OK

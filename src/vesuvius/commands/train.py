@@ -89,9 +89,9 @@ def main(argv: list[str]) -> int:
 
     request = Request(config, args.config, resume, args.allow_drift, args.restart_damaged)
     if args.tune_worker:
+        from vesuvius.experiments.tune.worker import CommandPipe, TuneWorker
         from vesuvius.training.ranks.part import one_rank
         from vesuvius.training.run import train
-        from vesuvius.tuning.worker import CommandPipe, TuneWorker
 
         facts = args.config.with_name("data_facts.pt")  # reading what they are made of takes long on a slow store
         worker = partial(TuneWorker, CommandPipe())
@@ -99,10 +99,10 @@ def main(argv: list[str]) -> int:
     from vesuvius.launch.launch import launch
 
     if args.profile is not None:
-        from vesuvius.profiling.session import profile_in_place
+        from vesuvius.experiments.profile.session import profile_in_place
 
         command = shlex.join(["vesuvius", "train", *argv])
-        request = replace(request, make_tuner=profile_in_place(_PROFILED_STEPS, args.profile, command))
+        request = replace(request, make_tuner=profile_in_place(_PROFILED_STEPS, args.profile, command, args.config))
     return launch(request)
 
 

@@ -14,7 +14,7 @@ from vesuvius.commands.command import as_command, say
 from vesuvius.config.environment import variables
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK
-from vesuvius.tuning.measurement import Knob, key_of
+from vesuvius.experiments.tune.measurement import Knob, key_of
 
 KEEPABLE = tuple(knob for knob in get_args(Knob) if knob != "accumulate_steps")  # it follows the micro-batch
 _LEAST_S = 60.0
@@ -35,11 +35,6 @@ def main(argv: list[str]) -> int:
         "--budget", type=duration, metavar="TIME", help="time for all measurements together: 90s, 30m (default), 1h30m"
     )
     parser.add_argument(
-        "--goal",
-        choices=("samples_s", "cost"),
-        help="samples_s = the cheapest setting within 3 %% of the fastest (default); cost = within 10 %%",
-    )
-    parser.add_argument(
         "--scale-batch", action="store_true", help="allow a larger effective batch, which changes the training"
     )
     parser.add_argument(
@@ -57,7 +52,7 @@ def main(argv: list[str]) -> int:
         parser.error("--scale-batch lets train_batch_size grow, which --keep forbids; drop one of them")
     environment = tuple(variables(os.environ))
     written, config = read_config(args.config), take_config(args.config, args.overrides)
-    from vesuvius.tuning.session import TuneRequest, plan, tune  # imports torch
+    from vesuvius.experiments.tune.session import TuneRequest, plan, tune  # imports torch
 
     request = TuneRequest(
         config=config,
@@ -66,7 +61,6 @@ def main(argv: list[str]) -> int:
         overrides=tuple(args.overrides),
         environment=environment,
         command=shlex.join(["vesuvius", "tune", *argv]),
-        goal=args.goal,
         scale_batch=args.scale_batch,
         keep=tuple(knob for knob in KEEPABLE if knob in args.keep),
         budget_s=args.budget,

@@ -1,0 +1,5 @@
+"""`vesuvius bench`, `tune` and `profile`: a cell is a setting; measure cells; compare cells.
+
+In: a config.  Out: a ledger, a page, and the command to type next.  process.py and trainer.py measure one cell in a
+process that is thrown away, steady.py says when a run is warm and measured for long enough, ledger.py keeps what was
+measured, paired.py compares.  bench/ has fixed cells, tune/ asks for the next cell, profile/ looks into one."""

@@ -1,0 +1,173 @@
+"""When a run is warm, when it has been measured for long enough, and the figures of its steady state.  Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
+from typing import Self
+
+from vesuvius.monitor.quantile import quantile
+from vesuvius.runlog.records import Record
+from vesuvius.stream.options import StreamOptions, batches_ahead
+from vesuvius.stream.reading.reader import ReaderJob
+
+KERNEL_STEPS = 3
+"""Steps of a process until kernels have been chosen and compiled."""
+
+_LEAST_STEPS = 3
+_SETTLED = 0.05  # a block is long enough once the standard error of its rate is below this share,
+_LONGEST = 4.0  # or it has become so many times as long
+_FEW = 4  # cycles that say nothing of the error
+_OUTRUN_BY = 1.1  # tolerated ratio of a measured rate to what the readers can sustain
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Steps that do not count."""
+
+    least_steps: int  # until kernels are chosen and the batches that were ready at the start are used up
+    full_steps: int  # until each region in flight was also read: up to there each needs another one
+
+    @classmethod
+    def of(cls, job: ReaderJob, options: StreamOptions, accumulate: int, batch: int) -> Self:
+        """Return the warm-up of a run with steps of `batch` samples, of `accumulate` micro-batches on each rank."""
+        least = KERNEL_STEPS + -(-batches_ahead(job.patch_bytes, options) // accumulate)
+        return cls(least, max(least, -(-job.plan.regions_in_flight // batch)))
+
+    def is_over(self, steps: int, elapsed_s: float, most_s: float) -> bool:
+        """Whether so many steps are enough; after `most_s` a trainer is slower than its readers and need not wait."""
+        return steps >= self.full_steps or (steps >= self.least_steps and elapsed_s >= most_s)
+
+
+def is_enough(samples: int, batch: int, elapsed_s: float, cycle: int, seconds: float) -> bool:
+    """Whether a measurement is long enough: whole cycles that come nearest to `seconds`, or `seconds` if none does.
+
+    Data come in bursts, once in `cycle` samples: a part of a cycle may be all burst or all wait.
+
+    Args:
+        batch: samples that came last; one of them ends a cycle.
+    """
+    cycles = round(seconds * samples / max(elapsed_s, 1e-9) / cycle)
+    if cycles and samples >= cycles * cycle and samples % cycle < batch:
+        return True
+    return samples > 0 and elapsed_s >= (2 * seconds if cycles else seconds)
+
+
+def sustained_s(samples: int, took_s: float, reader_s: float | None, workers: int) -> float:
+    """The seconds that samples took, or that the readers need for them where they were read ahead."""
+    if reader_s and workers and samples / took_s > _OUTRUN_BY * workers / reader_s:
+        return samples * reader_s / workers
+    return took_s
+
+
+def is_settled(durations: Sequence[float]) -> bool:
+    """Whether the mean of equal pieces of work is known well enough; few of them say nothing, and count as settled."""
+    if len(durations) < _FEW:
+        return True
+    return stdev(durations) / math.sqrt(len(durations)) <= _SETTLED * fmean(durations)
+
+
+class BlockLength:
+    """How long a block is: whole cycles near `seconds`, and longer the more the time of a cycle varies.
+
+    Args:
+        batch, cycle: as `is_enough`.
+    """
+
+    def __init__(self, batch: int, cycle: int, seconds: float) -> None:
+        self._batch, self._cycle, self._seconds, self._most_s = batch, cycle, seconds, _LONGEST * seconds
+        self._ends_s = [0.0]  # of the cycles
+
+    def is_over(self, samples: int, elapsed_s: float) -> bool:
+        """Whether so many samples in so many seconds are enough; called after each batch."""
+        if samples >= self._cycle * len(self._ends_s):
+            self._ends_s.append(elapsed_s)
+        if not is_enough(samples, self._batch, elapsed_s, self._cycle, self._seconds):
+            return False
+        if self._seconds >= self._most_s or is_settled([end - begin for begin, end in pairwise(self._ends_s)]):
+            return True
+        self._seconds = min(2 * self._seconds, self._most_s)
+        return False
+
+
+class SteadyState:
+    """Takes the records of a run's steps as they come, until enough of its steady state was seen.
+
+    Args:
+        warmup: steps that do not count.
+        seconds: of the steady state, at least.
+        batch: samples of a step.
+        workers: readers of all ranks.
+        task: samples that a reader delivers at once.
+        region: patches that one read gives.
+        compiles: whether the first step compiles the network.
+    """
+
+    def __init__(
+        self, warmup: Warmup, seconds: float, batch: int, workers: int, task: int, region: int, compiles: bool = False
+    ) -> None:
+        self._warmup, self._seconds, self._batch, self._workers = warmup, seconds, batch, workers
+        self._cycle, self._region, self._compiles = max(workers, 1) * task, region, compiles
+        self._warm: list[Record] = []
+        self._steady: list[Record] = []
+
+    def add(self, step: Record) -> bool:
+        """Take one more; returns whether enough of them were seen."""
+        later_s = math.fsum(_work_s(each) for each in self._warm[1:])
+        if not self._warmup.is_over(len(self._warm), later_s, self._seconds):
+            self._warm.append(step)
+            return False
+        self._steady.append(step)
+        samples, took_s = self._samples_and_seconds()
+        return len(self._steady) >= _LEAST_STEPS and is_enough(samples, self._batch, took_s, self._cycle, self._seconds)
+
+    @property
+    def samples_s(self) -> float:
+        """That the run can keep up: what was read ahead counts with the time that the readers need for it."""
+        samples, took_s = self._samples_and_seconds()
+        return samples / sustained_s(samples, took_s, self._reader_s(), self._workers)
+
+    def start_s(self, launched_s: float) -> float:
+        """Seconds from the launch (a time since 1970) to the steady state, beyond what these steps take in it."""
+        elapsed_s: float = self._warm[-1]["time"] - launched_s
+        return elapsed_s - len(self._warm) * self.figures()["step_s"]
+
+    def figures(self) -> dict[str, float]:
+        """Medians of a step's parts, shares of the time, and peaks of the memory of all steps."""
+        _, took_s = self._samples_and_seconds()
+        found = {
+            "step_s": quantile([_work_s(step) for step in self._steady], 0.5),
+            "compute_s": quantile([step["gpu_s"] for step in self._steady], 0.5),
+            "backward_s": quantile([step["backward_s"] for step in self._steady], 0.5),
+            "comm_s": quantile([step["comm_s"] for step in self._steady], 0.5),
+            "data_share": math.fsum(step["data_s"] for step in self._steady) / took_s,
+            "comm_share": math.fsum(step["comm_s"] for step in self._steady) / took_s,
+            "steps": len(self._steady),
+            "batch": self._batch,
+        }
+        if self._compiles:  # what the first step took beside its wait for readers, beyond a usual one
+            usual_s = quantile([_work_s(step) - step["data_s"] for step in self._steady], 0.5)
+            found["compile_s"] = max(_work_s(self._warm[0]) - self._warm[0]["data_s"] - usual_s, 0.0)
+        for name in ("ram", "vram"):
+            known = [step[f"{name}_used_bytes"] for step in (*self._warm, *self._steady)]
+            if peak := max((size for size in known if size is not None), default=None):
+                found[f"{name}_bytes"] = peak
+        return found
+
+    def _samples_and_seconds(self) -> tuple[int, float]:
+        return len(self._steady) * self._batch, math.fsum(_work_s(step) for step in self._steady)
+
+    def _reader_s(self) -> float | None:
+        """That one reader takes for a sample; None where nothing was read meanwhile."""
+        before, now = self._warm[-1]["readers"], self._steady[-1]["readers"]
+        read = (now["blocks"] - before["blocks"]) * self._region
+        spent_s = sum((now[name] or 0.0) - (before[name] or 0.0) for name in ("decode_s", "read_s"))
+        return spent_s / read if read else None
+
+
+def _work_s(step: Record) -> float:
+    seconds: float = step["step_s"] - step["pause_s"]
+    return seconds

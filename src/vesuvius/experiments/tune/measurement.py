@@ -1,0 +1,212 @@
+"""What a tune turns (`Setting`), may try (`SearchSpace`) and measures (`Block`).  Plain data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self, get_args
+
+from vesuvius.config import Config
+from vesuvius.config.describe import to_yaml
+from vesuvius.experiments.process import Ended
+
+Knob = Literal[
+    "workers",
+    "requests",
+    "prefetch_factor",
+    "train_batch_size",
+    "accumulate_steps",
+    "amp",
+    "compile",
+    "channels_last",
+    "cudnn_benchmark",
+]
+
+READER_KNOBS = ("workers", "prefetch_factor", "requests")
+"""The knobs that change in a living trainer."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Values of the knobs, named as in `training.*`; `requests` is `data.store.requests`.
+
+    None of them changes which samples a step contains.
+    """
+
+    workers: int
+    requests: int
+    prefetch_factor: int
+    train_batch_size: int
+    accumulate_steps: int
+    amp: str
+    compile: bool
+    channels_last: bool
+    cudnn_benchmark: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return the setting of a config."""
+        values = {knob: getattr(config.training, knob) for knob in get_args(Knob) if knob != "requests"}
+        return cls(requests=config.data.store.requests, **values)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per optimizer step."""
+        return self.train_batch_size * self.accumulate_steps
+
+    def changes(self, source: Setting) -> dict[Knob, Any]:
+        """Return the values that differ from another setting, by knob, in the order of the knobs."""
+        mine: dict[Knob, Any] = vars(self)  # type: ignore[assignment]
+        return {knob: value for knob, value in mine.items() if value != getattr(source, knob)}
+
+    def overrides(self, source: Setting) -> list[str]:
+        """Return the command-line overrides that turn a config with setting `source` into this one."""
+        return [f"{key_of(knob)}={to_yaml(value)}" for knob, value in self.changes(source).items()]
+
+    def applied_to(self, config: Config) -> Config:
+        """Return the config with these values."""
+        training = {knob: getattr(self, knob) for knob in get_args(Knob) if knob != "requests"}
+        data = config.data.with_store(requests=self.requests)
+        return config.with_training(**training).model_copy(update={"data": data})
+
+
+def key_of(knob: Knob) -> str:
+    """Return the config key of a knob."""
+    return "data.store.requests" if knob == "requests" else f"training.{knob}"
+
+
+def trainer_knobs(setting: Setting) -> tuple[object, ...]:
+    """The values that the time of a step depends on, and that only a new process can change."""
+    return tuple(value for knob, value in vars(setting).items() if knob not in READER_KNOBS)
+
+
+def in_words(setting: Setting, before: Setting) -> str:
+    """Return the changes as `workers 2 -> 4, prefetch_factor 1 -> 2`; 'nothing' if there are none."""
+    changes = setting.changes(before)
+    parts = [f"{knob} {to_yaml(getattr(before, knob))} -> {to_yaml(value)}" for knob, value in changes.items()]
+    return ", ".join(parts) or "nothing"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the run itself has recorded with the setting of the config: its last verdict."""
+
+    step: int  # the verdict is of
+    text: str
+    samples_s: float
+    # workers, requests: that the verdict asks for; None = as they are
+    workers: int | None = None
+    requests: int | None = None
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """Caps of the knobs and limits of the machine; with the blocks, the whole input of the policy."""
+
+    source: Setting  # the setting of the config
+    scale_batch: bool  # whether the effective batch may grow
+    budget_s: float  # seconds for all blocks together
+    block_s: float  # seconds to measure in a block
+    on_gpu: bool  # whether steps run on a GPU
+    cores: float  # CPU cores that the run may use
+    # most_workers, most_prefetch, most_requests: caps
+    most_workers: int
+    most_prefetch: int
+    remote: bool  # whether any volume is on a remote store, where requests in flight matter
+    most_requests: int
+    most_batch: int  # cap on the micro-batch, from tensors of 2^31 elements or from `scale_batch`
+    deterministic: bool  # whether the config asks for determinism, which keeps cuDNN's benchmark off
+    ram_limit_bytes: int  # no block starts with a predicted memory above this, the first threshold of the guard
+    vram_limit_bytes: int | None  # the same for the GPU; None on a CPU
+    kept: tuple[Knob, ...] = ()  # knobs that keep the value of the source
+    others: str = ""  # what other programs use of the machine, in words
+    evidence: Evidence | None = None  # None = the run has none with this setting
+
+    def kept_by(self, setting: Setting) -> str | None:
+        """Return `--keep ...` with the kept knobs that a setting changes; None where it changes none."""
+        changed = [knob for knob in self.kept if knob in setting.changes(self.source)]
+        return f"--keep {','.join(changed)}" if changed else None
+
+
+class Planner(Protocol):
+    """Predicts the memory of a setting before anything runs.  Pure."""
+
+    def ram_bytes(self, setting: Setting) -> int:
+        """Peak host memory of a short run."""
+        ...
+
+    def vram_bytes(self, setting: Setting) -> int | None:
+        """Peak GPU memory, with the reserve; None on a CPU."""
+        ...
+
+    def later_bytes(self, setting: Setting) -> int:
+        """Additional host memory of a long run: readers of two Ray executions exist during a handover."""
+        ...
+
+
+BlockKind = Literal["run", "readers", "step"]
+"""What is measured: `run` = the training loop; `readers` = batches taken as soon as they come, without a step: what the
+readers can deliver; `step` = optimizer steps on one batch while the readers are idle: what the trainer can compute."""
+
+DEADLY: tuple[Ended, ...] = ("guard", "gpu_memory", "killed")
+"""Ends that mean a lack of memory: such a setting is never recommended."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to measure, for about how many seconds, and the readers that are to be in force."""
+
+    number: int
+    kind: BlockKind
+    seconds: float
+    workers: int
+    prefetch_factor: int
+    requests: int
+
+    def line(self) -> bytes:
+        """For the trainer's standard input."""
+        return json.dumps(vars(self)).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A setting, what was measured, and how that ended."""
+
+    setting: Setting
+    kind: BlockKind
+    ended: Ended
+    cause: str  # one line; '' where it ended ok
+    seconds: float  # all of it: restart, reconfiguration, warm-up and measuring
+    samples: int = 0  # measured; 0 unless ok
+    measured_s: float = 0.0  # seconds that these took, or would have taken where they had been read ahead
+    data_share: float | None = None  # share of the step time spent waiting for data; of a `run` alone
+    cores_used: float | None = None  # CPU seconds per second of trainer and readers, while measured; None = not known
+    # seconds that one reader takes for a sample, with its waits for the store; None = nothing was read
+    reader_s: float | None = None
+    decode_s: float | None = None  # the decoding part of `reader_s`
+    # peak of trainer, readers and object store since the setting was in force; where it did not end ok, the last that
+    # was seen.  None = not known.
+    ram_bytes: int | None = None
+    vram_bytes: int | None = None  # peak GPU memory of the trainer, with CUDA's own; None on a CPU
+    text: str = ""  # the verdict of a `run` in words
+
+    @property
+    def rate(self) -> float:
+        """Samples per second; 0 unless ok."""
+        return self.samples / self.measured_s if self.measured_s else 0.0
+
+
+class Runner(Protocol):
+    """Measures settings, one block at a time: in a living trainer, or in tests on a simulated machine."""
+
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
+        """Bring a setting into force and measure it for about `seconds`, longer where these hold too few steps.
+
+        Args:
+            limit_s: after which the block ends in any case, with what was measured or as a timeout.
+
+        Raises:
+            TrialInterrupted: the tune was asked to stop.
+            StorageError: the disk is full, independent of the setting.
+        """
+        ...

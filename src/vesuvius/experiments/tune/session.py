@@ -1,0 +1,251 @@
+"""A tune from the first block to the report: the policy asks, the living trainer measures, the ledger stores."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vesuvius.config import Config
+from vesuvius.config.environment import key_of_variable
+from vesuvius.config.load import dump_config, read_config
+from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
+from vesuvius.experiments.alone import locked, run_storage_errors, signals_to
+from vesuvius.experiments.ledger import Ledger
+from vesuvius.experiments.machine import describe_machine
+from vesuvius.experiments.process import TrialInterrupted
+from vesuvius.experiments.tune.measurement import Block, Knob, SearchSpace, key_of
+from vesuvius.experiments.tune.policy import conclude, recommend
+from vesuvius.experiments.tune.report import (
+    block_line,
+    build_options,
+    build_page,
+    closing_lines,
+    headline,
+    memory_words,
+    plan_lines,
+    planned_line,
+)
+from vesuvius.experiments.tune.runner import TrialRunner
+from vesuvius.experiments.tune.search import Entry, PlannedBlock, Recommendation, Search
+from vesuvius.experiments.tune.survey import ConfigPlanner, survey
+from vesuvius.experiments.tune.tuned_config import check_tunable, tuned_path, tuned_yaml, write_tuned
+from vesuvius.monitor.session import is_alive, read_session
+from vesuvius.report.model import commit_text
+from vesuvius.report.page import made_by, write_pages
+from vesuvius.runlog.environment import describe_environment
+from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.logfile import open_log
+from vesuvius.runlog.plain import from_plain
+from vesuvius.runlog.redact import redacted
+from vesuvius.runlog.run_dir import TUNE, run_dir
+from vesuvius.runlog.units import format_duration
+from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.training.ranks.part import one_rank
+
+log = logging.getLogger(__name__)
+
+_BUDGET_S = 1800.0
+_LEDGER, _TRIALS = "ledger.jsonl", "trials"
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """The arguments of a tune."""
+
+    # `source` with environment and overrides applied.  Of several ranks, one is measured alone: each does what one
+    # does, and has its share of the machine.
+    config: Config
+    written: Config  # `source` alone
+    source: Path  # the YAML file
+    overrides: tuple[str, ...] = ()  # from the command line
+    environment: tuple[str, ...] = ()  # variables that set keys
+    command: str = "vesuvius tune"  # as typed
+    scale_batch: bool = False
+    keep: tuple[Knob, ...] = ()  # knobs that nothing changes; empty = from the ledger, or none
+    budget_s: float | None = None  # None = from the ledger, or the default
+    resume: bool = False  # continue with the existing ledger
+
+
+def tune(request: TuneRequest) -> int:
+    """Measure until the policy stops, then write the report and the tuned config, whatever came of it.
+
+    Returns:
+        EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED after a signal.
+
+    Raises:
+        ConfigError: another tune of this run is active, the ledger belongs to another tune, or the tuned config could
+            not be written.
+        DataError: a volume cannot be used.
+        StorageError: the run directory cannot be written.
+    """
+    check_tunable(request.source)
+    directory, data = tune_dir(request.config), prepare_data(request.config.seed, request.config.data)
+    with locked(directory, "tune") as lock_fd, run_storage_errors(directory):
+        open_log(directory / "tune.log")
+        ledger, space, planner = _open(request, data)
+        if not request.resume:
+            _put_aside(directory)
+            ledger.begin()
+        trials = TrialRunner(one_rank(request.config), directory / _TRIALS, lock_fd=lock_fd)
+        with ledger, trials as runner, signals_to(runner.stop) as came:
+            log.info("tuning %s on %s", request.source, describe_machine().words())
+            _warn_of_neighbours(request.config, space)
+
+            def on_planned(planned: PlannedBlock) -> None:
+                if came:
+                    raise TrialInterrupted(
+                        f"the tune was interrupted before block {planned.number}; continue with --resume"
+                    )
+                log.info("%s", planned_line(planned))
+
+            def on_block(entry: Entry) -> None:
+                ledger.add(entry.block)
+                level = logging.INFO if entry.block.ended == "ok" else logging.WARNING
+                log.log(level, "%s", block_line(entry))
+
+            search = Search(runner, space, planner, on_planned, on_block, ledger.results)
+            try:
+                found = recommend(search)
+                code = EXIT_ERROR if found.certainty == "none" else EXIT_OK
+            except TrialInterrupted as interrupted:
+                log.error("%s", interrupted)
+                found = conclude(search, str(interrupted))
+                code = EXIT_INTERRUPTED if came and came[0] == signal.SIGINT else EXIT_STOPPED
+        _finish(request, search, found, directory)
+        return code
+
+
+def plan(request: TuneRequest) -> list[str]:
+    """Return the lines of `--dry-run`: limits, budget, and the memory of what may be tried.  Writes nothing.
+
+    Raises:
+        ConfigError, DataError: as `tune`; also where not even the smallest setting fits.
+    """
+    check_tunable(request.source)
+    _, space, planner = _open(request, prepare_data(request.config.seed, request.config.data))
+    return plan_lines(space, planner, describe_machine().words())
+
+
+def tune_dir(config: Config) -> Path:
+    """Return the directory of a tune."""
+    return run_dir(config).path / TUNE
+
+
+def _open(request: TuneRequest, data: PreparedData) -> tuple[Ledger[Block], SearchSpace, ConfigPlanner]:
+    """The ledger, new or continued, what may be tried, and the planner of its memory.  Writes nothing."""
+    config, path = request.config, tune_dir(request.config) / _LEDGER
+    machine = {key: value for key, value in asdict(describe_machine()).items() if key != "host"}
+    asked: dict[str, Any] = {"config": config.model_dump(mode="json"), "machine": machine}
+    if request.resume:
+        ledger: Ledger[Block] = Ledger.read(path, "tune", Block)
+        space = from_plain(SearchSpace, ledger.asked["space"])
+        keep, scale_batch = request.keep or space.kept, request.scale_batch or space.scale_batch
+        ledger.check_same(asked | {"--keep": list(keep), "--scale-batch": scale_batch})
+        space = replace(space, budget_s=request.budget_s or space.budget_s)
+    else:
+        budget_s = request.budget_s or _BUDGET_S
+        space = survey(config, data, scale_batch=request.scale_batch, budget_s=budget_s, keep=request.keep)
+        asked |= {"--keep": list(space.kept), "--scale-batch": space.scale_batch, "space": asdict(space)}
+        ledger = Ledger(path, "tune", asked)
+    return ledger, space, ConfigPlanner(one_rank(config), data, space.on_gpu)
+
+
+def _put_aside(directory: Path) -> None:
+    """Rename ledger and trials of an earlier tune: `ledger-1.jsonl`, `trials-1`, ..."""
+    names = (Path(_LEDGER), Path(_TRIALS))
+    number = 1 + sum(1 for _ in directory.glob("ledger-*.jsonl"))
+    for name in names:
+        if (directory / name).exists():
+            (directory / name).rename(directory / f"{name.stem}-{number}{name.suffix}")
+
+
+def _finish(request: TuneRequest, search: Search, found: Recommendation, directory: Path) -> None:
+    """Write the report and the tuned config, and log the result."""
+    config, space, environment = request.config, search.space, describe_environment()
+    tuned, machine = tuned_path(request.source), describe_machine()
+    options = build_options(found, search, config.horizon_steps) if found.certainty != "none" else ()
+    packages = {name: version for name, version in environment["packages"].items() if version}
+    spent = f"{len(search.entries)} blocks in {format_duration(space.budget_s - search.left_s)}"
+    facts = {
+        "what to type next": "; ".join(_next_commands(request, search, found, tuned)),
+        "samples/s": "of one rank" if config.training.ranks != 1 else "of the whole run",
+        "blocks": f"{spent} of {format_duration(space.budget_s)}",
+        "limits, which no block is predicted to pass": memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
+        "machine": f"{machine.words()}; {environment['platform']}",
+        "other programs": space.others or "used less than a tenth of the cores when the tune began",
+        "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "commit": commit_text(environment),
+    }
+    made = made_by(request.command)
+    page = build_page(config.name, str(directory), found, search, options, facts, dump_config(request.written))
+    write_pages(directory, "report", [page], made)
+    figures = {
+        "made": made,
+        "facts": page.facts,
+        "recommendation": asdict(found),
+        "options": [asdict(option) for option in options],
+        "blocks": [asdict(entry) for entry in search.entries],
+    }
+    write_whole(directory / "report.json", (json.dumps(redacted(figures), indent=1, allow_nan=False) + "\n").encode())
+    header = [f"{made[5:]}.", f"{headline(found, space)}.  {spent}.", f"Measured on: {machine.words()}"]
+    _write_tuned(request, found, tuned, header)
+    first, *others = closing_lines(found, search, options)
+    log.log(logging.ERROR if found.certainty == "none" else logging.INFO, "%s", first)
+    for line in others:
+        log.info("%s", line)
+    log.info("report: %s", directory / "report.html")
+    for command in _next_commands(request, search, found, tuned):
+        log.info("type next: %s", command)
+
+
+def _next_commands(request: TuneRequest, search: Search, found: Recommendation, tuned: Path) -> list[str]:
+    """What to type next: train with what was found; where it is not sure, also more of this tune."""
+    resume = ["--resume"] if run_dir(request.config).exists() else []
+    run = shlex.join(["vesuvius", "train", "--config", str(tuned), *resume])
+    if found.certainty == "sure" or (found.certainty == "unchanged" and found.complete):
+        return [run]
+    budget = f"{math.ceil(2 * search.space.budget_s / 60)}m"
+    again = ["vesuvius", "tune", "--config", str(request.source), *request.overrides, "--budget", budget]
+    if found.certainty == "none":
+        return [shlex.join(again)]
+    return [f"{shlex.join([*again, '--resume'])} to be surer", run]
+
+
+def _write_tuned(request: TuneRequest, found: Recommendation, path: Path, header: Sequence[str]) -> None:
+    """Write the tuned config, with what the environment and the command line of the tune have set."""
+    wanted = found.written.applied_to(request.config)
+    why = {key_of(knob): reason for knob, reason in found.reasons.items()}  # the first that fits a key counts
+    for key in (override.partition("=")[0].strip() for override in request.overrides):
+        why.setdefault(key, "given on the command line of the tune")
+    for name in request.environment:
+        why.setdefault(key_of_variable(name), f"{name} was set for the tune")
+    write_tuned(path, tuned_yaml(request.source.name, request.written, wanted, why, header))
+    try:
+        as_wanted = read_config(path) == wanted
+    except ConfigError as error:
+        as_wanted = False
+        log.warning("%s", error)
+    if not as_wanted:
+        log.warning("%s was changed during the tune, so %s is not what was measured; tune again", request.source, path)
+
+
+def _warn_of_neighbours(config: Config, space: SearchSpace) -> None:
+    """Say what distorts the figures: the run itself, and other programs; and what the run has recorded."""
+    session = read_session(run_dir(config).session)
+    if session is not None and is_alive(session):
+        log.warning(
+            "the run %s is active on this machine: it slows the tune down and the tune slows it down; stop it for "
+            "reliable figures",
+            run_dir(config).path,
+        )
+    if space.others:
+        log.warning("%s: figures vary more, and the tune measures for longer", space.others)
+    if space.evidence is not None:
+        log.info("the run itself, at step %d: %s", space.evidence.step, space.evidence.text)

@@ -1,0 +1,139 @@
+"""The machine, its limits, and the planned memory of each setting: the input of a tune."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import psutil
+import yaml
+
+from vesuvius.config import Config
+from vesuvius.config.load import read_config
+from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.experiments.machine import planned_vram_bytes, ram_left, trial_ram_bytes, vram_left
+from vesuvius.experiments.tune.measurement import Evidence, Knob, SearchSpace, Setting
+from vesuvius.monitor.probes.cores import bound_cores, others_text, usable_cores
+from vesuvius.runlog.records import records_in
+from vesuvius.runlog.run_dir import run_dir
+from vesuvius.stream.options import StreamOptions, check_store, check_store_need
+from vesuvius.stream.start.prepare import PreparedData
+from vesuvius.training.forecast.memory_plan import LARGEST_PLANNED_BATCH, indexable_batch
+from vesuvius.training.forecast.preflight import READERS_PER_CORE
+from vesuvius.training.forecast.ram_plan import local_ranks, plan_ram
+from vesuvius.training.step.step import choose_device
+
+_MOST_PREFETCH = 16
+_MOST_REQUESTS = 256
+_BLOCKS = 180  # of measuring alone that the budget has room for; a third of it is starts and changes
+_SHORTEST_BLOCK_S, _LONGEST_BLOCK_S = 2.0, 30.0
+_OTHERS_OVER_S = 1.0
+
+
+def survey(
+    config: Config,
+    data: PreparedData,
+    *,
+    scale_batch: bool,
+    budget_s: float,
+    keep: Sequence[Knob] = (),
+) -> SearchSpace:
+    """Return what a rank of a config may try: its share of this machine.  Does I/O; starts nothing on a GPU.
+
+    Args:
+        keep: knobs that nothing changes.
+    """
+    source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", local_ranks(config)
+    cores = usable_cores(os.getpid()) / ranks
+    is_capped = config.training.prefetch_mib is not None  # then the factor hardly matters
+    most_batch = LARGEST_PLANNED_BATCH if scale_batch else source.global_batch
+    remote = any(volume.source.remote for volume in (*data.volumes, *data.conditions))
+    return SearchSpace(
+        source=source,
+        scale_batch=scale_batch,
+        budget_s=budget_s,
+        block_s=min(max(budget_s / _BLOCKS, _SHORTEST_BLOCK_S), _LONGEST_BLOCK_S),
+        on_gpu=on_gpu,
+        cores=cores,
+        most_workers=_most_workers(config, data, cores, remote, ranks),
+        most_prefetch=source.prefetch_factor if is_capped else max(_MOST_PREFETCH, source.prefetch_factor),
+        remote=remote,
+        most_requests=max(_MOST_REQUESTS, source.requests),
+        most_batch=min(most_batch, max(indexable_batch(config), source.train_batch_size)),
+        deterministic=config.training.deterministic,
+        ram_limit_bytes=ram_left(config) // ranks,
+        vram_limit_bytes=vram_left() if on_gpu else None,
+        kept=tuple(keep),
+        others=_others(cores * ranks),
+        evidence=read_evidence(config),
+    )
+
+
+def _others(cores: float) -> str:
+    """What runs on the machine before a tune starts anything, in words."""
+    busy = psutil.cpu_percent(_OTHERS_OVER_S, percpu=True)
+    used = math.fsum(busy[core] for core in bound_cores() if core < len(busy)) / 100
+    return others_text(min(used, cores), cores)
+
+
+def read_evidence(config: Config) -> Evidence | None:
+    """The last verdict of the run of a config, if that was begun with the same setting.  Does I/O."""
+    run, source = run_dir(config), Setting.of(config)
+    try:
+        if Setting.of(read_config(run.path / "config.resolved.yaml")) != source:
+            return None
+        with run.metrics.open("rb") as lines:
+            verdicts = [each for each in records_in(line for line in lines if b'"verdict"' in line) if "bound" in each]
+    except (OSError, VesuviusError):
+        return None
+    if not verdicts:
+        return None
+    last = verdicts[-1]
+    asked = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in last["overrides"])}
+    samples_s = last["steps"] * source.global_batch / (last["step_s"] - last["pause_s"])
+    asks = asked.get("training.workers"), asked.get("data.store.requests")
+    return Evidence(last["step"], last["text"], samples_s, *asks)
+
+
+def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool, ranks: int) -> int:
+    """Return the most readers: one per core (several on a remote store), with blocks that fit into /dev/shm."""
+    source = config.training.workers
+    most = max(source, int(cores * (READERS_PER_CORE if remote else 1)), 1)
+    while most > source:
+        options = replace(StreamOptions.from_config(config.training, config.cluster), workers=most)
+        try:
+            check_store_need(data.job, options)
+            check_store(data.job, options, ranks)
+            return most
+        except ConfigError:
+            most -= 1
+    return most
+
+
+class ConfigPlanner:
+    """Predicts the memory of each setting of a config of one rank with `ram_plan.py` and `memory_plan.py`.
+
+    A `Planner`.  Caches its results; each takes up to seconds.
+    """
+
+    def __init__(self, config: Config, data: PreparedData, on_gpu: bool) -> None:
+        self._config, self._data, self._on_gpu = config, data, on_gpu
+
+    @cache  # noqa: B019 - one for each tune
+    def ram_bytes(self, setting: Setting) -> int:
+        """Peak host memory of a short run."""
+        return trial_ram_bytes(setting.applied_to(self._config), self._data, self._on_gpu)
+
+    @cache  # noqa: B019
+    def later_bytes(self, setting: Setting) -> int:
+        """Additional host memory of the whole run, which is longer."""
+        whole_bytes = plan_ram(setting.applied_to(self._config), self._data, self._on_gpu).total_bytes
+        return max(whole_bytes - self.ram_bytes(setting), 0)
+
+    @cache  # noqa: B019
+    def vram_bytes(self, setting: Setting) -> int | None:
+        """Peak GPU memory, with the reserve; None on a CPU."""
+        return planned_vram_bytes(setting.applied_to(self._config)) if self._on_gpu else None

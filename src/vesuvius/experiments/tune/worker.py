@@ -1,0 +1,362 @@
+"""The trainer's side of a tune: between two steps it reads what to measure next, and writes what it has measured.
+
+Commands are lines of JSON on standard input, which ends with the tune: the trainer then ends too.  Results are records
+of kind `block` in `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+
+from vesuvius.diffusion.randomness import stratified_timesteps
+from vesuvius.errors import EXIT_STOPPED, ConfigError, one_line
+from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_settled, sustained_s
+from vesuvius.experiments.tune.measurement import Command
+from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.monitor import Monitor
+from vesuvius.monitor.probes.processes import read_process
+from vesuvius.monitor.verdict import Verdict
+from vesuvius.stream.feeder import StreamInterrupted
+from vesuvius.stream.options import batches_ahead, check_store_need
+from vesuvius.stream.reading.reader_figures import ReaderTotals
+from vesuvius.stream.stream import PatchStream
+from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
+from vesuvius.training.loop import TrainingLoop
+from vesuvius.training.reporting.report import StepReporter
+from vesuvius.training.step.device import DeviceBatch, DeviceFeed, synchronize
+from vesuvius.training.step.step import learning_rate
+
+log = logging.getLogger(__name__)
+
+# Without its tune a trainer ends within this time, whatever it waits for.
+_ORPHAN_S = 60.0
+_POLL_S = 0.2
+# Steps alone are timed in so many pieces, and up to four times as many while their time varies.
+_PIECES = 4
+_STEPS_MOST = 2_500  # of a piece
+# Idle readers use less of a core than this, all together.
+_IDLE_CORES = 0.1
+_IDLE_OVER_S = 0.5
+
+Figures = dict[str, Any]
+
+
+class CommandPipe:
+    """Commands from standard input.  At its end this process gets SIGTERM, and is ended if that is not enough."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Command] = SimpleQueue()
+        threading.Thread(target=self._read, name="commands", daemon=True).start()
+
+    def next(self, stopping: Callable[[], bool]) -> Command | None:
+        """Wait for the next one; None once `stopping`."""
+        while not stopping():
+            try:
+                return self._queue.get(timeout=_POLL_S)
+            except Empty:
+                continue
+        return None
+
+    def _read(self) -> None:
+        rest = b""
+        # Not `sys.stdin`: the interpreter cannot end while a thread reads from that.
+        while part := os.read(0, 2**16):
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                self._queue.put(Command(**json.loads(line)))
+        log.info("the tune has ended, and so does its trainer")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_S)
+        os._exit(EXIT_STOPPED)
+
+
+class TuneWorker:
+    """Measures one block after another.  It is a script that is gone on with between two steps (`act`)."""
+
+    def __init__(self, commands: CommandPipe, loop: TrainingLoop, reporter: StepReporter) -> None:
+        self._loop, self._reporter, self._commands = loop, reporter, commands
+        self._stream = loop.feed.stream
+        self._begin_with_readers()
+        self._rehearsed = False
+        self._rehearsal_bytes = 0  # what a validation and a save take more
+        self._verdict: Verdict | None = None
+        self._script = self._blocks()
+
+    def take(self, verdict: Verdict) -> None:
+        """Keep a verdict: it ends a `run`."""
+        self._verdict = verdict
+
+    def ended(self) -> None:
+        """Nothing is left to do."""
+
+    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+        """Do what comes before the next step."""
+        self._look()
+        next(self._script, None)
+
+    def _blocks(self) -> Generator[None]:
+        """Yields where the loop is to make a step."""
+        run = self._loop.run
+        try:
+            while (command := self._commands.next(run.stop.wanted)) is not None:
+                if refused := self._bring_into_force(command):
+                    run.metrics.write("block", number=command.number, refused=refused)
+                    continue
+                match command.kind:
+                    case "run":
+                        figures = yield from self._run(command)
+                    case "readers":
+                        figures = self._readers(command)
+                    case "step":
+                        figures = self._step(command)
+                self._look()
+                ram_bytes = max(self._ram_bytes, self._loop.monitor.sample.used_bytes + self._rehearsal_bytes)
+                figures |= {"ram_bytes": ram_bytes, "vram_bytes": self._vram_bytes()}
+                run.metrics.write("block", number=command.number, refused="", figures=figures)
+        except StreamInterrupted:
+            return
+
+    def _bring_into_force(self, command: Command) -> str:
+        """Change the readers if they differ; returns why that cannot be done, '' where it was."""
+        loop, options = self._loop, self._stream.options
+        now = options.workers, options.prefetch_factor, options.requests or loop.job.data.store.requests
+        workers, prefetch_factor, requests = command.workers, command.prefetch_factor, command.requests
+        if now == (workers, prefetch_factor, requests):
+            return ""
+        try:
+            check_store_need(loop.job, replace(options, workers=workers))
+            loop.run.watchdog.expects("batch", "the readers to start")
+            loop.feed.reconfigure(workers=workers, prefetch_factor=prefetch_factor, requests=requests)
+        except ConfigError as error:
+            if self._stream.options is not options:  # it is not as it was
+                raise
+            return one_line(error, 400)
+        loop.monitor.readers_changed()
+        self._begin_with_readers()
+        return ""
+
+    def _begin_with_readers(self) -> None:
+        """Remember where the present readers began."""
+        self._began_at, self._before = self._loop.run.progress.sample_index, self._stream.reader_totals
+        self._ram_bytes, self._looked = 0, time.time()
+
+    # What is measured.
+
+    def _run(self, command: Command) -> Generator[None, None, Figures]:
+        """Measure the loop itself.  The first time, it validates and saves before: memory peaks there."""
+        loop, run = self._loop, self._loop.run
+        batch, kernel_steps = run.config.global_batch, 0 if self._rehearsed else KERNEL_STEPS
+        if not self._rehearsed:
+            self._reporter.report(wait=True)
+            before = loop.monitor.sample.used_bytes
+            loop.milestones.rehearse()
+            self._look()
+            self._rehearsal_bytes = max(self._ram_bytes - before, 0)
+            self._rehearsed = True
+        self._fill()
+        warmup = Warmup.of(loop.job, self._stream.options, run.config.training.accumulate_steps, batch)
+        began, step = time.monotonic(), run.progress.step
+        # A trainer that is slower than its readers never drains what is ready.
+        while (made := run.progress.step - step) < kernel_steps or (
+            made < warmup.least_steps and time.monotonic() - began < command.seconds
+        ):
+            yield
+        self._reporter.report(wait=True)
+        self._reporter.verdicts.restart(run.progress.step)
+        mark, first = self._mark(), run.progress.sample_index
+        length = BlockLength(batch, self._cycle, command.seconds)
+        yield
+        while not length.is_over(run.progress.sample_index - first, mark.elapsed_s):
+            yield
+        self._reporter.report(wait=True)
+        self._verdict = None
+        self._reporter.verdicts.finish(least=1)
+        assert self._verdict is not None, "at least one step was measured"
+        verdict: Verdict = self._verdict
+        samples, working_s = verdict.window.steps * batch, verdict.window.working_s
+        figures = self._figures(mark, samples, working_s)
+        sustained = working_s / figures["measured_s"]
+        text = verdict.text
+        if sustained < 1:
+            text = (
+                f"data-bound: readers deliver {samples / figures['measured_s']:.3g} samples/s; the trainer took "
+                f"{samples / working_s:.3g}, of data read ahead"
+            )
+        return figures | {"data_share": 1 - sustained * (1 - verdict.window.data_share), "text": text}
+
+    def _readers(self, command: Command) -> Figures:
+        """Take batches as soon as they come, from the first that has to be waited for."""
+        stream, progress = self._stream, self._loop.run.progress
+        self._fill()
+        began, drained = time.monotonic(), progress.sample_index + self._buffered()
+        while progress.sample_index < drained:
+            self._take_batch()
+        empty = stream.feeder_figures.ran_empty
+        while stream.feeder_figures.ran_empty == empty and time.monotonic() - began < command.seconds:
+            self._take_batch()
+        mark, first, samples = self._mark(), progress.sample_index, 0
+        length = BlockLength(stream.options.batch_size, self._cycle, command.seconds)
+        while not length.is_over(samples, mark.elapsed_s):
+            self._take_batch()
+            samples = progress.sample_index - first
+        return self._figures(mark, samples, mark.elapsed_s)
+
+    def _step(self, command: Command) -> Figures:
+        """Make steps on one batch, once the readers have nothing to do."""
+        loop, config = self._loop, self._loop.run.config
+        batch = self._take_batch()
+        self._wait_until_idle(command.seconds)
+
+        def steps(count: int) -> float:
+            """Seconds of so many."""
+            began = self._synchronised()
+            for number in range(count):
+                step = loop.run.progress.step + number
+                timesteps = stratified_timesteps(config.seed, step, config.global_batch, config.diffusion.timesteps)
+                for t in np.split(timesteps, config.training.accumulate_steps):
+                    loop.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition)
+                loop.train_step.apply(learning_rate(step, config.training))
+                self._between()
+            return self._synchronised() - began
+
+        steps(KERNEL_STEPS)
+        piece = min(max(round(command.seconds / steps(1) / _PIECES), 1), _STEPS_MOST)
+        mark, took = self._mark(), [steps(piece) for _ in range(_PIECES)]
+        while len(took) < 4 * _PIECES and not is_settled(took):
+            took.append(steps(piece))
+        samples = len(took) * piece * config.global_batch
+        return {"samples": samples, "measured_s": math.fsum(took), "cores_used": self._cores_since(mark)}
+
+    def _take_batch(self) -> DeviceBatch:
+        """The next batch, on the device."""
+        self._loop.run.watchdog.expects("batch", self._stream.waiting_for)
+        batch = self._loop.feed.next(HostClock())
+        self._loop.run.progress.sample_index += len(batch.indices)
+        self._between()
+        return batch
+
+    def _between(self) -> None:
+        """What the loop does between two steps for the memory guard, and a look at the memory.
+
+        Raises:
+            StreamInterrupted: the run is to stop.
+        """
+        if self._loop.run.stop.wanted():
+            raise StreamInterrupted
+        self._loop.run.watchdog.expects("step", "the tune to measure it")
+        self._loop.guard_actions.obey(self._loop.feed, self._loop.monitor, self._reporter.longest_step_s)
+        self._look()
+
+    # Warm-up.
+
+    @property
+    def _cycle(self) -> int:
+        """Samples after which bursts repeat: each reader has delivered a task, in whole rounds of the plan."""
+        plan = self._loop.job.plan
+        samples = max(self._stream.options.workers, 1) * plan.samples_per_task
+        return -(-samples // plan.regions_in_flight) * plan.regions_in_flight
+
+    def _buffered(self) -> int:
+        """Samples of the batches ahead, and of one more."""
+        options = self._stream.options
+        return (batches_ahead(self._loop.job.patch_bytes, options) + 1) * options.batch_size
+
+    def _fill(self) -> None:
+        """Take batches until new readers have read all regions in flight: at first each sample needs another one."""
+        round_size = self._loop.job.plan.regions_in_flight
+        while self._loop.run.progress.sample_index < (-(-self._began_at // round_size) + 1) * round_size:
+            self._take_batch()
+
+    def _wait_until_idle(self, most_s: float) -> None:
+        """Wait until all buffers are full and the readers use no processor, within bounds."""
+        give_up = time.monotonic() + most_s
+        while time.monotonic() < give_up and not self._loop.run.stop.wanted():
+            mark, full_s = self._mark(), self._stream.feeder_figures.full_s
+            time.sleep(_IDLE_OVER_S)
+            full_s = self._stream.feeder_figures.full_s - full_s
+            cores = self._cores_since(mark, without_trainer=True)
+            if full_s >= 0.9 * _IDLE_OVER_S and cores < _IDLE_CORES:
+                return
+
+    # Figures.
+
+    def _mark(self) -> _Mark:
+        """The beginning of a measurement."""
+        pids = [process.pid for process in self._loop.monitor.sample.processes]
+        return _Mark(time.monotonic(), self._stream.reader_totals, {pid: _cpu_s(pid) for pid in pids})
+
+    def _cores_since(self, mark: _Mark, without_trainer: bool = False) -> float:
+        """Processors that trainer and readers used on average."""
+        trainer, here = {os.getpid()}, {process.pid for process in self._loop.monitor.sample.processes}
+        readers = set(self._stream.readers.copy()) & here - trainer
+        pids = readers if without_trainer else readers | trainer
+        return math.fsum(max(_cpu_s(pid) - mark.cpu_s.get(pid, 0.0), 0.0) for pid in pids) / mark.elapsed_s
+
+    def _figures(self, mark: _Mark, samples: int, took_s: float) -> Figures:
+        """What was measured; samples that were read ahead count with the time that the readers need for them."""
+        job, now, workers = self._loop.job, self._stream.reader_totals, self._stream.options.workers
+        reader_s, decode_s = None, None
+        # The cold start of the readers counts only where nothing was read later.
+        before = mark.totals if now.blocks - mark.totals.blocks >= job.plan.regions_per_task else self._before
+        if read := (now.blocks - before.blocks) * job.plan.patches_per_region:
+            decode_s = (now.decode_s - before.decode_s) / read
+            reader_s = decode_s + ((now.read_s or 0.0) - (before.read_s or 0.0)) / read
+        return {
+            "samples": samples,
+            "measured_s": sustained_s(samples, took_s, reader_s, workers),
+            "cores_used": self._cores_since(mark),
+            "reader_s": reader_s,
+            "decode_s": decode_s,
+        }
+
+    def _look(self) -> None:
+        """Take note of the memory in use since the last look."""
+        seen = [moment for moment in self._loop.monitor.moments() if moment.time > self._looked]
+        if seen:
+            self._ram_bytes = max(self._ram_bytes, *(moment.used_bytes for moment in seen))
+            self._looked = seen[-1].time
+
+    def _vram_bytes(self) -> int | None:
+        """Peak of the process, with what CUDA itself holds; memory of other processes is not counted."""
+        device = self._loop.run.device
+        if device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(device)
+        foreign = total - free - torch.cuda.memory_reserved(device)
+        return torch.cuda.max_memory_reserved(device) + min(max(foreign, 0), CONTEXT_BYTES)
+
+    def _synchronised(self) -> float:
+        """The time at which the device has done all that it was given."""
+        synchronize(self._loop.run.device)
+        return time.monotonic()
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The beginning of a measurement: the time, and what readers and processes had done by then."""
+
+    time_s: float
+    totals: ReaderTotals
+    cpu_s: Mapping[int, float]
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.time_s
+
+
+def _cpu_s(pid: int) -> float:
+    process = read_process(pid)
+    return process.cpu_s if process else 0.0

@@ -1,1 +1,0 @@
-"""The search policy.  In: the ledger.  Out: the next trial, or the recommendation.  Pure."""

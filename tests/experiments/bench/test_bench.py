@@ -1,0 +1,148 @@
+"""The command: real trainers, a cell that fails, Ctrl-C and a resume; ranks with `make test-long`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from vesuvius.commands import bench as command
+from vesuvius.config.load import read_config
+from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
+from vesuvius.experiments.bench.measure import Lab, Measurement, measure_training
+from vesuvius.monitor.session import read_session
+from vesuvius.runlog.records import read_records
+from vesuvius.runlog.run_dir import run_dir
+
+WriteConfig = Callable[..., Path]
+_HANG_S = 120.0
+
+
+@pytest.fixture
+def config(tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tiny_config(training={"accumulate_steps": 1})
+    monkeypatch.chdir(path.parent)
+    monkeypatch.delenv("VESUVIUS_RUNS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return path
+
+
+def folder_of(run: Path = Path("runs/tiny")) -> Path:
+    (folder,) = [path for path in (run / "benches").iterdir() if path.is_dir()]
+    return folder
+
+
+def results_in(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "benchmark_results.json").read_text())["results"]
+    return found
+
+
+def interrupt_when_it_trains() -> threading.Thread:
+    def body() -> None:
+        give_up = time.monotonic() + _HANG_S
+        while time.monotonic() < give_up:
+            for metrics in Path("runs/tiny/benches").glob("*/cells/*/metrics.jsonl"):
+                if any(record["kind"] == "step" for record in read_records(metrics)):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread
+
+
+def test_a_real_bench_with_a_cell_that_fails_interrupted_and_resumed(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = ["--compare", "training.accumulate_steps=1,2", "--compare", "data.patch_size=[8,16,16],[160,16,16]"]
+    asked = ["--config", str(config), *axes, "--rounds", "1", "--seconds", "0.2"]
+
+    def bench(*more: str) -> int:
+        monkeypatch.setenv("VESUVIUS_TRAINING__ACCUMULATE_STEPS", "3")  # of the config, not of a cell
+        return command.main([*asked, *more])
+
+    thread = interrupt_when_it_trains()
+    assert bench("--seconds", "1000") == EXIT_INTERRUPTED
+    thread.join()
+    folder = folder_of()
+    session = read_session(next(folder.glob("cells/*/session.json")))
+    assert session is not None
+    assert not psutil.pid_exists(session.pid), "no orphan"
+    assert not (folder / "bench.md").exists()
+    assert bench("--resume") == EXIT_CONFIG, "of other seconds"
+    ledger = folder / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace('"seconds": 1000.0', '"seconds": 0.2'))
+    assert bench("--resume") == EXIT_OK
+
+    base, longer, failed = results_in(folder)
+    assert [len(each["rates"]) for each in (base, longer)] == [1, 1]
+    assert base["figures"]["batch"] * 2 == longer["figures"]["batch"] == 4
+    assert longer["speed"]["pairs"] == 1
+    assert failed["samples_s"] is None
+    assert "failed: " in failed["cause"]
+    assert "160" in failed["cause"]
+    text = (folder / "bench.md").read_text()
+    assert text.rstrip() in capsys.readouterr().out
+    assert "## Failed" in text
+    assert (folder / "bench.html").stat().st_size < 200_000
+    assert not list(folder.glob("cells/*/checkpoints"))
+    assert not run_dir(read_config(config)).exists(), "the run itself can still begin"
+
+
+def measured(config: Path, tmp_path: Path, limit_s: float = _HANG_S, *overrides: str) -> Measurement:
+    lab = Lab(tmp_path / "cells", 0.2, limit_s)
+    return measure_training(lab, read_config(config, overrides), 1, Measurement(0, 0, "ok"))
+
+
+def test_what_does_not_fit_into_memory_is_not_started(config: Path, tmp_path: Path) -> None:
+    found = measured(config, tmp_path, _HANG_S, "monitor.ram_limit_gib=0.1")
+    assert found.ended == "failed"
+    assert "not started: it needs about" in found.cause
+    assert not (tmp_path / "cells").exists()
+
+
+def test_a_cell_that_takes_too_long_is_killed(config: Path, tmp_path: Path) -> None:
+    found = measured(config, tmp_path, 0.0)
+    assert found.ended == "timeout"
+    assert "no result within" in found.cause
+    session = read_session(tmp_path / "cells" / found.run / "session.json")
+    assert session is None or not psutil.pid_exists(session.pid)
+
+
+def test_a_trainer_whose_bench_is_killed_ends_at_the_limit(config: Path, tmp_path: Path) -> None:
+    measured(config, tmp_path, 36.0)
+    assert read_config(next((tmp_path / "cells").glob("*.yaml"))).training.max_hours == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--compare", "training.amp=off,b16"], ["--sweep", "training.workers"], ["--resume"]]
+)
+def test_a_mistake_is_told_before_anything_runs(config: Path, wrong: list[str]) -> None:
+    assert command.main(["--config", str(config), *wrong]) == EXIT_CONFIG
+    assert not list(Path("runs").glob("tiny/benches/*/ledger.jsonl"))
+
+
+@pytest.mark.long
+def test_ranks_are_measured_with_their_exchange(config: Path) -> None:
+    asked = ["--config", str(config), "--ranks", "1,2,64", "--rounds", "1", "--seconds", "0.3"]
+    assert command.main(asked) == EXIT_OK
+    one, two, many = results_in(folder_of())
+    assert one["efficiency"] == 1
+    assert two["figures"]["batch"] == 2 * one["figures"]["batch"]
+    assert two["figures"]["comm_s"] > 0
+    assert two["efficiency"] == pytest.approx((1 + two["speed"]["gain"]) / 2)
+    assert many["cause"]
+
+
+def test_nothing_measured_is_an_error(config: Path) -> None:
+    asked = ["--config", str(config), "data.volumes[0].path=nowhere", "--rounds", "1"]
+    assert command.main(asked) == EXIT_ERROR

@@ -1,0 +1,216 @@
+"""Cells, rounds, speeds and bands: closed forms and properties, on a simulated machine that drifts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.experiments.bench.cells import Cell, make_cells, parse_axis
+from vesuvius.experiments.bench.measure import Measurement
+from vesuvius.experiments.bench.page import build_page, table_of
+from vesuvius.experiments.bench.results import BANDS, Result, band, results_of, verdict
+from vesuvius.experiments.bench.session import measure_rounds
+from vesuvius.experiments.ledger import Ledger
+from vesuvius.experiments.process import TrialInterrupted
+
+Measure = Callable[[int, int], Measurement]
+CELLS = (Cell("a"), Cell("b"), Cell("c"))
+
+
+def test_sweeps_are_crossed_and_comparisons_stand_alone() -> None:
+    cells = make_cells(
+        [("training.workers", ("0", "1")), ("training.prefetch_factor", ("2", "4"))],
+        [("training.amp", ("off", "bf16", "fp16"))],
+    )
+    assert len(cells) == 2 * 2 + 2
+    base = dict(each.split("=") for each in cells[0].overrides)
+    assert base == {"training.workers": "0", "training.prefetch_factor": "2", "training.amp": "off"}
+    assert [cell.label for cell in cells[-2:]] == ["training.amp=bf16", "training.amp=fp16"]
+    assert cells[0].label == make_cells([], [])[0].label == "baseline"
+    assert make_cells([("a", ("1", "2"))], [])[0].label == "a=1"
+    differ = [sum(dict(o.split("=") for o in cell.overrides)[key] != base[key] for key in base) for cell in cells]
+    assert differ == [0, 1, 1, 2, 1, 1]
+    assert make_cells([], [])[0].overrides == ()
+
+
+def test_values_may_hold_commas_in_brackets_and_quotes() -> None:
+    assert parse_axis("model.channels=[8,16],[8, 32]") == ("model.channels", ("[8,16]", "[8, 32]"))
+    assert parse_axis("""a.b={x: 1, y: [2,3]},'p,q'""") == ("a.b", ("{x: 1, y: [2,3]}", "'p,q'"))
+    for wrong in ("training.workers", "=1", "a=1,,2", "a=1,1", "a="):
+        with pytest.raises(ConfigError):
+            parse_axis(wrong)
+    with pytest.raises(ConfigError, match="one axis"):
+        make_cells([("a", ("1",))], [("a", ("2",))])
+
+
+def test_bands_have_no_gaps() -> None:
+    """Those of the seed left 87 to 100 % without a name."""
+    assert [band(each) for each in (1.2, 0.9, 0.89, 0.75, 0.5, 0.0)] == [
+        "near-linear", "near-linear", "good", "good", "acceptable", "poor"
+    ]  # fmt: skip
+    assert all(above > below for (above, _), (below, _) in pairwise(BANDS))
+
+
+class Machine:
+    """Log rates with a drift over the whole bench, noise that each measurement passes on to the next one, and spikes.
+
+    Args:
+        gains: log of each cell's true speed.
+        drift: of the log rate, from the first measurement to the last.
+    """
+
+    def __init__(self, seed: int, gains: list[float], drift: float, measurements: int) -> None:
+        self._rng = np.random.default_rng((seed, 7))
+        self._gains, self._drift, self._count, self._made, self._noise = gains, drift, measurements, 0, 0.0
+
+    def measure(self, cell: int, round: int) -> Measurement:
+        self._noise = 0.8 * self._noise + 0.02 * self._rng.standard_normal()
+        spike = 0.3 if self._rng.random() < 0.03 else 0.0  # another program comes and goes
+        drift = self._drift * self._made / (self._count - 1)
+        self._made += 1
+        log_rate = self._gains[cell] + drift + self._noise - spike
+        return Measurement(cell, round, "ok", samples_s=10 * math.exp(log_rate), start_s=1.0)
+
+
+class InMemory(Ledger[Measurement]):
+    def _write(self, kind: str, **figures: object) -> None:
+        """Thousands of them, each flushed to the disk."""
+
+
+def results(seed: int, gains: list[float], drift: float, in_rounds: bool = True) -> list[Result]:
+    """Of six rounds; or by the wrong program: all repeats of a cell, then all of the next one."""
+    machine, ledger = Machine(seed, gains, drift, 6 * len(gains)), InMemory(Path(), "bench", {})
+    if in_rounds:
+        measure_rounds(ledger, len(gains), 6, machine.measure)
+    else:
+        ledger.results += [machine.measure(cell, round) for cell in range(len(gains)) for round in range(6)]
+    return results_of(CELLS[: len(gains)], ledger.results)
+
+
+def rightly_ordered(in_rounds: bool, faster: float) -> int:
+    """Of ten benches of two settings, one of which is 10 % slower, while the machine becomes so much faster."""
+    found = [results(seed, [0.0, math.log(1 / 1.1)], math.log(faster), in_rounds)[1].speed for seed in range(10)]
+    return sum(each is not None and each.gain < 0 for each in found)
+
+
+def covered(in_rounds: bool, gain: float = 0.05, drift: float = 0.1) -> float:
+    """How often the interval holds the truth: 200 benches, the third cell."""
+    found = [results(seed, [0.0, 0.02, gain], drift, in_rounds)[2].speed for seed in range(200)]
+    ends = [each.ends for each in found if each is not None]
+    return sum(low <= math.expm1(gain) <= high for low, high in ends) / 200
+
+
+@pytest.mark.parametrize("faster", [1 / 1.1, 1.1, 1.3])
+def test_two_settings_that_differ_by_a_tenth_are_ordered_rightly_in_ten_of_ten(faster: float) -> None:
+    assert rightly_ordered(True, faster) == 10
+
+
+def test_one_setting_after_the_other_would_not_do() -> None:
+    """That the tests here can fail: the drift is taken for a gain."""
+    assert rightly_ordered(False, 1.3) < 5
+    assert covered(False) < 0.5
+
+
+@pytest.mark.parametrize("drift", [0.1, -0.1, 0.0])
+def test_intervals_hold_the_truth_about_as_often_as_they_say(drift: float) -> None:
+    assert covered(True, drift=drift) >= 0.975 - 0.033  # of two cells; three standard errors of 200 benches
+
+
+def test_every_other_round_is_reversed_and_a_resumed_bench_measures_what_is_missing(tmp_path: Path) -> None:
+    path, order = tmp_path / "ledger.jsonl", list[tuple[int, int]]()
+
+    def bench(end_at: tuple[int, int] | None, how: BaseException, resume: bool) -> Ledger[Measurement]:
+        def measure(cell: int, round: int) -> Measurement:
+            if (cell, round) == end_at:
+                raise how
+            order.append((cell, round))
+            return Measurement(cell, round, "ok", samples_s=10.0 + cell)
+
+        ledger: Ledger[Measurement]
+        ledger = Ledger.read(path, "bench", Measurement) if resume else Ledger(path, "bench", {})
+        with ledger:
+            if not resume:
+                ledger.begin()
+            measure_rounds(ledger, 3, 3, measure)
+        return ledger
+
+    for end_at, how, resume in (((1, 0), TrialInterrupted("Ctrl-C"), False), ((1, 1), StorageError("full"), True)):
+        with pytest.raises(type(how)):
+            bench(end_at, how, resume)
+    ledger = bench(None, StorageError(""), True)
+    assert order == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1), (0, 2), (1, 2), (2, 2)]
+    assert [each.session for each in ledger.results] == [1, 2, 2, 2, 3, 3, 3, 3, 3]
+    assert results_of(CELLS, ledger.results)[1].speed == results_of(CELLS, ledger.results)[1].speed
+
+
+def test_rates_from_before_and_after_an_interruption_are_no_pair() -> None:
+    """The machine may have become twice as fast in between."""
+    found = [
+        Measurement(cell, round, "ok", session=session, samples_s=rate)
+        for cell, round, session, rate in [(0, 0, 1, 10.0), (1, 0, 1, 11.0), (1, 1, 1, 11.0), (0, 1, 2, 20.0)]
+    ]
+    speed = results_of(CELLS[:2], found)[1].speed
+    assert speed is not None
+    assert (speed.gain, speed.pairs, speed.ends) == (pytest.approx(0.1), 1, ())
+
+
+def test_what_failed_is_measured_again_where_that_is_asked_for_alone(tmp_path: Path) -> None:
+    """A limit may have been too short, or another program have taken the memory."""
+    path, seen, ends = tmp_path / "ledger.jsonl", list[tuple[int, int]](), []
+
+    def measure(cell: int, round: int) -> Measurement:
+        seen.append((cell, round))
+        is_late = cell == 1 and len(seen) < 4
+        return Measurement(cell, round, "timeout" if is_late else "ok", samples_s=0.0 if is_late else 10.0)
+
+    with Ledger[Measurement](path, "bench", {}) as ledger:
+        ledger.begin()
+    for retry in (False, False, True, False):
+        with Ledger.read(path, "bench", Measurement) as ledger:
+            measure_rounds(ledger, 2, 2, measure, retry_failed=retry)
+            ends.append((len(seen), results_of(CELLS[:2], ledger.results)[1].cause))
+    assert ends == [(3, "timeout: "), (3, "timeout: "), (5, ""), (5, "")]
+    assert sorted(seen) == [(0, 0), (0, 1), (1, 0), (1, 0), (1, 1)]
+
+
+RANKED = [Cell(f"training.ranks={n}", (f"training.ranks={n}",)) for n in (1, 2, 4)]
+
+
+def ranked(failed: int | None = None) -> list[Measurement]:
+    rates = {0: 10.0, 1: 19.0, 2: 22.0}
+    return [
+        Measurement(cell, round, "ok", samples_s=rate * (1 + 0.01 * round), figures={"comm_s": 0.1, "batch": 4.0})
+        if cell != failed
+        else Measurement(cell, round, "gpu_memory", "needs 90 GiB")
+        for round in range(6)
+        for cell, rate in rates.items()
+    ]
+
+
+def test_a_bench_of_ranks_has_efficiency_and_band_and_a_line_that_would_be_linear() -> None:
+    found = results_of(RANKED, ranked())
+    assert [each.efficiency for each in found] == [1.0, pytest.approx(0.95), pytest.approx(0.55)]
+    assert "training.ranks=4 is 2.20 times as fast (2.20 to 2.20) as training.ranks=1 (acceptable)" in verdict(found)
+    page = build_page("n", "d", {}, found, "")
+    (axis,) = [chart for chart in page.charts if chart.key == "axis"]
+    assert axis.series[1].mid.tolist() == pytest.approx([10.25, 20.5, 41.0])
+    assert {"efficiency", "band", "exchange"} <= set(table_of(found).columns)
+    assert [row[0] for row in table_of(found).rows] == [cell.label for cell in RANKED]
+
+
+def test_a_cell_that_fails_keeps_its_cause_and_so_does_the_baseline() -> None:
+    found = results_of(RANKED, ranked(failed=2))
+    assert found[2].cause == "gpu_memory: needs 90 GiB"
+    assert "failed: training.ranks=4" in verdict(found)
+    found = results_of(RANKED, ranked(failed=0))
+    assert [each.speed for each in found] == [None, None, None]
+    assert "training.ranks=1 was not measured, so nothing" in verdict(found)
+    page = build_page("n", "d", {}, found, "")
+    assert ("training.ranks=1", "gpu_memory: needs 90 GiB") in page.tables[1].rows
+    assert "VRAM" not in page.tables[0].columns, "no empty column"

@@ -1,0 +1,102 @@
+"""The ledger: what is on disk is what was measured, whatever became of the tune or the bench."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.tune.simulated import BY_NAME, BiasedPlanner, SimulatedRunner, tune
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.experiments.ledger import Ledger
+from vesuvius.experiments.tune.measurement import Block
+from vesuvius.experiments.tune.policy import recommend
+from vesuvius.experiments.tune.search import Search
+
+SIMULATED = BY_NAME["knee"]
+SPACE = SIMULATED.space()
+BLOCKS = [entry.block for entry in tune(SIMULATED, 0)[0]]
+ASKED = {"config": {"training": {"lr": 1e-3}}, "machine": {"cores": 12.0}, "--keep": ["workers"]}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tune" / "ledger.jsonl"
+
+
+def begun(path: Path, blocks: list[Block] = BLOCKS) -> None:
+    with Ledger[Block](path, "tune", ASKED) as ledger:
+        ledger.begin()
+        for block in blocks:
+            ledger.add(block)
+
+
+def read(path: Path) -> Ledger[Block]:
+    return Ledger.read(path, "tune", Block)
+
+
+def search_of(ledger: Ledger[Block], lab: SimulatedRunner) -> Search:
+    """A tune that goes on from a ledger, as its session does."""
+    earlier = tuple(ledger.results)
+    planner = BiasedPlanner(SIMULATED)
+    return Search(lab, SPACE, planner, on_block=lambda entry: ledger.add(entry.block), earlier=earlier)
+
+
+def test_a_ledger_reads_back_equal_also_behind_a_torn_line(path: Path) -> None:
+    begun(path)
+    with path.open("a") as file:
+        file.write('{"kind": "result", "result": {"ended": "o')
+    ledger = read(path)
+    assert ledger.results == BLOCKS
+    assert (ledger.asked, ledger.session) == (ASKED, 2)
+
+
+@pytest.mark.parametrize("count", [0, 7, len(BLOCKS)])
+def test_a_tune_goes_on_from_its_ledger_to_the_same_end(path: Path, count: int) -> None:
+    begun(path, BLOCKS[:count])
+    lab = SimulatedRunner(SIMULATED, 0)
+    for block in BLOCKS[:count]:  # the machine goes on where it was
+        lab.measure(block.setting, block.kind, SPACE.block_s, SPACE.budget_s)
+    with read(path) as ledger:
+        found = recommend(search_of(ledger, lab))
+    assert found == tune(SIMULATED, 0)[1]
+    assert read(path).results == BLOCKS
+
+
+def test_a_block_that_a_full_disk_ended_is_measured_again(path: Path) -> None:
+    class FullDisk(SimulatedRunner):
+        def measure(self, *_: object) -> Block:
+            raise StorageError("full")
+
+    begun(path, [])
+    with read(path) as ledger, pytest.raises(StorageError):
+        recommend(search_of(ledger, FullDisk(SIMULATED, 0)))
+    assert read(path).results == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "no tune to continue"), ("{}\n", "is not a ledger of this version"), ("", "is not a")]
+)
+def test_what_is_no_ledger_is_refused(path: Path, text: str | None, said: str) -> None:
+    path.parent.mkdir()
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"machine": {"cores": 6.0}}, r"machine.cores 12.0, not 6.0"),
+        ({"config": {"training": {"lr": 1e-4}}}, r"config.training.lr 0.001, not 0.0001"),
+        ({"--keep": []}, r"--keep \['workers'\], not \[\]"),
+    ],
+)
+def test_an_experiment_goes_on_only_with_what_it_was_begun_with(
+    path: Path, changed: dict[str, object], named: str
+) -> None:
+    begun(path, [])
+    read(path).check_same(ASKED)
+    with pytest.raises(ConfigError, match=named):
+        read(path).check_same(ASKED | changed)

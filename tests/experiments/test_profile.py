@@ -1,0 +1,172 @@
+"""`vesuvius profile`: parts that add up, a real one, and one in place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.monitor.test_verdict import GPU, hungry
+from tests.support.recorded_runs import run_start, step, write_run
+from tests.support.runs import assert_same_weights
+from tests.support.tiny import tiny_sections
+from vesuvius.commands import profile as command
+from vesuvius.commands import train as train_command
+from vesuvius.config.load import parse_stored, read_config
+from vesuvius.errors import EXIT_DATA, EXIT_OK
+from vesuvius.experiments.profile.observer import Observed
+from vesuvius.experiments.profile.page import build_profile, counted
+from vesuvius.experiments.profile.session import profiled
+from vesuvius.experiments.profile.trace import longest
+from vesuvius.monitor.verdict import judge
+from vesuvius.monitor.window import Thresholds
+from vesuvius.report.records import read_run
+from vesuvius.report.share import work_rows
+from vesuvius.runlog.records import read_records
+
+CPU_DEVICE = torch.device("cpu")
+GOOD = Thresholds()
+SLOW_GPU = replace(GPU, amp="off", compile=False, channels_last=False, cudnn_benchmark=False)
+
+
+def test_the_table_adds_up_to_the_steps_that_count(tmp_path: Path) -> None:
+    totals = [{"decode_s": 0.2 * n, "read_s": None} for n in range(9)]
+    steps = [
+        step(n, readers=totals[n], feeder={"cut_s": 0.01 * n, "starved_s": 0.0, "full_s": 0.4 * n}) for n in range(1, 9)
+    ]
+    steps[0] |= {"step_s": 30.0, "data_s": 29.6}
+    steps[4] |= {"step_s": 2.5, "other_s": 2.04, "pause_s": 2.0}
+    run = write_run(tmp_path / "tiny", [run_start(), *steps, step(9, step_s=100.0)])
+    config = parse_stored(tiny_sections("tiny", Path("x")) | {"training": {"workers": 2, "train_batch_size": 4}})
+    observed = Observed(warm_steps=3, verdict=judge(hungry(), GPU, Thresholds()), device="CPU", amp="off")
+    report = build_profile(config, read_run(run), steps[2:], observed, 5, "vesuvius tune --config x.yaml")
+    assert math.fsum(part.total_s for part in report.parts) == pytest.approx(5 * 0.5)  # steps 4 to 8, without the pause
+    assert 100 * math.fsum(part.share for part in report.parts) == pytest.approx(100, abs=0.1)
+    assert report.facts["step, p50 / p95"] == "500 / 500 ms"
+    assert report.facts["samples/s"] == "8.00"
+    assert report.facts["what to type next"] == "vesuvius tune --config x.yaml"
+    (to_try,) = [table for table in report.tables if table.title == "What to try"]
+    assert to_try.rows[0][1:] == ("training.workers=4", "at most 2.50 times the speed")
+    (behind,) = [table for table in report.tables if table.title == "Behind the data wait"]
+    rows = {row[0]: row[1:3] for row in behind.rows}
+    assert "readers: read from the store" not in rows  # on a disk
+    assert rows["readers: decode"] == ("200", f"{100 * 5 * 0.2 / (2 * 4.5):.1f} %")  # of two readers' time, pauses too
+    assert rows["trainer: cut patches into batches"][0] == "10.0"
+
+
+def test_a_long_trace_keeps_its_names_and_its_longest_events() -> None:
+    named = [{"ph": "M", "name": "process_name"}]
+    events = [*named, *({"ph": "X", "dur": duration} for duration in (5, 1, 9, 3))]
+    assert longest(events, 5)[1] == 0
+    assert longest(events[::-1], 3) == ([*named, {"ph": "X", "dur": 9}, {"ph": "X", "dur": 5}], 2)
+
+
+def test_a_profile_changes_nothing_that_a_step_is_made_of() -> None:
+    config = parse_stored(tiny_sections("tiny", Path("x")))
+    changed = profiled(config, "p", steps=20)
+    assert changed.data == config.data
+    assert changed.model == config.model
+    before, after = config.training.model_dump(), changed.training.model_dump()
+    differ = {name for name in before if before[name] != after[name]}
+    assert differ <= {"steps_per_epoch", "epochs", "max_steps", "autotune", "save_every", "preview_every"}
+    assert changed.stop_step >= 2 * 20
+
+
+def assert_parts_are_all_of_the_time(run: Path, page: str, first: int, last: int) -> None:
+    """Seconds against the steps' own clock: a part that is left out is seen, whatever the shares are divided by."""
+    steps = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "step" and first <= r["step"] <= last]
+    records = read_run(run)
+    parts = work_rows(records, counted(records, first - 1, last - first + 1))
+    work_s = math.fsum(step["step_s"] - step["pause_s"] for step in steps)
+    assert math.fsum(seconds for _, _, seconds, _, _ in parts) == pytest.approx(work_s, rel=1e-6)
+    table = page.partition("## Where the time went")[2].partition("## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if " % | " in line]
+    *shares, total = (float(row[3].removesuffix(" %")) for row in rows)
+    assert (len(shares), total) == (6, 100.0)
+    assert round(math.fsum(shares), 6) == 100.0
+    assert float(rows[-1][2]) == pytest.approx(work_s, rel=0.005)  # three digits
+
+
+def test_a_real_profile_beside_an_existing_run(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_config()
+    monkeypatch.chdir(path.parent)
+    monkeypatch.delenv("VESUVIUS_RUNS", raising=False)
+    run = path.parent / "runs" / "tiny"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("kept\n")
+    assert command.main(["--config", str(path), "--steps", "6", "--trace"]) == EXIT_OK
+    assert sorted(each.name for each in run.iterdir()) == ["metrics.jsonl", "profiles"]
+    assert (run / "metrics.jsonl").read_text() == "kept\n"
+    (folder,) = (run / "profiles").iterdir()
+    assert "VESUVIUS_RUNS" not in os.environ
+    assert not (folder / "checkpoints").exists()
+    steps = [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "step"]
+    text = (folder / "profile.md").read_text()
+    assert text.rstrip() in capsys.readouterr().out
+    warm = int(text.partition(" steps warm up")[0].rpartition("| ")[2])
+    assert len(steps) == warm + 6 + 2  # two traced
+    log = (folder / "logs" / "train_full.log").read_text()
+    assert f"ended after step {len(steps)}: the profile has its steps" in log
+    assert "--resume" not in log
+    assert_parts_are_all_of_the_time(folder, text, warm + 1, warm + 6)
+    trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
+    assert any("conv" in str(event.get("name")) for event in trace["traceEvents"])
+    assert "aten::" in text
+    assert "vesuvius tune --config" in text
+    assert (folder / "profile.html").stat().st_size < 200_000
+
+
+def test_a_run_that_ends_before_its_profile_says_so_and_judges_all_steps_that_it_counted(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_config(training={"workers": 0, "epochs": 9}, monitor={"verdict_every": 4})
+    monkeypatch.chdir(path.parent)
+    run = path.parent / "runs" / "tiny"
+    arguments = ["--config", str(path), "training.save_every=1000", "training.validate_every=0"]
+    assert train_command.main([*arguments, "training.max_steps=7", "--profile"]) == EXIT_OK
+    assert not list((run / "profiles").rglob("*"))
+    assert "WARNING the profile was not written: steps" in (run / "logs" / "train_full.log").read_text()
+    assert train_command.main([*arguments, "training.max_steps=22", "--resume", "--profile", "13"]) == EXIT_OK
+    (page,) = (run / "profiles").glob("*/profile.md")
+    assert "The next 9 count: 14 to 22." in page.read_text()
+    assert "The run ended before the remaining 11 steps" in page.read_text()
+    assert "the verdict is based on" not in page.read_text()
+    verdicts = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "verdict" and r["step"] > 13]
+    assert [(verdict["step"], verdict["steps"]) for verdict in verdicts] == [(22, 9)]  # none at 16 and 20
+
+
+@pytest.mark.long
+def test_a_profile_in_place_changes_nothing_of_the_run(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_config().parent)
+    pages = []
+    for name, arguments in (("plain", ()), ("profiled", ("--profile", "9"))):
+        path = tiny_config(name, training={"workers": 0, "epochs": 3, "validate_every": 15})
+        assert train_command.main(["--config", str(path), *arguments]) == EXIT_OK
+        pages.append(list(Path("runs", name, "profiles").glob("*/profile.md")))
+    assert_same_weights("plain", "profiled")
+    assert [len(found) for found in pages] == [0, 1]
+    text = pages[1][0].read_text()
+    assert "The next 20 count: 10 to 29." in text
+    assert "These are steps of the run itself." in text
+    assert "computes" in text
+    assert_parts_are_all_of_the_time(Path("runs", "profiled"), text, 10, 29)
+
+
+def test_a_run_that_cannot_begin_ends_as_train_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("name: tiny\ndata:\n  volumes:\n    - path: nowhere.zarr\n")
+    assert read_config(tmp_path / "c.yaml").name == "tiny"
+    assert command.main(["--config", "c.yaml"]) == EXIT_DATA
+    with pytest.raises(SystemExit):
+        command.main(["--config", "c.yaml", "--steps", "4"])

@@ -1,0 +1,111 @@
+"""The report says what was measured, in words, tables and curves that agree."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.experiments.tune.simulated import BY_NAME, BiasedPlanner, SimulatedRunner
+from vesuvius.errors import ConfigError
+from vesuvius.experiments.paired import Comparison
+from vesuvius.experiments.tune.policy import recommend
+from vesuvius.experiments.tune.report import (
+    SLOWEST,
+    block_line,
+    build_options,
+    build_page,
+    headline,
+    plan_lines,
+    planned_line,
+    summary,
+)
+from vesuvius.experiments.tune.search import Recommendation, Search
+from vesuvius.report.content import RunReport
+from vesuvius.report.markdown import render_markdown
+
+
+def tuned(name: str) -> tuple[Recommendation, Search]:
+    machine = BY_NAME[name]
+    search = Search(SimulatedRunner(machine, 0), machine.space(budget_s=1800.0), BiasedPlanner(machine))
+    return recommend(search), search
+
+
+def page_of(name: str) -> tuple[RunReport, Search]:
+    found, search = tuned(name)
+    options = build_options(found, search, steps=1000)
+    return build_page("exp|001", "runs/x", found, search, options, {"commit": "abc"}, "name: x"), search
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_options_stand_in_order_and_their_figures_agree(name: str) -> None:
+    found, search = tuned(name)
+    options = build_options(found, search, steps=1000)
+    lean, best, fast = options
+    assert lean.samples_s is not None
+    assert best.samples_s is not None
+    assert fast.samples_s is not None
+    assert SLOWEST * best.samples_s <= lean.samples_s
+    assert fast.samples_s >= best.samples_s
+    assert lean.ram_bytes <= best.ram_bytes
+    for option in options:
+        assert option.ram_bytes <= search.space.ram_limit_bytes
+        assert option.step_s is not None
+        assert option.total_s == pytest.approx(1000 * option.step_s)
+    assert best.step_s == pytest.approx(found.best.global_batch / best.samples_s)
+    assert len(best.overrides) == len(found.best.changes(search.space.source))
+
+
+def test_the_headline_gives_the_gain_with_its_interval_and_pairs() -> None:
+    recommendation, search = tuned("data-bound on cores")
+    assert recommendation.gain is not None
+    found = re.fullmatch(
+        r"B: ([\d.]+) times the samples/s \(95 %: ([\d.]+) to ([\d.]+), (\d+) pairs of blocks in turn\)",
+        headline(recommendation, search.space),
+    )
+    assert found is not None
+    gain, low, high, pairs = map(float, found.groups())
+    assert low <= gain <= high
+    assert pairs == recommendation.gain.pairs
+
+
+def test_what_is_not_sure_is_not_said_as_if_it_were() -> None:
+    found, search = tuned("data-bound on cores")
+    space, source = search.space, search.space.source
+    for change, said in (
+        ({"certainty": "unchanged", "best": source}, "nothing to change: "),
+        ({"certainty": "unchanged", "complete": False, "reason": "spent"}, "no gain found yet: spent"),
+        ({"certainty": "unchanged"}, "the config does not fit this machine; B is the nearest that does"),
+        ({"certainty": "likely", "gain": None, "predicted": 0.5}, "B, likely, not sure: 1.50 times the samples/s, as "),
+        ({"certainty": "none", "reason": "no memory"}, "no recommendation: no memory"),
+        ({"gain": Comparison(1.0, None, None, 2)}, "B: 2.00 times the samples/s (2 pairs of blocks in turn: no int"),
+    ):
+        assert headline(replace(found, **change), space).startswith(said)  # type: ignore[arg-type]
+    said = summary(replace(found, written=source), search)["In the tuned config"]
+    assert said.startswith("nothing; the rest of B was not measured")
+
+
+def test_every_block_is_a_line_of_the_log_and_a_row_of_the_table() -> None:
+    page, search = page_of("dies above a threshold")
+    rows = {table.title: table.rows for table in page.tables}["All blocks"]
+    assert [row[0] for row in rows] == [str(entry.planned.number) for entry in search.entries]
+    for entry in search.entries:
+        assert planned_line(entry.planned).startswith(f"Block {entry.planned.number} {entry.planned.stage}, ")
+        ended = "ended by a kill: a reader was killed by signal 9" if entry.block.ended != "ok" else " samples/s"
+        assert ended in block_line(entry)
+    text = render_markdown([page], "made", "report.html")
+    assert "ended by a kill: a reader was killed" in text
+    assert "exp\\|001" in text, "no name breaks a table"
+
+
+def test_a_dry_run_names_what_may_be_tried_and_what_would_not_be_started() -> None:
+    machine = replace(BY_NAME["RAM-capped"], remote=True)
+    lines = plan_lines(machine.space(), BiasedPlanner(machine), "box")
+    planned = {line.split(":")[0]: line for line in lines}
+    assert "not started" not in planned["the config as it is"]
+    assert "not started: up to " in planned["training.workers=16"]
+    assert "training.train_batch_size=8 training.accumulate_steps=1" in planned
+    assert "data.store.requests=32" in planned
+    with pytest.raises(ConfigError, match="a setting that fits this machine; got none: up to "):
+        plan_lines(replace(machine.space(), ram_limit_bytes=2**30), BiasedPlanner(machine), "box")

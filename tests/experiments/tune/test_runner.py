@@ -1,0 +1,286 @@
+"""The lab with real trainers: what one living process measures, and how each end of it is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import textured, write_array
+from tests.support import fork_server
+from tests.support.chunk_server import ChunkServer
+from tests.support.kill_harness import processes_with
+from vesuvius.config import Config
+from vesuvius.config.load import dump_config, read_config
+from vesuvius.errors import StorageError
+from vesuvius.experiments.process import TrialInterrupted
+from vesuvius.experiments.trainer import trainer_config
+from vesuvius.experiments.tune.measurement import Block, Command, Setting
+from vesuvius.experiments.tune.runner import TrialRunner
+from vesuvius.monitor.session import read_session
+from vesuvius.runlog.plain import from_plain
+from vesuvius.runlog.records import read_records
+from vesuvius.stream.start.prepare import GreyRange, GreyRanges, prepare_data
+from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
+
+_HANG_S = 120
+# Far longer than any test takes: whoever waits for the end of such a block hangs.
+_LONG_S = 3600.0
+
+
+@pytest.fixture
+def config(tiny_config: Callable[..., Path]) -> Config:
+    return read_config(tiny_config(training={"validate_every": 500}))
+
+
+@pytest.fixture
+def trials(tmp_path: Path) -> Path:
+    return tmp_path / "trials"
+
+
+def wait_for(happened: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + _HANG_S
+    while not (found := happened()):
+        assert time.monotonic() < deadline, f"no {what} within {_HANG_S} s"
+        time.sleep(0.02)
+    return found
+
+
+def records_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    metrics = run / "metrics.jsonl"
+    return [record for record in read_records(metrics) if record["kind"] == kind] if metrics.exists() else []
+
+
+def pid_of(run: Path) -> int:
+    session = read_session(run / "session.json")
+    assert session is not None
+    return session.pid
+
+
+def no_process_of(trials: Path) -> bool:
+    return not processes_with(f"VESUVIUS_RUNS={trials.resolve()}")
+
+
+@contextmanager
+def when_it_trains(run: Path, act: Callable[[int], object]) -> Iterator[None]:
+    """Meanwhile, in another thread whose failure is the test's, do it to the pid of the trainer."""
+    failures: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            wait_for(lambda: len(records_of(run, "step")) >= 3, "step")
+            act(pid_of(run))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    yield
+    thread.join()
+    assert not failures, failures
+
+
+@pytest.mark.usefixtures("of_two_micro_batches")
+def test_one_trainer_measures_block_after_block(config: Config, trials: Path) -> None:
+    """Global batches of 4 samples; a task gives 16, and so many regions are in flight."""
+    config = config.model_copy(update={"data": config.data.model_copy(update={"regions_in_flight": 16})})
+    setting = Setting.of(config)
+    deeper, other = replace(setting, prefetch_factor=4), replace(setting, train_batch_size=4, accumulate_steps=1)
+    with TrialRunner(config, trials) as lab:
+        first = lab.measure(setting, "run", 0.2, _HANG_S)
+        assert (first.ended, first.cause) == ("ok", "")
+        pid, run = pid_of(trials / "000"), trials / "000"
+        assert first.seconds > first.measured_s > 0
+
+        # The run block: the time of its last steps, as their own records have it.
+        steps = records_of(run, "step")
+        assert first.samples % 4 == 0
+        measured = steps[-first.samples // 4 :]
+        assert first.measured_s == pytest.approx(math.fsum(step["step_s"] - step["pause_s"] for step in measured))
+        waited_s = math.fsum(step["data_s"] for step in measured)
+        assert first.data_share == pytest.approx(waited_s / first.measured_s)
+        assert first.text == records_of(run, "verdict")[-1]["text"]
+        assert first.ram_bytes is not None
+        assert first.ram_bytes > 100 * 2**20, "torch alone is larger"
+        assert first.cores_used is not None
+        assert 0 < first.cores_used < (os.cpu_count() or 1) + 1
+
+        # Readers and steps by themselves: what the loop sees of them is a gap in the order of samples.
+        read = lab.measure(setting, "readers", 0.2, _HANG_S)
+        computed = lab.measure(setting, "step", 0.2, _HANG_S)
+        again = lab.measure(deeper, "run", 0.2, _HANG_S)
+        assert [block.ended for block in (read, computed, again)] == ["ok"] * 3
+        later = records_of(run, "step")[len(steps) :]
+        assert [step["step"] for step in later] == list(range(steps[-1]["step"] + 1, later[-1]["step"] + 1))
+        gap = later[0]["sample_index"] - steps[-1]["samples_total"]
+        assert gap >= read.samples + 2, "one batch for all steps"
+        assert computed.samples >= 3 * 4
+        assert read.samples % 16 == 0, "whole cycles"
+        assert read.reader_s is not None
+        assert read.rate == pytest.approx(1 / read.reader_s, rel=0.7), "the trainer reads, and does nothing else"
+        assert read.text == computed.text == ""
+
+        # One process, with one validation and one checkpoint; the prefetch was changed in it.
+        assert pid_of(run) == pid
+        assert len(records_of(run, "validation")) == 1
+        assert (trials / "000.log").read_text().count("saved ") == 1
+        changes = [event for event in records_of(run, "event") if event["event"] == "reconfigured"]
+        assert [(event["workers"], event["prefetch_factor"]) for event in changes] == [(0, 4)]
+
+        # Another batch is another process, with another seed.  It does not measure the data again.
+        facts = read_facts(trials / "data_facts.pt", config.data)
+        assert facts is not None
+        greys = GreyRanges((GreyRange(-7.0, 777.0),), ())
+        write_facts(trials / "data_facts.pt", config.data, replace(facts, greys=greys))
+        assert lab.measure(other, "step", 0.2, _HANG_S).ended == "ok"
+        assert not psutil.pid_exists(pid)
+        assert pid_of(trials / "001") != pid
+        assert "777.0" in (trials / "001/split.json").read_text()
+        assert not (run / "checkpoints").exists()
+    assert no_process_of(trials)
+    assert trainer_config(config, 0).seed != trainer_config(config, 1).seed
+    assert from_plain(Block, json.loads(json.dumps(asdict(first)))) == first
+
+
+@pytest.mark.long
+def test_readers_of_ray_are_added_to_a_living_trainer(config: Config, trials: Path) -> None:
+    setting = Setting.of(config)
+    with TrialRunner(config, trials) as lab:
+        assert lab.measure(setting, "step", 0.1, _HANG_S).ended == "ok"
+        pid = pid_of(trials / "000")
+        read = lab.measure(replace(setting, workers=1), "readers", 0.2, _HANG_S)
+        ran = lab.measure(replace(setting, workers=1), "run", 0.2, _HANG_S)
+        assert (read.ended, ran.ended) == ("ok", "ok"), (read.cause, ran.cause)
+        assert pid_of(trials / "000") == pid
+    assert read.reader_s is not None
+    steps = records_of(trials / "000", "step")
+    assert steps[-1]["workers"] == 1
+    assert steps[-1]["worker_max_bytes"] > 0, "blocks came from another process"
+    assert no_process_of(trials), "Ray's daemons would outlive it by a minute"
+
+
+@pytest.mark.long
+def test_the_rate_of_readers_is_that_of_their_requests(
+    tiny_config: Callable[..., Path], tmp_path: Path, trials: Path
+) -> None:
+    """Each chunk takes 0.1 s, so r requests in flight fetch 10 r chunks a second, and fewer on a busy machine."""
+    slow = [{"path": r"\.zarr/\d", "kind": "delay", "delay_s": 0.1}]
+    volume = write_array(tmp_path / "fine.zarr", textured((96, 128, 128)), chunk=16)
+    with ChunkServer(tmp_path) as server:
+        data = {"volumes": [{"path": server.url_of(volume)}], "store": {"requests": 4}, "regions_in_flight": 4}
+        config = read_config(tiny_config(data=data, cluster={"object_store_gib": 0.0001}))
+        setting = Setting.of(config)
+        plan = prepare_data(trainer_config(config, 0).seed, config.data).plan
+        boxes = [plan.visit(slot).region for slot in range(40)]
+        chunks = fmean(math.prod(-(-hi // 16) - lo // 16 for lo, hi in zip(*box, strict=True)) for box in boxes)
+        server.set_faults(slow)
+        with TrialRunner(config, trials) as lab:
+            few = lab.measure(setting, "readers", 2.5, _HANG_S)
+            refused = lab.measure(replace(setting, workers=1), "readers", 2.5, _HANG_S)
+            server.reset()
+            many = lab.measure(replace(setting, requests=16), "readers", 1.5, _HANG_S)
+            assert server.stats()["max_in_flight"] == 16
+            starved = lab.measure(replace(setting, requests=1), "run", 3.0, _HANG_S)
+    for block, requests in ((few, 4), (many, 16), (starved, 1)):
+        assert block.ended == "ok", block.cause
+        # 0.4: with the requests of the block before, `many` would have a quarter.
+        assert 0.4 < block.rate * chunks / plan.patches_per_region / (requests / 0.1) < 1.3
+    assert starved.data_share is not None
+    assert starved.data_share > 0.3, "the network computes several times as fast"
+    assert starved.text.startswith("data-bound")
+    assert refused.ended == "failed"
+    assert "cluster.object_store_gib" in refused.cause
+    assert len(list(trials.glob("*.yaml"))) == 1, "the trainer lives on"
+
+
+def test_a_trainer_that_is_killed_or_held_costs_its_block_only(config: Config, trials: Path) -> None:
+    setting = Setting.of(config)
+    with TrialRunner(config, trials) as lab:
+        with when_it_trains(trials / "000", lambda pid: os.kill(pid, signal.SIGKILL)):
+            killed = lab.measure(setting, "run", _LONG_S, _HANG_S)
+        assert killed.ended == "killed"
+        assert "the run (pid" in killed.cause
+        assert "\n" not in killed.cause
+        assert killed.ram_bytes is not None
+        assert killed.rate == 0.0
+
+        assert lab.measure(setting, "run", 0.1, _HANG_S).ended == "ok", "the next has a trainer of its own"
+        pid = pid_of(trials / "001")
+        os.kill(pid, signal.SIGSTOP)
+        held = lab.measure(setting, "run", 0.1, 0.3)
+        assert held.ended == "timeout"
+        assert held.cause.startswith("no result within 0 s; it ")
+        assert not psutil.pid_exists(pid)
+
+
+def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., Path], trials: Path) -> None:
+    config = read_config(tiny_config(monitor={"ram_limit_gib": 0.2}))
+    with TrialRunner(config, trials) as lab:
+        block = lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
+    assert block.ended == "guard"
+    assert "near out of memory: monitor.ram_limit_gib: " in block.cause
+    assert block.ram_bytes is not None
+    assert block.ram_bytes > 0.1 * 2**30
+
+
+def test_stop_ends_the_block_in_hand_and_leaves_no_process(config: Config, trials: Path) -> None:
+    with TrialRunner(config, trials) as lab:
+        with when_it_trains(trials / "000", lambda pid: lab.stop()), pytest.raises(TrialInterrupted):
+            lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
+        assert no_process_of(trials)
+        with pytest.raises(TrialInterrupted):
+            lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
+
+
+def test_a_trainer_ends_by_itself_when_its_tune_is_killed(config: Config, trials: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    script = """
+import sys
+from pathlib import Path
+from vesuvius.config.load import read_config
+from vesuvius.experiments.tune.measurement import Setting
+from vesuvius.experiments.tune.runner import TrialRunner
+config = read_config(Path(sys.argv[1]))
+with TrialRunner(config, Path(sys.argv[2])) as lab:
+    lab.measure(Setting.of(config), "run", 3600.0, 3600.0)
+"""
+    tune = fork_server.Popen([sys.executable, "-c", script, str(tmp_path / "config.yaml"), str(trials)])
+    try:
+        wait_for(lambda: len(records_of(trials / "000", "step")) >= 3, "step")
+        trainer = psutil.Process(pid_of(trials / "000"))
+    finally:
+        tune.kill()
+        tune.wait()
+    wait_for(lambda: not trainer.is_running() or trainer.status() == psutil.STATUS_ZOMBIE, "end of the trainer")
+    assert records_of(trials / "000", "run_end")[-1]["exit_code"] == 75, "in good order"
+
+
+def test_what_no_trainer_can_begin_with_says_why(config: Config, trials: Path) -> None:
+    with TrialRunner(config, trials) as lab:
+        invalid = lab.measure(replace(Setting.of(config), train_batch_size=0), "run", 1.0, _HANG_S)
+        assert invalid.ended == "failed"
+        assert "training.train_batch_size: Input should be greater than or equal to 1" in invalid.cause
+        trials.mkdir()
+        (trials / "000").symlink_to("/proc/no-such-place")
+        with pytest.raises(StorageError, match="continue with --resume"):
+            lab.measure(Setting.of(config), "run", 1.0, _HANG_S)
+        assert no_process_of(trials)
+
+
+def test_a_command_is_a_line() -> None:
+    command = Command(3, "readers", 1.5, workers=2, prefetch_factor=4, requests=8)
+    assert command.line().endswith(b"}\n")
+    assert Command(**json.loads(command.line())) == command

@@ -1,0 +1,555 @@
+"""The policy on simulated machines: near the best, within the memory and the budget, the same each time."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache
+from statistics import fmean
+
+import pytest
+
+from tests.experiments.tune.simulated import (
+    BY_NAME,
+    GIB,
+    GUARD_SHARE,
+    MACHINES,
+    SHARED,
+    SLOW,
+    SOURCE,
+    BiasedPlanner,
+    Machine,
+    SimulatedRunner,
+    best_rate,
+    tune,
+)
+from vesuvius.experiments.process import Ended
+from vesuvius.experiments.tune.measurement import Block, BlockKind, Evidence, Knob, SearchSpace, Setting
+from vesuvius.experiments.tune.policy import conclude, recommend
+from vesuvius.experiments.tune.search import Entry, Recommendation, Search
+from vesuvius.runlog.plain import from_plain
+
+DIES = BY_NAME["dies above a threshold"]
+every_machine = pytest.mark.parametrize("name", BY_NAME)
+
+
+def drifting(machine: Machine, drift: float) -> Machine:
+    return replace(machine, disturbance=replace(machine.disturbance, drift=drift))
+
+
+@cache
+def tuned(name: str, seed: int = 0, drift: float = 0.0) -> tuple[tuple[Entry, ...], Recommendation]:
+    machine = drifting({**BY_NAME, SLOW.name: SLOW}[name], drift)
+    entries, found = tune(machine, seed, machine.space(budget_s=1800.0))
+    return tuple(entries), found
+
+
+def shares(drift: float, seeds: int) -> dict[str, float]:
+    """Mean share of the optimum, by machine."""
+    return {
+        name: fmean(machine.rate(tuned(name, seed, drift)[1].best) / best_rate(machine) for seed in range(seeds))
+        for name, machine in BY_NAME.items()
+    }
+
+
+def same(drift: float, seeds: int) -> dict[str, float]:
+    """Share of tunes with the most frequent recommendation, by machine."""
+    picks = {name: Counter(tuned(name, seed, drift)[1].best for seed in range(seeds)) for name in BY_NAME}
+    return {name: count.most_common(1)[0][1] / seeds for name, count in picks.items()}
+
+
+@pytest.mark.parametrize(("drift", "least", "seeds"), [(0.0, 0.97, 1), (0.05, 0.97, 2), (0.10, 0.93, 2)])
+def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: float, seeds: int) -> None:
+    found = shares(drift, seeds)
+    assert fmean(found.values()) >= least, found
+    assert min(found.values()) >= 0.88, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("drift", "least", "alike"), [(0.05, 0.97, 0.9), (0.10, 0.93, 0.8)])
+def test_thirty_tunes_end_near_the_best_and_agree(drift: float, least: float, alike: float) -> None:
+    found, agreed = shares(drift, seeds=30), same(drift, seeds=30)
+    print(f"\ndrift {drift:.0%}: shares of the optimum {found}\nthe same: {agreed}")
+    assert fmean(found.values()) >= least
+    assert fmean(agreed.values()) >= alike
+
+
+@every_machine
+def test_no_block_is_beyond_the_memory_or_the_budget(name: str) -> None:
+    check_bounds(BY_NAME[name], tuned(name)[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
+@every_machine
+def test_no_block_is_beyond_the_memory_or_the_budget_though_the_machine_drifts(name: str, seed: int) -> None:
+    check_bounds(BY_NAME[name], tuned(name, seed, 0.10)[0])
+
+
+def check_bounds(machine: Machine, entries: tuple[Entry, ...]) -> None:
+    for entry in entries:
+        assert machine.ram_bytes(entry.planned.setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
+        vram = machine.vram_bytes(entry.planned.setting)
+        assert vram is None or vram <= GUARD_SHARE * machine.vram_limit_gib * GIB
+        assert machine.scale_batch or entry.planned.setting.global_batch == machine.source.global_batch
+    assert sum(entry.block.seconds for entry in entries) <= 1800.0
+    assert {entry.block.ended for entry in entries} <= ({"ok", "killed"} if machine is DIES else {"ok"})
+
+
+@every_machine
+def test_the_same_blocks_give_the_same_questions_and_answer(name: str) -> None:
+    machine, (entries, found) = BY_NAME[name], tuned(name)
+    again = Search(Recorded(entries), machine.space(budget_s=1800.0), BiasedPlanner(machine))
+    assert recommend(again) == found
+    assert [entry.planned for entry in again.entries] == [entry.planned for entry in entries]
+
+
+class Recorded:
+    """Answers with the blocks of a tune."""
+
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
+        self.blocks = [entry.block for entry in entries]
+
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
+        block = self.blocks.pop(0)
+        assert (block.setting, block.kind) == (setting, kind)
+        return block
+
+
+@every_machine
+def test_every_changed_knob_has_a_reason_with_figures_and_the_gain_was_measured_in_turn(name: str) -> None:
+    _, found = tuned(name)
+    assert set(found.reasons) == set(found.best.changes(BY_NAME[name].source))
+    assert all(any(c.isdigit() for c in why) or why.startswith("made room") for why in found.reasons.values())
+    assert found.certainty == "sure"
+    assert found.gain is not None
+    assert found.gain.pairs >= 3
+    assert found.gain.low is not None
+
+
+def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> None:
+    entries, found = tuned("data-bound on cores")
+    assert found.best.workers in (5, 6)
+    assert found.ended["readers"].startswith("cap: all 5 cores are busy at ")
+    assert {entry.planned.stage for entry in entries} <= {"baseline", "readers", "confirm"}
+    assert found.ended["switches"].startswith("not entered: readers deliver ")
+
+
+def test_what_kills_unforeseen_bars_all_that_is_no_smaller() -> None:
+    entries, found = tuned(DIES.name)
+    died = [entry.planned.setting.workers for entry in entries if entry.block.ended == "killed"]
+    assert 1 <= len(died) == len(set(died)) <= 2
+    assert died == sorted(died, reverse=True)
+    assert found.best.workers == 6
+
+
+TRADES = Machine(
+    "trades", sample_s=0.01, decode_s=0.25, ram=(4.0, 0.5, 0.2, 0.02), source=replace(SOURCE, prefetch_factor=8)
+)
+
+
+@pytest.mark.parametrize("workers", [2, 13])
+def test_prefetch_makes_room_for_readers_and_the_reason_says_so(workers: int) -> None:
+    """Each reader gains as much as the one before; from 13 on a single one gains less than a fixed knee of 8 %."""
+    limit_gib = (TRADES.ram_bytes(replace(TRADES.source, workers=workers)) / GIB + 0.5) / GUARD_SHARE
+    machine = replace(TRADES, name=f"trades {workers}", source=replace(TRADES.source, workers=workers))
+    machine = replace(machine, ram_limit_gib=limit_gib)
+    entries, found = tune(machine, 0)
+    assert found.certainty == "sure"
+    assert found.best.workers == min(2 * workers, 16) if workers > 2 else found.best.workers > workers
+    assert found.best.prefetch_factor < 8
+    assert "less prefetch makes room for them in memory" in found.reasons["workers"]
+    assert found.reasons["prefetch_factor"] == found.reasons["workers"]
+    assert machine.rate(found.best) >= 0.9 * best_rate(machine)
+    check_bounds(machine, tuple(entries))
+
+
+def test_where_a_faster_step_cannot_be_confirmed_readers_keep_the_prefetch_that_made_room_for_them() -> None:
+    """A larger micro-batch gains as steps alone, and its whole run ends badly; readers found before are still taken."""
+    limit_gib = (TRADES.ram_bytes(TRADES.source) / GIB + 0.5) / GUARD_SHARE
+    machine = replace(TRADES, name="trades and fails", decode_s=0.2, sample_s=0.05, launch_s=0.02)
+    machine = replace(machine, ram_limit_gib=limit_gib)
+    runner = EndsBadly(machine, lambda setting, _: setting.train_batch_size > 1, "failed")
+    found = recommend(Search(runner, machine.space(), BiasedPlanner(machine)))
+    assert found.best.workers > machine.source.workers
+    assert found.best.prefetch_factor < machine.source.prefetch_factor
+
+
+def test_a_memory_cap_is_named_with_its_figures() -> None:
+    _, found = tuned("RAM-capped")
+    assert "of RAM predicted, limit 34.44 GiB" in found.ended["readers"]
+
+
+def test_a_fed_trainer_keeps_fewer_readers() -> None:
+    assert tuned("compute-bound")[1].best.workers == 1
+
+
+def test_latency_is_hidden_by_requests_and_readers() -> None:
+    best = tuned("data-bound on latency")[1].best
+    assert best.requests > SOURCE.requests
+    assert best.workers > 1
+
+
+def test_requests_stay_as_they_are_on_a_disk() -> None:
+    assert {entry.planned.setting.requests for entry in tuned("data-bound on cores")[0]} == {SOURCE.requests}
+
+
+def test_bursts_are_met_by_prefetch_once_the_run_waits_though_the_readers_could_deliver() -> None:
+    entries, found = tuned("bursts")
+    assert found.best.prefetch_factor == 16
+    assert {e.planned.stage for e in entries if e.planned.setting.prefetch_factor > 1} == {"confirm"}
+
+
+def test_a_faster_step_and_more_readers_are_found_though_neither_gains_alone() -> None:
+    best = tuned("coupled")[1].best
+    assert (best.workers, best.train_batch_size) == (8, 4)
+
+
+def at_cap_of_readers(machine: Machine, budget_s: float = 1800.0) -> tuple[list[Entry], Recommendation]:
+    """As `tools/bench/tune.py` does: requests are kept, so readers stay slower than the trainer."""
+    return tune(machine, 0, replace(machine.space(budget_s), kept=("requests",)))
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.05])
+def test_larger_micro_batches_leave_the_cores_to_readers_that_set_the_pace(drift: float) -> None:
+    machine = drifting(SHARED, drift)
+    _, found = at_cap_of_readers(machine)
+    most = max(machine.rate(setting) for setting in machine.settings() if setting.requests == SOURCE.requests)
+    assert machine.rate(replace(found.best, train_batch_size=1, accumulate_steps=4)) < 0.9 * most, "by readers alone"
+    assert machine.rate(found.best) >= 0.95 * most
+    assert found.certainty == "sure"
+    assert found.reasons["train_batch_size"].endswith("is left to the readers")
+
+
+def test_a_trainer_on_a_gpu_leaves_its_micro_batches_to_readers_that_set_the_pace() -> None:
+    _, found = at_cap_of_readers(replace(SHARED, name="own cores", on_gpu=True, beside=0.0))
+    assert found.best.train_batch_size == 1
+    assert found.ended["batch"].startswith("not entered: ")
+
+
+def test_a_budget_that_is_nearly_spent_goes_to_the_whole_run_of_the_readers() -> None:
+    entries, found = at_cap_of_readers(SHARED, budget_s=200.0)
+    assert "batch" not in {entry.planned.stage for entry in entries}
+    assert found.certainty == "sure"
+    assert found.best.workers > 1
+
+
+def test_a_cpu_tries_no_switch_of_a_gpu() -> None:
+    tried = {knob for entry in tuned("CPU")[0] for knob in entry.planned.setting.changes(BY_NAME["CPU"].source)}
+    assert tried.isdisjoint({"amp", "cudnn_benchmark", "channels_last"})
+    assert "compile" in tried
+
+
+def test_compiling_is_not_tried_where_it_would_take_much_of_the_budget() -> None:
+    machine = BY_NAME["CPU"]
+    entries, found = tune(machine, 0, machine.space(budget_s=400.0))
+    assert not any(entry.planned.setting.compile for entry in entries)
+    assert "compile false -> true not tried: compiling would take 15% of the budget" in found.ended["switches"]
+
+
+def test_cudnn_times_no_kernels_where_runs_are_to_repeat() -> None:
+    machine = Machine("eager", sample_s=0.4, source=replace(SOURCE, cudnn_benchmark=False))
+    free, _ = tune(machine, 0)
+    bound, _ = tune(machine, 0, replace(machine.space(), deterministic=True))
+    assert any(entry.planned.setting.cudnn_benchmark for entry in free)
+    assert not any(entry.planned.setting.cudnn_benchmark for entry in bound)
+
+
+@pytest.mark.parametrize(("source_amp", "tried"), [("off", True), ("auto", False), ("bf16", False), ("fp16", False)])
+def test_a_number_format_that_the_config_names_stays(source_amp: str, tried: bool) -> None:
+    machine = replace(BY_NAME["switches matter"], name=f"amp {source_amp}", source=replace(SOURCE, amp=source_amp))
+    entries, _ = tune(machine, 0)
+    assert {entry.planned.setting.amp for entry in entries} == ({"off", "auto"} if tried else {source_amp})
+
+
+def test_the_effective_batch_grows_only_where_it_may() -> None:
+    machine = BY_NAME["larger batches"]
+    entries, free = tuned(machine.name)
+    _, bound = tune(machine, 0, replace(machine.space(), scale_batch=False))
+    assert free.best.global_batch > machine.source.global_batch
+    assert bound.best.global_batch == machine.source.global_batch
+    assert max(entry.planned.setting.train_batch_size for entry in entries) <= machine.space().most_batch
+    assert "--scale-batch" in tune(SLOW, 0)[1].ended["batch"]
+
+
+@pytest.mark.parametrize("budget_s", [60.0, 120.0, 300.0])
+def test_a_budget_that_is_spent_first_leaves_it_undecided_with_what_is_known(budget_s: float) -> None:
+    machine = BY_NAME["VRAM-capped"]
+    entries, found = tune(machine, 0, machine.space(budget_s=budget_s))
+    assert found.certainty == "undecided"
+    assert found.reason.startswith("the budget was spent: ")
+    assert sum(entry.block.seconds for entry in entries) <= budget_s
+    assert machine.rate(found.best) >= 0.97 * machine.rate(machine.source)
+
+
+def test_a_budget_for_nothing_measures_nothing() -> None:
+    entries, found = tune(MACHINES[0], 0, MACHINES[0].space(budget_s=30.0))
+    assert entries == []
+    assert (found.certainty, found.best) == ("none", MACHINES[0].source)
+
+
+def test_nothing_to_change_is_said_where_nothing_helps() -> None:
+    machine = Machine("fed", sample_s=0.4, source=replace(SOURCE, workers=1))
+    _, found = tune(machine, 0)
+    assert found.certainty == "unchanged"
+    assert found.best == machine.source
+    assert found.reason == "no change that was tried is worth it"
+    knobs = ("workers", "prefetch_factor", "train_batch_size", "channels_last", "compile")
+    _, found = tune(machine, 0, replace(machine.space(), kept=knobs))
+    assert (found.certainty, found.reason) == ("unchanged", "there was nothing to try")
+
+
+FEWER, MORE = replace(SOURCE, workers=1), replace(SOURCE, workers=4)
+COMPUTES = Machine("computes", sample_s=0.4)
+TIGHT, WIDE = (-0.01, 0.0, 0.01), (-0.3, 0.0, 0.3)
+
+
+class Waits(SimulatedRunner):
+    """Runs that wait for data so much of the time."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(COMPUTES, 0)
+        self.share = share
+
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
+        return replace(super().measure(setting, kind, seconds, limit_s), data_share=self.share)
+
+
+@pytest.mark.parametrize(
+    ("best", "gain", "spread", "waits", "verdict"),
+    [
+        (FEWER, -0.01, TIGHT, 0.5, "better"),
+        (FEWER, -0.01, WIDE, 0.5, "undecided"),
+        (FEWER, -0.01, WIDE, 0.02, "better"),  # more readers could gain no more than what it waits
+        (FEWER, -0.10, TIGHT, 0.5, "undecided"),
+        (MORE, 0.01, TIGHT, 0.5, "unchanged"),
+        (MORE, 0.01, WIDE, 0.0, "undecided"),
+        (MORE, 0.10, TIGHT, 0.5, "better"),
+        (MORE, 0.10, WIDE, 0.5, "undecided"),
+        (MORE, 0.60, (-0.6, 0.0, 0.6), 0.5, "undecided"),
+    ],
+)
+def test_a_verdict_is_no_surer_than_the_interval(
+    best: Setting, gain: float, spread: tuple[float, ...], waits: float, verdict: str
+) -> None:
+    search = Search(Waits(waits), COMPUTES.space(), BiasedPlanner(COMPUTES))
+    for setting in (SOURCE, best):
+        search.measure(setting, "run", "confirm", "so")
+    search.best, search.ended["confirm"] = best, "so"
+    search.with_base = [((1 + gain) * math.exp(off), 1.0) for off in (*spread, *spread)]
+    found = conclude(search)
+    assert found.certainty == verdict
+    assert found.best == (best if verdict == "better" else SOURCE)
+    assert verdict != "undecided" or re.search(r"was not decided: [-+.\d]+ % \(95 %: ", found.reason)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_to_change_is_said_only_where_all_that_was_given_up_surely_gains_little(seed: int) -> None:
+    """With a drift of 10 % three pairs hold gains of 20 % and more."""
+    machine = drifting(Machine("fed", sample_s=0.4, source=replace(SOURCE, workers=1)), 0.10)
+    _, found = tune(machine, seed)
+    highs = re.findall(r"not taken: \S+ % \(95 %: \S+ to (\S+) %", found.ended["batch"] + found.ended["switches"])
+    assert found.certainty in ("unchanged", "undecided")
+    assert highs
+    assert found.certainty == ("unchanged" if max(map(float, highs)) < 10 else "undecided")
+
+
+def test_a_source_that_does_not_fit_the_ram_begins_smaller() -> None:
+    source = replace(SOURCE, workers=12, prefetch_factor=4)
+    machine = replace(BY_NAME["RAM-capped"], name="too many readers", source=source)
+    entries, found = tune(machine, 0)
+    assert entries[0].planned.setting.workers < 12
+    assert "the unchanged config does not fit" in entries[0].planned.why
+    assert all(entry.block.ended == "ok" for entry in entries)
+    assert found.best.global_batch == source.global_batch
+
+
+def test_a_source_that_does_not_fit_the_gpu_gets_smaller_pieces() -> None:
+    source = replace(SOURCE, workers=4, train_batch_size=32, accumulate_steps=1)
+    machine = replace(BY_NAME["VRAM-capped"], name="too large a batch", source=source, bias=(1.0, 0.8, 0.75, 1.2))
+    first = tune(machine, 0)[0][0].planned.setting
+    assert (first.train_batch_size, first.accumulate_steps) == (4, 8)
+    assert (first.workers, first.prefetch_factor) == (source.workers, source.prefetch_factor)
+
+
+@pytest.mark.parametrize(("kept", "next_one"), [((), (6, 1)), (("prefetch_factor",), (6, 2)), (("workers",), (12, 1))])
+def test_a_baseline_that_dies_is_made_smaller_by_the_knobs_that_may_be_turned(
+    kept: tuple[Knob, ...], next_one: tuple[int, int]
+) -> None:
+    machine = replace(DIES, name="dies at once", source=replace(SOURCE, workers=12), dies_at_workers=1)
+    entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
+    assert (entries[1].planned.setting.workers, entries[1].planned.setting.prefetch_factor) == next_one
+    assert found.certainty == "none"
+    assert found.best == machine.source
+    assert "was ended by a kill" in found.reason
+
+
+@pytest.mark.parametrize("name", ["data-bound on cores", "switches matter", "VRAM-capped", "CPU", "bursts"])
+@pytest.mark.parametrize("kept", [("workers",), ("prefetch_factor", "compile"), ("train_batch_size",)])
+def test_knobs_that_are_to_be_kept_are_turned_by_no_block(name: str, kept: tuple[Knob, ...]) -> None:
+    machine = BY_NAME[name]
+    entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
+    for setting in (found.best, *(entry.planned.setting for entry in entries)):
+        assert not set(kept) & setting.changes(machine.source).keys()
+
+
+def test_what_is_to_be_kept_is_named_where_nothing_else_fits() -> None:
+    source = replace(SOURCE, workers=4, train_batch_size=32, accumulate_steps=1)
+    machine = replace(BY_NAME["VRAM-capped"], name="too large a batch", source=source)
+    entries, found = tune(machine, 0, replace(machine.space(), kept=("train_batch_size",)))
+    assert entries == []
+    assert found.reason.startswith("even the smallest setting does not fit with --keep train_batch_size: up to ")
+
+
+def test_an_error_of_the_config_ends_it_at_once() -> None:
+    class Broken(SimulatedRunner):
+        def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
+            return Block(setting, kind, "failed", "data.volumes[0].path must exist; got x.zarr", 4.0)
+
+    search = Search(Broken(MACHINES[0], 0), MACHINES[0].space(), BiasedPlanner(MACHINES[0]))
+    found = recommend(search)
+    assert (found.certainty, len(search.entries)) == ("none", 1)
+    assert "got x.zarr" in found.reason
+
+
+def test_half_an_hour_feeds_a_run_of_18_s_a_step() -> None:
+    entries, found = tuned(SLOW.name)
+    assert SLOW.rate(found.best) >= 0.95 * best_rate(SLOW)
+    assert {entry.block.ended for entry in entries} == {"ok"}
+
+
+@pytest.mark.parametrize("workers", [1, 5, 0])
+def test_a_baseline_too_slow_to_measure_is_tried_with_more_readers_and_then_the_budget_is_named(workers: int) -> None:
+    machine = replace(SLOW, name="too slow", decode_s=1e5, source=replace(SLOW.source, workers=workers))
+    entries, found = tune(machine, 0, machine.space(budget_s=3600.0))
+    tried = [entry.planned.setting.workers for entry in entries]
+    assert tried == sorted(set(tried))
+    assert 2 <= len(tried) <= 3
+    assert found.certainty == "none"
+    assert found.reason.endswith("; a larger --budget gives each block more time")
+
+
+class EndsBadly(SimulatedRunner):
+    """A machine on which some run blocks end badly."""
+
+    def __init__(self, machine: Machine, bad: Callable[[Setting, int], bool], ended: Ended = "guard") -> None:
+        super().__init__(machine, 0)
+        self.bad, self.ended, self.runs = bad, ended, 0
+
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
+        block = super().measure(setting, kind, seconds, limit_s)
+        self.runs += kind == "run"
+        return Block(setting, kind, self.ended, "so", 20.0) if kind == "run" and self.bad(setting, self.runs) else block
+
+
+def ended_badly(name: str, bad: Callable[[Setting, int], bool], ended: Ended = "guard") -> Recommendation:
+    machine = BY_NAME[name]
+    return recommend(Search(EndsBadly(machine, bad, ended), machine.space(), BiasedPlanner(machine)))
+
+
+@pytest.mark.parametrize("ended", ["guard", "killed", "timeout", "failed"])
+def test_what_ends_badly_when_it_is_confirmed_is_not_taken_and_nothing_is_called_decided(ended: Ended) -> None:
+    source = BY_NAME["switches matter"].source
+    found = ended_badly("switches matter", lambda setting, _: setting != source, ended)
+    assert found.best == source
+    assert found.certainty == "undecided"
+    assert "was ended by" in found.reason
+
+
+def test_where_the_whole_cannot_be_confirmed_its_readers_are() -> None:
+    found = ended_badly("coupled", lambda setting, _: setting.train_batch_size > 1)
+    assert found.best.workers > BY_NAME["coupled"].source.workers
+    assert found.best.train_batch_size == 1
+
+
+def test_a_baseline_that_ends_badly_the_second_time_gives_no_gain() -> None:
+    source = BY_NAME["data-bound on cores"].source
+    found = ended_badly("data-bound on cores", lambda setting, runs: setting == source and runs > 1, "failed")
+    assert found.gain is None
+    assert found.certainty == "undecided"
+
+
+def test_a_source_that_died_is_never_recommended() -> None:
+    machine = replace(BY_NAME["RAM-capped"], name="half", bias=(0.5,) * 4, source=replace(SOURCE, workers=12))
+    for budget_s in (60.0, 100.0, 200.0, 1800.0):
+        entries, found = tune(machine, 0, machine.space(budget_s=budget_s))
+        died = {entry.planned.setting for entry in entries if entry.block.ended == "guard"}
+        assert machine.source in died
+        assert found.certainty == "none" or found.best not in died
+
+
+@pytest.mark.parametrize("name", ["data-bound on cores", "switches matter", "coupled"])
+def test_what_dies_though_it_was_measured_before_is_neither_tried_again_nor_recommended(name: str) -> None:
+    machine, runs = BY_NAME[name], Counter[Setting]()
+
+    def dies(setting: Setting, _: int) -> bool:
+        runs[setting] += 1
+        return setting != machine.source and runs[setting] > 1
+
+    search = Search(EndsBadly(machine, dies), machine.space(), BiasedPlanner(machine))
+    found = recommend(search)
+    asked = [(entry.block.setting, entry.block.ended) for entry in search.entries]
+    died = [number for number, (_, ended) in enumerate(asked) if ended == "guard"]
+    assert died
+    for number in died:
+        assert asked[number][0] not in [setting for setting, _ in asked[number + 1 :]]
+        assert asked[number][0] != found.best
+
+
+def test_a_death_by_a_switch_says_nothing_of_those_without_it() -> None:
+    machine = BY_NAME["switches matter"]
+
+    class DiesCompiled(SimulatedRunner):
+        def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
+            block = super().measure(setting, kind, seconds, limit_s)
+            return Block(setting, kind, "killed", "signal 9", 20.0) if setting.compile else block
+
+    search = Search(DiesCompiled(machine, 0), machine.space(), BiasedPlanner(machine))
+    found = recommend(search)
+    assert found.best.amp == "auto"
+    assert not found.best.compile
+    assert search.memory.risk(found.best) == "low"
+
+
+def test_a_trainer_that_reads_itself_and_is_to_keep_that_gets_larger_batches() -> None:
+    machine = Machine("reads itself", decode_s=0.01, sample_s=0.05, launch_s=0.1, source=replace(SOURCE, workers=0))
+    _, found = tune(machine, 0, replace(machine.space(), kept=("workers",)))
+    assert (found.certainty, found.best.train_batch_size) == ("sure", 8)
+
+
+@pytest.mark.parametrize(("sample_s", "workers"), [(0.05, 1), (5.0, 0)])
+def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time(sample_s: float, workers: int) -> None:
+    """One reader is no faster than the trainer that reads, and yet it reads while that computes."""
+    machine = Machine("takes turns", decode_s=0.04, sample_s=sample_s, source=replace(SOURCE, workers=0))
+    entries, found = tune(machine, 0)
+    assert found.best.workers == workers
+    assert (max(entry.planned.setting.workers for entry in entries) == 0) == (workers == 0)
+
+
+def test_a_trainer_that_reads_itself_gets_readers() -> None:
+    machine = Machine("reads itself", decode_s=0.05, sample_s=0.07, source=replace(SOURCE, workers=0))
+    _, found = tune(machine, 0)
+    assert found.best.workers >= 1
+    assert machine.rate(found.best) > 1.5 * machine.rate(machine.source)
+
+
+def test_a_space_survives_its_record() -> None:
+    space = replace(SLOW.space(), kept=("workers",), evidence=Evidence(9, "data-bound", 1.0, 4))
+    assert from_plain(SearchSpace, json.loads(json.dumps(asdict(space)))) == space
+
+
+def test_a_block_survives_its_record() -> None:
+    for entry in tuned("CPU")[0]:
+        assert from_plain(Block, json.loads(json.dumps(asdict(entry.block)))) == entry.block
+
+
+def test_fewer_readers_that_lose_a_lot_are_given_up_at_the_first_look() -> None:
+    """Six deliver a quarter less than eight; noise leaves the interval wide."""
+    noisy = replace(SHARED, disturbance=replace(SHARED.disturbance, noise=0.15))
+    entries, found = tune(noisy, 1, replace(noisy.space(3600.0), kept=("requests",)))
+    assert sum("in turn: workers 8 -> 6" in entry.planned.why for entry in entries) == 2 * 3
+    assert found.best.workers == 8

@@ -1,0 +1,114 @@
+"""What a tune begins with follows from the config and the machine it runs on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.monitor.test_verdict import GPU, hungry, window
+from vesuvius.config import Config
+from vesuvius.config.load import dump_config, read_config
+from vesuvius.experiments.tune.measurement import SearchSpace, Setting, in_words
+from vesuvius.experiments.tune.survey import ConfigPlanner, read_evidence, survey
+from vesuvius.monitor.probes.cores import usable_cores
+from vesuvius.monitor.verdict import judge
+from vesuvius.runlog.plain import from_plain
+from vesuvius.runlog.records import JsonLines
+from vesuvius.runlog.run_dir import run_dir
+from vesuvius.stream.start.prepare import prepare_data
+
+WriteConfig = Callable[..., Path]
+
+
+def surveyed(config: Config, scale_batch: bool = False) -> SearchSpace:
+    data = prepare_data(config.seed, config.data)
+    return survey(config, data, scale_batch=scale_batch, budget_s=1800.0)
+
+
+def test_the_space_of_a_local_volume_has_a_reader_a_core(tiny_config: WriteConfig) -> None:
+    space = surveyed(read_config(tiny_config()))
+    assert space.most_workers == max(int(usable_cores(os.getpid())), 1)
+    assert not space.remote
+    assert not space.on_gpu
+    assert space.vram_limit_bytes is None
+    assert from_plain(SearchSpace, asdict(space)) == space
+
+
+def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:
+    one, four = (
+        surveyed(read_config(tiny_config(training={"ranks": ranks}, monitor={"ram_limit_gib": 8.0})))
+        for ranks in (1, 4)
+    )
+    assert four.cores == one.cores / 4
+    assert four.ram_limit_bytes == pytest.approx(one.ram_limit_bytes / 4, rel=0.05)
+    assert four.most_batch == one.most_batch, "of the samples of one rank"
+    apart = read_config(tiny_config(training={"ranks": 4}, cluster={"address": "box:6379"}))
+    assert surveyed(apart).cores == one.cores, "a cluster places them"
+
+
+def test_what_the_source_has_is_never_beyond_the_caps(tiny_config: WriteConfig) -> None:
+    config = read_config(tiny_config(training={"workers": 50, "prefetch_factor": 40}))
+    space = surveyed(config)
+    assert space.most_workers == 50
+    assert space.most_prefetch == 40
+
+
+@pytest.mark.usefixtures("of_two_micro_batches")
+def test_micro_batches_stay_within_the_effective_batch_unless_it_may_grow(tiny_config: WriteConfig) -> None:
+    config = read_config(tiny_config())
+    assert surveyed(config).most_batch == config.global_batch == 4
+    assert surveyed(config, scale_batch=True).most_batch > 4
+
+
+def test_prefetch_is_not_raised_where_the_config_limits_its_bytes(tiny_config: WriteConfig) -> None:
+    assert surveyed(read_config(tiny_config())).most_prefetch == 16
+    limited = read_config(tiny_config(training={"prefetch_mib": 1}))
+    assert surveyed(limited).most_prefetch == limited.training.prefetch_factor
+
+
+def test_the_planner_knows_readers_batches_and_that_a_long_run_takes_more(tiny_config: WriteConfig) -> None:
+    long = {"steps_per_epoch": 100_000, "warmup_steps": 3}
+    config = read_config(tiny_config(training=long))
+    planner = ConfigPlanner(config, prepare_data(config.seed, config.data), on_gpu=False)
+    source = Setting.of(config)
+    two, four = replace(source, workers=2), replace(source, workers=4)
+    assert planner.ram_bytes(source) < planner.ram_bytes(two) < planner.ram_bytes(four)
+    assert planner.ram_bytes(source) < planner.ram_bytes(replace(source, train_batch_size=4, accumulate_steps=1))
+    assert planner.later_bytes(source) == 0, "nobody hands over where the trainer reads"
+    assert 0 < planner.later_bytes(two) < planner.later_bytes(four)
+    assert planner.vram_bytes(source) is None
+
+
+def test_the_last_verdict_of_the_run_is_the_first_evidence_if_its_setting_is_the_same(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESUVIUS_RUNS", str(tmp_path / "runs"))
+    path = tiny_config()
+    config = read_config(path)
+    assert read_evidence(config) is None
+    run = run_dir(config)
+    run.path.mkdir(parents=True)
+    (run.path / "config.resolved.yaml").write_text(dump_config(config))
+    verdict = judge(hungry(), GPU)
+    metrics = JsonLines(run.metrics)
+    metrics.write("verdict", step=9, **judge(window(), GPU).record())
+    metrics.write("verdict", step=40, **verdict.record())
+    metrics.close()
+    found = read_evidence(config)
+    assert found is not None
+    assert (found.step, found.text, found.workers, found.requests) == (40, verdict.text, 4, None)
+    assert read_evidence(read_config(path, ["training.workers=3"])) is None
+
+
+def test_a_setting_goes_into_a_config_and_comes_back(tiny_config: WriteConfig) -> None:
+    config = read_config(tiny_config())
+    source = Setting.of(config)
+    turned = replace(source, workers=3, requests=64, compile=True)
+    assert Setting.of(turned.applied_to(config)) == turned
+    assert Setting.of(read_config(tiny_config(), turned.overrides(source))) == turned
+    assert in_words(turned, source).startswith("workers 0 -> 3, requests 16 -> 64, compile false -> true")
+    assert in_words(source, source) == "nothing"

@@ -1,0 +1,236 @@
+"""The tuned config extends its source, sets what differs with a reason each, and reads as what was measured."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vesuvius.config import Config
+from vesuvius.config.describe import to_yaml
+from vesuvius.config.load import parse_config, read_config
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.experiments.tune.measurement import Setting
+from vesuvius.experiments.tune.tuned_config import (
+    MARK,
+    check_tunable,
+    tuned_path,
+    tuned_yaml,
+    write_tuned,
+)
+
+TOP = "name: tiny\ndata:\n  volumes:\n    - path: scroll.zarr\n"
+SHORT = "1.9 times the samples/s"
+
+
+def tuned_text(source: str, *overrides: str, reasons: dict[str, str] | None = None, name: str = "x.yaml") -> str:
+    return tuned_yaml(name, parse_config(source), parse_config(source, overrides), reasons or {}, ["by hand"])
+
+
+def tuned(tmp_path: Path, source: str, *overrides: str, name: str = "x.yaml") -> Config:
+    """Writes source and tuned config, and reads the latter."""
+    (tmp_path / name).write_text(source)
+    path = tuned_path(tmp_path / name)
+    write_tuned(path, tuned_text(source, *overrides, name=name))
+    return read_config(path)
+
+
+def test_a_tuned_config_is_a_few_lines_with_a_reason_each() -> None:
+    text = tuned_text(
+        TOP + "training: {workers: 2}\n",
+        "training.workers=6",
+        "training.prefetch_factor=4",
+        "data.store.requests=32",
+        reasons={"training.workers": SHORT, "data.store.requests": "a far store"},
+    )
+    assert text == (
+        f"# {MARK} from x.yaml; the next tune of it replaces this file.\n"
+        "# by hand\n"
+        "\n"
+        "extends: x.yaml\n"
+        "data:\n"
+        "  store:\n"
+        "    requests: 32  # was 16 by default; a far store\n"
+        "training:\n"
+        "  workers: 6  # was 2; 1.9 times the samples/s\n"
+        "  prefetch_factor: 4  # was 2 by default; as tuned\n"
+    )
+
+
+def test_a_value_as_it_was_is_not_written(tmp_path: Path) -> None:
+    source = TOP + "training: {workers: 6}\n"
+    assert "training" not in tuned_text(source, "training.workers=6")
+    assert tuned(tmp_path, source, "training.workers=6") == parse_config(source)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.volumes.0.level=1"],
+        ["data.volumes=[{path: other.zarr}]", "training.lr=2e-3"],
+        ["cluster={address: auto}"],  # in place of the section, so that object_store_gib is the default again
+        ["data.normalize={low: 0, high: 200}", "data.augment.turn=false"],
+        [" training . workers = 3", "name='- a'"],
+        ["model={channels: [16, 32]}", "training.checkpoint_levels=[]"],
+    ],
+)
+def test_what_the_command_line_has_set_is_read_back_whatever_its_form(tmp_path: Path, overrides: list[str]) -> None:
+    source = (
+        TOP
+        + "    - path: b.zarr\n      weight: 2\ncluster: {object_store_gib: 2}\ntraining: {checkpoint_levels: [1]}\n"
+    )
+    overrides = [override.replace("'- a'", "a") for override in overrides]
+    assert tuned(tmp_path, source, *overrides) == parse_config(source, overrides)
+
+
+def test_an_item_of_a_list_is_written_with_the_whole_list_and_keeps_its_reason() -> None:
+    text = tuned_text(TOP, "data.volumes.0.level=1", reasons={" data.volumes.0.level": "given"})
+    assert re.search(r"  volumes:  # was \[\{path: scroll.zarr.*; given\n    - path: scroll.zarr\n      level: 1", text)
+
+
+def test_the_first_reason_about_a_key_or_its_section_counts() -> None:
+    reasons = {"training.workers": "measured", "training": "given"}
+    text = tuned_text(TOP, "training.workers=6", "training.lr=1", reasons=reasons)
+    assert "  workers: 6  # was 2 by default; measured\n" in text
+    assert "  lr: 1.0  # was 0.0001 by default; given\n" in text
+
+
+def test_a_reason_cannot_break_out_of_its_comment(tmp_path: Path) -> None:
+    for evil in ("a\nseed: 3", "a\x85seed: 3", "a\u2028seed: 3"):
+        text = tuned_text(TOP, "training.workers=6", reasons={"training.workers": evil}, name="x.yaml")
+        (tmp_path / "x.yaml").write_text(TOP)
+        (tmp_path / "y.yaml").write_text(text)
+        assert read_config(tmp_path / "y.yaml") == parse_config(TOP, ["training.workers=6"])
+
+
+@pytest.mark.parametrize("name", ["- a: b.yaml", "é 1.yaml", "#x.yml", "'x'.yaml", "true", "&a *b.yaml", "a.b"])
+def test_odd_names_of_the_source_survive(tmp_path: Path, name: str) -> None:
+    check_tunable(tmp_path / name)
+    assert tuned(tmp_path, TOP, "training.workers=6", name=name).training.workers == 6
+
+
+def test_a_name_that_yaml_cannot_hold_is_refused_before_the_first_trial(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be printable to be extended"):
+        check_tunable(tmp_path / "a\nb.yaml")
+
+
+def test_a_change_of_the_source_reaches_the_tuned_config(tmp_path: Path) -> None:
+    tuned(tmp_path, TOP, "training.workers=6")
+    (tmp_path / "x.yaml").write_text(TOP + "training: {lr: 1}\n")
+    config = read_config(tmp_path / "x.tuned.yaml")
+    assert (config.training.lr, config.training.workers) == (1, 6)
+
+
+def test_a_tune_of_a_tuned_config_is_refused_so_that_no_chain_grows(tmp_path: Path) -> None:
+    tuned(tmp_path, TOP, "training.workers=6")
+    path = tmp_path / "x.tuned.yaml"
+    check_tunable(tmp_path / "x.yaml")
+    with pytest.raises(ConfigError, match="tune the config that it extends, or remove its first line"):
+        check_tunable(path)
+    path.write_text(path.read_text().partition("\n")[2])
+    check_tunable(path)
+    (tmp_path / "x.tuned.tuned.yaml").write_text("name: mine\n")
+    with pytest.raises(ConfigError, match="no tune has written it"):
+        check_tunable(path)
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_knob_of_a_real_config_can_be_tuned_at_once(tmp_path: Path, path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    source = Setting.of(parse_config(text))
+    changed = replace(
+        source,
+        workers=source.workers + 1,
+        requests=source.requests + 1,
+        prefetch_factor=source.prefetch_factor + 1,
+        train_batch_size=source.train_batch_size + 1,
+        accumulate_steps=source.accumulate_steps + 1,
+        amp="off" if source.amp == "auto" else "auto",
+        compile=not source.compile,
+        channels_last=not source.channels_last,
+        cudnn_benchmark=not source.cudnn_benchmark,
+    )
+    wanted = changed.applied_to(parse_config(text))
+    (tmp_path / path.name).write_text(text)
+    written = tuned_yaml(path.name, parse_config(text), wanted, {}, [])
+    (tmp_path / "tuned.yaml").write_text(written)
+    assert read_config(tmp_path / "tuned.yaml") == wanted
+    assert len(re.findall("# was .*; as tuned", written)) == len(changed.changes(source)) == 9
+
+
+def test_the_tuned_file_lies_beside_its_source() -> None:
+    assert tuned_path(Path("configs/exp001_full.yaml")) == Path("configs/exp001_full.tuned.yaml")
+    assert tuned_path(Path("a.b.yml")) == Path("a.b.tuned.yml")
+    assert tuned_path(Path("plain")) == Path("plain.tuned.yaml")
+
+
+def test_only_a_file_that_a_tune_has_written_is_replaced(tmp_path: Path) -> None:
+    source, path = tmp_path / "x.yaml", tmp_path / "x.tuned.yaml"
+    write_tuned(path, tuned_text(TOP))
+    check_tunable(source)
+    again = tuned_text(TOP, "training.workers=6")
+    write_tuned(path, again)
+    assert path.read_bytes() == again.encode()
+    path.write_text(TOP)
+    with pytest.raises(ConfigError, match="no tune has written it"):
+        check_tunable(source)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="no tune has written it"):
+        check_tunable(source)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.tuned.yaml"]
+
+
+def test_a_place_that_cannot_be_written_is_known_before_the_first_trial(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot be written"):
+        check_tunable(tmp_path / "missing" / "x.yaml")
+    with pytest.raises(StorageError, match=r"must be writable; got .*; make room"):
+        write_tuned(tmp_path / "missing" / "x.yaml", TOP)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_symbolic_link_stays_one(tmp_path: Path, there: bool) -> None:
+    target, link = tmp_path / "elsewhere.yaml", tmp_path / "x.tuned.yaml"
+    link.symlink_to(target)
+    text = tuned_text(TOP)
+    if there:
+        target.write_text(text)
+    check_tunable(tmp_path / "x.yaml")
+    write_tuned(link, text + "seed: 3\n")
+    assert link.is_symlink()
+    assert target.read_text() == text + "seed: 3\n"
+
+
+VALUES = {
+    "training.workers": st.integers(0, 64),
+    "training.amp": st.sampled_from(["auto", "off", "bf16", "fp16"]),
+    "training.compile": st.booleans(),
+    "training.checkpoint_levels": st.lists(st.integers(0, 3), max_size=3),
+    "training.max_hours": st.none() | st.floats(0.1, 9),
+    "data.store.requests": st.integers(1, 64),
+    "data.store.cache_dir": st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
+    "data.volumes.0.level": st.integers(0, 3),
+    "cluster": st.fixed_dictionaries({}, optional={"address": st.just("auto"), "object_store_gib": st.floats(1, 9)}),
+    "model.norm_groups": st.integers(1, 8),
+}
+CHANGES = st.fixed_dictionaries({}, optional=VALUES)
+
+
+@settings(deadline=None, max_examples=15)
+@given(given_keys=CHANGES, changes=CHANGES)
+def test_any_tuned_config_reads_as_the_source_with_the_changes(
+    tmp_path_factory: pytest.TempPathFactory, given_keys: dict[str, object], changes: dict[str, object]
+) -> None:
+    def overrides(values: dict[str, object]) -> list[str]:
+        return [f"{key}={to_yaml(value)}" for key, value in values.items()]
+
+    folder = tmp_path_factory.mktemp("tuned")
+    source = parse_config(TOP, overrides(given_keys))
+    wanted = parse_config(TOP, overrides(given_keys) + overrides(changes))
+    (folder / "x.yaml").write_text(to_yaml(source.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    (folder / "y.yaml").write_text(tuned_yaml("x.yaml", source, wanted, {}, []), encoding="utf-8")
+    assert read_config(folder / "y.yaml") == wanted

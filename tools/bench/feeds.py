@@ -1,0 +1,193 @@
+"""Other loaders of random patches behind a torch DataLoader, and how any loader is measured (`loaders.py`).
+
+Needs torch, numpy, zarr and numcodecs alone, so that `peers.py` can use it where vesuvius is not installed.
+
+A measurement starts a loader, waits for its first batch, warms up, then counts the whole batches of a window.  What was
+prefetched is no throughput: the warm-up takes two fillings of every buffer, and a window begins and ends after whole
+rounds (a batch or a task of each worker), so that the buffers hold as much at both ends.  The consumer copies nothing:
+it reads a voxel of every plane of each patch, in place of a trainer that copies to its device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+import zarr
+from numcodecs import blosc
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+Triple = tuple[int, int, int]
+Library = Literal["zarr-python", "zarrs", "tensorstore"]
+Figures = dict[str, float | None]
+Batches = Generator[NDArray[Any], None, None]
+
+PREFETCH = 2
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to measure: patches of a volume (a path or an address of a zarr array, or of a group with `level`)."""
+
+    volume: str
+    level: int
+    patch_zyx: Triple
+    batch: int
+    workers: int
+    seconds: float  # least length of the window
+    unsigned: bool = False  # whether requests to s3 and gs carry no signature
+
+
+class Feed(Protocol):
+    """A loader."""
+
+    warmup_batches: int  # batches before the window
+    round_batches: int  # batches after which all workers are where they were before
+
+    def batches(self) -> Batches:
+        """Start the workers; endless batches (B, Z, Y, X).  Closing the generator ends the workers."""
+
+    def worker_pids(self) -> list[int]: ...
+
+
+def run_feed(feed: Feed, seconds: float) -> Figures:
+    """Measure a loader, and close it."""
+    started = time.perf_counter()
+    with contextlib.closing(feed.batches()) as batches:
+        touch(next(batches))
+        first_batch_s = time.perf_counter() - started
+        for batch in itertools.islice(batches, feed.warmup_batches):
+            touch(batch)
+        patches, begun = 0, time.perf_counter()
+        while (elapsed_s := time.perf_counter() - begun) < seconds:
+            for batch in itertools.islice(batches, feed.round_batches):
+                touch(batch)
+                patches += len(batch)
+        workers = [rss_anon_bytes(pid) for pid in feed.worker_pids()]
+    return {"samples_s": patches / elapsed_s, "start_s": first_batch_s, "worker_bytes": max(workers, default=None)}
+
+
+def touch(batch: NDArray[Any]) -> int:
+    """Read one voxel of every plane (y, x) of a batch."""
+    return int(batch[..., 0, 0].sum())
+
+
+def rss_anon_bytes(pid: int) -> int:
+    """Private memory of a process (Linux); what workers share is not in it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def open_array(setup: Setup) -> Any:
+    """The zarr array of a level, which the OME metadata of a group name."""
+    node: Any = zarr.open(store_of(setup) if "://" in setup.volume else setup.volume, mode="r")
+    if hasattr(node, "shape"):
+        return node
+    attributes = dict(node.attrs)
+    return node[attributes.get("ome", attributes)["multiscales"][0]["datasets"][setup.level]["path"]]
+
+
+def store_of(setup: Setup) -> Any:
+    """The store of an address of http(s), s3 or gs, which takes the usual AWS_* and GOOGLE_* environment."""
+    from obstore.store import from_url
+    from zarr.storage import ObjectStore
+
+    unsigned: dict[str, Any] = {"skip_signature": True} if setup.unsigned else {}
+    return ObjectStore(from_url(setup.volume, client_options={"allow_http": True}, **unsigned), read_only=True)
+
+
+class UniformPatches(IterableDataset[torch.Tensor]):
+    """Endless random patches from anywhere in a volume, which is opened in the worker."""
+
+    def __init__(self, library: Library, setup: Setup) -> None:
+        self._library, self._setup = library, setup
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        rng = np.random.default_rng((SEED, worker.id if worker else 0))
+        shape_zyx, read = self._open()
+        high = np.subtract(shape_zyx, self._setup.patch_zyx) + 1
+        pending: deque[Callable[[], NDArray[Any]]] = deque()
+        while True:
+            start = rng.integers(0, high).tolist()
+            pending.append(read(tuple(slice(s, s + p) for s, p in zip(start, self._setup.patch_zyx, strict=True))))
+            if len(pending) == (self._setup.batch if self._library == "tensorstore" else 1):
+                yield torch.from_numpy(pending.popleft()())
+
+    def _open(self) -> tuple[Triple, Callable[[tuple[slice, ...]], Callable[[], NDArray[Any]]]]:
+        """The shape, and a function that begins to read a box and returns one that waits for its voxels."""
+        if self._library == "tensorstore":
+            array = _open_tensorstore(self._setup)
+            return array.shape, lambda box: array[box].read().result
+        blosc.set_nthreads(1)
+        if self._library == "zarrs":
+            zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline", "codec_pipeline.strict": True})
+        array = open_array(self._setup)
+        return array.shape, lambda box: functools.partial(array.__getitem__, box)
+
+
+def _open_tensorstore(setup: Setup) -> Any:
+    """Without a cache, with one data-copy thread per worker."""
+    import tensorstore
+
+    array = open_array(setup)
+    place = "/".join(part for part in (setup.volume.rstrip("/"), array.path) if part) + "/"
+    driver = {2: "zarr", 3: "zarr3"}[array.metadata.zarr_format]
+    kvstore: Any = place if "://" in place else {"driver": "file", "path": place}
+    if place.startswith("s3://"):
+        bucket, _, path = place.removeprefix("s3://").partition("/")
+        kvstore = {"driver": "s3", "bucket": bucket, "path": path}
+        kvstore |= {"endpoint": address} if (address := os.environ.get("AWS_ENDPOINT_URL")) else {}
+        kvstore |= {"aws_credentials": {"type": "anonymous"}} if setup.unsigned else {}
+    context = {"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 1}}
+    return tensorstore.open({"driver": driver, "kvstore": kvstore, "context": context}, open=True, read=True).result()
+
+
+class LoaderFeed:
+    """A DataLoader over a dataset of patches: spawned persistent workers, torch's own collation in the worker."""
+
+    def __init__(
+        self, dataset: IterableDataset[Any], setup: Setup, worker_init_fn: Callable[[int], None] | None = None
+    ) -> None:
+        self.round_batches = max(setup.workers, 1)
+        self.warmup_batches = 2 * PREFETCH * self.round_batches
+        self._dataset, self._setup, self._worker_init_fn = dataset, setup, worker_init_fn
+
+    def batches(self) -> Batches:
+        workers = self._setup.workers
+        spawned: dict[str, Any] = {"prefetch_factor": PREFETCH, "persistent_workers": True}
+        loader: DataLoader[Any] = DataLoader(
+            self._dataset,
+            batch_size=self._setup.batch,
+            num_workers=workers,
+            worker_init_fn=self._worker_init_fn,
+            **(spawned | {"multiprocessing_context": "spawn"} if workers else {}),
+        )
+        for patches in loader:
+            yield patches.numpy()
+
+    def worker_pids(self) -> list[int]:
+        return child_pids()
+
+
+def child_pids() -> list[int]:
+    """The worker processes of a DataLoader of this process, or this one where there are none."""
+    return [child.pid for child in multiprocessing.active_children() if child.pid is not None] or [os.getpid()]
+
+
+def uniform_feed(library: Library, setup: Setup) -> Feed:
+    """Random patches read by zarr-python, zarrs or tensorstore."""
+    return LoaderFeed(UniformPatches(library, setup), setup)

@@ -1,0 +1,179 @@
+"""The data path of a config next to other loaders: patches per second, each in processes of its own, in rounds.
+
+    python tools/bench/loaders.py --config C.yaml [--peer NAME=COMMAND] [--rounds 6] [--seconds 10] [key.path=value ...]
+
+The baseline is zarr-python behind a torch DataLoader; zarrs and tensorstore are measured where they are installed.
+They read random patches of the first volume (on disk, http(s), s3 or gs), vesuvius reads as the config says.  A loader
+is read as fast as it delivers, without a training step, after its buffers have been used up twice (`feeds.py`).  The
+wait is that of a consumer that takes two thirds of what vesuvius delivers.  `peers.py` has zarrdataset and MONAI, and
+says what a peer receives and writes.  Every other round is in reverse order, so that drift of the machine cancels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from feeds import Batches, Figures, Setup, run_feed, touch, uniform_feed
+
+from vesuvius.config import Config
+from vesuvius.config.load import dump_config, read_config
+from vesuvius.experiments.bench.results import speed_words
+from vesuvius.experiments.paired import compare_one_of
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
+from vesuvius.volumes.store.object_store import is_remote, open_store
+
+OURS = "vesuvius"
+PEERS = {"zarr-python": "zarr", "zarrs": "zarrs", "tensorstore": "tensorstore"}
+"""Other loaders, with the package that each needs."""
+_DEMAND = 2 / 3
+"""Of what the loader delivers, by a trainer that should not wait."""
+
+
+class OurFeed:
+    """`PatchStream` into a ring of three buffers, as a trainer with a GPU has it."""
+
+    def __init__(self, config: Config) -> None:
+        self._job = job = prepare_data(config.seed, config.data).job
+        self._options = options = StreamOptions.from_config(config.training, config.cluster)
+        tasks = math.lcm(job.plan.samples_per_task, options.batch_size) // options.batch_size
+        self.round_batches = max(options.workers, 1) * tasks  # whole tasks of each reader
+        self.warmup_batches = max(2 * self.round_batches, -(-job.plan.regions_in_flight // options.batch_size))
+        self._stream: PatchStream | None = None
+
+    def batches(self) -> Batches:
+        shape = (self._options.batch_size, *self._job.plan.patch_zyx)
+        ring = [np.empty(shape, self._job.dtype) for _ in range(3)]
+        with PatchStream(self._job, self._options, buffers=ring) as self._stream:
+            for batch in self._stream:
+                yield batch.patches
+
+    def worker_pids(self) -> list[int]:
+        return list(self._stream.readers) if self._stream and self._options.workers else []
+
+    def wait(self, batches_s: float, seconds: float) -> float:
+        """The share of the time that a consumer waits which sleeps so long that it needs 2/3 of these batches."""
+        step_s, waited_s, steps = 1 / (_DEMAND * batches_s), 0.0, 0
+        batches = self.batches()
+        for _ in range(self.warmup_batches):
+            touch(next(batches))
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds or steps < self.round_batches:
+            time.sleep(step_s)
+            asked = time.perf_counter()
+            touch(next(batches))
+            waited_s, steps = waited_s + time.perf_counter() - asked, steps + 1
+        batches.close()
+        return waited_s / (time.perf_counter() - began)
+
+
+def measure(system: str, config: Config, seconds: float) -> Figures:
+    """The figures of one loader.  Raises whatever it raises."""
+    if system != OURS:
+        return run_feed(uniform_feed(system, setup_of(config, seconds)), seconds)  # type: ignore[arg-type]
+    feed = OurFeed(config)
+    figures = run_feed(feed, seconds)
+    batches_s = (figures["samples_s"] or math.nan) / config.training.train_batch_size
+    return figures | {"wait_share": feed.wait(batches_s, seconds)}
+
+
+def setup_of(config: Config, seconds: float) -> Setup:
+    """What the others read."""
+    volume, training = config.data.volumes[0], config.training
+    store = open_store(volume.path, config.data.store) if is_remote(volume.path) else None
+    return Setup(
+        volume.path,
+        volume.level,
+        config.data.patch_size,
+        training.train_batch_size,
+        training.workers,
+        seconds,
+        unsigned="skip_signature" in getattr(store, "config", {}),
+    )
+
+
+def commands(config: Config, source: Path, seconds: float, peers: list[str]) -> dict[str, list[str]]:
+    """The command of each loader, the baseline first."""
+    setup, here = setup_of(config, seconds), [sys.executable, str(Path(__file__).resolve())]
+    found = {
+        f"torch DataLoader + {name}": [*here, "--config", str(source), "--measure", name]
+        for name, package in PEERS.items()
+        if find_spec(package)
+    }
+    found[OURS] = [*here, "--config", str(source), "--measure", OURS]
+    options = [f"--volume={setup.volume}", f"--level={setup.level}", f"--patch={','.join(map(str, setup.patch_zyx))}"]
+    options += [f"--batch={setup.batch}", f"--workers={setup.workers}"]
+    for peer in peers:
+        name, equals, command = peer.partition("=")
+        if not equals:
+            raise SystemExit(f"a peer must look like NAME=COMMAND; got {peer!r}")
+        found[name] = [*shlex.split(command), *options]
+    return found
+
+
+def run_rounds(loaders: dict[str, list[str]], rounds: int, seconds: float, folder: Path) -> dict[str, list[Figures]]:
+    """The figures of each loader in each round; a loader that fails is left out of later rounds."""
+    found: dict[str, list[Figures]] = {name: [] for name in loaders}
+    for number in range(rounds):
+        for name in list(found)[:: -1 if number % 2 else 1]:
+            result = folder / "result.json"
+            result.unlink(missing_ok=True)
+            done = subprocess.run(
+                [*loaders[name], f"--seconds={seconds}", f"--result={result}"], capture_output=True, text=True
+            )
+            if done.returncode or not result.exists():
+                last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+                print(f"{name} failed and is left out: {last}", flush=True)
+                del found[name]
+                continue
+            found[name].append(json.loads(result.read_text()))
+            print(f"round {number + 1} of {rounds}: {name}: {found[name][-1]['samples_s']:.4g} patches/s", flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure all loaders in rounds and print the table; with --measure, one loader once."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--measure", choices=(OURS, *PEERS), help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args()
+    config = read_config(args.config, args.overrides)
+    if args.measure:
+        args.result.write_text(json.dumps(measure(args.measure, config, args.seconds)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "config.yaml"
+        source.write_text(dump_config(config), encoding="utf-8")
+        loaders = commands(config, source, args.seconds, args.peer)
+        found = run_rounds(loaders, args.rounds, args.seconds, Path(folder))
+    base, *others = found.items()
+    print(f"\n{base[0]}: median {median(each['samples_s'] or 0 for each in base[1]):.4g} patches/s")
+    for name, figures in others:
+        pairs = [(a["samples_s"] or 1.0, b["samples_s"] or 1.0) for a, b in zip(figures, base[1], strict=False)]
+        wait = [each["wait_share"] for each in figures if each.get("wait_share") is not None]
+        print(
+            f"{name}: median {median(each['samples_s'] or 0 for each in figures):.4g} patches/s, "
+            f"{speed_words(compare_one_of(pairs, len(others)))} as {base[0]}"
+            + (f", data wait {100 * median(wait):.1f} %" if wait else "")
+        )
+
+
+if __name__ == "__main__":
+    main()
