@@ -30,7 +30,7 @@ from tests.experiments.tune.simulated import (
 from vesuvius.experiments.process import Ended
 from vesuvius.experiments.tune.measurement import Block, BlockKind, Evidence, Knob, SearchSpace, Setting
 from vesuvius.experiments.tune.policy import conclude, recommend
-from vesuvius.experiments.tune.search import Entry, Recommendation, Search
+from vesuvius.experiments.tune.search import SHOWN, Entry, Recommendation, Search
 from vesuvius.runlog.plain import from_plain
 
 DIES = BY_NAME["dies above a threshold"]
@@ -127,8 +127,8 @@ def test_every_changed_knob_has_a_reason_with_figures_and_the_gain_was_measured_
     assert all(any(c.isdigit() for c in why) or why.startswith("made room") for why in found.reasons.values())
     assert found.certainty == "sure"
     assert found.gain is not None
-    assert found.gain.pairs >= 3
-    assert found.gain.low is not None
+    assert found.gain.pairs >= SHOWN
+    assert found.written == found.best
 
 
 def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> None:
@@ -277,17 +277,61 @@ def test_the_effective_batch_grows_only_where_it_may() -> None:
 
 
 @pytest.mark.parametrize("budget_s", [60.0, 120.0, 300.0])
-def test_a_budget_that_is_spent_first_leaves_it_undecided_with_what_is_known(budget_s: float) -> None:
-    machine = BY_NAME["VRAM-capped"]
+@every_machine
+def test_a_small_budget_recommends_what_it_measured_and_writes_only_what_it_measured_in_pairs(
+    name: str, budget_s: float
+) -> None:
+    machine = BY_NAME[name]
     entries, found = tune(machine, 0, machine.space(budget_s=budget_s))
-    assert found.certainty == "undecided"
-    assert found.reason.startswith("the budget was spent: ")
     assert sum(entry.block.seconds for entry in entries) <= budget_s
-    assert machine.rate(found.best) >= 0.97 * machine.rate(machine.source)
+    assert machine.rate(found.best) >= 0.95 * machine.rate(machine.source)
+    if found.written != machine.source:
+        runs = Counter(entry.block.setting for entry in entries if entry.planned.kind == "run")
+        assert runs[found.written] >= SHOWN or set(found.written.changes(machine.source)) <= set(found.reasons)
+    readers = {entry.block.setting: entry.block.rate for entry in entries if entry.planned.kind == "readers"}
+    steps = max((entry.block.rate for entry in entries if entry.planned.kind == "step"), default=0.0)
+    if len(readers) > 1 and 1.5 * readers[machine.source] < min(max(readers.values()), steps):
+        assert found.best != machine.source, "what doubles the readers is recommended"
+        assert found.certainty in ("sure", "likely")
+
+
+def test_a_gain_of_one_block_is_recommended_as_likely_and_not_written() -> None:
+    """A slow store, and a budget that ends behind the first block with more requests."""
+    machine = BY_NAME["data-bound on latency"]
+    entries, found = tune(machine, 0, machine.space(budget_s=110.0))
+    assert [entry.planned.kind for entry in entries] == ["readers", "step", "readers"]
+    assert (found.certainty, found.gain) == ("likely", None)
+    assert found.best.requests > machine.source.requests
+    assert found.written == machine.source
+    assert not found.complete
+
+
+def test_enough_of_the_budget_is_kept_to_compare_what_was_found_with_the_baseline() -> None:
+    machine = BY_NAME["data-bound on latency"]
+    for budget_s in (300.0, 400.0, 600.0):
+        _, found = tune(machine, 0, machine.space(budget_s=budget_s))
+        assert found.gain is not None
+        assert found.gain.pairs >= SHOWN
+        assert found.written == found.best
+
+
+def test_readers_that_the_runs_own_verdict_asks_for_are_tried_first() -> None:
+    machine = BY_NAME["data-bound on latency"]
+    evidence = Evidence(40, "data-bound (store latency): ...", 1.0, workers=6, requests=32)
+    entries, _ = tune(machine, 0, replace(machine.space(), evidence=evidence))
+    assert entries[2].planned.setting == replace(machine.source, workers=6, requests=32)
+    assert "the run's own verdict" in entries[2].planned.why
+
+
+def test_where_readers_are_slower_than_steps_no_switch_is_tried() -> None:
+    """On a CPU whose trainer varies, a switch would seem to gain what the noise gives."""
+    entries, found = at_cap_of_readers(SHARED)
+    assert {entry.planned.stage for entry in entries} <= {"baseline", "readers", "batch", "confirm"}
+    assert found.best.compile is found.best.channels_last is False
 
 
 def test_a_budget_for_nothing_measures_nothing() -> None:
-    entries, found = tune(MACHINES[0], 0, MACHINES[0].space(budget_s=30.0))
+    entries, found = tune(MACHINES[0], 0, MACHINES[0].space(budget_s=20.0))
     assert entries == []
     assert (found.certainty, found.best) == ("none", MACHINES[0].source)
 
@@ -320,21 +364,20 @@ class Waits(SimulatedRunner):
 
 
 @pytest.mark.parametrize(
-    ("best", "gain", "spread", "waits", "verdict"),
+    ("best", "gain", "spread", "waits", "certainty"),
     [
-        (FEWER, -0.01, TIGHT, 0.5, "better"),
-        (FEWER, -0.01, WIDE, 0.5, "undecided"),
-        (FEWER, -0.01, WIDE, 0.02, "better"),  # more readers could gain no more than what it waits
-        (FEWER, -0.10, TIGHT, 0.5, "undecided"),
+        (FEWER, -0.01, TIGHT, 0.5, "sure"),
+        (FEWER, -0.01, WIDE, 0.5, "likely"),
+        (FEWER, -0.01, WIDE, 0.02, "sure"),  # more readers could gain no more than what it waits
+        (FEWER, -0.10, TIGHT, 0.5, "unchanged"),
         (MORE, 0.01, TIGHT, 0.5, "unchanged"),
-        (MORE, 0.01, WIDE, 0.0, "undecided"),
-        (MORE, 0.10, TIGHT, 0.5, "better"),
-        (MORE, 0.10, WIDE, 0.5, "undecided"),
-        (MORE, 0.60, (-0.6, 0.0, 0.6), 0.5, "undecided"),
+        (MORE, 0.10, TIGHT, 0.5, "sure"),
+        (MORE, 0.10, WIDE, 0.5, "likely"),
+        (MORE, 0.60, (-0.6, 0.0, 0.6), 0.5, "likely"),
     ],
 )
-def test_a_verdict_is_no_surer_than_the_interval(
-    best: Setting, gain: float, spread: tuple[float, ...], waits: float, verdict: str
+def test_a_recommendation_is_no_surer_than_the_interval(
+    best: Setting, gain: float, spread: tuple[float, ...], waits: float, certainty: str
 ) -> None:
     search = Search(Waits(waits), COMPUTES.space(), BiasedPlanner(COMPUTES))
     for setting in (SOURCE, best):
@@ -342,49 +385,29 @@ def test_a_verdict_is_no_surer_than_the_interval(
     search.best, search.ended["confirm"] = best, "so"
     search.with_base = [((1 + gain) * math.exp(off), 1.0) for off in (*spread, *spread)]
     found = conclude(search)
-    assert found.certainty == verdict
-    assert found.best == (best if verdict == "better" else SOURCE)
-    assert verdict != "undecided" or re.search(r"was not decided: [-+.\d]+ % \(95 %: ", found.reason)
+    assert found.certainty == certainty
+    assert found.best == found.written == (SOURCE if certainty == "unchanged" else best)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_to_change_is_said_only_where_all_that_was_given_up_surely_gains_little(seed: int) -> None:
+def test_what_was_given_up_and_may_gain_is_named(seed: int) -> None:
     """With a drift of 10 % three pairs hold gains of 20 % and more."""
     machine = drifting(Machine("fed", sample_s=0.4, source=replace(SOURCE, workers=1)), 0.10)
     _, found = tune(machine, seed)
     highs = re.findall(r"not taken: \S+ % \(95 %: \S+ to (\S+) %", found.ended["batch"] + found.ended["switches"])
-    assert found.certainty in ("unchanged", "undecided")
     assert highs
-    assert found.certainty == ("unchanged" if max(map(float, highs)) < 10 else "undecided")
+    assert bool(found.unsettled) == (max(map(float, highs)) >= 10)
 
 
-def test_a_source_that_does_not_fit_the_ram_begins_smaller() -> None:
+def test_a_source_that_does_not_fit_or_dies_ends_the_tune_and_says_why() -> None:
     source = replace(SOURCE, workers=12, prefetch_factor=4)
     machine = replace(BY_NAME["RAM-capped"], name="too many readers", source=source)
     entries, found = tune(machine, 0)
-    assert entries[0].planned.setting.workers < 12
-    assert "the unchanged config does not fit" in entries[0].planned.why
-    assert all(entry.block.ended == "ok" for entry in entries)
-    assert found.best.global_batch == source.global_batch
-
-
-def test_a_source_that_does_not_fit_the_gpu_gets_smaller_pieces() -> None:
-    source = replace(SOURCE, workers=4, train_batch_size=32, accumulate_steps=1)
-    machine = replace(BY_NAME["VRAM-capped"], name="too large a batch", source=source, bias=(1.0, 0.8, 0.75, 1.2))
-    first = tune(machine, 0)[0][0].planned.setting
-    assert (first.train_batch_size, first.accumulate_steps) == (4, 8)
-    assert (first.workers, first.prefetch_factor) == (source.workers, source.prefetch_factor)
-
-
-@pytest.mark.parametrize(("kept", "next_one"), [((), (6, 1)), (("prefetch_factor",), (6, 2)), (("workers",), (12, 1))])
-def test_a_baseline_that_dies_is_made_smaller_by_the_knobs_that_may_be_turned(
-    kept: tuple[Knob, ...], next_one: tuple[int, int]
-) -> None:
+    assert (entries, found.certainty, found.best) == ([], "none", source)
+    assert "of RAM predicted, limit 34.44 GiB" in found.reason
     machine = replace(DIES, name="dies at once", source=replace(SOURCE, workers=12), dies_at_workers=1)
-    entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
-    assert (entries[1].planned.setting.workers, entries[1].planned.setting.prefetch_factor) == next_one
-    assert found.certainty == "none"
-    assert found.best == machine.source
+    entries, found = tune(machine, 0)
+    assert (len(entries), found.certainty, found.written) == (1, "none", machine.source)
     assert "was ended by a kill" in found.reason
 
 
@@ -395,14 +418,6 @@ def test_knobs_that_are_to_be_kept_are_turned_by_no_block(name: str, kept: tuple
     entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
     for setting in (found.best, *(entry.planned.setting for entry in entries)):
         assert not set(kept) & setting.changes(machine.source).keys()
-
-
-def test_what_is_to_be_kept_is_named_where_nothing_else_fits() -> None:
-    source = replace(SOURCE, workers=4, train_batch_size=32, accumulate_steps=1)
-    machine = replace(BY_NAME["VRAM-capped"], name="too large a batch", source=source)
-    entries, found = tune(machine, 0, replace(machine.space(), kept=("train_batch_size",)))
-    assert entries == []
-    assert found.reason.startswith("even the smallest setting does not fit with --keep train_batch_size: up to ")
 
 
 def test_an_error_of_the_config_ends_it_at_once() -> None:
@@ -420,17 +435,6 @@ def test_half_an_hour_feeds_a_run_of_18_s_a_step() -> None:
     entries, found = tuned(SLOW.name)
     assert SLOW.rate(found.best) >= 0.95 * best_rate(SLOW)
     assert {entry.block.ended for entry in entries} == {"ok"}
-
-
-@pytest.mark.parametrize("workers", [1, 5, 0])
-def test_a_baseline_too_slow_to_measure_is_tried_with_more_readers_and_then_the_budget_is_named(workers: int) -> None:
-    machine = replace(SLOW, name="too slow", decode_s=1e5, source=replace(SLOW.source, workers=workers))
-    entries, found = tune(machine, 0, machine.space(budget_s=3600.0))
-    tried = [entry.planned.setting.workers for entry in entries]
-    assert tried == sorted(set(tried))
-    assert 2 <= len(tried) <= 3
-    assert found.certainty == "none"
-    assert found.reason.endswith("; a larger --budget gives each block more time")
 
 
 class EndsBadly(SimulatedRunner):
@@ -451,13 +455,13 @@ def ended_badly(name: str, bad: Callable[[Setting, int], bool], ended: Ended = "
     return recommend(Search(EndsBadly(machine, bad, ended), machine.space(), BiasedPlanner(machine)))
 
 
-@pytest.mark.parametrize("ended", ["guard", "killed", "timeout", "failed"])
-def test_what_ends_badly_when_it_is_confirmed_is_not_taken_and_nothing_is_called_decided(ended: Ended) -> None:
+@pytest.mark.parametrize("ended", ["guard", "timeout"])
+def test_what_ends_badly_when_it_is_confirmed_is_not_taken(ended: Ended) -> None:
     source = BY_NAME["switches matter"].source
     found = ended_badly("switches matter", lambda setting, _: setting != source, ended)
-    assert found.best == source
-    assert found.certainty == "undecided"
-    assert "was ended by" in found.reason
+    assert found.best == found.written == source
+    assert found.certainty == "unchanged"
+    assert any("was ended by" in words for words in found.unsettled)
 
 
 def test_where_the_whole_cannot_be_confirmed_its_readers_are() -> None:
@@ -466,20 +470,12 @@ def test_where_the_whole_cannot_be_confirmed_its_readers_are() -> None:
     assert found.best.train_batch_size == 1
 
 
-def test_a_baseline_that_ends_badly_the_second_time_gives_no_gain() -> None:
+def test_a_baseline_whose_whole_run_ends_badly_gives_no_gain_and_nothing_is_written_for_it() -> None:
     source = BY_NAME["data-bound on cores"].source
-    found = ended_badly("data-bound on cores", lambda setting, runs: setting == source and runs > 1, "failed")
+    found = ended_badly("data-bound on cores", lambda setting, runs: setting == source, "failed")
     assert found.gain is None
-    assert found.certainty == "undecided"
-
-
-def test_a_source_that_died_is_never_recommended() -> None:
-    machine = replace(BY_NAME["RAM-capped"], name="half", bias=(0.5,) * 4, source=replace(SOURCE, workers=12))
-    for budget_s in (60.0, 100.0, 200.0, 1800.0):
-        entries, found = tune(machine, 0, machine.space(budget_s=budget_s))
-        died = {entry.planned.setting for entry in entries if entry.block.ended == "guard"}
-        assert machine.source in died
-        assert found.certainty == "none" or found.best not in died
+    assert found.certainty == "likely"
+    assert found.best != source
 
 
 @pytest.mark.parametrize("name", ["data-bound on cores", "switches matter", "coupled"])
@@ -545,11 +541,3 @@ def test_a_space_survives_its_record() -> None:
 def test_a_block_survives_its_record() -> None:
     for entry in tuned("CPU")[0]:
         assert from_plain(Block, json.loads(json.dumps(asdict(entry.block)))) == entry.block
-
-
-def test_fewer_readers_that_lose_a_lot_are_given_up_at_the_first_look() -> None:
-    """Six deliver a quarter less than eight; noise leaves the interval wide."""
-    noisy = replace(SHARED, disturbance=replace(SHARED.disturbance, noise=0.15))
-    entries, found = tune(noisy, 1, replace(noisy.space(3600.0), kept=("requests",)))
-    assert sum("in turn: workers 8 -> 6" in entry.planned.why for entry in entries) == 2 * 3
-    assert found.best.workers == 8
