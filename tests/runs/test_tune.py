@@ -102,7 +102,7 @@ def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: s
     """What any tune that went to its end leaves behind."""
     found, blocks = report(), blocks_of_tune()
     assert found["recommendation"]["certainty"] in verdicts
-    assert [block["planned"]["number"] for block in found["blocks"]] == list(range(len(blocks)))
+    assert [block["number"] for block in found["blocks"]] == list(range(len(blocks)))
     assert all((TUNE / name).stat().st_size > 1000 for name in ("report.md", "report.html", "report.json", "tune.log"))
     assert not list(TUNE.glob("trials/*/checkpoints"))
     tuned = read_config(Path("tiny.tuned.yaml"))

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -17,29 +17,30 @@ from vesuvius.training.stop import restore_handlers, stop_signals
 
 log = logging.getLogger(__name__)
 
+_OF_OTHERS = (ConnectionError, TimeoutError, BlockingIOError)  # of the network, or of a process that cannot start
+
 
 @contextmanager
 def locked(directory: Path, what: str) -> Iterator[int]:
-    """Lock out another session (a tune, a bench) and the trainer of a killed one; yields the lock's file descriptor."""
-    with storage_errors("the run directory must be writable", "set VESUVIUS_RUNS"):
+    """Lock out another session (a tune, a bench) and the trainer of a killed one; yields the lock's file descriptor.
+
+    Raises:
+        ConfigError: another one is active.
+        StorageError: a file cannot be written, here or within the context.
+    """
+    remedy = "free some space and continue with --resume, or set VESUVIUS_RUNS"
+    with storage_errors("the run directory must be writable", remedy, f"in {directory}", but=_OF_OTHERS):
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        if not take_lock(descriptor, directory / ".lock"):
-            raise ConfigError(
-                f"only one {what} per run may be active; got {directory}, where another {what}, or the trainer of one "
-                "that was killed, is active; wait for it or stop it"
-            )
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def run_storage_errors(directory: Path) -> AbstractContextManager[None]:
-    """Turn OSErrors of its files into StorageErrors; not those of the network, or of a process that cannot start."""
-    passed_on = (ConnectionError, TimeoutError, BlockingIOError)
-    remedy = "free some space and continue with --resume"
-    return storage_errors("the run directory must be writable", remedy, f"in {directory}", but=passed_on)
+        try:
+            if not take_lock(descriptor, directory / ".lock"):
+                raise ConfigError(
+                    f"only one {what} per run may be active; got {directory}, where another {what}, or the trainer of "
+                    "one that was killed, is active; wait for it or stop it"
+                )
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager

@@ -92,10 +92,10 @@ def test_no_block_is_beyond_the_memory_or_the_budget_though_the_machine_drifts(n
 
 def check_bounds(machine: Machine, entries: tuple[Entry, ...]) -> None:
     for entry in entries:
-        assert machine.ram_bytes(entry.planned.setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
-        vram = machine.vram_bytes(entry.planned.setting)
+        assert machine.ram_bytes(entry.block.setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
+        vram = machine.vram_bytes(entry.block.setting)
         assert vram is None or vram <= GUARD_SHARE * machine.vram_limit_gib * GIB
-        assert machine.scale_batch or entry.planned.setting.global_batch == machine.source.global_batch
+        assert machine.scale_batch or entry.block.setting.global_batch == machine.source.global_batch
     assert sum(entry.block.seconds for entry in entries) <= 1800.0
     assert {entry.block.ended for entry in entries} <= ({"ok", "killed"} if machine is DIES else {"ok"})
 
@@ -135,13 +135,13 @@ def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> Non
     entries, found = tuned("data-bound on cores")
     assert found.best.workers in (5, 6)
     assert found.ended["readers"].startswith("cap: all 5 cores are busy at ")
-    assert {entry.planned.stage for entry in entries} <= {"baseline", "readers", "confirm"}
+    assert {entry.stage for entry in entries} <= {"baseline", "readers", "confirm"}
     assert found.ended["switches"].startswith("not entered: readers deliver ")
 
 
 def test_what_kills_unforeseen_bars_all_that_is_no_smaller() -> None:
     entries, found = tuned(DIES.name)
-    died = [entry.planned.setting.workers for entry in entries if entry.block.ended == "killed"]
+    died = [entry.block.setting.workers for entry in entries if entry.block.ended == "killed"]
     assert 1 <= len(died) == len(set(died)) <= 2
     assert died == sorted(died, reverse=True)
     assert found.best.workers == 6
@@ -195,13 +195,13 @@ def test_latency_is_hidden_by_requests_and_readers() -> None:
 
 
 def test_requests_stay_as_they_are_on_a_disk() -> None:
-    assert {entry.planned.setting.requests for entry in tuned("data-bound on cores")[0]} == {SOURCE.requests}
+    assert {entry.block.setting.requests for entry in tuned("data-bound on cores")[0]} == {SOURCE.requests}
 
 
 def test_bursts_are_met_by_prefetch_once_the_run_waits_though_the_readers_could_deliver() -> None:
     entries, found = tuned("bursts")
     assert found.best.prefetch_factor == 16
-    assert {e.planned.stage for e in entries if e.planned.setting.prefetch_factor > 1} == {"confirm"}
+    assert {e.stage for e in entries if e.block.setting.prefetch_factor > 1} == {"confirm"}
 
 
 def test_a_faster_step_and_more_readers_are_found_though_neither_gains_alone() -> None:
@@ -233,13 +233,13 @@ def test_a_trainer_on_a_gpu_leaves_its_micro_batches_to_readers_that_set_the_pac
 
 def test_a_budget_that_is_nearly_spent_goes_to_the_whole_run_of_the_readers() -> None:
     entries, found = at_cap_of_readers(SHARED, budget_s=200.0)
-    assert "batch" not in {entry.planned.stage for entry in entries}
+    assert "batch" not in {entry.stage for entry in entries}
     assert found.certainty == "sure"
     assert found.best.workers > 1
 
 
 def test_a_cpu_tries_no_switch_of_a_gpu() -> None:
-    tried = {knob for entry in tuned("CPU")[0] for knob in entry.planned.setting.changes(BY_NAME["CPU"].source)}
+    tried = {knob for entry in tuned("CPU")[0] for knob in entry.block.setting.changes(BY_NAME["CPU"].source)}
     assert tried.isdisjoint({"amp", "cudnn_benchmark", "channels_last"})
     assert "compile" in tried
 
@@ -247,7 +247,7 @@ def test_a_cpu_tries_no_switch_of_a_gpu() -> None:
 def test_compiling_is_not_tried_where_it_would_take_much_of_the_budget() -> None:
     machine = BY_NAME["CPU"]
     entries, found = tune(machine, 0, machine.space(budget_s=400.0))
-    assert not any(entry.planned.setting.compile for entry in entries)
+    assert not any(entry.block.setting.compile for entry in entries)
     assert "compile false -> true not tried: compiling would take 15% of the budget" in found.ended["switches"]
 
 
@@ -255,15 +255,15 @@ def test_cudnn_times_no_kernels_where_runs_are_to_repeat() -> None:
     machine = Machine("eager", sample_s=0.4, source=replace(SOURCE, cudnn_benchmark=False))
     free, _ = tune(machine, 0)
     bound, _ = tune(machine, 0, replace(machine.space(), deterministic=True))
-    assert any(entry.planned.setting.cudnn_benchmark for entry in free)
-    assert not any(entry.planned.setting.cudnn_benchmark for entry in bound)
+    assert any(entry.block.setting.cudnn_benchmark for entry in free)
+    assert not any(entry.block.setting.cudnn_benchmark for entry in bound)
 
 
 @pytest.mark.parametrize(("source_amp", "tried"), [("off", True), ("auto", False), ("bf16", False), ("fp16", False)])
 def test_a_number_format_that_the_config_names_stays(source_amp: str, tried: bool) -> None:
     machine = replace(BY_NAME["switches matter"], name=f"amp {source_amp}", source=replace(SOURCE, amp=source_amp))
     entries, _ = tune(machine, 0)
-    assert {entry.planned.setting.amp for entry in entries} == ({"off", "auto"} if tried else {source_amp})
+    assert {entry.block.setting.amp for entry in entries} == ({"off", "auto"} if tried else {source_amp})
 
 
 def test_the_effective_batch_grows_only_where_it_may() -> None:
@@ -272,7 +272,7 @@ def test_the_effective_batch_grows_only_where_it_may() -> None:
     _, bound = tune(machine, 0, replace(machine.space(), scale_batch=False))
     assert free.best.global_batch > machine.source.global_batch
     assert bound.best.global_batch == machine.source.global_batch
-    assert max(entry.planned.setting.train_batch_size for entry in entries) <= machine.space().most_batch
+    assert max(entry.block.setting.train_batch_size for entry in entries) <= machine.space().most_batch
     assert "--scale-batch" in tune(SLOW, 0)[1].ended["batch"]
 
 
@@ -286,10 +286,10 @@ def test_a_small_budget_recommends_what_it_measured_and_writes_only_what_it_meas
     assert sum(entry.block.seconds for entry in entries) <= budget_s
     assert machine.rate(found.best) >= 0.95 * machine.rate(machine.source)
     if found.written != machine.source:
-        runs = Counter(entry.block.setting for entry in entries if entry.planned.kind == "run")
+        runs = Counter(entry.block.setting for entry in entries if entry.block.kind == "run")
         assert runs[found.written] >= SHOWN or set(found.written.changes(machine.source)) <= set(found.reasons)
-    readers = {entry.block.setting: entry.block.rate for entry in entries if entry.planned.kind == "readers"}
-    steps = max((entry.block.rate for entry in entries if entry.planned.kind == "step"), default=0.0)
+    readers = {entry.block.setting: entry.block.rate for entry in entries if entry.block.kind == "readers"}
+    steps = max((entry.block.rate for entry in entries if entry.block.kind == "step"), default=0.0)
     if len(readers) > 1 and 1.5 * readers[machine.source] < min(max(readers.values()), steps):
         assert found.best != machine.source, "what doubles the readers is recommended"
         assert found.certainty in ("sure", "likely")
@@ -299,7 +299,7 @@ def test_a_gain_of_one_block_is_recommended_as_likely_and_not_written() -> None:
     """A slow store, and a budget that ends behind the first block with more requests."""
     machine = BY_NAME["data-bound on latency"]
     entries, found = tune(machine, 0, machine.space(budget_s=110.0))
-    assert [entry.planned.kind for entry in entries] == ["readers", "step", "readers"]
+    assert [entry.block.kind for entry in entries] == ["readers", "step", "readers"]
     assert (found.certainty, found.gain) == ("likely", None)
     assert found.best.requests > machine.source.requests
     assert found.written == machine.source
@@ -319,14 +319,14 @@ def test_readers_that_the_runs_own_verdict_asks_for_are_tried_first() -> None:
     machine = BY_NAME["data-bound on latency"]
     evidence = Evidence(40, "data-bound (store latency): ...", 1.0, workers=6, requests=32)
     entries, _ = tune(machine, 0, replace(machine.space(), evidence=evidence))
-    assert entries[2].planned.setting == replace(machine.source, workers=6, requests=32)
-    assert "the run's own verdict" in entries[2].planned.why
+    assert entries[2].block.setting == replace(machine.source, workers=6, requests=32)
+    assert "the run's own verdict" in entries[2].why
 
 
 def test_where_readers_are_slower_than_steps_no_switch_is_tried() -> None:
     """On a CPU whose trainer varies, a switch would seem to gain what the noise gives."""
     entries, found = at_cap_of_readers(SHARED)
-    assert {entry.planned.stage for entry in entries} <= {"baseline", "readers", "batch", "confirm"}
+    assert {entry.stage for entry in entries} <= {"baseline", "readers", "batch", "confirm"}
     assert found.best.compile is found.best.channels_last is False
 
 
@@ -416,7 +416,7 @@ def test_a_source_that_does_not_fit_or_dies_ends_the_tune_and_says_why() -> None
 def test_knobs_that_are_to_be_kept_are_turned_by_no_block(name: str, kept: tuple[Knob, ...]) -> None:
     machine = BY_NAME[name]
     entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
-    for setting in (found.best, *(entry.planned.setting for entry in entries)):
+    for setting in (found.best, *(entry.block.setting for entry in entries)):
         assert not set(kept) & setting.changes(machine.source).keys()
 
 
@@ -523,7 +523,7 @@ def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time
     machine = Machine("takes turns", decode_s=0.04, sample_s=sample_s, source=replace(SOURCE, workers=0))
     entries, found = tune(machine, 0)
     assert found.best.workers == workers
-    assert (max(entry.planned.setting.workers for entry in entries) == 0) == (workers == 0)
+    assert (max(entry.block.setting.workers for entry in entries) == 0) == (workers == 0)
 
 
 def test_a_trainer_that_reads_itself_gets_readers() -> None:

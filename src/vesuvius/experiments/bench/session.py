@@ -16,7 +16,7 @@ import torch
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
-from vesuvius.experiments.alone import locked, run_storage_errors, signals_to
+from vesuvius.experiments.alone import locked, signals_to
 from vesuvius.experiments.bench.cells import Cell
 from vesuvius.experiments.bench.measure import Lab, Measurement, measure_training
 from vesuvius.experiments.bench.page import build_page
@@ -73,7 +73,7 @@ def bench(request: BenchRequest) -> tuple[int, Path]:
 
     config, configs = config_with(()), [config_with(cell.overrides) for cell in request.cells]
     parent = run_dir(config).path / BENCHES
-    with locked(parent, "bench") as lock_fd, run_storage_errors(parent):
+    with locked(parent, "bench") as lock_fd:
         asked = _asked(request, config)
         ledger: Ledger[Measurement]
         if request.resume:

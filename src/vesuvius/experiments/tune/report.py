@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from vesuvius.config.describe import to_yaml
 from vesuvius.errors import ConfigError
-from vesuvius.experiments.tune.measurement import BlockKind, Planner, SearchSpace, Setting, in_words
+from vesuvius.experiments.tune.measurement import Planner, SearchSpace, Setting, in_words
 from vesuvius.experiments.tune.memory import ENDED_BY, PredictedMemory, Risk
 from vesuvius.experiments.tune.search import (
+    KINDS,
     SHOWN,
     SMALLEST_GAIN,
     Entry,
-    PlannedBlock,
     Recommendation,
     Search,
     fewer_than,
@@ -25,11 +25,9 @@ SLOWEST = 0.85
 """A is at least this share of B's samples per second."""
 
 _GAIN = 0.01  # a step beyond what was measured has to promise more
-_KINDS: dict[BlockKind, str] = {"run": "whole run", "readers": "readers alone", "step": "steps alone"}
 _OPTION_COLUMNS = ("option", "samples/s", "step", "whole run", "RAM", "VRAM", "memory risk", "changes", "why")
 _BLOCK_COLUMNS = (
-    "#", "stage", "measured", "changes", "samples/s", "predicted", "waited for data", "RAM", "predicted", "took",
-    "ended", "why",
+    "#", "stage", "measured", "changes", "samples/s", "waited for data", "RAM", "took", "ended", "why"
 )  # fmt: skip
 _NOTE = (
     "~ = predicted.  Times are of training steps alone, without validation, saving and pictures.  Memory risk: how "
@@ -166,19 +164,10 @@ def summary(found: Recommendation, search: Search) -> dict[str, str]:
     return lines | {"Why it ended": found.reason}
 
 
-def planned_line(planned: PlannedBlock) -> str:
-    """The line for the begin of a block."""
-    rate = "" if planned.rate is None else f"{number(planned.rate)} samples/s, "
-    return (
-        f"Block {planned.number} {planned.stage}, {_KINDS[planned.kind]}: {planned.why}; expected {rate}"
-        f"{memory_words(planned.ram_bytes, planned.vram_bytes)}, {format_duration(planned.seconds)}"
-    )
-
-
 def block_line(entry: Entry) -> str:
     """The line for the end of a block."""
     block = entry.block
-    begin = f"Block {entry.planned.number} took {format_duration(block.seconds)}: "
+    begin = f"Block {entry.number} took {format_duration(block.seconds)}: "
     if block.ended != "ok":
         return f"{begin}ended by {ENDED_BY[block.ended]}: {block.cause}"
     waited = "" if block.data_share is None else f", waited for data {format_percent(block.data_share)}"
@@ -293,20 +282,18 @@ def _option_line(row: Sequence[str]) -> str:
 
 
 def _block_row(entry: Entry, source: Setting) -> tuple[str, ...]:
-    planned, block = entry.planned, entry.block
+    block = entry.block
     return (
-        str(planned.number),
-        planned.stage,
-        _KINDS[planned.kind],
-        " ".join(planned.setting.overrides(source)) or "none",
+        str(entry.number),
+        entry.stage,
+        KINDS[block.kind],
+        " ".join(block.setting.overrides(source)) or "none",
         number(block.rate or None),
-        number(planned.rate),
         format_percent(block.data_share),
         size_text(block.ram_bytes),
-        size_text(planned.ram_bytes),
         format_duration(block.seconds),
         "ok" if block.ended == "ok" else f"ended by {ENDED_BY[block.ended]}: {block.cause}".removesuffix(": "),
-        planned.why,
+        entry.why,
     )
 
 

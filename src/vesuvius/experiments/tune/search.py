@@ -38,6 +38,8 @@ AT_ONCE = 0.15
 SURE = 0.5
 """Two pairs of anything else that both differ by more need no third."""
 
+KINDS: dict[BlockKind, str] = {"run": "whole run", "readers": "readers alone", "step": "steps alone"}
+
 ENOUGH = 1.25
 """Readers must be able to deliver this multiple of the trainer's rate, because volumes and load vary."""
 
@@ -50,25 +52,12 @@ _LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class PlannedBlock:
-    """What is measured next, why, and what is expected of it: samples/s (None = unknown), memory, seconds."""
+class Entry:
+    """A block, in which stage it was measured, and why."""
 
     number: int
     stage: Stage
-    setting: Setting
-    kind: BlockKind
     why: str
-    rate: float | None
-    ram_bytes: int
-    vram_bytes: int | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A block as it was planned, and as it was measured."""
-
-    planned: PlannedBlock
     block: Block
 
 
@@ -112,7 +101,8 @@ class Search:
 
     Args:
         runner: measures.
-        on_planned, on_block: called with each new block before and after it is measured.
+        on_planned: called with a line for the log before each new block.
+        on_block: called with each new block.
         earlier: blocks of earlier sessions, each of which is used where the policy asks for its like.
 
     Attributes:
@@ -132,7 +122,7 @@ class Search:
         runner: Runner,
         space: SearchSpace,
         planner: Planner,
-        on_planned: Callable[[PlannedBlock], None] = lambda planned: None,
+        on_planned: Callable[[str], None] = lambda line: None,
         on_block: Callable[[Entry], None] = lambda entry: None,
         earlier: Sequence[Block] = (),
     ) -> None:
@@ -178,14 +168,12 @@ class Search:
         if stage not in ("baseline", "confirm") and self.best != self.base and left_s - seconds < self._confirm_s():
             self.ended[stage] = f"{format_duration(left_s)} were left to confirm what was found; not tried: {why}"
             raise TimeToConfirmError
-        ram_bytes, vram_bytes = self.memory.ram(setting).expected_bytes, self.memory.vram_bytes(setting)
-        rate = self.rates.expected(kind, setting)
-        planned = PlannedBlock(len(self.entries), stage, setting, kind, why, rate, ram_bytes, vram_bytes, seconds)
+        number = len(self.entries)
         share = 2 if not self.blocks else 3 if setting.compile else 6
         limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
         earlier = next((b for b in self._earlier if (b.setting, b.kind) == (setting, kind)), None)
         if earlier is None:
-            self._on_planned(planned)
+            self._on_planned(f"Block {number} {stage}, {KINDS[kind]}: {why}; about {format_duration(seconds)}")
         else:
             self._earlier.remove(earlier)
         block = earlier or self._runner.measure(setting, kind, self.space.block_s, limit_s)
@@ -193,7 +181,7 @@ class Search:
             need = self._need(setting, kind)
             self._besides_s[need] = max(self._besides_s.get(need, 0.0), block.seconds - block.measured_s)
         self.blocks.append(block)
-        self.entries.append(Entry(planned, block))
+        self.entries.append(Entry(number, stage, why, block))
         if earlier is None:
             self._on_block(self.entries[-1])
         if block.ended != "ok":

@@ -16,7 +16,7 @@ from vesuvius.config import Config
 from vesuvius.config.environment import key_of_variable
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
-from vesuvius.experiments.alone import locked, run_storage_errors, signals_to
+from vesuvius.experiments.alone import locked, signals_to
 from vesuvius.experiments.ledger import Ledger
 from vesuvius.experiments.machine import describe_machine
 from vesuvius.experiments.process import TrialInterrupted
@@ -30,10 +30,9 @@ from vesuvius.experiments.tune.report import (
     headline,
     memory_words,
     plan_lines,
-    planned_line,
 )
 from vesuvius.experiments.tune.runner import TrialRunner
-from vesuvius.experiments.tune.search import Entry, PlannedBlock, Recommendation, Search
+from vesuvius.experiments.tune.search import Entry, Recommendation, Search
 from vesuvius.experiments.tune.survey import ConfigPlanner, survey
 from vesuvius.experiments.tune.tuned_config import check_tunable, tuned_path, tuned_yaml, write_tuned
 from vesuvius.monitor.session import is_alive, read_session
@@ -87,7 +86,7 @@ def tune(request: TuneRequest) -> int:
     """
     check_tunable(request.source)
     directory, data = tune_dir(request.config), prepare_data(request.config.seed, request.config.data)
-    with locked(directory, "tune") as lock_fd, run_storage_errors(directory):
+    with locked(directory, "tune") as lock_fd:
         open_log(directory / "tune.log")
         ledger, space, planner = _open(request, data)
         if not request.resume:
@@ -98,12 +97,10 @@ def tune(request: TuneRequest) -> int:
             log.info("tuning %s on %s", request.source, describe_machine().words())
             _warn_of_neighbours(request.config, space)
 
-            def on_planned(planned: PlannedBlock) -> None:
+            def on_planned(line: str) -> None:
                 if came:
-                    raise TrialInterrupted(
-                        f"the tune was interrupted before block {planned.number}; continue with --resume"
-                    )
-                log.info("%s", planned_line(planned))
+                    raise TrialInterrupted("the tune was interrupted between two blocks; continue with --resume")
+                log.info("%s", line)
 
             def on_block(entry: Entry) -> None:
                 ledger.add(entry.block)
