@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from vesuvius.report.content import NOT_KNOWN, PARTS_NOTE, RunReport, Table, fil
 from vesuvius.report.records import Column, RunRecords, figure
 from vesuvius.report.share import split_time, targets_of
 from vesuvius.runlog.records import Record
+from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_duration, format_percent, format_time, number, size_text
 
 _LAST_STEPS = 100
@@ -32,7 +34,7 @@ def build(records: RunRecords) -> RunReport:
         name=str(records.config.get("name") or records.path.name),
         directory=str(records.path),
         facts=_facts(records),
-        verdict=_end_words(records.state) + _verdict_words(verdicts),
+        verdict=_end_words(records.state) + _verdict_words(verdicts) + _next_words(verdicts, records.path),
         parts=parts,
         targets=targets_of(parts, thresholds),
         charts=tuple(build_charts(records)),
@@ -107,6 +109,11 @@ def _verdict_words(verdicts: Sequence[Record]) -> str:
     kinds = [str(verdict.get("bound")) for verdict in verdicts]
     counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
     return f"{last.get('text')} (step {last.get('step')}; verdicts so far: {counts})"
+
+
+def _next_words(verdicts: Sequence[Record], run: Path) -> str:
+    """The command to type next, if the last verdict names something to try."""
+    return f". Type next: {RunDir(run).tune_command}" if verdicts and verdicts[-1].get("overrides") else ""
 
 
 def _course(records: RunRecords) -> Table:

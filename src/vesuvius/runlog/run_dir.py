@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import time
 import uuid
@@ -68,6 +69,11 @@ class RunDir:
     samples = _Below("samples")
     stacks = _Below("stacks")
     tensorboard = _Below("tb")
+
+    @property
+    def tune_command(self) -> str:
+        """What to type to find the best setting for the run."""
+        return shlex.join(["vesuvius", "tune", "--config", str(self.path / "config.resolved.yaml")])
 
     def exists(self) -> bool:
         """Whether a run has begun here: it has made a step, or saved.

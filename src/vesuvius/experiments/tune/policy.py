@@ -132,7 +132,7 @@ def measure_baseline(search: Search) -> None:
 
 
 def confirm(search: Search) -> None:
-    """Measure the whole run of the best; where it waits though its readers could deliver, try what may help."""
+    """Measure the whole run of the best, or of its readers alone if that fails."""
     block = search.measure(search.best, "run", "confirm", "the whole run of what was found")
     if block.ended != "ok":
         search.unsettled.append(f"{in_words(search.best, search.base)}: {search.why_failed}")
@@ -144,27 +144,31 @@ def confirm(search: Search) -> None:
     if block.ended != "ok":
         search.best, search.ended["confirm"] = search.base, search.why_failed
         return
-    tried = {search.best}
-    for _ in range(_MOST_RIVALS):
-        starved = max(1 - (search.supply(search.best) or 1.0), 0.0)  # what no smoother delivery could avoid
-        if (block.data_share or 0.0) <= max(_WAITS, starved + SMALLEST_GAIN):
-            break
-        rival = next((rival for rival in _rivals_of(search, search.best) if rival not in tried), None)
-        if rival is None:
-            break
-        tried.add(rival)
-        found = search.in_turn((rival, "run"), (search.best, "run"), "confirm", in_words(rival, search.best))
-        if found is None:
-            search.ended["confirm"] = search.why_failed
-            break
-        if found.gain >= SMALLEST_GAIN and (found.is_above(0.0) or found.gain > SURE):
-            search.take(rival, f"whole run: {found.text}", found.pairs)
-            block = search.rates.of("run", rival)[-1]
-        else:
-            search.give_up(in_words(rival, search.best), found)
     search.ended["confirm"] = (
         f"{block.rate:.3g} samples/s, waiting for data {100 * (block.data_share or 0):.0f} % of the time"
     )
+    with suppress(TimeToConfirmError):
+        smooth(search)
+
+
+def smooth(search: Search) -> None:
+    """Where the whole run waits though its readers could deliver (bursts), try what may help."""
+    tried = {search.best}
+    for _ in range(_MOST_RIVALS):
+        waits = search.rates.of("run", search.best)[-1].data_share or 0.0
+        starved = max(1 - (search.supply(search.best) or 1.0), 0.0)  # what no smoother delivery could avoid
+        rival = next((rival for rival in _rivals_of(search, search.best) if rival not in tried), None)
+        if waits <= max(_WAITS, starved + SMALLEST_GAIN) or rival is None:
+            return
+        tried.add(rival)
+        found = search.in_turn((rival, "run"), (search.best, "run"), "delivery", in_words(rival, search.best))
+        if found is None:
+            search.ended["delivery"] = search.why_failed
+            return
+        if found.gain >= SMALLEST_GAIN and (found.is_above(0.0) or found.gain > SURE):
+            search.take(rival, f"whole run: {found.text}", found.pairs)
+        else:
+            search.give_up(in_words(rival, search.best), found)
 
 
 def _rivals_of(search: Search, best: Setting) -> list[Setting]:

@@ -23,7 +23,7 @@ from vesuvius.experiments.tune.memory import PredictedMemory, death_text
 from vesuvius.experiments.tune.rates import PredictedRates
 from vesuvius.runlog.units import format_duration
 
-Stage = Literal["baseline", "readers", "batch", "switches", "confirm"]
+Stage = Literal["baseline", "readers", "batch", "switches", "delivery", "confirm"]
 Certainty = Literal["sure", "likely", "unchanged", "none"]
 
 SMALLEST_GAIN = 0.03
@@ -205,8 +205,8 @@ class Search:
         return other_s + max(self.space.block_s, _LEAST_STEPS * setting.global_batch / rate if rate else 0.0)
 
     def _confirm_s(self) -> float:
-        """Seconds of two pairs of whole runs of the best and the baseline."""
-        return 2 * (self.expected_s(self.best, "run") + self.expected_s(self.base, "run"))
+        """Seconds of two pairs of whole runs of the best and the baseline, and as much again for one of them."""
+        return 3 * (self.expected_s(self.best, "run") + self.expected_s(self.base, "run"))
 
     def _need(self, setting: Setting, kind: BlockKind) -> tuple[str, bool]:
         """What a block needs besides measuring: a process, other readers or neither; and whether it is a whole run."""
@@ -251,22 +251,17 @@ class Search:
         is_clear: Callable[[float], bool],
         most_pairs: int = MOST_PAIRS,
     ) -> Comparison | None:
-        """Gain over the best and its rate of `have`: of one block where that is clear, else in turn.
+        """Gain over the best, which has a rate of `have`: of one block if that is clear, else in turn.
 
         None where it failed.
         """
-        best, (stage, words), last = (self.best, kind), why, self.blocks[-1]
-        beside = last.rate if last in self.rates.of(kind, self.best) else None
-        first = self.rate(setting, kind, stage, words)
-        if first is None:
+        if (first := self.rate(setting, kind, *why)) is None:
             return None
         if is_clear(first / have - 1):
             return Comparison(first / have - 1, None, None, 1)
-        changes = in_words(setting, self.best)
-        base = beside or self.rate(*best, stage, f"in turn: {changes}, pair 1")
-        if base is None:
-            return None
-        return self.in_turn((setting, kind), best, stage, changes, most_pairs=most_pairs, pairs=[(first, base)])
+        return self.in_turn(
+            (setting, kind), (self.best, kind), why[0], in_words(setting, self.best), most_pairs=most_pairs
+        )
 
     def in_turn(
         self,

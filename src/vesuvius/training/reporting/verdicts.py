@@ -60,6 +60,7 @@ class Verdicts:
         on_verdict: Callable[[Verdict], None] = lambda verdict: None,
     ) -> None:
         self._config = run.config
+        self._tune = run.directory.tune_command
         self._ranks_here = run.ranks.local_world
         self._device = run.device
         self._metrics = run.metrics
@@ -147,7 +148,8 @@ class Verdicts:
         window = self._window()
         knobs = knobs_of(self._config, self._device, self._options, window, self._machine.memory_is_short())
         verdict = judge(window, knobs)
-        log.info("%s", verdict.line(self._step, self._config.stop_step))
+        command = f"; to find the best setting: {self._tune}" if verdict.overrides else ""
+        log.info("%s%s", verdict.line(self._step, self._config.stop_step), command)
         self._metrics.write("verdict", step=self._step, **verdict.record())
         self._say_throttled(window)
         self._begin(self._step)
