@@ -25,10 +25,9 @@ from tests.support.chunk_server import ChunkServer
 from tests.support.kill_harness import processes_with
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
-from vesuvius.errors import StorageError
 from vesuvius.experiments.process import TrialInterrupted
 from vesuvius.experiments.trainer import trainer_config
-from vesuvius.experiments.tune.measurement import Block, Command, Setting
+from vesuvius.experiments.tune.measurement import Block, Setting
 from vesuvius.experiments.tune.runner import TrialRunner
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.plain import from_plain
@@ -214,7 +213,6 @@ def test_a_trainer_that_is_killed_or_held_costs_its_block_only(config: Config, t
         assert killed.ended == "killed"
         assert "the run (pid" in killed.cause
         assert "\n" not in killed.cause
-        assert killed.ram_bytes is not None
         assert killed.rate == 0.0
 
         assert lab.measure(setting, "run", 0.1, _HANG_S).ended == "ok", "the next has a trainer of its own"
@@ -222,7 +220,7 @@ def test_a_trainer_that_is_killed_or_held_costs_its_block_only(config: Config, t
         os.kill(pid, signal.SIGSTOP)
         held = lab.measure(setting, "run", 0.1, 0.3)
         assert held.ended == "timeout"
-        assert held.cause.startswith("no result within 0 s; it ")
+        assert held.cause == "no result within 0 s"
         assert not psutil.pid_exists(pid)
 
 
@@ -232,8 +230,6 @@ def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., P
         block = lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
     assert block.ended == "guard"
     assert "near out of memory: monitor.ram_limit_gib: " in block.cause
-    assert block.ram_bytes is not None
-    assert block.ram_bytes > 0.1 * 2**30
 
 
 def test_stop_ends_the_block_in_hand_and_leaves_no_process(config: Config, trials: Path) -> None:
@@ -275,12 +271,7 @@ def test_what_no_trainer_can_begin_with_says_why(config: Config, trials: Path) -
         assert "training.train_batch_size: Input should be greater than or equal to 1" in invalid.cause
         trials.mkdir()
         (trials / "000").symlink_to("/proc/no-such-place")
-        with pytest.raises(StorageError, match="continue with --resume"):
-            lab.measure(Setting.of(config), "run", 1.0, _HANG_S)
+        unwritable = lab.measure(Setting.of(config), "run", 1.0, _HANG_S)
+        assert unwritable.ended == "failed"
+        assert "the run directory must be writable" in unwritable.cause
         assert no_process_of(trials)
-
-
-def test_a_command_is_a_line() -> None:
-    command = Command(3, "readers", 1.5, workers=2, prefetch_factor=4, requests=8)
-    assert command.line().endswith(b"}\n")
-    assert Command(**json.loads(command.line())) == command
