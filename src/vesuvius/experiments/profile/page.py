@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,14 +14,12 @@ from vesuvius.config import Config
 from vesuvius.experiments.profile.observer import Observed
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.monitor.window import Thresholds
-from vesuvius.report.charts import build_charts
 from vesuvius.report.content import NOT_KNOWN, RunReport, Table, filled
-from vesuvius.report.model import config_texts, ranks_table
+from vesuvius.report.model import build, ranks_table, thresholds_of
 from vesuvius.report.records import RunRecords, figure
 from vesuvius.report.share import shared_out, targets_of, work_rows
 from vesuvius.runlog.records import Record
-from vesuvius.runlog.units import format_duration, format_sizes, number
+from vesuvius.runlog.units import format_duration, number
 
 _BEHIND = (
     ("readers: read from the store", "readers", "read_s"),
@@ -29,6 +27,16 @@ _BEHIND = (
     ("trainer: cut patches into batches", "feeder", "cut_s"),
     ("trainer: waits for readers", "feeder", "starved_s"),
     ("trainer: prefetch is full", "feeder", "full_s"),
+)
+_FACTS = ("samples/s", "step, p50", "step, p95", "peak RAM", "peak VRAM", "model FLOPs utilisation", "processors")
+    "samples/s",
+    "step, p50",
+    "step, p95",
+    "peak RAM",
+    "peak VRAM",
+    "model FLOPs utilisation",
+    "GPU",
+    "processors",
 )
 _NOTE = (
     "Seconds of all steps that count; they add up to the steps' own times. A wait that is hidden behind computing "
@@ -65,24 +73,30 @@ def build_profile(
     )
     work_s = only.columns["step_s"] - only.columns["pause_s"]
     parts = shared_out(work_rows(records, chosen), float(work_s.sum()))
-    verdict = observed.verdict
-    return RunReport(
+    run = build(only)
+    whole_s = float(work_s.mean()) * config.horizon_steps
+    facts = {key: run.facts[key] for key in _FACTS} | {
+        "the whole training": f"{format_duration(whole_s)} for {config.horizon_steps} steps, without pauses",
+        "device": f"{observed.device}, amp {observed.amp}",
+        "network": f"{observed.parameters / 1e6:.2f} M parameters, channels {list(config.model.channels)}",
+        "what to type next": next_command,
+    }
+    return replace(
+        run,
         name=f"{config.name}: profile of {count} steps",
-        directory=str(records.path),
-        facts={**_facts(config, records, work_s.tolist(), observed), "what to type next": next_command},
-        verdict=verdict.text if verdict else NOT_KNOWN,
+        facts=facts,
+        verdict=observed.verdict.text if observed.verdict else NOT_KNOWN,
         parts=parts,
-        targets=targets_of(parts, Thresholds()),
-        charts=tuple(each for each in build_charts(only) if each.key in ("parts", "step_s", "ram", "readers", "vram")),
+        targets=targets_of(parts, thresholds_of(records.config)),
+        charts=tuple(each for each in run.charts if each.key in ("parts", "step_s", "ram", "readers", "vram")),
         tables=filled(
-            _to_try(verdict),
+            _to_try(observed.verdict),
             _behind(steps, config.training.workers),
             _operators(observed),
             ranks_table(only),
             _method(observed, count, asked),
         ),
-        config=config_texts(records.config),
-        config_text=records.config_text,
+        previews=(),
         parts_note=_NOTE,
     )
 
@@ -91,26 +105,6 @@ def counted(records: RunRecords, after: int, steps: int) -> Any:
     """Which of the recorded steps count: so many after one."""
     number_of = records.columns["step"]
     return (number_of > after) & (number_of <= after + steps)
-
-
-def _facts(config: Config, records: RunRecords, work: Sequence[float], observed: Observed) -> dict[str, str]:
-    env, training, mean = records.environment, config.training, math.fsum(work) / len(work)
-    packages: Mapping[str, Any] = env.get("packages") or {}
-    return {
-        "step, mean": f"{number(1000 * mean)} ms",
-        "step, p50 / p95": f"{number(1000 * quantile(work, 0.5))} / {number(1000 * quantile(work, 0.95))} ms",
-        "samples/s": number(config.global_batch / mean),
-        "the whole training": f"{format_duration(mean * config.horizon_steps)} for {config.horizon_steps} steps, "
-        "without pauses",
-        "device": f"{observed.device}, amp {observed.amp}",
-        "network": f"{observed.parameters / 1e6:.2f} M parameters, channels {list(config.model.channels)}",
-        "patch": format_sizes(config.data.patch_size),
-        "batch": f"{training.train_batch_size} x {training.accumulate_steps} = {config.global_batch} samples a step",
-        "readers": f"{training.workers}, prefetch factor {training.prefetch_factor}",
-        "processors": str(env.get("cpus") or NOT_KNOWN),
-        "system": str(env.get("platform") or NOT_KNOWN),
-        "torch / CUDA": f"{packages.get('torch') or NOT_KNOWN} / {env.get('cuda') or 'none'}",
-    }
 
 
 def _to_try(verdict: Verdict | None) -> Table:

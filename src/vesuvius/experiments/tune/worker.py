@@ -191,10 +191,7 @@ class TuneWorker:
         sustained = working_s / figures["measured_s"]
         text = verdict.text
         if sustained < 1:
-            text = (
-                f"data-bound: readers deliver {samples / figures['measured_s']:.3g} samples/s; the trainer took "
-                f"{samples / working_s:.3g}, of data read ahead"
-            )
+            text = f"data-bound: readers deliver {samples / figures['measured_s']:.3g} samples/s; more was read ahead"
         return figures | {"data_share": 1 - sustained * (1 - verdict.window.data_share), "text": text}
 
     def _readers(self, command: Command) -> Figures:
