@@ -29,15 +29,6 @@ _BEHIND = (
     ("trainer: prefetch is full", "feeder", "full_s"),
 )
 _FACTS = ("samples/s", "step, p50", "step, p95", "peak RAM", "peak VRAM", "model FLOPs utilisation", "processors")
-    "samples/s",
-    "step, p50",
-    "step, p95",
-    "peak RAM",
-    "peak VRAM",
-    "model FLOPs utilisation",
-    "GPU",
-    "processors",
-)
 _NOTE = (
     "Seconds of all steps that count; they add up to the steps' own times. A wait that is hidden behind computing "
     "counts 0. What readers do meanwhile is in a separate table."
