@@ -122,7 +122,6 @@ class Machine:
             budget_s=budget_s,
             block_s=BLOCK_S,
             on_gpu=self.on_gpu,
-            cores=self.cores,
             most_workers=self.most_workers,
             most_prefetch=16,
             remote=self.remote,
@@ -324,7 +323,6 @@ class SimulatedRunner:
     def _block(self, setting: Setting, kind: BlockKind, steps: int, measured_s: float, seconds: float) -> Block:
         machine, samples = self._machine, steps * setting.global_batch
         reader_s, decode_s = machine.reader_s(setting)
-        cpu_s = {"readers": decode_s, "step": machine.trainer_cores_s}.get(kind, decode_s + machine.trainer_cores_s)
         peak = machine.ram_bytes(setting) * (1 + machine.ram_noise * self._rng.standard_normal())
         return Block(
             setting,
@@ -335,7 +333,6 @@ class SimulatedRunner:
             samples=samples,
             measured_s=measured_s,
             data_share=1 - machine.rate(setting) * machine.trainer_s(setting) if kind == "run" else None,
-            cores_used=samples / measured_s * cpu_s,
             reader_s=reader_s,
             decode_s=decode_s,
             ram_bytes=int(peak),

@@ -134,7 +134,7 @@ def test_every_changed_knob_has_a_reason_with_figures_and_the_gain_was_measured_
 def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> None:
     entries, found = tuned("data-bound on cores")
     assert 5 <= found.best.workers <= 8
-    assert found.ended["readers"].startswith("cap: all 5 cores are busy at ")
+    assert found.ended["readers"].startswith("no gain from workers 8 -> ")
     assert {entry.stage for entry in entries} <= {"baseline", "readers", "delivery", "confirm"}
     assert found.ended["switches"].startswith("not entered: readers deliver ")
 

@@ -43,11 +43,11 @@ def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:
         surveyed(read_config(tiny_config(training={"ranks": ranks}, monitor={"ram_limit_gib": 8.0})))
         for ranks in (1, 4)
     )
-    assert four.cores == one.cores / 4
+    assert four.most_workers == max(one.most_workers // 4, 1)
     assert four.ram_limit_bytes == pytest.approx(one.ram_limit_bytes / 4, rel=0.05)
     assert four.most_batch == one.most_batch, "of the samples of one rank"
     apart = read_config(tiny_config(training={"ranks": 4}, cluster={"address": "box:6379"}))
-    assert surveyed(apart).cores == one.cores, "a cluster places them"
+    assert surveyed(apart).most_workers == one.most_workers, "a cluster places them"
 
 
 def test_what_the_source_has_is_never_beyond_the_caps(tiny_config: WriteConfig) -> None:

@@ -108,7 +108,6 @@ class SearchSpace:
     budget_s: float  # seconds for all blocks together
     block_s: float  # seconds to measure in a block
     on_gpu: bool  # whether steps run on a GPU
-    cores: float  # CPU cores that the run may use
     # most_workers, most_prefetch, most_requests: caps
     most_workers: int
     most_prefetch: int
@@ -180,7 +179,6 @@ class Block:
     samples: int = 0  # measured; 0 unless ok
     measured_s: float = 0.0  # seconds that these took, or would have taken where they had been read ahead
     data_share: float | None = None  # share of the step time spent waiting for data; of a `run` alone
-    cores_used: float | None = None  # CPU seconds per second of trainer and readers, while measured; None = not known
     # seconds that one reader takes for a sample, with its waits for the store; None = nothing was read
     reader_s: float | None = None
     decode_s: float | None = None  # the decoding part of `reader_s`

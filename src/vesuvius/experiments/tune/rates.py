@@ -1,6 +1,6 @@
 """Predicts the samples per second of a setting from blocks of readers alone and of steps alone.  Pure.
 
-Readers, trainer and cores each limit the rate; the smallest limit holds.
+Readers and trainer each limit the rate; the smaller limit holds.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ class PredictedRates:
 
     Args:
         blocks: may grow after construction.
-        cores: CPU cores that the run may use.
     """
 
-    def __init__(self, blocks: Sequence[Block], cores: float) -> None:
+    def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
-        self._cores = cores
 
     def measured(self, kind: BlockKind, setting: Setting) -> float | None:
         """Samples/s; None where they were not measured."""
@@ -51,18 +49,13 @@ class PredictedRates:
         return limit * min(reached / its_limit, 1.0) if reached and its_limit else limit
 
     def limit(self, setting: Setting) -> float | None:
-        """The smallest of what readers, trainer and cores allow; None without a block of steps or of readers."""
+        """The smaller of what readers and trainer allow; None without a block of steps or of readers."""
         readers, trainer = self.expected("readers", setting), self.measured("step", setting)
         if readers is None or trainer is None:
             return None
         if setting.workers == 0:  # one after the other
             return 1 / (1 / readers + 1 / trainer)
-        return min(readers, trainer, self.cores_limit(setting))
-
-    def cores_limit(self, setting: Setting) -> float:
-        """Samples/s with all cores busy; infinite where the CPU seconds of a sample are not known."""
-        needed_s = sum(cpu_s for kind in ("step", "readers") if (cpu_s := self.cpu_s(kind, setting)) is not None)
-        return self._cores / needed_s if needed_s else math.inf
+        return min(readers, trainer)
 
     def waiting_share(self, setting: Setting) -> float:
         """Share of a reader's time that waits for the store, which more requests may hide; 0 where it is not known."""
@@ -90,7 +83,7 @@ class PredictedRates:
         return (_mean([b.rate for b in blocks if _count(b.setting) == fewest]) or 0.0) / fewest
 
     def _scaled(self, setting: Setting) -> float | None:
-        """By the number of readers, from the nearest block; no more than the fastest where the cores were the limit."""
+        """By the number of readers, from the nearest block."""
         blocks = [b for b in self._blocks if b.kind == "readers" and b.ended == "ok" and b.rate]
         if not blocks:
             return None
@@ -98,14 +91,7 @@ class PredictedRates:
             blocks,
             key=lambda b: (b.setting.requests != setting.requests, abs(math.log(_count(b.setting) / _count(setting)))),
         )
-        rate = (self.measured("readers", near.setting) or near.rate) * _count(setting) / _count(near.setting)
-        cpu_s = self.cpu_s("readers", near.setting)
-        return min(rate, self._cores / cpu_s) if cpu_s else rate
-
-    def cpu_s(self, kind: BlockKind, setting: Setting) -> float | None:
-        """CPU seconds of a sample; of readers, from the block with the most of them where this one has none."""
-        blocks = self.of(kind, setting) or [b for b in self._blocks if b.kind == kind and b.rate]
-        return _mean([b.cores_used / b.rate for b in blocks if b.cores_used])
+        return (self.measured("readers", near.setting) or near.rate) * _count(setting) / _count(near.setting)
 
 
 def reader_knobs(setting: Setting) -> tuple[object, ...]:

@@ -131,7 +131,7 @@ class Search:
         self.entries: list[Entry] = []
         self.blocks: list[Block] = []
         self.memory = PredictedMemory(space, planner, self.blocks)
-        self.rates = PredictedRates(self.blocks, space.cores)
+        self.rates = PredictedRates(self.blocks)
         self.base = self.best = self.shown = space.source
         self.because: dict[Knob, str] = {}
         self.ended: dict[Stage, str] = {}

@@ -100,10 +100,6 @@ def _more_readers(search: Search, supply: float, more_requests: bool) -> tuple[S
         setting = replace(best, requests=min(2 * best.requests, space.most_requests))
         if search.memory.obstacle(setting) is None:
             return setting, why
-    limit = space.cores / cpu_s if (cpu_s := search.rates.cpu_s("readers", best)) else math.inf
-    have = search.rates.measured("readers", best) or 0.0
-    if have > 0.95 * limit:
-        return None, f"cap: all {space.cores:g} cores are busy at {have:.3g} samples/s"
     count = max(best.workers, 1)
     wanted = min(at_least(ENOUGH / supply * count), 4 * count, space.most_workers)
     obstacle = f"cap: workers {best.workers} of at most {space.most_workers}"

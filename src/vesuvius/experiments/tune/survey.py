@@ -57,7 +57,6 @@ def survey(
         budget_s=budget_s,
         block_s=min(max(budget_s / _BLOCKS, _SHORTEST_BLOCK_S), _LONGEST_BLOCK_S),
         on_gpu=on_gpu,
-        cores=cores,
         most_workers=_most_workers(config, data, cores, remote, ranks),
         most_prefetch=source.prefetch_factor if is_capped else max(_MOST_PREFETCH, source.prefetch_factor),
         remote=remote,

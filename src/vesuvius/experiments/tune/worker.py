@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -231,11 +231,11 @@ class TuneWorker:
 
         steps(KERNEL_STEPS)
         piece = min(max(round(command.seconds / steps(1) / _PIECES), 1), _STEPS_MOST)
-        mark, took = self._mark(), [steps(piece) for _ in range(_PIECES)]
+        took = [steps(piece) for _ in range(_PIECES)]
         while len(took) < 4 * _PIECES and not is_settled(took):
             took.append(steps(piece))
         samples = len(took) * piece * config.global_batch
-        return {"samples": samples, "measured_s": math.fsum(took), "cores_used": self._cores_since(mark)}
+        return {"samples": samples, "measured_s": math.fsum(took)}
 
     def _take_batch(self) -> DeviceBatch:
         """The next batch, on the device."""
@@ -281,26 +281,23 @@ class TuneWorker:
         """Wait until all buffers are full and the readers use no processor, within bounds."""
         give_up = time.monotonic() + most_s
         while time.monotonic() < give_up and not self._loop.run.stop.wanted():
-            mark, full_s = self._mark(), self._stream.feeder_figures.full_s
+            full_s, cpu_s = self._stream.feeder_figures.full_s, self._readers_cpu_s()
             time.sleep(_IDLE_OVER_S)
-            full_s = self._stream.feeder_figures.full_s - full_s
-            cores = self._cores_since(mark, without_trainer=True)
-            if full_s >= 0.9 * _IDLE_OVER_S and cores < _IDLE_CORES:
+            is_full = self._stream.feeder_figures.full_s - full_s >= 0.9 * _IDLE_OVER_S
+            if is_full and self._readers_cpu_s() - cpu_s < _IDLE_CORES * _IDLE_OVER_S:
                 return
 
     # Figures.
 
     def _mark(self) -> _Mark:
         """The beginning of a measurement."""
-        pids = [process.pid for process in self._loop.monitor.sample.processes]
-        return _Mark(time.monotonic(), self._stream.reader_totals, {pid: _cpu_s(pid) for pid in pids})
+        return _Mark(time.monotonic(), self._stream.reader_totals)
 
-    def _cores_since(self, mark: _Mark, without_trainer: bool = False) -> float:
-        """Processors that trainer and readers used on average."""
-        trainer, here = {os.getpid()}, {process.pid for process in self._loop.monitor.sample.processes}
-        readers = set(self._stream.readers.copy()) & here - trainer
-        pids = readers if without_trainer else readers | trainer
-        return math.fsum(max(_cpu_s(pid) - mark.cpu_s.get(pid, 0.0), 0.0) for pid in pids) / mark.elapsed_s
+    def _readers_cpu_s(self) -> float:
+        """Processor seconds that the readers on this machine have used."""
+        here = {process.pid for process in self._loop.monitor.sample.processes} - {os.getpid()}
+        seen = [read_process(pid) for pid in here & set(self._stream.readers.copy())]
+        return math.fsum(process.cpu_s for process in seen if process is not None)
 
     def _figures(self, mark: _Mark, samples: int, took_s: float) -> Figures:
         """What was measured; samples that were read ahead count with the time that the readers need for them."""
@@ -314,7 +311,6 @@ class TuneWorker:
         return {
             "samples": samples,
             "measured_s": sustained_s(samples, took_s, reader_s, workers),
-            "cores_used": self._cores_since(mark),
             "reader_s": reader_s,
             "decode_s": decode_s,
         }
@@ -343,17 +339,11 @@ class TuneWorker:
 
 @dataclass(frozen=True)
 class _Mark:
-    """The beginning of a measurement: the time, and what readers and processes had done by then."""
+    """The beginning of a measurement: the time, and what readers had done by then."""
 
     time_s: float
     totals: ReaderTotals
-    cpu_s: Mapping[int, float]
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.time_s
-
-
-def _cpu_s(pid: int) -> float:
-    process = read_process(pid)
-    return process.cpu_s if process else 0.0
