@@ -15,10 +15,9 @@ from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
-from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.ram_plan import plan_ram
+from vesuvius.training.forecast.run_plan import plan_run
 from vesuvius.training.reporting.monitoring import memory_limits
-from vesuvius.training.step.step import choose_device, resolve_amp
+from vesuvius.training.step.step import choose_device
 
 _VRAM_SHARE = 0.92
 _PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover between Ray executions
@@ -70,11 +69,10 @@ def vram_left() -> int:
     return int(_VRAM_SHARE * gpu.total_memory) - used_bytes
 
 
-def trial_ram_bytes(config: Config, data: PreparedData, on_gpu: bool) -> int:
-    """Return the planned peak host memory of a trial, which is shorter than the run of its config."""
-    return plan_ram(config.with_training(max_steps=_PLANNED_STEPS), data, on_gpu).total_bytes
+def planned_bytes(config: Config, data: PreparedData) -> tuple[int, int | None]:
+    """Return the planned peak memory of host and GPU of a trial, which is shorter than the run of its config.
 
-
-def planned_vram_bytes(config: Config) -> int:
-    """Return the planned peak GPU memory, with the reserve."""
-    return plan_memory(config, amp=resolve_amp(config.training.amp, choose_device())).vram_bytes
+    That of the GPU includes the reserve; it is None on a CPU.
+    """
+    plan = plan_run(config.with_training(max_steps=_PLANNED_STEPS), data)
+    return plan.ram.total_bytes, plan.step.vram_bytes if plan.on_gpu else None

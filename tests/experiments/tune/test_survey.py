@@ -73,7 +73,7 @@ def test_prefetch_is_not_raised_where_the_config_limits_its_bytes(tiny_config: W
 def test_the_planner_knows_readers_batches_and_that_a_long_run_takes_more(tiny_config: WriteConfig) -> None:
     long = {"steps_per_epoch": 100_000, "warmup_steps": 3}
     config = read_config(tiny_config(training=long))
-    planner = ConfigPlanner(config, prepare_data(config.seed, config.data), on_gpu=False)
+    planner = ConfigPlanner(config, prepare_data(config.seed, config.data))
     source = Setting.of(config)
     two, four = replace(source, workers=2), replace(source, workers=4)
     assert planner.ram_bytes(source) < planner.ram_bytes(two) < planner.ram_bytes(four)

@@ -12,14 +12,13 @@ from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.errors import VesuviusError, one_line
-from vesuvius.experiments.machine import planned_vram_bytes, ram_left, trial_ram_bytes, vram_left
+from vesuvius.experiments.machine import planned_bytes, ram_left, vram_left
 from vesuvius.experiments.process import Ended, TrialInterrupted
 from vesuvius.experiments.steady import SteadyState, Warmup
 from vesuvius.experiments.trainer import Trainer, next_number, trainer_config
 from vesuvius.runlog.units import size_text
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.step.step import choose_device
 
 _POLL_S = 0.05
 
@@ -107,11 +106,10 @@ def _steady_state(config: Config, data: PreparedData, ranks: int, seconds: float
 
 def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
     """Why a config does not fit into memory, as planned; '' = it does."""
-    on_gpu = choose_device().type == "cuda"
-    here = 1 if config.cluster.address else ranks
-    ram_bytes, left_bytes = trial_ram_bytes(config, data, on_gpu) * here, ram_left(config)
+    ram_bytes, vram_bytes = planned_bytes(config, data)
+    ram_bytes, left_bytes = ram_bytes * (1 if config.cluster.address else ranks), ram_left(config)
     if ram_bytes > left_bytes:
         return f"it needs about {size_text(ram_bytes)} of RAM, and {size_text(left_bytes)} are left"
-    if on_gpu and (vram_bytes := planned_vram_bytes(config)) > (vram_left_bytes := vram_left()):
+    if vram_bytes is not None and vram_bytes > (vram_left_bytes := vram_left()):
         return f"it needs about {size_text(vram_bytes)} of VRAM, and {size_text(vram_left_bytes)} are left"
     return ""

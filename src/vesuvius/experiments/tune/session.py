@@ -151,7 +151,7 @@ def _open(request: TuneRequest, data: PreparedData) -> tuple[Ledger[Block], Sear
         space = survey(config, data, scale_batch=request.scale_batch, budget_s=budget_s, keep=request.keep)
         asked |= {"--keep": list(space.kept), "--scale-batch": space.scale_batch, "space": asdict(space)}
         ledger = Ledger(path, "tune", asked)
-    return ledger, space, ConfigPlanner(one_rank(config), data, space.on_gpu)
+    return ledger, space, ConfigPlanner(one_rank(config), data)
 
 
 def _put_aside(directory: Path) -> None:

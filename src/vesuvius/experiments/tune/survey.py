@@ -14,7 +14,7 @@ import yaml
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, VesuviusError
-from vesuvius.experiments.machine import planned_vram_bytes, ram_left, trial_ram_bytes, vram_left
+from vesuvius.experiments.machine import planned_bytes, ram_left, vram_left
 from vesuvius.experiments.tune.measurement import Evidence, Knob, SearchSpace, Setting
 from vesuvius.monitor.probes.cores import bound_cores, others_text, usable_cores
 from vesuvius.runlog.records import records_in
@@ -113,26 +113,28 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
 
 
 class ConfigPlanner:
-    """Predicts the memory of each setting of a config of one rank with `ram_plan.py` and `memory_plan.py`.
+    """Predicts the memory of each setting of a config of one rank.
 
     A `Planner`.  Caches its results; each takes up to seconds.
     """
 
-    def __init__(self, config: Config, data: PreparedData, on_gpu: bool) -> None:
-        self._config, self._data, self._on_gpu = config, data, on_gpu
+    def __init__(self, config: Config, data: PreparedData) -> None:
+        self._config, self._data = config, data
 
     @cache  # noqa: B019 - one for each tune
+    def _planned(self, setting: Setting) -> tuple[int, int | None]:
+        return planned_bytes(setting.applied_to(self._config), self._data)
+
     def ram_bytes(self, setting: Setting) -> int:
         """Peak host memory of a short run."""
-        return trial_ram_bytes(setting.applied_to(self._config), self._data, self._on_gpu)
+        return self._planned(setting)[0]
+
+    def vram_bytes(self, setting: Setting) -> int | None:
+        """Peak GPU memory, with the reserve; None on a CPU."""
+        return self._planned(setting)[1]
 
     @cache  # noqa: B019
     def later_bytes(self, setting: Setting) -> int:
         """Additional host memory of the whole run, which is longer."""
-        whole_bytes = plan_ram(setting.applied_to(self._config), self._data, self._on_gpu).total_bytes
+        whole_bytes = plan_ram(setting.applied_to(self._config), self._data).total_bytes
         return max(whole_bytes - self.ram_bytes(setting), 0)
-
-    @cache  # noqa: B019
-    def vram_bytes(self, setting: Setting) -> int | None:
-        """Peak GPU memory, with the reserve; None on a CPU."""
-        return planned_vram_bytes(setting.applied_to(self._config)) if self._on_gpu else None
