@@ -431,4 +431,32 @@ SHARED = Machine(
     source=replace(SOURCE, workers=1, accumulate_steps=4),
 )
 """Readers wait for a store and are slower than the trainer; what that computes on their processors slows them down."""
+_CROWDED = Disturbance(drift=0.3, drift_s=60.0, noise=0.4, correlated_steps=30, neighbour_s=60.0)
+_SLOW_STORE = Machine(
+    "busy, 150 ms",
+    on_gpu=False,
+    remote=True,
+    cores=2,
+    most_workers=8,
+    read_s=0.65,
+    decode_s=0.015,
+    sample_s=0.01,
+    launch_s=0.05,
+    beside=0.5,
+    faster={"compile": 0.95},
+    source=replace(SOURCE, workers=1, requests=2, accumulate_steps=4),
+    disturbance=_CROWDED,
+)
+BUSY = [
+    _SLOW_STORE,
+    replace(_SLOW_STORE, name="busy, 500 ms", read_s=2.0, sample_s=0.02, launch_s=0.02, beside=0.0),
+    Machine(
+        "busy GPU",
+        sample_s=0.3,
+        faster={"channels_last": 0.95, "compile": 0.97},
+        source=replace(SOURCE, workers=8, cudnn_benchmark=False),
+        disturbance=_CROWDED,
+    ),
+]
+"""Other programs on the machine: its speed varies threefold."""
 BY_NAME = {machine.name: machine for machine in MACHINES}

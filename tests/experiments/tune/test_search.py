@@ -14,6 +14,7 @@ from statistics import fmean
 import pytest
 
 from tests.experiments.tune.simulated import (
+    BUSY,
     BY_NAME,
     GIB,
     GUARD_SHARE,
@@ -70,7 +71,7 @@ def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: fl
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("drift", "least", "alike"), [(0.05, 0.97, 0.9), (0.10, 0.93, 0.8)])
+@pytest.mark.parametrize(("drift", "least", "alike"), [(0.05, 0.97, 0.85), (0.10, 0.93, 0.8)])
 def test_thirty_tunes_end_near_the_best_and_agree(drift: float, least: float, alike: float) -> None:
     found, agreed = shares(drift, seeds=30), same(drift, seeds=30)
     print(f"\ndrift {drift:.0%}: shares of the optimum {found}\nthe same: {agreed}")
@@ -167,17 +168,6 @@ def test_prefetch_makes_room_for_readers_and_the_reason_says_so(workers: int) ->
     assert found.reasons["prefetch_factor"] == found.reasons["workers"]
     assert machine.rate(found.best) >= 0.9 * best_rate(machine)
     check_bounds(machine, tuple(entries))
-
-
-def test_where_a_faster_step_cannot_be_confirmed_readers_keep_the_prefetch_that_made_room_for_them() -> None:
-    """A larger micro-batch gains as steps alone, and its whole run ends badly; readers found before are still taken."""
-    limit_gib = (TRADES.ram_bytes(TRADES.source) / GIB + 0.5) / GUARD_SHARE
-    machine = replace(TRADES, name="trades and fails", decode_s=0.2, sample_s=0.05, launch_s=0.02)
-    machine = replace(machine, ram_limit_gib=limit_gib)
-    runner = EndsBadly(machine, lambda setting, _: setting.train_batch_size > 1, "failed")
-    found = recommend(Search(runner, machine.space(), BiasedPlanner(machine)))
-    assert found.best.workers > machine.source.workers
-    assert found.best.prefetch_factor < machine.source.prefetch_factor
 
 
 def test_a_memory_cap_is_named_with_its_figures() -> None:
@@ -329,6 +319,21 @@ def test_where_readers_are_slower_than_steps_no_switch_is_tried() -> None:
     entries, found = at_cap_of_readers(SHARED)
     assert {entry.stage for entry in entries} <= {"baseline", "readers", "batch", "delivery", "confirm"}
     assert found.best.compile is found.best.channels_last is False
+
+
+@pytest.mark.parametrize("machine", BUSY, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("budget_s", [480.0, 1200.0])
+def test_on_a_busy_machine_and_a_slow_store_what_helps_is_found_and_nothing_slower_is_written(
+    machine: Machine, budget_s: float
+) -> None:
+    """Rates that vary threefold by themselves, and switches that make steps slower."""
+    tunes = [tune(machine, seed, machine.space(budget_s))[1] for seed in range(6)]
+    for found in tunes:
+        assert machine.rate(found.written) >= 0.97 * machine.rate(machine.source)
+        assert machine.rate(found.best) >= min(5 * machine.rate(machine.source), 0.97 * best_rate(machine))
+        assert found.certainty != "none"
+    if machine.remote:
+        assert fmean(machine.rate(found.written) for found in tunes) > 5 * machine.rate(machine.source)
 
 
 def test_a_budget_for_nothing_measures_nothing() -> None:
@@ -525,13 +530,6 @@ def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time
     entries, found = tune(machine, 0)
     assert (found.best.workers > 0) == (workers > 0)
     assert (max(entry.block.setting.workers for entry in entries) == 0) == (workers == 0)
-
-
-def test_a_trainer_that_reads_itself_gets_readers() -> None:
-    machine = Machine("reads itself", decode_s=0.05, sample_s=0.07, source=replace(SOURCE, workers=0))
-    _, found = tune(machine, 0)
-    assert found.best.workers >= 1
-    assert machine.rate(found.best) > 1.5 * machine.rate(machine.source)
 
 
 def test_a_space_survives_its_record() -> None:

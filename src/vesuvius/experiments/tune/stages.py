@@ -19,6 +19,7 @@ from vesuvius.experiments.tune.search import (
 )
 
 _KNEE = 0.08  # more readers or requests that raise R by less are not worth it
+_MOSTLY = 0.8  # share of a reader's time that waits for the store from which on requests are raised fourfold
 _NEAR = 0.25  # a gain this near to the knee is measured in turn
 _MOST_DEATHS = 3  # after which readers are raised no more
 _COMPILE_SHARE = 0.15  # of the budget that the first compilation may take
@@ -96,8 +97,10 @@ def _hint(search: Search) -> Setting | None:
 def _more_readers(search: Search, supply: float, more_requests: bool) -> tuple[Setting | None, str]:
     """More requests where readers mostly wait for the store, else more readers; and why, or why there are none."""
     best, space, why = search.best, search.space, words_of(search)
-    if more_requests and search.rates.waiting_share(best) > 0.5 and best.requests < space.most_requests:
-        setting = replace(best, requests=min(2 * best.requests, space.most_requests))
+    waits = search.rates.waiting_share(best)
+    if more_requests and waits > 0.5 and best.requests < space.most_requests:
+        factor = 4 if waits > _MOSTLY else 2
+        setting = replace(best, requests=min(factor * best.requests, space.most_requests))
         if search.memory.obstacle(setting) is None:
             return setting, why
     count = max(best.workers, 1)
