@@ -94,5 +94,5 @@ def test_a_dry_run_names_what_may_be_tried_and_what_would_not_be_started() -> No
     assert "not started: up to " in planned["training.workers=16"]
     assert "training.train_batch_size=8 training.accumulate_steps=1" in planned
     assert "data.store.requests=32" in planned
-    with pytest.raises(ConfigError, match="a setting that fits this machine; got none: up to "):
+    with pytest.raises(ConfigError, match="the config does not fit this machine: up to "):
         plan_lines(replace(machine.space(), ram_limit_bytes=2**30), BiasedPlanner(machine), "box")

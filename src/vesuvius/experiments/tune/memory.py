@@ -123,6 +123,12 @@ class PredictedMemory:
         return (planned(setting) or 0) >= (planned(block.setting) or 0)
 
 
+def does_not_fit(obstacle: str) -> str:
+    """Say that the config itself may not be tried, and what to do."""
+    remedy = "lower training.workers, training.prefetch_factor or training.train_batch_size"
+    return f"the config does not fit this machine: {obstacle}; {remedy}"
+
+
 def death_text(block: Block) -> str:
     """Describe a failure: `a run block with workers 8, ... was ended by the memory guard: ...`."""
     s = block.setting

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from vesuvius.experiments.paired import Comparison, compare
 from vesuvius.experiments.tune.measurement import BlockKind, Setting, in_words, trainer_knobs
+from vesuvius.experiments.tune.memory import does_not_fit
 from vesuvius.experiments.tune.search import (
     SHOWN,
     SMALLEST_GAIN,
@@ -120,6 +121,8 @@ def measure_baseline(search: Search) -> None:
     Raises:
         SearchEndedError: it does not fit into memory, or cannot be measured.
     """
+    if obstacle := search.memory.obstacle(search.base):
+        raise SearchEndedError(does_not_fit(obstacle))
     kinds: tuple[tuple[BlockKind, str], ...] = (("readers", "no step computed"), ("step", "on a batch that stays"))
     for kind, words in kinds:
         block = search.measure(search.base, kind, "baseline", f"the unchanged config, {words}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from vesuvius.config.describe import to_yaml
 from vesuvius.errors import ConfigError
 from vesuvius.experiments.tune.measurement import Planner, SearchSpace, Setting, in_words
-from vesuvius.experiments.tune.memory import ENDED_BY, PredictedMemory, Risk
+from vesuvius.experiments.tune.memory import ENDED_BY, PredictedMemory, Risk, does_not_fit
 from vesuvius.experiments.tune.search import (
     KINDS,
     SHOWN,
@@ -179,15 +179,12 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
     """The lines of `--dry-run`: limits, budget, and the planned memory of what may be tried.
 
     Raises:
-        ConfigError: not even the smallest setting fits.
+        ConfigError: the config does not fit.
     """
     memory, source = PredictedMemory(space, planner, ()), space.source
     total, workers = source.global_batch, sorted({*fewer_than(space.most_workers), space.most_workers})
-    least = {"workers": min(source.workers, 1), "prefetch_factor": 1, "train_batch_size": 1}
-    smallest = replace(source, **{knob: value for knob, value in least.items() if knob not in space.kept})  # type: ignore[arg-type]
-    smallest = replace(smallest, accumulate_steps=total // smallest.train_batch_size)
-    if obstacle := memory.obstacle(smallest):
-        raise ConfigError(f"a tune needs a setting that fits this machine; got none: {obstacle}")
+    if obstacle := memory.obstacle(source):
+        raise ConfigError(does_not_fit(obstacle))
     sizes = [*range(1, total + 1), *((total << n for n in range(1, 20)) if space.scale_batch else ())]
     batches = [size for size in sizes if size <= space.most_batch and (size > total or total % size == 0)]
     readers = (replace(source, workers=count) for count in workers)

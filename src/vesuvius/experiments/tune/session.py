@@ -123,7 +123,7 @@ def plan(request: TuneRequest) -> list[str]:
     """Return the lines of `--dry-run`: limits, budget, and the memory of what may be tried.  Writes nothing.
 
     Raises:
-        ConfigError, DataError: as `tune`; also where not even the smallest setting fits.
+        ConfigError, DataError: as `tune`; also if the config does not fit into memory.
     """
     check_tunable(request.source)
     _, space, planner = _open(request, prepare_data(request.config.seed, request.config.data))
