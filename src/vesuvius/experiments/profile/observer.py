@@ -5,6 +5,7 @@ It stands where `training.autotune` stands in a run, so that the loop, the clock
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.step import parameter_count
 
 MOST_WARM_STEPS = 40
+_WARM_S = 10.0  # after which a trainer is slower than its readers
 _TRACED_STEPS = 2
 MOST_STEPS_BESIDE = MOST_WARM_STEPS + _TRACED_STEPS
 """Steps that a profile makes besides those that count, at most."""
@@ -73,10 +75,8 @@ class Observer:
         self._loop, self._reporter, self._observed = loop, reporter, observed
         self._steps, self._trace, self._then, self._beside = steps, trace, then, beside
         self._counting = False
-        config = loop.run.config
-        warmup = Warmup.of(loop.job, loop.feed.stream.options, config.training.accumulate_steps, config.global_batch)
         observed.begin = loop.run.progress.step
-        observed.warm_steps = max(min(warmup.full_steps, MOST_WARM_STEPS), after - observed.begin)
+        self._wanted = after - observed.begin  # steps before those that count
         step = loop.train_step
         observed.parameters, observed.amp = parameter_count(step.network), step.amp
         device = loop.run.device
@@ -103,9 +103,16 @@ class Observer:
 
     def _run(self) -> Iterator[None]:
         """Yields where the loop is to make a step; called first after the first one."""
-        observed, run = self._observed, self._loop.run
-        for _ in range(observed.warm_steps - 1):
+        observed, run, loop = self._observed, self._loop.run, self._loop
+        accumulate, batch = run.config.training.accumulate_steps, run.config.global_batch
+        warmup, began = Warmup.of(loop.job, loop.feed.stream.options, accumulate, batch), time.monotonic()
+        observed.warm_steps = 1
+        while observed.warm_steps < self._wanted or not (
+            warmup.is_over(observed.warm_steps, time.monotonic() - began, _WARM_S)
+            or observed.warm_steps >= MOST_WARM_STEPS
+        ):
             yield
+            observed.warm_steps += 1
         self._reporter.report(wait=True)
         self._counting = True
         self._reporter.verdicts.restart(run.progress.step)
