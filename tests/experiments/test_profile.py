@@ -79,7 +79,7 @@ def test_a_profile_changes_nothing_that_a_step_is_made_of() -> None:
     assert changed.stop_step >= 2 * 20
 
 
-FEW_REGIONS = {"regions_in_flight": 16}
+FEW_REGIONS = {"regions_in_flight": 4}
 """A short warm-up: each region in flight is read in it."""
 
 
