@@ -23,9 +23,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
-    parser.add_argument(
-        "--steps", type=whole(5), default=20, metavar="N", help="steps measured after the warm-up; 20"
-    )
+    parser.add_argument("--steps", type=whole(5), default=20, metavar="N", help="steps measured after the warm-up; 20")
     parser.add_argument(
         "--trace",
         action="store_true",

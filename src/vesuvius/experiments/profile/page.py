@@ -14,8 +14,9 @@ from vesuvius.config import Config
 from vesuvius.experiments.profile.observer import Observed
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict
+from vesuvius.monitor.window import Thresholds
 from vesuvius.report.content import NOT_KNOWN, RunReport, Table, filled
-from vesuvius.report.model import build, ranks_table, thresholds_of
+from vesuvius.report.model import build, ranks_table
 from vesuvius.report.records import RunRecords, figure
 from vesuvius.report.share import shared_out, targets_of, work_rows
 from vesuvius.runlog.records import Record
@@ -78,7 +79,7 @@ def build_profile(
         facts=facts,
         verdict=observed.verdict.text if observed.verdict else NOT_KNOWN,
         parts=parts,
-        targets=targets_of(parts, thresholds_of(records.config)),
+        targets=targets_of(parts, Thresholds()),
         charts=tuple(each for each in run.charts if each.key in ("parts", "step_s", "ram", "readers", "vram")),
         tables=filled(
             _to_try(observed.verdict),
