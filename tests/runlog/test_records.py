@@ -5,41 +5,54 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
-from vesuvius.runlog.logfile import StepFigures, step_line
+from vesuvius.runlog.logfile import step_line
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.runlog.step_times import StepTimes
 from vesuvius.runlog.units import GIB
 
-FIGURES = StepFigures(
-    step=1200,
-    steps=128000,
-    epoch=1,
-    epochs=32,
-    loss=0.0312,
-    grad_norm=0.5,
-    lr=1e-4,
-    times=StepTimes(step_s=2.914, data_s=0.412, h2d_s=0.003, forward_s=0.771, backward_s=1.5, optimizer_s=0.2),
-    samples=4,
-    vram_bytes=(int(41.2 * GIB), int(79.3 * GIB)),
-    ram_bytes=(int(38.4 * GIB), int(170 * GIB)),
-    workers=4,
-    worker_max_bytes=int(6.9 * GIB),
-    eta_s=4 * 86400 + 7 * 3600,
-)
+TIMES = StepTimes(step_s=2.914, data_s=0.412, h2d_s=0.003, forward_s=0.771, backward_s=1.5, optimizer_s=0.2)
+STEP = {
+    "step": 1200,
+    "steps": 128000,
+    "epoch": 1,
+    "epochs": 32,
+    "loss": 0.0312,
+    "lr": 1e-4,
+    "samples": 4,
+    "vram_used_bytes": 41.2 * GIB,
+    "vram_limit_bytes": 79.3 * GIB,
+    "ram_used_bytes": 38.4 * GIB,
+    "ram_limit_bytes": 170 * GIB,
+    "workers": 4,
+    "working": None,
+    "worker_max_bytes": 6.9 * GIB,
+    "mfu": None,
+    "ranks": 1,
+    "slowest_rank": None,
+    "eta_s": 4 * 86400 + 7 * 3600,
+    "eta_at_least": False,
+    **asdict(TIMES),
+    "gpu_s": TIMES.gpu_s,
+    "other_s": TIMES.other_s,
+}
 
 
 def test_the_step_line_is_the_one_that_others_grep() -> None:
-    assert step_line(FIGURES) == (
+    assert step_line(STEP) == (
         "Train step 1200/128000 epoch 1/32 loss 0.03120 lr 1.0e-04 step_s 2.914 data_s 0.412 h2d_s 0.003 gpu_s 2.471 "
         "other_s 0.028 data_pct 14.1 samples_s 1.37 vram_gib 41.2/79.3 ram_gib 38.4/170.0 workers 4 worker_max_gib 6.9 "
         "eta 4d07h"
     )
-    assert " workers 4 (1 with work) worker_max_gib 6.9 " in step_line(replace(FIGURES, working=1))
-    assert " workers 4 worker_max_gib 6.9 " in step_line(replace(FIGURES, working=4))
-    assert " samples_s 1.37 mfu_pct 41.3 vram_gib " in step_line(replace(FIGURES, mfu=0.4126))
+    assert " workers 4 (1 with work) worker_max_gib 6.9 " in step_line(STEP | {"working": 1})
+    assert " workers 4 worker_max_gib 6.9 " in step_line(STEP | {"working": 4})
+    assert " samples_s 1.37 mfu_pct 41.3 vram_gib " in step_line(STEP | {"mfu": 0.4126})
+    unknown = dict.fromkeys(("vram_used_bytes", "worker_max_bytes", "eta_s"))
+    assert " vram_gib - ram_gib 38.4/170.0 workers 4 worker_max_gib - eta -" in step_line(STEP | unknown)
+    several = STEP | {"ranks": 2, "slowest_rank": 1, "pause_s": 0.01, "eta_at_least": True}
+    assert step_line(several).endswith(" eta >4d07h comm_s 0.000 ranks 2 slowest 1 pause_s 0.010")
 
 
 def test_records_are_appended_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:

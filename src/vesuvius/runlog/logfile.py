@@ -7,13 +7,13 @@ import os
 import stat
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TextIO
 
 from vesuvius.runlog.files.append_file import AppendFile
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.redact import redact
-from vesuvius.runlog.step_times import StepTimes
 from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration
 
 log = logging.getLogger(__name__)
@@ -21,56 +21,29 @@ log = logging.getLogger(__name__)
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
-@dataclass(frozen=True)
-class StepFigures:
-    """What the log says of one optimizer step, unrounded."""
+def step_line(record: Record) -> str:
+    """The line that `grep 'Train step'` shows, of a step's record.  Others read it by its field names: they stay.
 
-    # step, steps: this step, counted from 1, and the one at which the run ends
-    step: int
-    steps: int
-    # epoch, epochs: likewise
-    epoch: int
-    epochs: int
-    loss: float  # mean weighted loss over the global batch; NaN where the step was not finite
-    grad_norm: float
-    lr: float
-    times: StepTimes
-    samples: int
-    vram_bytes: tuple[int, int] | None  # reserved by the trainer and total of the card, or None on a CPU
-    ram_bytes: tuple[int, int]
-    workers: int  # reader processes that live
-    worker_max_bytes: int | None  # largest private memory a reader has had, or None with `workers: 0`
-    # seconds until the session ends, with the validations, previews and saves to come; None before the second step
-    eta_s: float | None
-    eta_at_least: bool = False  # one of these has not been measured yet and is not counted
-    ranks: int = 1  # trainer processes that shared the step
-    slowest_rank: int | None = None  # whom the others waited for, in the step before; None = not known
-    # share of the device's peak that the model's operations reached, 0 to 1; None = the peak is not known
-    mfu: float | None = None
-    working: int | None = None  # readers for which there is a task; None = all
-
-
-def step_line(f: StepFigures) -> str:
-    """The line that `grep 'Train step'` shows.  Others read it by its field names: they stay."""
-    t = f.times
-    vram = "-" if f.vram_bytes is None else "/".join(f"{b / GIB:.1f}" for b in f.vram_bytes)
+    Seconds of the step's parts are those of `StepTimes`; what is not known is None: `vram_used_bytes` on a CPU,
+    `worker_max_bytes` without readers, `eta_s` before the second step, `mfu` if the device's peak is not known,
+    `working` if all readers have work.
+    """
+    f = SimpleNamespace(**record)
+    vram = "-" if f.vram_used_bytes is None else f"{f.vram_used_bytes / GIB:.1f}/{f.vram_limit_bytes / GIB:.1f}"
     eta = "-" if f.eta_s is None else f"{'>' if f.eta_at_least else ''}{format_duration(f.eta_s)}"
-    pause = f" pause_s {t.pause_s:.3f}" if t.pause_s >= 0.0005 else ""  # of other_s
-    ranks = "" if f.ranks == 1 else f" comm_s {t.comm_s:.3f} ranks {f.ranks} slowest {_or_dash(f.slowest_rank)}"
+    pause = f" pause_s {f.pause_s:.3f}" if f.pause_s >= 0.0005 else ""  # of other_s
+    slowest = "-" if f.slowest_rank is None else f.slowest_rank
+    ranks = "" if f.ranks == 1 else f" comm_s {f.comm_s:.3f} ranks {f.ranks} slowest {slowest}"
     mfu = "" if f.mfu is None else f" mfu_pct {100 * f.mfu:.1f}"
     worker_max = "-" if f.worker_max_bytes is None else f"{f.worker_max_bytes / GIB:.1f}"
     idle = "" if f.working is None or f.working >= f.workers else f" ({f.working} with work)"
     return (
         f"Train step {f.step}/{f.steps} epoch {f.epoch}/{f.epochs} loss {f.loss:.5f} lr {f.lr:.1e} "
-        f"step_s {t.step_s:.3f} data_s {t.data_s:.3f} h2d_s {t.h2d_s:.3f} gpu_s {t.gpu_s:.3f} other_s {t.other_s:.3f} "
-        f"data_pct {100 * t.data_s / t.step_s:.1f} samples_s {f.samples / t.step_s:.2f}{mfu} "
-        f"vram_gib {vram} ram_gib {f.ram_bytes[0] / GIB:.1f}/{f.ram_bytes[1] / GIB:.1f} "
+        f"step_s {f.step_s:.3f} data_s {f.data_s:.3f} h2d_s {f.h2d_s:.3f} gpu_s {f.gpu_s:.3f} other_s {f.other_s:.3f} "
+        f"data_pct {100 * f.data_s / f.step_s:.1f} samples_s {f.samples / f.step_s:.2f}{mfu} "
+        f"vram_gib {vram} ram_gib {f.ram_used_bytes / GIB:.1f}/{f.ram_limit_bytes / GIB:.1f} "
         f"workers {f.workers}{idle} worker_max_gib {worker_max} eta {eta}{ranks}{pause}"
     )
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def open_log(path: Path) -> None:

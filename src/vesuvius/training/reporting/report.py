@@ -16,7 +16,8 @@ from vesuvius.monitor.clock import StepClock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.runlog.logfile import StepFigures, step_line
+from vesuvius.runlog.logfile import step_line
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.step_times import StepTimes
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.context import RunContext
@@ -122,19 +123,10 @@ class StepReporter:
         if self._reported > 1:
             self._work_s.append(times.step_s - times.pause_s)
             self._progress.note_step(times)
-        figures = self._gather(launched, outcome, times)
-        log.info(step_line(figures))
-        record = asdict(figures) | asdict(times) | {"gpu_s": times.gpu_s, "other_s": times.other_s}
-        record |= {"sample_index": launched.first_sample}
-        record |= {"samples_total": launched.first_sample + figures.samples}
-        record |= {"session_s": self._progress.session_s, "total_s": self._progress.total_s}
-        for pair in ("ram_bytes", "vram_bytes"):
-            record[pair.replace("_", "_used_")], record[pair.replace("_", "_limit_")] = record.pop(pair) or (None, None)
-        del record["times"]
-        record |= {"step_p50_s": self._rolling(0.5), "step_p95_s": self._rolling(0.95)}
-        record |= telemetry(self._stream)
-        self._metrics.write("step", **record, finite=outcome.finite, scaler_overflow=outcome.overflowed)
-        self.verdicts.add(launched.step, times, figures.vram_bytes)
+        record = self._record_of(launched, outcome, times)
+        log.info(step_line(record))
+        self._metrics.write("step", **record)
+        self.verdicts.add(launched.step, times, self._vram())
         self._news.times = launched.step, times
         self._run.on_step(launched.step)
         if not (outcome.finite or outcome.overflowed):
@@ -196,31 +188,47 @@ class StepReporter:
             timesteps = t.tolist()
         return indices, timesteps
 
-    def _gather(self, launched: Launched, outcome: StepOutcome, times: StepTimes) -> StepFigures:
-        config = self._config
-        left = self._progress.time_left(config, launched.step, self._run.stop.left_s())
+    def _record_of(self, launched: Launched, outcome: StepOutcome, times: StepTimes) -> Record:
+        """Figures of a step, unrounded; None is not known."""
+        config, progress = self._config, self._progress
+        left = progress.time_left(config, launched.step, self._run.stop.left_s())
         peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._stream.readers.values())]
-        return StepFigures(
-            step=launched.step,
-            steps=config.stop_step,
-            epoch=(launched.step - 1) // config.training.steps_per_epoch + 1,
-            epochs=config.training.epochs,
-            loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
-            lr=launched.lr,
-            times=times,
-            samples=config.global_batch,
-            vram_bytes=self._vram(),
-            ram_bytes=self._machine.ram(),
-            workers=self._stream.readers_alive,
-            working=self._stream.readers_with_work,
-            worker_max_bytes=max(peaks, default=None) if self._stream.options.workers else None,
-            eta_s=left.seconds if left else None,
-            eta_at_least=left is not None and left.at_least,
-            ranks=self._run.part.world,
-            slowest_rank=self._news.slowest,
-            mfu=self._seconds_at_peak / (times.step_s - times.pause_s) if self._seconds_at_peak else None,
-        )
+        ram_used_bytes, ram_limit_bytes = self._machine.ram()
+        vram_used_bytes, vram_limit_bytes = self._vram() or (None, None)
+        return {
+            "step": launched.step,
+            "steps": config.stop_step,
+            "epoch": (launched.step - 1) // config.training.steps_per_epoch + 1,
+            "epochs": config.training.epochs,
+            "loss": outcome.loss,
+            "grad_norm": outcome.grad_norm,
+            "lr": launched.lr,
+            "samples": config.global_batch,
+            "workers": self._stream.readers_alive,
+            "working": self._stream.readers_with_work,
+            "worker_max_bytes": max(peaks, default=None) if self._stream.options.workers else None,
+            "eta_s": left.seconds if left else None,
+            "eta_at_least": left is not None and left.at_least,  # a pause to come has not been measured yet
+            "ranks": self._run.part.world,
+            "slowest_rank": self._news.slowest,  # whom the others waited for, in the step before
+            "mfu": self._seconds_at_peak / (times.step_s - times.pause_s) if self._seconds_at_peak else None,
+            **asdict(times),
+            "gpu_s": times.gpu_s,
+            "other_s": times.other_s,
+            "ram_used_bytes": ram_used_bytes,
+            "ram_limit_bytes": ram_limit_bytes,
+            "vram_used_bytes": vram_used_bytes,
+            "vram_limit_bytes": vram_limit_bytes,
+            "sample_index": launched.first_sample,
+            "samples_total": launched.first_sample + config.global_batch,
+            "session_s": progress.session_s,
+            "total_s": progress.total_s,
+            "step_p50_s": self._rolling(0.5),
+            "step_p95_s": self._rolling(0.95),
+            **telemetry(self._stream),
+            "finite": outcome.finite,
+            "scaler_overflow": outcome.overflowed,
+        }
 
     def _vram(self) -> tuple[int, int] | None:
         if self._run.device.type != "cuda":
