@@ -294,7 +294,7 @@ def test_print_config_reads_back_as_the_same_config(
     assert vesuvius_train(tiny_config(), "--print-config", "training.lr=3e-4") == 0
     text = capsys.readouterr().out
     assert yaml.safe_load(text)["training"]["lr"] == 3e-4
-    assert "# command line: peak learning rate" in text
+    assert "# peak learning rate" in text
 
 
 @pytest.mark.usefixtures("in_whole_run")
