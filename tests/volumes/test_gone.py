@@ -114,18 +114,6 @@ def test_a_damaged_shard_index_takes_the_box_of_its_shard(tmp_path: Path, addres
     assert caught.value.box == ((0, 0, 64), (32, 32, 96)), "the chunk alone"
 
 
-def test_damaged_bytes_are_fetched_as_often_as_asked(server: ChunkServer, tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    spec, fault = ArrayConfig(path=server.url_of(path)), {"path": "1/0/2", "kind": "corrupt", "times": 3}
-    patient, hasty = (open_volume(spec, StoreConfig(retries=n)) for n in (3, 2))
-    server.set_faults([fault])
-    np.testing.assert_array_equal(patient.read(WHOLE), textured(SHAPE))
-    server.reset()
-    with pytest.raises(UnreadableChunkError):
-        hasty.read(WHOLE)
-    assert server.asked_for(path)["1/0/2"] == 3
-
-
 # ---- fill values that are no numbers
 
 
@@ -227,24 +215,6 @@ def _quarantined(block: Any) -> list[dict[str, Any]]:
     from vesuvius.stream.reading.reader import head_of
 
     return head_of(block).report.quarantined
-
-
-def test_a_deletion_under_way_is_noticed_by_what_was_read_before(tmp_path: Path) -> None:
-    """`rm -rf` may take the metadata last, and no listing is known."""
-    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
-    volume = open_at(str(path))
-    boxes = [((z, y, 0), (z + 32, y + 32, 64)) for z in (0, 32) for y in (0, 32)]
-    for box in boxes:
-        volume.read(box)
-    for chunk in path.glob("1/*/*"):
-        chunk.unlink()
-    damaged = []
-    for box in boxes:
-        try:
-            volume.read(box)
-        except UnreadableChunkError as error:
-            damaged.append(error.chunk)
-    assert damaged == [(1, 0, 0), (1, 1, 0)]
 
 
 # ---- chunks that are too short

@@ -84,13 +84,6 @@ def test_a_store_that_lists_is_looked_through_where_few_chunks_are_stored(tmp_pa
     np.testing.assert_array_equal(whole(address), voxels)
 
 
-def test_shards_by_another_key_are_found_in_levels_and_selected_axes(tmp_path: Path) -> None:
-    five = np.stack([VOXELS, VOXELS[::-1]])[:, None]
-    path = written(tmp_path / "v.zarr", 3, ".", five, shards=(32,) * 5)
-    rename(path, "c/")
-    np.testing.assert_array_equal(whole(path, select=(1, 0)), VOXELS[::-1])
-
-
 @pytest.mark.parametrize(("zarr_format", "stored", "named"), [(2, "/", "."), (3, ".", "c/"), (3, "/", "c.")])
 def test_a_mixture_of_two_forms_is_refused_rather_than_read_with_holes(
     tmp_path: Path, zarr_format: int, stored: str, named: str
@@ -166,7 +159,6 @@ def test_a_stray_copy_of_a_chunk_by_another_key_hides_nothing(tmp_path: Path) ->
 OTHER_NAMES = {
     "a suffix": lambda z, y, x: f"{z}.{y}.{x}.gz",
     "zeros in front": lambda z, y, x: f"{z:03}.{y:03}.{x:03}",
-    "backslashes": lambda z, y, x: f"{z}\\{y}\\{x}",
     "two kinds": lambda z, y, x: f"{z}/{y}.{x}",
     "a folder of their own": lambda z, y, x: f"chunks/{z}/{y}/{x}",
 }
