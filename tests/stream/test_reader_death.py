@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -148,64 +145,3 @@ def test_ray_s_account_is_cut_to_what_it_knows_of_this_process() -> None:
     ):
         ended = WorkerExit(29988, b"", "NODE_OUT_OF_MEMORY", detail, 1000.0)
         assert ReaderDeath(29988, "node", ended, None).fields(None)["exit_detail"] == kept
-
-
-# Run in a mount namespace of its own, where /proc/meminfo is a file of ours: Ray reads there how full the machine is.
-_STORY = """
-import json, os, re, subprocess, sys, time
-from pathlib import Path
-
-volume, fake = Path(sys.argv[1]), Path(sys.argv[2])
-real = Path("/proc/meminfo").read_text()
-total = int(re.search(r"MemTotal:\\s+(\\d+)", real)[1])
-
-
-def fill(share):
-    text = re.sub(r"MemAvailable:.*", f"MemAvailable: {int(total * (1 - share)):12} kB", real)
-    with fake.open("r+" if fake.exists() else "w") as file:  # in place: it is mounted
-        file.write(text)  # of the same length each time
-
-
-fill(0.5)
-subprocess.run(["mount", "--bind", str(fake), "/proc/meminfo"], check=True)
-os.environ["RAY_memory_monitor_refresh_ms"] = "50"
-os.environ["RAY_memory_usage_threshold"] = "0.95"
-
-import psutil
-from tests.stream.test_stream import make_job, open_stream
-
-with open_stream(make_job(volume), workers=1) as stream:
-    next(stream)
-    victim = next(pid for pid in stream.readers if psutil.pid_exists(pid))
-    fill(0.97)
-    while psutil.pid_exists(victim) and psutil.Process(victim).status() != "zombie":
-        time.sleep(0.01)
-    fill(0.5)
-    for batch in stream:
-        died = [event for event in stream.events if event.kind == "reader_died"]
-        if died:
-            break
-    print(json.dumps({"victim": victim, "fields": died[0].fields, "text": died[0].text}))
-"""
-
-
-@pytest.mark.long
-def test_a_reader_killed_by_ray_s_memory_monitor_is_recognised(volume: Path, tmp_path: Path) -> None:
-    probe = subprocess.run(["unshare", "--mount", "mount", "--bind", "/dev/null", "/proc/meminfo"], capture_output=True)
-    if probe.returncode != 0:
-        pytest.skip("only root may pretend to Ray that the machine is full, by a mount of its own")
-    fake = tmp_path / "meminfo"
-    story = subprocess.run(
-        ["unshare", "--mount", sys.executable, "-c", _STORY, str(volume), str(fake)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert story.returncode == 0, story.stderr
-    told = json.loads(story.stdout.splitlines()[-1])
-    assert told["fields"]["pid"] == told["victim"]
-    assert told["fields"]["exit_type"] == "NODE_OUT_OF_MEMORY"
-    assert "killed or died (out of memory: Ray's memory monitor: Memory usage" in told["text"]
-    assert "exceeded threshold" in told["fields"]["exit_detail"]
-    assert "95.0%" in told["fields"]["exit_detail"]

@@ -153,23 +153,6 @@ def test_more_damage_than_allowed_ends_the_stream(torn: Path, limit: int) -> Non
     assert caught.value.exit_code == 6
 
 
-def test_a_server_that_went_away_is_not_asked_for_one_region_after_the_other(server: ChunkServer, sound: Path) -> None:
-    job = make_job(server.url_of(sound), store=FAST.model_copy(update={"outage_minutes": 0}))
-    with open_stream(job) as stream:
-        server.set_faults([{"path": r"sound\.zarr/\d", "kind": "status"}])
-        server.reset()
-        with pytest.raises(DataError, match="503"):
-            next(stream)
-    ahead = {job.plan.visit(slot).region for slot in range(2 * job.plan.regions_per_task)}
-    chunks = [chunks_in(region) for region in ahead]
-    assert sum(server.asked_for(sound).values()) <= sum(chunks) + len(chunks)
-
-
-def chunks_in(region: Any) -> int:
-    """How many chunks of 32^3 a region touches."""
-    return int(np.prod([-(-hi // 32) - lo // 32 for lo, hi in zip(*region, strict=True)]))
-
-
 # ---- through the door
 
 
