@@ -109,9 +109,7 @@ def test_the_table_of_processes_tells_how_one_ended() -> None:
     os.kill(pid, signal.SIGKILL)
     row = until(lambda: next((r for r in private.worker_exits() if r.pid == pid), None))
     assert (row.exit_type, row.node_id) == ("SYSTEM_ERROR", node)
-    private.common_pb2.WorkerExitType.Value(
-        "NODE_OUT_OF_MEMORY"
-    )  # of the memory monitor; raises where it has no such name
+    private.common_pb2.WorkerExitType.Value("NODE_OUT_OF_MEMORY")  # of the memory monitor: raises for another name
     assert row.detail
     assert before - 1 < row.time < time.time() + 1
     ray.kill(actor)

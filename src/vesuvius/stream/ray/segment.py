@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -85,7 +84,7 @@ class Segment:
         self._ends = list(itertools.accumulate(len(task.slots) for task in tasks))
         self._blocks = 0
         self._began: float | None = None
-        self._handle = _Handle()
+        self._handle: type[_Pace] = type("_Pace", (_Pace,), {})  # Ray Data takes classes, not objects
         with DataContext.current(_context(job, store_need_bytes(job, options), self._handle)):
             dataset = private.map_with_bounded_restarts(
                 ray.data.from_blocks(_rows(tasks, workers)),
@@ -155,16 +154,8 @@ class Segment:
             self._iterator.close()
 
 
-@dataclass
-class _Handle:
-    """A segment's hold on its execution, which starts on another thread."""
-
-    executor: Any = None
-    closed: bool = False
-
-
 class _Pace(private.ExecutionCallback):
-    """Holds Ray Data's scheduling loop to one round in 10 ms.
+    """A segment's hold on its execution: keeps Ray Data's scheduling loop to one round in 10 ms.
 
     The loop waits until all tasks in flight have something to offer.  When the trainer is slower than the readers they
     always have, and the loop spins: it takes a whole core and the interpreter lock from the trainer (on two cores,
@@ -172,14 +163,15 @@ class _Pace(private.ExecutionCallback):
     docs/performance.md has the figures.
     """
 
-    handle: ClassVar[_Handle]
+    executor: ClassVar[Any] = None
+    closed: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._last = time.monotonic()
 
     def before_execution_starts(self, executor: object) -> None:
-        self.handle.executor = executor
-        if self.handle.closed:
+        type(self).executor = executor
+        if self.closed:
             raise RuntimeError("the stream was closed before it began")
 
     def on_execution_step(self, executor: object) -> None:
@@ -187,7 +179,7 @@ class _Pace(private.ExecutionCallback):
         self._last = time.monotonic()
 
 
-def _context(job: ReaderJob, store_bytes: int, handle: _Handle) -> DataContext:
+def _context(job: ReaderJob, store_bytes: int, handle: type[_Pace]) -> DataContext:
     """Ray Data's settings for one ordered stream of blocks.  The executor is put into `handle` when it starts."""
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
@@ -202,8 +194,7 @@ def _context(job: ReaderJob, store_bytes: int, handle: _Handle) -> DataContext:
     # A trainer that validates or sits in a debugger is not a stalled pipeline.
     context.execution_no_progress_timeout_s = -1
     context.max_errored_blocks = 0
-    callback = type("_Pace", (_Pace,), {"handle": handle})  # Ray Data takes classes, not objects
-    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, callback]
+    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, handle]
     return context
 
 
