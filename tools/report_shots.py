@@ -2,8 +2,6 @@
 
     python tools/report_shots.py runs/demo/reports/*/report.html --out shots
     python tools/report_shots.py runs/demo/reports/*/report.html --picture docs/report.png --height 1420
-    python tools/report_shots.py runs/demo/profiles/*/profile.html --picture docs/operators.png --height 790 \\
-        --only "Memory of tensors" --only "operators that take longest"
 
 Writes NAME-phone.png (390 pixels wide), NAME-dark.png and NAME.pdf of each page, and reports problems: it scrolls
 sideways, requests anything from outside, or has a picture that cannot be decoded; then the exit code is 1.  Needs

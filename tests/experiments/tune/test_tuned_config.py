@@ -87,16 +87,12 @@ def test_what_the_command_line_has_set_is_read_back_whatever_its_form(tmp_path: 
     assert tuned(tmp_path, source, *overrides) == parse_config(source, overrides)
 
 
-def test_an_item_of_a_list_is_written_with_the_whole_list_and_keeps_its_reason() -> None:
-    text = tuned_text(TOP, "data.volumes.0.level=1", reasons={" data.volumes.0.level": "given"})
-    assert re.search(r"  volumes:  # was \[\{path: scroll.zarr.*; given\n    - path: scroll.zarr\n      level: 1", text)
-
-
-def test_the_first_reason_about_a_key_or_its_section_counts() -> None:
-    reasons = {"training.workers": "measured", "training": "given"}
-    text = tuned_text(TOP, "training.workers=6", "training.lr=1", reasons=reasons)
+def test_a_reason_is_that_of_the_key_or_else_of_its_section_and_a_list_is_written_whole() -> None:
+    reasons = {"training.workers": "measured", "training": "given", " data.volumes.0.level": "given"}
+    text = tuned_text(TOP, "training.workers=6", "training.lr=1", "data.volumes.0.level=1", reasons=reasons)
     assert "  workers: 6  # was 2 by default; measured\n" in text
     assert "  lr: 1.0  # was 0.0001 by default; given\n" in text
+    assert re.search(r"  volumes:  # was \[\{path: scroll.zarr.*; given\n    - path: scroll.zarr\n      level: 1", text)
 
 
 def test_a_reason_cannot_break_out_of_its_comment(tmp_path: Path) -> None:
@@ -107,15 +103,10 @@ def test_a_reason_cannot_break_out_of_its_comment(tmp_path: Path) -> None:
         assert read_config(tmp_path / "y.yaml") == parse_config(TOP, ["training.workers=6"])
 
 
-@pytest.mark.parametrize("name", ["- a: b.yaml", "é 1.yaml", "#x.yml", "'x'.yaml", "true", "&a *b.yaml", "a.b"])
+@pytest.mark.parametrize("name", ["- a: b.yaml", "é 1.yaml", "'x'.yaml", "&a *b.yaml"])
 def test_odd_names_of_the_source_survive(tmp_path: Path, name: str) -> None:
     check_tunable(tmp_path / name)
     assert tuned(tmp_path, TOP, "training.workers=6", name=name).training.workers == 6
-
-
-def test_a_name_that_yaml_cannot_hold_is_refused_before_the_first_trial(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be printable to be extended"):
-        check_tunable(tmp_path / "a\nb.yaml")
 
 
 def test_a_change_of_the_source_reaches_the_tuned_config(tmp_path: Path) -> None:
@@ -129,6 +120,8 @@ def test_a_tune_of_a_tuned_config_is_refused_so_that_no_chain_grows(tmp_path: Pa
     tuned(tmp_path, TOP, "training.workers=6")
     path = tmp_path / "x.tuned.yaml"
     check_tunable(tmp_path / "x.yaml")
+    with pytest.raises(ConfigError, match="must be printable to be extended"):
+        check_tunable(tmp_path / "a\nb.yaml")
     with pytest.raises(ConfigError, match="tune the config that it extends, or remove its first line"):
         check_tunable(path)
     path.write_text(path.read_text().partition("\n")[2])
@@ -160,12 +153,6 @@ def test_every_knob_of_a_real_config_can_be_tuned_at_once(tmp_path: Path, path: 
     (tmp_path / "tuned.yaml").write_text(written)
     assert read_config(tmp_path / "tuned.yaml") == wanted
     assert len(re.findall("# was .*; as tuned", written)) == len(changed.changes(source)) == 9
-
-
-def test_the_tuned_file_lies_beside_its_source() -> None:
-    assert tuned_path(Path("configs/exp001_full.yaml")) == Path("configs/exp001_full.tuned.yaml")
-    assert tuned_path(Path("a.b.yml")) == Path("a.b.tuned.yml")
-    assert tuned_path(Path("plain")) == Path("plain.tuned.yaml")
 
 
 def test_only_a_file_that_a_tune_has_written_is_replaced(tmp_path: Path) -> None:
