@@ -167,17 +167,12 @@ def test_actors_of_ray_give_the_same_bits_and_one_that_dies_is_replaced_unless_i
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    def wrong(x: torch.Tensor, level: NoiseLevel) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full_like(x, torch.nan), x
-
     told: list[tuple[int, int]] = []
     watch = Watch(on_progress=lambda what, done, total: told.append((done, total)))
     with closing(Session(ClusterConfig(), 2, 0, 2**27)):  # one Ray for all of them
         np.testing.assert_array_equal(drawn(job(), tmp_path / "two", dying, workers=2, watch=watch), expected)
         assert victim.exists()
         assert told == [(n + 1, 4 * TILING.tiles) for n in range(4 * TILING.tiles)]
-        with pytest.raises(NonFiniteError, match=r"NaN .* for the tile z 0:4, y 0:6, x \d:\d+ at sampling pass 0"):
-            drawn(job(), tmp_path / "wrong", wrong, workers=2)
         monkeypatch.setattr(ray_workers, "_RETRIES", 0)  # each takes the start of an actor
         with pytest.raises(VesuviusError, match=r"ended its worker 1 time.*what is done is kept"):
             drawn(job(), tmp_path / "deadly", deadly, workers=2)
@@ -312,6 +307,11 @@ def test_rounds_of_a_volume_on_disk_equal_those_in_memory(tmp_path: Path, method
     assert len(passes) == 12
     expected = filled(passes, tiled(TILING, ESTIMATE, tiles), first_noise()[0, 0], known, live)
     np.testing.assert_allclose(drawn(work, tmp_path, ESTIMATE), expected.numpy(), atol=1e-4)
+
+
+def test_what_is_not_finite_is_refused_by_the_name_of_its_tile(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"NaN .* for the tile z 0:4, y 0:6, x \d:\d at sampling pass 0"):
+        drawn(job(), tmp_path, lambda x, level: (torch.full_like(x, torch.nan), x))
 
 
 def test_a_state_is_a_zarr_array(tmp_path: Path) -> None:
