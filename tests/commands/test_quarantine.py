@@ -138,7 +138,7 @@ def test_a_retry_tells_what_is_found_now_and_what_it_cannot_look_at(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert quarantine.main([str(config.parent), "--retry"]) == 6
-    assert f"got {volume.name}, which is not there, in the folder {tmp_path / 'elsewhere'}; " in capsys.readouterr().err
+    assert f"{volume.name} does not exist in the folder {tmp_path / 'elsewhere'}; " in capsys.readouterr().err
     config.write_text(text)
     monkeypatch.chdir(tmp_path)
 
@@ -146,7 +146,7 @@ def test_a_retry_tells_what_is_found_now_and_what_it_cannot_look_at(
     write_array(volume, textured((32, 32, 32)))
     assert quarantine.main(["tiny", "--retry"]) == 2
     error = capsys.readouterr().err
-    assert "must lie inside its volume; got " in error
+    assert "of the quarantine does not lie inside" in error
     assert "clear it with --clear" in error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
+import operator
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -17,16 +17,15 @@ from vesuvius.config import ArrayConfig, Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, storage_errors
 from vesuvius.runlog.find_run import find_run
+from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.reading.notes import forget_crashes
 from vesuvius.training.quarantine import Record, as_json, box_of, clear, read_quarantine
 from vesuvius.volume_tools.verify import Reading, read_in_processes
 from vesuvius.volumes.alignment import align
-from vesuvius.volumes.box import format_box
+from vesuvius.volumes.box import format_box, is_inside
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.object_store import is_remote
 from vesuvius.volumes.volume import Volume, open_volume
-
-log = logging.getLogger(__name__)
 
 
 @as_command
@@ -105,8 +104,8 @@ def _still_broken(run: Path, records: Sequence[Record]) -> dict[int, str]:
         spec = _spec(config, number, name)
         if not is_remote(spec.path) and not Path(spec.path).exists():
             raise DataError(
-                f"the volumes of a run must be where its config says; got {spec.path}, which is not there, in the "
-                f"folder {Path.cwd()}; restore it, or run this in the folder where the run was started"
+                f"{spec.path} does not exist in the folder {Path.cwd()}; restore it, or run this in the folder where "
+                "the run was started"
             )
         with closing(open_volume(spec, config.data.store)) as volume:
             if spec is config.data.volumes[number].condition:  # records count in voxels of the volume
@@ -123,15 +122,13 @@ def _still_broken(run: Path, records: Sequence[Record]) -> dict[int, str]:
 
 
 def _check_inside(volume: Volume, records: Sequence[Record]) -> None:
-    counts = volume.grid.counts_zyx
     for record in records:
-        chunk = record.get("chunk") or (0, 0, 0)
-        if any(hi > size for hi, size in zip(box_of(record)[1], volume.shape_zyx, strict=True)) or any(
-            place >= count for place, count in zip(chunk, counts, strict=True)
-        ):
+        chunk, counts = record.get("chunk") or (0, 0, 0), volume.grid.counts_zyx
+        inside = is_inside(box_of(record), volume.shape_zyx) and all(map(operator.lt, chunk, counts))
+        if not inside:
             raise ConfigError(
-                f"a record of the quarantine must lie inside its volume; got {format_box(box_of(record))} in "
-                f"{volume.name} of shape {volume.shape_zyx}, which was another one; clear it with --clear"
+                f"The box {format_box(box_of(record))} of the quarantine does not lie inside {volume.name} "
+                f"({format_sizes(volume.shape_zyx)}), which was another one; clear it with --clear"
             )
 
 
@@ -154,10 +151,10 @@ def _spec(config: Config, number: int, name: str) -> ArrayConfig:
     volumes = config.data.volumes
     if number >= len(volumes):
         raise ConfigError(
-            f"a record of the quarantine must be about a volume of the config; got number {number} ({name}) of "
-            f"{len(volumes)}; clear it with --clear"
+            f"Volume {number} ({name}) of the quarantine is not among the {len(volumes)} of the config; clear it with "
+            "--clear"
         )
-    spec = volumes[number]
-    condition = spec.condition
-    is_condition = condition is not None and name in (condition.path, f"{condition.path} level {condition.level}")
-    return condition if condition is not None and is_condition else spec
+    condition = volumes[number].condition
+    if condition is not None and name in (condition.path, f"{condition.path} level {condition.level}"):
+        return condition
+    return volumes[number]
