@@ -150,10 +150,9 @@ def test_every_key_that_is_a_path_may_begin_in_the_home_directory(monkeypatch: p
     """Keys that come later too: those whose name says that they are one."""
     monkeypatch.setenv("HOME", "/home/somebody")
     named = [key for key, _ in iter_keys() if key.endswith(("path", "_dir", "_from", "folder", "file"))]
-    places = [key for key in named if key != "cluster.storage_path"]  # an address of an object store
-    assert {"data.volumes[].mask.path", "data.store.cache_dir", "training.init_from"} <= set(places)
+    assert {"data.volumes[].mask.path", "data.store.cache_dir", "training.init_from"} <= set(named)
     text = MINIMAL + "      mask: {path: m}\n      condition: {path: c}\n  min_foreground: 0.1\n"
-    for key in places:
+    for key in named:
         config: Any = read(text, f"{key.replace('[]', '[0]')}=~/x")
         for name in key.replace("[]", ".0").split("."):
             config = config[int(name)] if name.isdigit() else getattr(config, name)

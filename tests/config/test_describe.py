@@ -94,7 +94,7 @@ def test_wrong_text_sections_and_lists_are_named(text: str, message: str) -> Non
         ("level: 1", "x.yaml:5: level: unknown key; got 1; did you mean data.volumes[].level?"),
         (
             "cluster:\n  foo: 'a'",
-            "x.yaml:6: cluster.foo: unknown key; got 'a'; known here: address, min_ranks, reader_nodes, storage_path, "
+            "x.yaml:6: cluster.foo: unknown key; got 'a'; known here: address, min_ranks, reader_nodes, "
             "max_restarts, rank_timeout_minutes, object_store_gib",
         ),
         (

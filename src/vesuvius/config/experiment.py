@@ -88,11 +88,6 @@ class ClusterConfig(Section):
         "auto",
         description="where readers run: same = on the trainer's node; auto = same with several ranks, else any",
     )
-    storage_path: Annotated[str, Field(pattern=r"^(s3|gs)://[^/]+(/.*)?$")] | None = Field(
-        None,
-        description="s3:// or gs:// address below which rank 0 copies checkpoints, logs and records; --resume fetches "
-        "them where they are newer; null = nowhere",
-    )
     max_restarts: NonNegativeInt = Field(10, description="restarts from the last checkpoint after a rank was lost")
     rank_timeout_minutes: float = Field(
         30.0,

@@ -30,7 +30,7 @@ def without_listeners(config: Config) -> Config:
 def trial_config(
     config: Config, name: str, training: Mapping[str, Any], monitor: Mapping[str, Any] | None = None, **keys: Any
 ) -> Config:
-    """Return the config of a trial run: it starts afresh, stores nothing elsewhere and notifies nobody.
+    """Return the config of a trial run: it starts afresh, saves nothing and notifies nobody.
 
     Args:
         training, monitor: what else differs in these sections.
@@ -45,7 +45,6 @@ def trial_config(
             "name": name,
             "training": config.training.model_copy(update=_STARTS_AFRESH_AND_SAVES_NOTHING | dict(training)),
             "monitor": told_nobody.monitor.model_copy(update=monitor or {}),
-            "cluster": config.cluster.model_copy(update={"storage_path": None}),
             **keys,
         }
     )

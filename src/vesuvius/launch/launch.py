@@ -65,15 +65,9 @@ def _gpus(config: Config) -> int:
 
 
 def _ranks_so_far(config: Config) -> int | None:
-    """`training.ranks` of the sessions before, here or in `cluster.storage_path`; None where there were none."""
+    """`training.ranks` of the sessions before; None where there were none."""
     try:
-        text = (run_dir(config).path / "config.resolved.yaml").read_text(encoding="utf-8")
-    except OSError:
-        from vesuvius.training.checkpoint.mirror import stored_config
-
-        text = stored_config(config) or ""
-    try:
-        stored = yaml.safe_load(text)
+        stored = yaml.safe_load((run_dir(config).path / "config.resolved.yaml").read_text(encoding="utf-8"))
         return int(stored["training"].get("ranks", 1))  # runs of earlier versions had one
-    except (KeyError, TypeError, ValueError, yaml.YAMLError):
+    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError):
         return None

@@ -166,7 +166,7 @@ class RunDir:
                 raise ConfigError(
                     f"the run directory must be on a path that all nodes share; got {self.path.absolute()}, which "
                     f"is a different folder on {platform.node()} than on rank 0 ({mark}); put runs/ on a shared "
-                    "file system, or point VESUVIUS_RUNS at one (cluster.storage_path is only a copy)"
+                    "file system, or point VESUVIUS_RUNS at one"
                 )
             time.sleep(_LOOK_AGAIN_S)
 

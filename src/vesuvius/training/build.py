@@ -16,7 +16,7 @@ from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.stream.options import StreamOptions
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.checkpoint.resume import ResumePoint, restore, run_state
+from vesuvius.training.checkpoint.resume import restore, run_state
 from vesuvius.training.checkpoint.save import RetentionPolicy
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.context import RunContext
@@ -59,12 +59,6 @@ def load_weights(config: Config, preflight: Preflight, train_step: TrainStep, de
     return Progress()
 
 
-def retention(config: Config, resumed: ResumePoint | None = None) -> RetentionPolicy:
-    """Which checkpoints stay, with the best one that a resumed run knows of."""
-    best = resumed.state["best"] if resumed and resumed.comparable else None
-    return RetentionPolicy(config.training.keep_last, config.training.keep_every, best["step"] if best else None)
-
-
 def open_watchdog(config: Config, directory: RunDir, metrics: JsonLines, progress: Progress) -> Watchdog:
     """Says and records that the run hangs, from its context's start on."""
     stall_s = 60 * (config.monitor.stall_minutes or 0.0)
@@ -75,7 +69,7 @@ def open_writer(run: RunContext) -> CheckpointWriter:
     """Writes checkpoints beside the steps."""
     return CheckpointWriter(
         run.directory.checkpoints,
-        retention(run.config),
+        RetentionPolicy(run.config.training.keep_last, run.config.training.keep_every),
         dump_config(run.config),
         on_progress=lambda: run.watchdog.alive("checkpoint"),
     )

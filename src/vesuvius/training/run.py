@@ -16,10 +16,9 @@ from vesuvius.config.trial import without_listeners
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, GpuMemoryError, StorageError, VesuviusError, one_line
 from vesuvius.runlog.logfile import close_terminal, open_log
 from vesuvius.runlog.run_dir import RunDir, run_dir
-from vesuvius.training.build import build_loop, build_step, load_weights, open_watchdog, open_writer, retention
+from vesuvius.training.build import build_loop, build_step, load_weights, open_watchdog, open_writer
 from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
 from vesuvius.training.checkpoint.format import list_with_replaced
-from vesuvius.training.checkpoint.mirror import Mirror, open_run_store
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import ResumePoint, check_same_config, checkpoint_to_resume, is_finished
 from vesuvius.training.checkpoint.save import set_aside
@@ -75,7 +74,6 @@ def train(
     directory, shared = run_dir(config), config.model_dump(mode="json")
     # A rank that is left alone of several waits, too, for what holds the lock of the start before.
     lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 or config.training.ranks != 1 else 0.0
-    storage = open_run_store(config, directory, resume, lock_wait_s)
     existed = directory.exists()
     with stop or StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:
         if resume and existed:  # first of all: another process may be writing the checkpoint to continue from
@@ -95,8 +93,6 @@ def train(
         held.enter_context(_storage_errors(directory))
         directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
         open_log(directory.log)
-        if storage is not None:
-            held.enter_context(Mirror(directory, storage, retention(config, checked.resumed)))
         if checked.resumed is None and list_with_replaced(directory.checkpoints):
             log.warning("the damaged checkpoints are kept in %s", set_aside(directory.checkpoints))
         log_start(config, checked, ranks.world, lost=resume and existed)

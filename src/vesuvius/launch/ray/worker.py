@@ -117,7 +117,7 @@ def _enter(directory: str) -> None:
 def _refuse_missing(config: Config) -> None:
     """Raises ConfigError where rank 0 would begin a run anew that has made steps: it came to another node."""
     directory = run_dir(config)
-    if config.cluster.storage_path is None and not directory.log.parent.exists():
+    if not directory.log.parent.exists():
         raise ConfigError(
             f"the run directory must be on a path that all nodes share; got {directory.path.absolute()}, which is not "
             f"on {platform.node()}, where rank 0 was started again; put runs/ on a shared file system, or let "
