@@ -29,9 +29,6 @@ from vesuvius.stream.ray import private
 import ray
 from ray._private import auto_init_hook, utils, worker
 from ray.data import ActorPoolStrategy, DataContext
-from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
-    TrainAutoscalingCoordinatorClient,
-)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -113,13 +110,6 @@ def test_the_table_of_processes_tells_how_one_ended() -> None:
     assert row.detail
     assert before - 1 < row.time < time.time() + 1
     ray.kill(actor)
-
-
-def test_the_autoscaling_coordinator_is_the_one_that_ray_train_asks() -> None:
-    private.start_autoscaling_coordinator()
-    (started,) = [row for row in private.actor_rows() if "AutoscalingCoordinator" in row.class_name]
-    asked = TrainAutoscalingCoordinatorClient("a run")._autoscaling_coordinator
-    assert asked._actor_id.hex() == started.actor
 
 
 def test_the_stores_say_how_much_they_have_spilled() -> None:

@@ -54,7 +54,7 @@ from vesuvius.training.step.step import TrainStep
 
 CPU = torch.device("cpu")
 _NODE_GPUS, _COMPUTE_S = 8, 8.0
-_ACTORS = 8  # beside the ranks: our bulletin, Ray Train's controller and its helpers
+_ACTORS = 8  # beside the ranks: our mailbox, Ray Train's controller and its helpers
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from vesuvius.training.quarantine import log_replaced
 from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.ranks.part import part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.reporting.deaths import log_killed_session, log_last_session
+from vesuvius.training.reporting.deaths import log_killed_session
 from vesuvius.training.reporting.monitoring import open_metrics, open_monitor, open_session
 from vesuvius.training.request import Request
 from vesuvius.training.step.step import TrainStep, choose_device
@@ -70,7 +70,7 @@ def train(
     """
     config, resume = request.config, request.resume
     if ranks.rank:
-        return _train_other_rank(config, ranks, stop or StopRequest(None))
+        return _train_other_rank(config, ranks, stop or StopRequest(config.training.max_hours))
     directory, shared = run_dir(config), config.model_dump(mode="json")
     # A rank that is left alone of several waits, too, for what holds the lock of the start before.
     lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 or config.training.ranks != 1 else 0.0
@@ -96,7 +96,7 @@ def train(
         if checked.resumed is None and list_with_replaced(directory.checkpoints):
             log.warning("the damaged checkpoints are kept in %s", set_aside(directory.checkpoints))
         log_start(config, checked, ranks.world, lost=resume and existed)
-        log_last_session(directory, ranks)
+        log_killed_session(directory)
         ranks.publish((shared, for_other_ranks(checked), directory.mark()))
         checked = of_rank(checked, 0, ranks.world)
         return _train_and_record(config, checked, stop, on_step, request.make_tuner, ranks)
@@ -104,9 +104,6 @@ def train(
 
 def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
     """The same as rank 0 does, but for what that does for all: checks, checkpoints, validations and pictures."""
-    if ranks.idle:
-        with stop:  # a signal must not end it: a launcher would end the others
-            return ranks.await_end()
     with stop, contextlib.ExitStack() as held:
         shared, checked, mark = ranks.await_main()
         check_same_config(config, shared, ranks.rank)
@@ -118,7 +115,7 @@ def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
         checked.directory.make_folders()
         open_log(checked.directory.log)
         close_terminal()  # rank 0 says what there is to say
-        log_last_session(checked.directory, ranks)
+        log_killed_session(checked.directory)
         if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
             cache.prepare()
         return _train_and_record(without_listeners(config), checked, stop, lambda step: None, None, ranks)
@@ -160,8 +157,6 @@ def _train_and_record(
             progress = load_weights(config, preflight, train_step, device)
             progress.begin_at_multiple(ranks.world, config.global_batch)
             watchdog = open_watchdog(config, directory, metrics, progress)
-            ranks.on_sign = lambda: watchdog.alive("ranks")
-            ranks.asked_to_stop = lambda: stop.asked() if stop.wanted() else None
             run = RunContext(
                 config, directory, device, session.record, metrics, progress, stop, watchdog, part, ranks, on_step
             )

@@ -1,47 +1,47 @@
 """Starts the ranks of a run with Ray Train and waits for them, in the process of the command.
 
-It prints the run's log, passes signals on and ends with rank 0's exit code.
+It prints the run's log, passes a stop on and ends with rank 0's exit code.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
-from ray.train import TrainingFailedError
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vesuvius.config import Config
-from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError, one_line
-from vesuvius.launch.ray.bulletin import Bulletin, answer
-from vesuvius.launch.ray.room import LEAST_STORE_BYTES, SAY_EVERY_S, check_room, have_gpus, living_nodes, look_for_ranks
-from vesuvius.launch.ray.worker import Job
+from vesuvius.errors import ConfigError, VesuviusError, one_line
+from vesuvius.launch.ray.worker import Job, Mailbox, run_rank
 from vesuvius.monitor.run_files import Tail
-from vesuvius.runlog.logfile import silence, silence_lost_terminal
+from vesuvius.runlog.logfile import silence
 from vesuvius.runlog.run_dir import refuse_existing, run_dir
-from vesuvius.stream.options import StreamOptions, check_store, store_bytes
-from vesuvius.stream.ray.private import start_autoscaling_coordinator
+from vesuvius.stream.options import StreamOptions, check_store, reads_here, store_bytes
 from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
 from vesuvius.training.forecast.limits import check_limits
+from vesuvius.training.ranks.part import check_ranks
 from vesuvius.training.request import Request
-from vesuvius.training.stop import restore_handlers, stop_signals
+from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_HEARD_WITHIN_S = 60.0
+_ANSWER_S = 10.0
+_LOOK_EVERY_S = 60.0
+_GROW_EVERY_S = 600.0
+_LEAST_STORE_BYTES = 2**28  # for what Ray itself needs
 
 
 def train_with_ray(request: Request) -> int:
@@ -55,82 +55,154 @@ def train_with_ray(request: Request) -> int:
         VesuviusError: a rank was lost more than `cluster.max_restarts` times, or the ranks did not come within
             `cluster.rank_timeout_minutes`.
     """
-    config = request.config
-    ranks = int(config.training.ranks)
+    config, ranks = request.config, int(request.config.training.ranks)
+    check_ranks(config, config.cluster.min_ranks or ranks, ranks)
     if not request.resume:  # before a rank is lost, whose next start would resume what is there
         refuse_existing(run_dir(config))
     size = _store_bytes(config, ranks)
     with ExitStack() as opened:
-        # torch takes seconds to import, Ray's processes take seconds to start.
-        importing = on_thread(importlib.import_module, "torch.distributed", name="torch")  # an error comes again below
-        opened.callback(wait, [importing])  # a process that ends while its C++ code starts may crash
         session = Session(config.cluster, config.training.workers * ranks, ranks, size)
         opened.callback(session.close)
-        start_autoscaling_coordinator()
-        from vesuvius.launch.ray.trainer import make_trainer, storage_of  # imports torch
-
-        nodes = living_nodes()
-        on_gpu = have_gpus(nodes)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         check_room(config, nodes)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        board: Any = ray.remote(Bulletin)  # Ray's hints know no options of a class
-        bulletin = board.options(num_cpus=0, scheduling_strategy=here).remote()
-        opened.callback(shutil.rmtree, storage_of(config), ignore_errors=True)
-        signals = opened.enter_context(_Signals(bulletin))
-        lines = _LogLines(run_dir(config).log)
-        log.info("starting %d ranks with Ray Train, %s", ranks, "a GPU each" if on_gpu else "on processors")
-        trainer = make_trainer(Job(request, os.getcwd(), time.time(), bulletin), ranks, on_gpu)
-        result: Future[Any] = on_thread(trainer.fit, name="ray-train")  # this thread handles signals and prints
-        due = time.monotonic() + SAY_EVERY_S
-        while not result.done() and not signals.abandoned():
-            with suppress(TimeoutError):
-                result.exception(timeout=_POLL_S)
-            lines.print_new()
-            if time.monotonic() >= due:
-                due += SAY_EVERY_S
-                look_for_ranks(config, on_gpu, answer(bulletin.waited_s.remote()) or 0.0)
-        lines.print_new()
-        if not result.done():
-            log.error("the ranks are ended at once: %s; the last checkpoint is whole", signals.why)
-            return signals.exit_code
-        try:
-            exit_code, message = result.result().return_value
-        except (TrainingFailedError, ray.exceptions.RayActorError) as error:
-            # The rank that knows the cause may have told it when another one, which hung in a collective, was lost.
-            if (ended := answer(bulletin.ended.remote())) is None:
-                raise _end_of_ray_train(config, error) from error
-            exit_code, message = ended
-        if message and message not in lines.last:
-            log.error("%s", message)  # of before there was a log
-        return int(exit_code)
+        actor: Any = ray.remote(Mailbox)  # Ray's hints know no options of a class
+        mailbox = actor.options(num_cpus=0, scheduling_strategy=here).remote()
+        opened.callback(shutil.rmtree, _storage_of(config), ignore_errors=True)
+        stop = opened.enter_context(StopRequest(config.training.max_hours))
+        trainer = make_trainer(Job(request, os.getcwd(), time.time(), mailbox), ranks, _have_gpus(nodes))
+        return _wait(config, on_thread(trainer.fit, name="ray-train"), mailbox, stop)
 
 
-def _end_of_ray_train(config: Config, error: Exception) -> VesuviusError:
-    """For an end of which no rank has told the cause."""
-    if isinstance(error, TrainingFailedError):
-        return VesuviusError(
-            f"a lost rank may be replaced cluster.max_restarts={config.cluster.max_restarts} times; got "
-            f"{one_line(error)}; see the logs of the ranks below {run_dir(config).path}, and continue with --resume"
-        )
-    return VesuviusError(
-        f"Ray Train's own process must live as long as the run; got {type(error).__name__}: {one_line(error)}; look "
-        "for its end in Ray's logs (/tmp/ray/session_latest/logs) and the system's, and continue with --resume"
+def make_trainer(job: Job, ranks: int, on_gpu: bool) -> TorchTrainer:
+    """Ray Train's trainer for these ranks."""
+    config, cluster = job.request.config, job.request.config.cluster
+    rank, scaling = cast(Any, run_rank), cast(Any, ScalingConfig)  # Ray's hints are of its version 1
+    log.info("starting %d ranks with Ray Train, %s", ranks, "a GPU each" if on_gpu else "on processors")
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
+    return TorchTrainer(
+        rank,
+        train_loop_config={"job": job},
+        torch_config=TorchConfig(
+            backend="cuda:nccl,cpu:gloo" if on_gpu else "gloo", timeout_s=int(60 * cluster.rank_timeout_minutes)
+        ),
+        # Without their readers' processors Ray would put more ranks on a node than it can feed.
+        scaling_config=scaling(
+            num_workers=ranks if cluster.min_ranks in (None, ranks) else (cluster.min_ranks, ranks),
+            use_gpu=on_gpu,
+            resources_per_worker=_needs_of_rank(config, on_gpu),
+            elastic_resize_monitor_interval_s=_GROW_EVERY_S,
+        ),
+        run_config=RunConfig(
+            name=config.name,
+            storage_path=str(_storage_of(config)),
+            failure_config=FailureConfig(max_failures=cluster.max_restarts),
+        ),
     )
+
+
+def gpus_of_cluster(config: Config) -> int:
+    """GPUs of the cluster that the config names.  Raises ConfigError: it does not answer."""
+    session = Session(config.cluster, 0, 1, _LEAST_STORE_BYTES)
+    try:
+        return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    finally:
+        session.close()
+
+
+def check_room(config: Config, nodes: list[dict[str, float]]) -> None:
+    """Raises ConfigError where the ranks or their readers do not fit on nodes with these resources, for which Ray would
+    wait, also where they fit only in sum."""
+    least, workers = config.cluster.min_ranks or int(config.training.ranks), config.training.workers
+    needs = _needs_of_rank(config, _have_gpus(nodes))
+    have = sum(min(int(node.get(name, 0) // need) for name, need in needs.items()) for node in nodes)
+    cpus, text = sum(node.get("CPU", 0) for node in nodes), " + ".join(f"{n:g} {name}" for name, n in needs.items())
+    if have < least:
+        raise ConfigError(
+            f"the {len(nodes)} nodes have room for {have} of {least} ranks, each of which needs {text} on one node for "
+            "itself and its readers; lower training.ranks, cluster.min_ranks or training.workers, or set "
+            "cluster.reader_nodes=any"
+        )
+    if cpus < (need := min(have, int(config.training.ranks)) * (1 + workers)):
+        raise ConfigError(
+            f"the {len(nodes)} nodes have {cpus:g} processors; the ranks and their readers need {need}; add nodes, or "
+            "lower training.workers or training.ranks"
+        )
+
+
+def _have_gpus(nodes: list[dict[str, float]]) -> bool:
+    return any(node.get("GPU") for node in nodes)
+
+
+def _needs_of_rank(config: Config, on_gpu: bool) -> dict[str, float]:
+    """What a rank reserves on its node."""
+    readers = config.training.workers if reads_here(config.cluster, world=2) else 0
+    return {"CPU": 1.0 + readers} | ({"GPU": 1.0} if on_gpu else {})
+
+
+def _wait(config: Config, result: Future[Any], mailbox: Any, stop: StopRequest) -> int:
+    """Print the log and pass a stop on, until Ray Train ends; returns rank 0's exit code."""
+    printer, due, asked = _LogPrinter(run_dir(config).log), time.monotonic() + _LOOK_EVERY_S, False
+    while not result.done():
+        with suppress(TimeoutError):
+            result.exception(timeout=_POLL_S)
+        printer.print_new()
+        if stop.wanted() and not asked:
+            asked = True
+            mailbox.ask.remote(*stop.asked())
+        if time.monotonic() >= due:
+            due += _LOOK_EVERY_S
+            with suppress(ray.exceptions.RayError):
+                _look_for_ranks(config, ray.get(mailbox.silent_s.remote(), timeout=_ANSWER_S), stop)
+    printer.print_new()
+    try:
+        exit_code, message = result.result().return_value
+    except Exception as error:  # of the ranks, or of Ray Train itself
+        raise VesuviusError(
+            f"Ray Train has given up, after at most cluster.max_restarts={config.cluster.max_restarts} restarts: "
+            f"{type(error).__name__}: {one_line(error)}; see the logs of the ranks below {run_dir(config).path} and "
+            "Ray's in /tmp/ray/session_latest/logs; continue with --resume"
+        ) from error
+    if message and message not in printer.last:
+        log.error("%s", message)  # of before there was a log
+    return int(exit_code)
+
+
+def _look_for_ranks(config: Config, silent_s: float, stop: StopRequest) -> None:
+    """Say that no rank is at work.  Raises VesuviusError where none has come for too long, or none to obey a stop."""
+    minutes = config.cluster.rank_timeout_minutes
+    if silent_s < _LOOK_EVERY_S:
+        return
+    if stop.wanted():
+        raise stop.error("no rank is at work, so nothing is saved; the last checkpoint is whole")
+    if silent_s > 60 * minutes:
+        raise VesuviusError(
+            f"no rank was at work for cluster.rank_timeout_minutes={minutes:g}; see `ray status` for what the cluster "
+            "lacks, add nodes or lower cluster.min_ranks, and continue with --resume"
+        )
+    log.warning("no rank has been at work for %.0f s; `ray status` says what is in use", silent_s)
+
+
+def _storage_of(config: Config) -> Path:
+    """Where Ray Train keeps what it knows of its workers; our checkpoints are not in it.  It checks that the path is
+    the same on all nodes."""
+    return run_dir(config).path.absolute().parent / ".ray_train" / f"{config.name}-{os.getpid()}"
 
 
 def _store_bytes(config: Config, ranks: int) -> int:
     """Size of a private Ray's object store, which serves all ranks; a cluster has its own."""
     if config.cluster.address is not None or config.training.workers == 0:
-        return LEAST_STORE_BYTES
+        return _LEAST_STORE_BYTES
     options = StreamOptions.from_config(config.training, config.cluster)
     data = prepare_data(config.seed, config.data.model_copy(update={"min_foreground": 0}))  # whose map would be read
     check_store(data.job, options, ranks)
-    size = max(ranks * store_bytes(data.job, options), LEAST_STORE_BYTES)
+    size = max(ranks * store_bytes(data.job, options), _LEAST_STORE_BYTES)
     check_limits(config, ranks, size)
     return size
 
 
-class _LogLines:
+class _LogPrinter:
     """Prints what is appended to the log of rank 0.
 
     Attributes:
@@ -149,51 +221,3 @@ class _LogLines:
             print(printed, end="", flush=True)
         except OSError:  # its reader has left, or the terminal has closed
             silence(sys.stdout)
-
-
-class _Signals:
-    """Puts SIGTERM, SIGHUP and Ctrl-C on the bulletin; a second one, or none to hear the first, ends all at once.
-
-    Attributes:
-        why: they are to be ended at once.
-    """
-
-    def __init__(self, bulletin: Any) -> None:
-        self._bulletin = bulletin
-        self._came: list[int] = []
-        self._since_s = 0.0
-        self._heard = False
-        self.why = ""
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        for number in stop_signals():
-            self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        restore_handlers(self._before, heard=signal.SIGHUP in self._came)
-
-    @property
-    def exit_code(self) -> int:
-        return EXIT_INTERRUPTED if self._came and self._came[0] == signal.SIGINT else EXIT_STOPPED
-
-    def abandoned(self) -> bool:
-        """Whether to wait no longer: a second signal has come, or no rank 0 is there to hear the first."""
-        if sum(number != signal.SIGHUP for number in self._came) > 1:
-            self.why = "a second signal"
-        elif self._came and not self._heard and time.monotonic() - self._since_s > _HEARD_WITHIN_S:
-            self._heard = bool(answer(self._bulletin.heard.remote()))
-            if not self._heard:
-                self.why = f"no rank heard of {signal.Signals(self._came[0]).name} within {_HEARD_WITHIN_S:.0f} s"
-        return bool(self.why)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        if number == signal.SIGHUP:  # a terminal that closes sends several, and SIGTERM with them
-            silence_lost_terminal()
-            if self._came:
-                return
-        self._came.append(number)
-        if len(self._came) == 1:
-            self._since_s = time.monotonic()
-            self._bulletin.ask.remote(self.exit_code, signal.Signals(number).name)

@@ -1,4 +1,4 @@
-"""What each worker of Ray Train runs: `training.run.train`, as torchrun would run it, with an ear for the bulletin.
+"""What each worker of Ray Train runs: `training.run.train`, as torchrun would run it, with an ear for the command.
 
 Only the worker imports what trains: the command and Ray Train's controller, which know this module, start without it.
 """
@@ -15,11 +15,9 @@ from typing import Any
 
 import ray
 
-from vesuvius.config import Config
-from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
-from vesuvius.launch.ray.bulletin import Start
+from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.launch.launch import train_as_rank
 from vesuvius.runlog.logfile import close_logs
-from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest
 
@@ -28,17 +26,44 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 
 
+class Mailbox:
+    """An actor by which the command tells rank 0 of a stop, and learns whether there is a rank 0."""
+
+    def __init__(self) -> None:
+        self._starts = 0
+        self._stop: tuple[int, str] | None = None
+        self._asked_s = time.monotonic()  # when rank 0 last asked
+
+    def start(self) -> bool:
+        """Note a start of rank 0; returns whether there was one before."""
+        self._starts += 1
+        return self._starts > 1
+
+    def ask(self, exit_code: int, reason: str) -> None:
+        """Ask for a stop."""
+        self._stop = (exit_code, reason)
+
+    def stop(self) -> tuple[int, str] | None:
+        """The stop that rank 0 is asked for."""
+        self._asked_s = time.monotonic()
+        return self._stop
+
+    def silent_s(self) -> float:
+        """Seconds since rank 0 last asked, or since the beginning."""
+        return time.monotonic() - self._asked_s
+
+
 @dataclass(frozen=True)
 class Job:
-    """What a worker gets: the request, where relative paths begin, when all began, and the bulletin."""
+    """What a worker gets."""
 
     request: Request
-    directory: str
-    began: float
-    bulletin: Any
+    directory: str  # where relative paths begin
+    began: float  # when the command did, in seconds since 1970
+    mailbox: Any
 
     def stop_request(self) -> StopRequest:
-        """For rank 0: `max_hours` count from the start of this command, over all restarts."""
+        """Of which `max_hours` count from the start of the command, over all restarts."""
         hours = self.request.config.training.max_hours
         return StopRequest(None if hours is None else max(hours - (time.time() - self.began) / 3600, 1e-3))
 
@@ -47,96 +72,54 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
     """What each worker runs.  Returns the exit code, and the error that it stands for.
 
     Raises:
-        RankLostError: another rank is gone; Ray Train then starts all of them anew.
-        RuntimeError: of a GPU or its network, which another start may not meet; not twice at the same step.
+        RankLostError: another rank is gone; Ray Train then starts all of them again, as after any error but those
+            with a message for the user.
     """
-    from vesuvius.launch.rank import train_as_rank
-    from vesuvius.training.ranks.errors import RankLostError, restart_may_help
-    from vesuvius.training.ranks.ranks import Restart
+    from vesuvius.training.ranks.errors import RankLostError
 
     job: Job = arguments["job"]
     logging.getLogger("vesuvius").setLevel(logging.INFO)
-    rank, request = int(os.environ["RANK"]), job.request
-    start: Start = ray.get(job.bulletin.start.remote(rank))
-    if start.ended is not None:
-        return start.ended
-    restart = None
-    if start.again:
-        request = replace(request, resume=True)
-        restart = Restart(start.restarts, request.config.cluster.max_restarts, start.lost)
-    stop = StopRequest(None) if rank else job.stop_request()
-    if rank == 0:
-        threading.Thread(target=_follow, args=(job.bulletin, stop), name="bulletin", daemon=True).start()
-
-    def on_step(step: int) -> None:
-        job.bulletin.reach.remote(step)
-
+    request, stop = job.request, job.stop_request()
+    if os.environ["RANK"] == "0":
+        if ray.get(job.mailbox.start.remote()):
+            request = replace(request, resume=True)
+        threading.Thread(target=_follow, args=(job.mailbox, stop), name="mailbox", daemon=True).start()
     try:
         _enter(job.directory)
-        if rank == 0 and start.begun:
-            _refuse_missing(request.config)
-        exit_code = train_as_rank(request, on_step, stop, restart)
-        if rank == 0:
-            ray.get(job.bulletin.leave.remote())
-        return exit_code, ""
+        return train_as_rank(request, stop=stop), ""
     except RankLostError as error:
-        log.error("%s", error)
+        log.error("%s; Ray Train starts all ranks again, from the last checkpoint", error)
         raise
     except VesuviusError as error:
         log.error("%s", error)
-        ended = error.exit_code, str(error)
-    except Exception as error:
-        text = f"{type(error).__name__}: {one_line(error)}"
-        if restart_may_help(error):
-            if (step := ray.get(job.bulletin.fail.remote(f"rank {rank}: {text}"))) is None:
-                log.exception("a GPU or its network has failed, and all ranks are to be started again")
-                raise
-            what = f"rank {rank} has failed at step {step} as it did before, so it is not started a third time"
-        else:
-            what = "a defect of vesuvius, please report it"
-        log.exception("%s", what)
-        remedy = "; CUDA_LAUNCH_BLOCKING=1 in the environment shows where a kernel fails" if "CUDA" in text else ""
-        ended = EXIT_ERROR, f"{what}: {text}{remedy}"
+        return error.exit_code, str(error)
+    except Exception:
+        log.exception("Ray Train starts all ranks again, from the last checkpoint")
+        raise
     finally:
         close_logs()
-    ray.get(job.bulletin.end.remote(*ended))
-    return ended
 
 
 def _enter(directory: str) -> None:
-    """Go where the command was started, where relative paths begin.  Raises ConfigError."""
+    """Go where the command was started.  Raises ConfigError."""
     try:
         os.chdir(directory)
     except OSError as error:
         raise ConfigError(
-            f"the folder in which the command is started must be there on all nodes; got {error} on "
-            f"{platform.node()}; start it in one on a shared file system"
+            f"cannot enter {directory} on {platform.node()}, in which the command was started: {error}; start it in a "
+            "folder that is on a file system of all nodes"
         ) from error
 
 
-def _refuse_missing(config: Config) -> None:
-    """Raises ConfigError where rank 0 would begin a run anew that has made steps: it came to another node."""
-    directory = run_dir(config)
-    if not directory.log.parent.exists():
-        raise ConfigError(
-            f"the run directory must be on a path that all nodes share; got {directory.path.absolute()}, which is not "
-            f"on {platform.node()}, where rank 0 was started again; put runs/ on a shared file system, or let "
-            "VESUVIUS_RUNS name one"
-        )
-
-
-def _follow(bulletin: Any, stop: StopRequest) -> None:
-    """Ask the bulletin for a stop until the process that keeps it is gone.
-
-    Also after another stop: the command ends a rank 0 that does not hear of its signal, be it in its last save.
-    """
+def _follow(mailbox: Any, stop: StopRequest) -> None:
+    """Ask for a stop until the process that keeps the mailbox is gone."""
     while True:
         try:
-            asked = ray.get(bulletin.stop.remote(), timeout=30)
+            asked = ray.get(mailbox.stop.remote(), timeout=30)
         except ray.exceptions.GetTimeoutError:
             continue
         except ray.exceptions.RayError:
             return
         if asked is not None:
             stop.adopt(*asked)
-        threading.Event().wait(_POLL_S)
+        time.sleep(_POLL_S)

@@ -60,13 +60,6 @@ class WorkerExit:
     time: float  # when Ray noticed, seconds since 1970; a few tenths of a second late
 
 
-def start_autoscaling_coordinator() -> None:
-    """Start the actor that Ray Train's controller asks for processors first of all, and otherwise starts and awaits."""
-    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
-
-    coordinator.get_or_create_autoscaling_coordinator()  # type: ignore[no-untyped-call]
-
-
 def actor_rows() -> list[ActorRow]:
     """The actors of this job.  Waits for ever for a cluster whose head is gone."""
     accessor = ray._private.state.state._connect_and_get_accessor()

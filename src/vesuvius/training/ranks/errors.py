@@ -14,14 +14,4 @@ class RankError(VesuviusError):
 
 
 class RankLostError(RankError):
-    """Another rank ended without a word, as a killed process does: a restart may help."""
-
-
-def restart_may_help(error: BaseException) -> bool:
-    """Whether it is of a GPU or its network, which another start may not meet.  Pure.
-
-    An assertion in a kernel, such as an index out of range, fails again wherever it runs.
-    """
-    text = str(error)
-    of_gpu = not isinstance(error, VesuviusError) and any(word in text for word in ("CUDA", "NCCL"))
-    return of_gpu and "device-side assert" not in text
+    """Another rank ended without a message, as a killed process does: a restart may help."""

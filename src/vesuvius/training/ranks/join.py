@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,23 +13,20 @@ import torch.distributed as dist
 
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.training.ranks.errors import RankLostError
-from vesuvius.training.ranks.part import launched_ranks, most_at_work
+from vesuvius.training.ranks.part import launched_ranks
 from vesuvius.training.ranks.ranks import Ranks
-
-log = logging.getLogger(__name__)
 
 _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # which torch does not declare
 
 
 @contextmanager
-def open_ranks(device_type: str, timeout_s: float, global_batch: int) -> Iterator[Ranks]:
+def open_ranks(device_type: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT), or be a single one.
 
     Args:
         device_type: "cuda" or "cpu".
         timeout_s: longest wait for another rank.
-        global_batch: samples of a step; ranks by whose number it does not divide stay idle.
 
     Raises:
         ConfigError: the environment does not say where the others are.
@@ -48,19 +44,14 @@ def open_ranks(device_type: str, timeout_s: float, global_batch: int) -> Iterato
         if not dist.is_initialized():  # Ray Train has done it
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         store = _open_store(rank, world, timedelta(seconds=timeout_s))
-        at_work = most_at_work(global_batch, world)
-        group = None if at_work == world else dist.new_group(list(range(at_work)))
     except (RuntimeError, ValueError) as error:
         kind = ConfigError if isinstance(error, ValueError) else RankLostError  # which Ray Train starts again
         raise kind(
-            f"all {world} ranks must join within {timeout_s:g} s; got {one_line(error)} on rank {rank}; start them "
+            f"rank {rank} of {world} could not join the others within {timeout_s:g} s: {one_line(error)}; start all "
             "with torchrun or training.ranks, make sure that MASTER_ADDR and MASTER_PORT are reachable, and raise "
             "cluster.rank_timeout_minutes if they only start slowly"
         ) from error
-    if at_work < world and rank == 0:
-        log.warning("%d of %d ranks stay idle: %d samples a step do not divide", world - at_work, world, global_batch)
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    ranks = Ranks(rank, at_work, local_rank, local_world, timeout_s, group, world, rank >= at_work, _store=store)
+    ranks = Ranks(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), timeout_s, _store=store)
     ranks.watch()
     try:
         yield ranks

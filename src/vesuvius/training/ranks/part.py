@@ -66,6 +66,12 @@ def one_rank(config: Config) -> Config:
     return config.with_training(ranks=1).model_copy(update={"cluster": cluster})
 
 
-def most_at_work(global_batch: int, world: int) -> int:
-    """The largest number of ranks, of those that there are, by which a global batch divides.  Pure."""
-    return next(count for count in range(world, 0, -1) if global_batch % count == 0)
+def check_ranks(config: Config, least: int, most: int) -> None:
+    """Raises ConfigError where the effective batch does not divide by each number of ranks that may be at work."""
+    total = config.global_batch
+    if uneven := [count for count in range(least, most + 1) if total % count]:
+        raise ConfigError(
+            f"the effective batch of {total} samples does not divide by {', '.join(map(str, uneven))}, and "
+            f"cluster.min_ranks={least} lets {least} to {most} ranks share it; raise cluster.min_ranks, or change "
+            "training.train_batch_size or accumulate_steps"
+        )

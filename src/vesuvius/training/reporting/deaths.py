@@ -6,17 +6,14 @@ import logging
 from dataclasses import replace
 from typing import Literal
 
-from vesuvius.errors import EXIT_ERROR
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.postmortem.death import Death, append_death, death_lines
 from vesuvius.monitor.postmortem.post_mortem import ReaderEnd, ended_run, examine_reader, record_run_death
-from vesuvius.monitor.session import end_session, read_session
 from vesuvius.runlog.plain import from_plain
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.stream.events import StreamEvent
 from vesuvius.training.context import RunContext
 from vesuvius.training.guard_actions import GuardActions
-from vesuvius.training.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -56,20 +53,6 @@ def log_killed_session(directory: RunDir) -> None:
         return
     if death is not None:
         _say(death)
-
-
-def log_last_session(directory: RunDir, ranks: Ranks) -> None:
-    """Log and record how this rank's last session ended; one that Ray Train ended was not killed."""
-    restart = ranks.restart
-    if restart is not None:
-        log.log(logging.ERROR if restart.lost else logging.INFO, "%s", restart)
-        last = read_session(directory.session)
-        if ranks.rank not in restart.lost and last is not None and last.exit_code is None:
-            try:
-                end_session(directory.session, last, EXIT_ERROR)
-            except OSError as error:
-                log.warning("%s must be writable; got %s", directory.session, error)
-    log_killed_session(directory)
 
 
 def _say(death: Death) -> None:
