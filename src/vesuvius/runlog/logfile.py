@@ -31,7 +31,7 @@ def step_line(record: Record) -> str:
     """
     f = SimpleNamespace(**record)
     vram = "-" if f.vram_used_bytes is None else f"{f.vram_used_bytes / GIB:.1f}/{f.vram_limit_bytes / GIB:.1f}"
-    eta = "-" if f.eta_s is None else f"{'>' if f.eta_at_least else ''}{format_duration(f.eta_s)}"
+    eta = "-" if f.eta_s is None else format_duration(f.eta_s)
     pause = f" pause_s {f.pause_s:.3f}" if f.pause_s >= 0.0005 else ""  # of other_s
     slowest = "-" if f.slowest_rank is None else f.slowest_rank
     ranks = "" if f.ranks == 1 else f" comm_s {f.comm_s:.3f} ranks {f.ranks} slowest {slowest}"

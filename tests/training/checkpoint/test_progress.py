@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from vesuvius.config import Config, DataConfig, TrainingConfig, VolumeConfig
-from vesuvius.runlog.step_times import StepTimes
-from vesuvius.training.checkpoint.progress import Best, Progress, TimeLeft
+from vesuvius.training.checkpoint.progress import Best, Progress
 
 
 def test_progress_comes_back_from_its_state_with_one_session_more() -> None:
@@ -41,55 +40,40 @@ def run_of(**training: Any) -> Config:
     return Config(name="any", data=data, training=TrainingConfig(**(keys | {"save_every": 1000} | training)))
 
 
-def test_the_time_left_is_that_of_steps_and_of_all_that_comes_between_them() -> None:
+def test_the_time_left_is_that_of_steps_and_of_all_that_is_known_to_come_between_them() -> None:
     config = run_of(validate_every=20, preview_every=30, save_every=50)
     progress = Progress(step=10)
     assert progress.time_left(config) is None
-    progress.pace.extend([1.0, 1.0, 1.0, 5.0])  # each fourth waits for data
-    assert progress.time_left(config) == TimeLeft(90 * 2.0, at_least=True)
-    for what, seconds in {"validation": [40.0, 80.0], "preview": [10.0], "save": [1.0], "write": [7.0, 9.0]}.items():
-        for each in seconds:
+    for seconds in (1.0, 1.0, 1.0, 5.0):  # each fourth waits for data
+        progress.note_step(seconds)
+    assert progress.time_left(config) == 90 * 2.0
+    for what, seen in {"validation": [40.0, 80.0], "preview": [10.0], "save": [1.0], "write": [7.0, 9.0]}.items():
+        for each in seen:
             progress.note_pause(what, each)
     # Only the last checkpoint is waited for until it is written.
     # Validations behind 20, 40, 60, 80 and 100, previews behind 30, 60, 90 and the last step, saves behind 50 and 100.
-    assert progress.time_left(config) == TimeLeft(90 * 2.0 + 5 * 60.0 + 4 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
+    whole = 90 * 2.0 + 5 * 60.0 + 4 * 10.0 + 2 * 1.0 + 8.0
+    assert progress.time_left(config) == progress.time_left(config, limit_s=7200.0) == whole
+    assert progress.time_left(config, limit_s=100.0) == 100.0
     again = Progress.from_state(progress.state_dict())
-    assert again.time_left(config) == progress.time_left(config), "right after a resume"
+    assert again.time_left(config) == whole, "right after a resume"
     # The line of step 40 comes before the validation behind it, that of 41 behind it; likewise the save of 50.
-    assert progress.time_left(config, 40) == TimeLeft(60 * 2.0 + 4 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
+    assert progress.time_left(config, 40) == 60 * 2.0 + 4 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0
     progress.validated_step = 40
-    assert progress.time_left(config, 41) == TimeLeft(59 * 2.0 + 3 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
-    assert progress.time_left(config, 50) == TimeLeft(50 * 2.0 + 3 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
-    assert progress.time_left(config, 51) == TimeLeft(49 * 2.0 + 3 * 60.0 + 3 * 10.0 + 1 * 1.0 + 8.0, at_least=False)
+    assert progress.time_left(config, 41) == 59 * 2.0 + 3 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0
+    assert progress.time_left(config, 50) == 50 * 2.0 + 3 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0
+    assert progress.time_left(config, 51) == 49 * 2.0 + 3 * 60.0 + 3 * 10.0 + 1 * 1.0 + 8.0
 
 
-def test_a_resume_with_other_settings_knows_its_own_pace_after_a_few_steps() -> None:
-    before = Progress(step=200)
+def test_a_resumed_run_counts_with_the_pace_of_its_own_settings_and_with_recent_pauses() -> None:
+    before = Progress(step=10)
     before.pace.extend([18.0] * 200)
-    progress, config = Progress.from_state(before.state_dict()), run_of(epochs=10)
-    assert progress.time_left(config) == TimeLeft(800 * 18.0, at_least=True)
-    for _ in range(5):
-        progress.note_step(StepTimes(1.0, 0.0, 0.0, 1.0, 0.0, 0.0))
-    assert progress.time_left(config) == TimeLeft(800 * 1.0, at_least=True)
-
-
-def test_pauses_of_long_ago_say_nothing_of_those_to_come() -> None:
-    progress = Progress(step=10)
     for seconds in [100.0] * 50 + [10.0] * 10:
-        progress.note_pause("validation", seconds)
-    progress.pace.extend([1.0])
-    assert progress.time_left(run_of(validate_every=20)) == TimeLeft(90 * 1.0 + 5 * 10.0, at_least=True)
-
-
-def test_a_limit_of_hours_ends_the_session_before_its_steps_do() -> None:
-    """The step in hand is finished, and its checkpoint handed over and written."""
-    progress, config = Progress(step=10), run_of(validate_every=10)
-    progress.pace.extend([60.0])
-    assert progress.time_left(config, limit_s=1800.0) == TimeLeft(1830.0, at_least=True)
-    progress.note_pause("save", 2.0)
-    progress.note_pause("write", 9.0)
-    assert progress.time_left(config, limit_s=1800.0) == TimeLeft(1841.0, at_least=False)
-    assert progress.time_left(config, limit_s=7200.0) == progress.time_left(config)
+        before.note_pause("validation", seconds)
+    progress, config = Progress.from_state(before.state_dict()), run_of(validate_every=20)
+    assert progress.time_left(config) == 90 * 18.0 + 5 * 10.0
+    progress.note_step(1.0)
+    assert progress.time_left(config) == 90 * 1.0 + 5 * 10.0
 
 
 def test_steps_behind_one_that_stopped_the_run_do_not_count() -> None:

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vesuvius.config import Config
-from vesuvius.runlog.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
 _PACE_STEPS = 200
-_ENOUGH_STEPS = 5
 _PAUSES = 10
 _COUNTS = ("step", "sample_index", "validated_step", "previewed_step")
 
@@ -26,14 +24,6 @@ class Best:
 
     step: int
     relative_error: float
-
-
-@dataclass(frozen=True)
-class TimeLeft:
-    """Until this session ends."""
-
-    seconds: float  # as far as they are known
-    at_least: bool  # something that is still to come, say the first save, can neither be measured nor estimated
 
 
 @dataclass
@@ -51,14 +41,11 @@ class Progress:
     best: Best | None = None  # the best validation, whose checkpoint is kept
     trained_s: float = 0.0  # seconds of training in earlier sessions, as far as their work was kept
     sessions: int = 1  # sessions so far, with this one
-    # seconds of the last steps without the work between them, and without the first step of a session, which holds the
-    # start of the readers
+    # seconds of the last steps without the work between them; until this session has made some, of earlier ones
     pace: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
-    # seconds of the last validations, previews, hand-overs of a checkpoint ("save") and writes to disk ("write"), which
-    # the run waits for at its end alone
+    # seconds of the last validations, previews, hand-overs of a checkpoint ("save") and writes to disk ("write")
     pauses: dict[str, deque[float]] = field(default_factory=dict)
-    # paces of earlier sessions, until this one has some: its settings may be others
-    _earlier: list[float] = field(default_factory=list)
+    _has_pace: bool = False  # of this session
     _session_start: float = field(default_factory=time.monotonic)
 
     def advance(self, samples: int) -> None:
@@ -82,14 +69,15 @@ class Progress:
         self.sample_index -= (self.step - step) * samples_per_step
         self.step = step
 
-    def note_step(self, times: StepTimes) -> None:
-        """A step took so long."""
-        self.pace.append(times.step_s - times.pause_s)
-        if len(self.pace) >= _ENOUGH_STEPS:
-            self._earlier.clear()
+    def note_step(self, seconds: float) -> None:
+        """A step took so long, without the work between steps."""
+        if not self._has_pace:
+            self._has_pace = True
+            self.pace.clear()
+        self.pace.append(seconds)
 
     def note_pause(self, what: str, seconds: float) -> None:
-        """What one took this time."""
+        """A validation, preview, save or write took so long."""
         self.pauses.setdefault(what, deque(maxlen=_PAUSES)).append(seconds)
 
     def validation_due(self, config: Config) -> bool:
@@ -115,34 +103,30 @@ class Progress:
         """Seconds of training over all sessions."""
         return self.trained_s + self.session_s
 
-    def time_left(self, config: Config, after: int | None = None, limit_s: float | None = None) -> TimeLeft | None:
-        """From step `after` to the last one or `max_hours`; None without a pace.
+    def time_left(self, config: Config, after: int | None = None, limit_s: float | None = None) -> float | None:
+        """Seconds from step `after` to the last one or `max_hours`; None without a pace.
 
-        Steps at their recent mean pace (a median would miss the waits of a run that is short of data); each validation,
-        preview and save to come at the mean of the last few, where there was one; at last the write of a checkpoint.
+        The steps left at their recent mean pace (a median would miss the waits of a run that is short of data), and
+        each validation, preview and save to come at the mean of the last few; nothing for what has not been seen yet.
 
         Args:
             after: a step that has just been reported; default: the present one, and what is due there is done.
-            limit_s: seconds until `max_hours` are over: the current step is finished then, and its checkpoint saved.
+            limit_s: seconds until `max_hours` are over.
         """
-        pace = [*self._earlier, *self.pace]
-        if not pace:
+        if not self.pace:
             return None
-        training, stop = config.training, config.stop_step
+        training, stop, horizon = config.training, config.stop_step, config.horizon_steps
         after, saved = (self.step, self.step) if after is None else (after, after - 1)
-        validates, horizon = training.validate_every if config.data.validation.fraction > 0 else 0, config.horizon_steps
+        validates = training.validate_every if config.data.validation.fraction > 0 else 0
         to_come = {
             "validation": _times_due(validates, max(after - 1, self.validated_step), stop, horizon),
             "preview": _times_due(training.preview_every, max(after - 1, self.previewed_step), stop, horizon),
             "save": _times_due(training.save_every, saved, stop, stop),
-            "write": 1,
+            "write": 1,  # of the last checkpoint, for which the run waits
         }
-        known = {what: statistics.fmean(pauses) for what, pauses in self.pauses.items()}
-        step_s, last_s = statistics.fmean(pace), known.get("save", 0.0) + known.get("write", 0.0)
-        seconds = step_s * (stop - after) + sum(known.get(what, 0.0) * count for what, count in to_come.items())
-        if limit_s is not None and limit_s + step_s / 2 + last_s < seconds:
-            return TimeLeft(limit_s + step_s / 2 + last_s, at_least=not known.keys() >= {"save", "write"})
-        return TimeLeft(seconds, any(count and what not in known for what, count in to_come.items()))
+        seconds = statistics.fmean(self.pace) * (stop - after)
+        seconds += sum(statistics.fmean(known) * to_come[what] for what, known in self.pauses.items())
+        return seconds if limit_s is None else min(seconds, limit_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
@@ -151,7 +135,7 @@ class Progress:
             "best": None if self.best is None else vars(self.best).copy(),
             "trained_s": self.total_s,
             "sessions": self.sessions,
-            "pace_s": [*self._earlier, *self.pace][-_PACE_STEPS:],
+            "pace_s": list(self.pace),
             "pauses_s": {what: list(pauses) for what, pauses in self.pauses.items()},
         }
 
@@ -168,7 +152,7 @@ class Progress:
             best=Best(**best) if best and "relative_error" in best else None,  # earlier versions compared losses
             trained_s=state["trained_s"],
             sessions=state["sessions"] + 1,
-            _earlier=list(state["pace_s"]),
+            pace=deque(state["pace_s"], maxlen=_PACE_STEPS),
             pauses={what: deque(known, maxlen=_PAUSES) for what, known in pauses.items()},  # earlier: none, or the last
         )
 

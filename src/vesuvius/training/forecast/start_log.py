@@ -138,5 +138,5 @@ def log_progress(config: Config, progress: Progress, limit_s: float | None) -> N
         config.training.epochs,
         format_duration(progress.trained_s),
         progress.sessions,
-        "unknown time" if left is None else format_duration(left.seconds),
+        "unknown time" if left is None else format_duration(left),
     )

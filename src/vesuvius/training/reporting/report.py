@@ -122,7 +122,7 @@ class StepReporter:
         self._reported += 1
         if self._reported > 1:
             self._work_s.append(times.step_s - times.pause_s)
-            self._progress.note_step(times)
+            self._progress.note_step(times.step_s - times.pause_s)
         record = self._record_of(launched, outcome, times)
         log.info(step_line(record))
         self._metrics.write("step", **record)
@@ -191,7 +191,6 @@ class StepReporter:
     def _record_of(self, launched: Launched, outcome: StepOutcome, times: StepTimes) -> Record:
         """Figures of a step, unrounded; None is not known."""
         config, progress = self._config, self._progress
-        left = progress.time_left(config, launched.step, self._run.stop.left_s())
         peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._stream.readers.values())]
         ram_used_bytes, ram_limit_bytes = self._machine.ram()
         vram_used_bytes, vram_limit_bytes = self._vram() or (None, None)
@@ -207,8 +206,7 @@ class StepReporter:
             "workers": self._stream.readers_alive,
             "working": self._stream.readers_with_work,
             "worker_max_bytes": max(peaks, default=None) if self._stream.options.workers else None,
-            "eta_s": left.seconds if left else None,
-            "eta_at_least": left is not None and left.at_least,  # a pause to come has not been measured yet
+            "eta_s": progress.time_left(config, launched.step, self._run.stop.left_s()),
             "ranks": self._run.part.world,
             "slowest_rank": self._news.slowest,  # whom the others waited for, in the step before
             "mfu": self._seconds_at_peak / (times.step_s - times.pause_s) if self._seconds_at_peak else None,
