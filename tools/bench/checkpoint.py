@@ -106,10 +106,9 @@ def measure(directory: Path, state: dict[str, Any], step: Callable[[], None], re
     """Seconds of each save and each step, by what was measured."""
     waited, handed = directory / "synchronous", directory / "thread"
     seconds: dict[str, list[float]] = {"synchronous": [], "triggering": [], "until it is written": []}
-    seconds |= {"first, prepared": [], "first, not prepared": [], "step alone": [], "step beside the writer": []}
+    seconds |= {"first": [], "step alone": [], "step beside the writer": []}
     save_checkpoint(waited, 1, state, CONFIG, RetentionPolicy(1))
     with CheckpointWriter(handed, RetentionPolicy(1), CONFIG) as writer:
-        writer.prepare(state)
         writer.save(1, state)
         for number in range(2, repeats + 2):
             writer.wait()
@@ -122,15 +121,10 @@ def measure(directory: Path, state: dict[str, Any], step: Callable[[], None], re
             while not (handed / f"step_{number:08d}").is_dir():
                 seconds["step beside the writer"] += timed(step)
             seconds["until it is written"].append(time.perf_counter() - began)
-    for number in range(2 * repeats):
-        prepared = number % 2 == 0
+    for number in range(repeats):
         release_free_memory()
         with CheckpointWriter(handed, RetentionPolicy(1), CONFIG) as writer:
-            if prepared:
-                writer.prepare(state)
-                writer.wait()
-            name = "first, prepared" if prepared else "first, not prepared"
-            seconds[name] += timed(lambda n=number: writer.save(n + repeats + 2, state))
+            seconds["first"] += timed(lambda n=number: writer.save(n + repeats + 2, state))
     return seconds
 
 

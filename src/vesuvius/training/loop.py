@@ -120,7 +120,6 @@ class TrainingLoop:
                             saves = self.guard_actions.obey(self.feed, self.monitor, reporter.longest_step_s)
                             tuner.act(stream, self.feed, self.monitor)
                     self.milestones.record_saves()
-                    self.milestones.prepare()
                     if saves or self.milestones.due():
                         reporter.report(wait=True)
                         with clock.pausing():

@@ -51,7 +51,6 @@ class Milestones:
         self._reference = reference
         self._writer = writer
         self._state = state
-        self._prepared = False
         self._handed = self._done()  # to the writer, in this session or the one before
         self._validation: Validation | None = None
         if reference is not None and reference.held_out:
@@ -85,7 +84,6 @@ class Milestones:
         """
         if not self._run.ranks.is_main:
             return
-        self.prepare()
         if self._validation is not None:
             self._validate()
         if (failure := self.save_last()) is not None:
@@ -98,12 +96,6 @@ class Milestones:
         yield
         if not self._run.stop.wanted():
             self._progress.note_pause(what, time.monotonic() - started)
-
-    def prepare(self) -> None:
-        """After the first step of a session, when the optimizer has its state, allocate room for copies of it."""
-        if not self._prepared and self._run.ranks.is_main:
-            self._prepared = True
-            self._writer.prepare(self._state())
 
     def save_last(self) -> StorageError | None:
         """Save the present step, unless that has been done, and wait for the disk; returns why the last save failed."""

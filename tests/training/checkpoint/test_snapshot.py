@@ -10,7 +10,7 @@ import torch
 from tests.training.checkpoint.test_format import assert_same
 from vesuvius.errors import StorageError
 from vesuvius.training.checkpoint.files import tensors_in
-from vesuvius.training.checkpoint.snapshot import Snapshot, layouts_of
+from vesuvius.training.checkpoint.snapshot import Snapshot
 
 
 def nested_state(value: float = 1.0) -> dict[str, Any]:
@@ -60,23 +60,10 @@ def test_buffers_are_used_again_unless_shape_dtype_or_order_change() -> None:
     assert snapshot.state()["channels_last"].is_contiguous()
 
 
-def test_a_prepared_one_takes_in_what_it_was_prepared_for_without_new_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, snapshot = nested_state(), Snapshot()
-    snapshot.prepare(layouts_of(state))
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise AssertionError("a buffer was made anew")
-
-    monkeypatch.setattr(torch, "empty_strided", refuse)
-    snapshot.take(state)
-    assert_same(snapshot.state(), state)
-
-
 def test_a_copy_that_does_not_fit_the_memory_is_an_error_with_a_remedy() -> None:
     state, snapshot = {"a": torch.ones(1), "large": torch.ones(1).expand(2**45)}, Snapshot()
-    for attempt in (lambda: snapshot.prepare(layouts_of(state)), lambda: snapshot.take(state)):
-        with pytest.raises(StorageError, match=r"must fit the host's memory; got .*allocate.*; give the run more"):
-            attempt()
+    with pytest.raises(StorageError, match=r"must fit the host's memory; got .*allocate.*; give the run more"):
+        snapshot.take(state)
     state["large"] = torch.ones(3)
     snapshot.take(state)
     assert_same(snapshot.state(), state)

@@ -16,7 +16,7 @@ from vesuvius.errors import StorageError
 from vesuvius.runlog.files.disk_use import directory_bytes
 from vesuvius.threads import on_thread
 from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
-from vesuvius.training.checkpoint.snapshot import Layout, Snapshot, layouts_of
+from vesuvius.training.checkpoint.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ class CheckpointWriter:
         self._on_progress = on_progress
         self._snapshot = Snapshot()
         self._job: Future[None] | None = None
-        self._doing = ""
         self._error: StorageError | None = None
         self.failures: deque[tuple[int, str]] = deque()
         self.saved: deque[dict[str, float]] = deque()
@@ -63,21 +62,12 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None:
+        try:
             self._join()
-            return
-        self._wait_for_thread()
-        if self._job is not None and (defect := self._job.exception()):  # the error on its way out is the one to raise
+        except Exception as defect:
+            if error is None:
+                raise
             log.error("the checkpoint writer has failed as well", exc_info=defect)
-
-    def prepare(self, state: dict[str, Any]) -> None:
-        """Make room for copies of a state of this shape, beside the training: without it the first save is slower.
-
-        Only reads shapes, and those at once.  To be called when the optimizer has its state, after the first step.
-        """
-        self._join()
-        layouts = layouts_of(state)
-        self._start("allocating memory for copies", lambda: self._prepare(layouts))
 
     def save(self, step: int, state: dict[str, Any], best_step: int | None = None) -> None:
         """Copy the state, as `save_checkpoint` takes it, and let it be written.  Waits for the save before.
@@ -95,19 +85,13 @@ class CheckpointWriter:
             self._note_failure(step, error)
             return
         retention = replace(self._retention, best_step=best_step)
-        self._start(f"writing the checkpoint of step {step}", lambda: self._write(step, retention))
+        # A daemon: a second signal ends the process at once, without waiting for it.
+        self._job = on_thread(lambda: self._write(step, retention), name="checkpoint-writer")
 
     def wait(self) -> StorageError | None:
         """Wait for what is in hand.  Returns what went wrong with the last save, None where nothing did."""
         self._join()
         return self._error
-
-    def _prepare(self, layouts: list[Layout]) -> None:
-        """On the thread."""
-        try:
-            self._snapshot.prepare(layouts)
-        except StorageError as error:  # a save tries again, and counts
-            log.warning("%s", error)
 
     def _write(self, step: int, retention: RetentionPolicy) -> None:
         """On the thread."""
@@ -129,24 +113,15 @@ class CheckpointWriter:
         self.failures.append((step, text))
         log.error("%s", text)
 
-    def _start(self, doing: str, job: Callable[[], None]) -> None:
-        self._doing = doing
-        # A daemon: a second signal ends the process at once, without waiting for it.
-        self._job = on_thread(job, name="checkpoint-writer")
-
     def _join(self) -> None:
-        self._wait_for_thread()
-        job, self._job = self._job, None
-        if job is not None:
-            job.result()
-
-    def _wait_for_thread(self) -> None:
         """Wait for as long as it takes, since a disk that hangs may come back, and say what for."""
         started = time.monotonic()
-        while self._job is not None and wait([self._job], _WARN_EVERY_S).not_done:
+        job, self._job = self._job, None
+        while job is not None and wait([job], _WARN_EVERY_S).not_done:
             log.warning(
-                "waiting for the checkpoint writer for %.0f s: it is %s in %s; check whether the disk answers",
+                "waiting for the checkpoint writer for %.0f s: it is writing to %s; check whether the disk answers",
                 time.monotonic() - started,
-                self._doing,
                 self._directory,
             )
+        if job is not None:
+            job.result()

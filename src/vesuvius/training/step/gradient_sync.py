@@ -33,7 +33,7 @@ class GradientSync:
         self._parallel: DistributedDataParallel | None = None
         self.forward: nn.Module = network
         if part.world > 1:
-            self._parallel = DistributedDataParallel(network, process_group=ranks.group, gradient_as_bucket_view=True)
+            self._parallel = DistributedDataParallel(network, gradient_as_bucket_view=True)
             self._parallel.register_comm_hook(None, lambda state, bucket: self._start_sum(bucket))
             self.forward = self._parallel
 
@@ -61,7 +61,7 @@ class GradientSync:
         return gathered
 
     def _sum(self, tensor: Tensor) -> dist.Work:
-        work: dist.Work = dist.all_reduce(tensor, group=self._ranks.group, async_op=True)
+        work: dist.Work = dist.all_reduce(tensor, async_op=True)
         return work
 
     def _start_sum(self, bucket: Any) -> torch.futures.Future[Tensor]:
