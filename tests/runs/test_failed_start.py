@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from vesuvius.commands import train
-from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_OK
+from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_OK, ConfigError
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training import run
 
@@ -93,11 +93,34 @@ def test_an_error_of_the_system_is_one_of_the_run_directory_only_there(
         patch.setattr(run, "build_step", fails)
         found, line = ends(config, capsys)
     assert found == code
+    assert not (tmp_path / "runs/tiny").exists(), "a run that never began leaves nothing behind"
     assert re.search(says, line), line
     assert ("free some space" in line) == (code == EXIT_DATA)
     assert ends(config, capsys)[0] == EXIT_OK
     assert '"exit_code": 0' in RunDir(tmp_path / "runs/tiny").metrics.read_text()
     assert ends(config, capsys)[0] == EXIT_CONFIG, "now it is a run, which nothing overwrites"
+
+
+def test_kernels_that_are_wrong_on_this_machine_are_refused_before_there_is_a_run_directory(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a run that is there is left as it was."""
+
+    def refuses(*_: Any) -> None:
+        raise ConfigError("Conv3d is wrong on this machine: weight gradient off by 0.3 of its norm")
+
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(training={"max_steps": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_check_kernels", refuses)
+        code, line = ends(config, capsys)
+        assert (code, "Conv3d is wrong on this machine" in line) == (EXIT_CONFIG, True)
+        assert not (tmp_path / "runs").exists()
+    assert ends(config, capsys)[0] == EXIT_OK
+    monkeypatch.setattr(run, "_check_kernels", refuses)
+    assert ends(config, capsys, "--resume", "training.max_steps=2")[0] == EXIT_CONFIG
+    monkeypatch.undo()
+    assert len(list((tmp_path / "runs/tiny/checkpoints").iterdir())) == 1
 
 
 def test_a_ray_that_cannot_start_here_leaves_no_run_behind(

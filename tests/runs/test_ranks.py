@@ -22,7 +22,7 @@ from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.launch.launch import train_as_rank
+from vesuvius.launch.rank import train_as_rank
 from vesuvius.runlog import run_dir as run_dirs
 from vesuvius.runlog.files import file_lock
 from vesuvius.runlog.records import current_records, read_records, run_starts

@@ -30,6 +30,7 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.replay import diagnose
+from vesuvius.training.reporting.rank_news import RankNews
 from vesuvius.training.reporting.report import Launched, StepReporter
 from vesuvius.training.step.conditioning import Conditioner, volume_scalars
 from vesuvius.training.step.device import DeviceFeed
@@ -77,7 +78,7 @@ class Session:
         options = StreamOptions.from_config(config.training, config.cluster)
         self._feed = DeviceFeed(CPU, options, self.data.job, greys.volumes, conditioner)
         run, again = run_context(config, self.directory), partial(diagnose, self.step, self._feed)
-        self.reporter = StepReporter(run, self.clock, StillStream(options), FixedMachine(), again)
+        self.reporter = StepReporter(run, self.clock, StillStream(options), FixedMachine(), again, RankNews(run))
 
     def run(self, steps: int) -> None:
         """Raises NonFiniteError as a run does."""

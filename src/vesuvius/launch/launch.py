@@ -12,11 +12,9 @@ from dataclasses import replace
 import yaml
 
 from vesuvius.config import Config
-from vesuvius.errors import EXIT_ERROR, VesuviusError
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.ranks.part import launched_ranks
 from vesuvius.training.request import Request
-from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -33,36 +31,9 @@ def launch(request: Request, on_step: Callable[[int], None] = lambda step: None)
         from vesuvius.launch.ray.command import train_with_ray
 
         return train_with_ray(request)
+    from vesuvius.launch.rank import train_as_rank
+
     return train_as_rank(request, on_step)
-
-
-def train_as_rank(
-    request: Request, on_step: Callable[[int], None] = lambda step: None, stop: StopRequest | None = None
-) -> int:
-    """Train as the rank that the environment says this process is, the only one without it, and return its exit code.
-
-    Args:
-        stop: a request that this process already listens to.
-    """
-    import torch
-
-    from vesuvius.training.ranks.join import open_ranks
-    from vesuvius.training.run import train
-
-    several = launched_ranks() not in (None, 1)  # a single one asks later, when Ctrl-C ends a driver that hangs
-    device_type = "cuda" if several and torch.cuda.is_available() else "cpu"
-    with open_ranks(device_type, 60 * request.config.cluster.rank_timeout_minutes) as ranks:
-        try:
-            exit_code = train(request, on_step, ranks=ranks, stop=stop)
-        except Exception as error:
-            cause = ranks.explain(error)  # also of the first collectives, and of those of the last checkpoint
-            ranks.fail(cause)
-            ranks.finish(cause.exit_code if isinstance(cause, VesuviusError) else EXIT_ERROR)
-            if cause is error:
-                raise
-            raise cause from error
-        ranks.finish(exit_code)
-    return exit_code
 
 
 def with_number_of_ranks(request: Request, launched: int | None) -> Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -18,10 +18,13 @@ from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.runlog.records import JsonLines
 from vesuvius.stream.feeder import StreamInterrupted
-from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.autotune import Autotuner
+from vesuvius.training.checkpoint.resume import run_state
+from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.context import RunContext
+from vesuvius.training.forecast.preflight import Preflight
 from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.milestones import Milestones
 from vesuvius.training.ranks.errors import RankError
@@ -29,8 +32,10 @@ from vesuvius.training.replay import MicroBatch, diagnose
 from vesuvius.training.reporting.deaths import Deaths
 from vesuvius.training.reporting.rank_news import RankNews
 from vesuvius.training.reporting.report import Launched, StepReporter
+from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed
 from vesuvius.training.step.step import TrainStep, learning_rate
+from vesuvius.training.validation.reference import Reference
 
 log = logging.getLogger(__name__)
 
@@ -58,20 +63,42 @@ def make_autotuner(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
     return Autotuner(loop.run, loop.job)
 
 
-@dataclass
 class TrainingLoop:
-    """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due."""
+    """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due.
 
-    run: RunContext
-    job: ReaderJob  # of the stream
-    feed: DeviceFeed  # delivers its batches to the device
-    train_step: TrainStep
-    milestones: Milestones
-    monitor: Monitor
-    guard_actions: GuardActions
-    deaths: Deaths
-    make_tuner: MakeTuner = make_autotuner  # makes what tunes the readers
-    _in_step: bool = False
+    Args:
+        checked: what the steps are fed with.
+        writer: of checkpoints.
+        make_tuner: makes what tunes the readers; None = `training.autotune`.
+
+    Attributes:
+        job: of the stream.
+        feed: delivers its batches to the device.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        checked: Preflight,
+        train_step: TrainStep,
+        writer: CheckpointWriter,
+        monitor: Monitor,
+        guard_actions: GuardActions,
+        make_tuner: MakeTuner | None,
+    ) -> None:
+        config, facts = run.config, checked.facts
+        self.run, self.train_step, self.monitor, self.guard_actions = run, train_step, monitor, guard_actions
+        self.deaths = Deaths(run, monitor, guard_actions)
+        self.job = replace(checked.data.job, notes_dir=str(run.directory.reading.absolute()))
+        options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.part.micro_batch)
+        conditioner = Conditioner(config.data.labels, facts.greys.conditions, facts.scalars, run.device)
+        self.feed = DeviceFeed(run.device, options, self.job, facts.greys.volumes, conditioner)
+        fixed = checked.fixed
+        reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
+        state = partial(run_state, config, checked.data, facts, train_step, run.progress)
+        self.milestones = Milestones(run, train_step, reference, checked.spectrum, writer, state)
+        self._make_tuner = make_tuner or make_autotuner
+        self._in_step = False
 
     def run_steps(self) -> None:
         """Train until the last step or a request to stop.
@@ -93,10 +120,9 @@ class TrainingLoop:
         ) as stream:
             clock, news = make_clock(self.run.device), RankNews(self.run)
             self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.feed)
-            reporter = StepReporter(
-                self.run, clock, stream, self.monitor, again, lambda verdict: tuner.take(verdict), news
-            )
-            tuner = self.make_tuner(self, reporter)
+            reporter = StepReporter(self.run, clock, stream, self.monitor, again, news)
+            tuner = self._make_tuner(self, reporter)
+            reporter.verdicts.tell(tuner.take)
             try:
                 while progress.step < config.stop_step:
                     # Awaited before the ranks agree on the step: where data do not come, all can still stop together.

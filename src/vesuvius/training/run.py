@@ -6,36 +6,51 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from vesuvius.config import Config
+from vesuvius.config.load import dump_config
 from vesuvius.config.trial import without_listeners
-from vesuvius.errors import EXIT_ERROR, EXIT_OK, GpuMemoryError, StorageError, VesuviusError, one_line
-from vesuvius.runlog.logfile import close_terminal, open_log
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.errors import EXIT_ERROR, EXIT_OK, StorageError, VesuviusError, one_line, storage_errors
+from vesuvius.monitor.alerts.watchdog import Watchdog
+from vesuvius.runlog.logfile import close_logs, close_terminal, open_log
+from vesuvius.runlog.records import run_starts
 from vesuvius.runlog.run_dir import RunDir, run_dir
-from vesuvius.training.build import build_loop, build_step, load_weights, open_watchdog, open_writer
 from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
 from vesuvius.training.checkpoint.format import list_with_replaced
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.checkpoint.resume import ResumePoint, check_same_config, checkpoint_to_resume, is_finished
-from vesuvius.training.checkpoint.save import set_aside
+from vesuvius.training.checkpoint.resume import (
+    ResumePoint,
+    check_same_config,
+    checkpoint_to_resume,
+    is_finished,
+    restore,
+)
+from vesuvius.training.checkpoint.save import RetentionPolicy, set_aside
+from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.context import RunContext
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
-from vesuvius.training.forecast.start_log import log_progress, log_ranks, log_start
+from vesuvius.training.forecast.start_log import log_network, log_progress, log_ranks, log_start
 from vesuvius.training.guard_actions import GuardActions
-from vesuvius.training.loop import MakeTuner, make_autotuner
-from vesuvius.training.quarantine import log_replaced
+from vesuvius.training.loop import MakeTuner, TrainingLoop
+from vesuvius.training.quarantine import log_replaced, still_quarantined
 from vesuvius.training.ranks.errors import RankError
-from vesuvius.training.ranks.part import part_of
+from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.reporting.deaths import log_killed_session
 from vesuvius.training.reporting.monitoring import open_metrics, open_monitor, open_session
 from vesuvius.training.request import Request
-from vesuvius.training.step.step import TrainStep, choose_device
+from vesuvius.training.step.network import build_network
+from vesuvius.training.step.self_test import check_kernels
+from vesuvius.training.step.step import TrainStep, choose_device, choose_kernels, resolve_amp
 from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
 from vesuvius.volumes.store.object_store import open_cache
 
@@ -88,37 +103,64 @@ def train(
             log_killed_session(directory)
             ranks.publish((shared, EXIT_OK, ""))
             return EXIT_OK
+        _check_kernels(config, ranks)
+        held.enter_context(_nothing_left_of_a_failed_start(directory))
         if not (resume and existed):
             held.enter_context(directory.locked(new=not resume))
-        held.enter_context(_storage_errors(directory))
         directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
-        open_log(directory.log)
+        with _run_is_writable(directory):
+            open_log(directory.log)
         if checked.resumed is None and list_with_replaced(directory.checkpoints):
             log.warning("the damaged checkpoints are kept in %s", set_aside(directory.checkpoints))
         log_start(config, checked, ranks.world, lost=resume and existed)
         log_killed_session(directory)
         ranks.publish((shared, for_other_ranks(checked), directory.mark()))
         checked = of_rank(checked, 0, ranks.world)
-        return _train_and_record(config, checked, stop, on_step, request.make_tuner, ranks)
+        return _train_session(config, checked, stop, on_step, request.make_tuner, ranks)
 
 
 def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
     """The same as rank 0 does, but for what that does for all: checks, checkpoints, validations and pictures."""
-    with stop, contextlib.ExitStack() as held:
+    with stop:
         shared, checked, mark = ranks.await_main()
         check_same_config(config, shared, ranks.rank)
         if isinstance(checked, int):  # an exit code: there is nothing to train
             return checked
         checked.directory.refuse_other_path(mark)
         checked = of_rank(checked, ranks.rank, ranks.world)
-        held.enter_context(_storage_errors(checked.directory))
-        checked.directory.make_folders()
-        open_log(checked.directory.log)
+        _check_kernels(config, ranks)
+        with _run_is_writable(checked.directory):
+            checked.directory.make_folders()
+            open_log(checked.directory.log)
         close_terminal()  # rank 0 says what there is to say
         log_killed_session(checked.directory)
         if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
             cache.prepare()
-        return _train_and_record(without_listeners(config), checked, stop, lambda step: None, None, ranks)
+        return _train_session(without_listeners(config), checked, stop, lambda step: None, None, ranks)
+
+
+def _check_kernels(config: Config, ranks: Ranks) -> None:
+    """Raises ConfigError where convolutions are wrong on this device.  Before anything of the run is written."""
+    device = choose_device(ranks.local_rank)
+    check_kernels(config, config.training.train_batch_size, device, resolve_amp(config.training.amp, device))
+
+
+@contextlib.contextmanager
+def _nothing_left_of_a_failed_start(directory: RunDir) -> Iterator[None]:
+    """Remove the run directory again, if it is new and its first session fails before it has begun."""
+    new = not directory.path.exists()
+    try:
+        yield
+    except Exception:
+        if new and not (directory.metrics.exists() and run_starts(directory.metrics)):
+            close_logs()
+            shutil.rmtree(directory.path, ignore_errors=True)
+        raise
+
+
+def _run_is_writable(directory: RunDir) -> contextlib.AbstractContextManager[None]:
+    """Within: a file of the run that cannot be made is a StorageError."""
+    return storage_errors("the run directory must be writable", "choose another place", f"in {directory.path}")
 
 
 def _before_the_run(request: Request, directory: RunDir, ranks_here: int) -> Preflight | None:
@@ -138,68 +180,70 @@ def _before_the_run(request: Request, directory: RunDir, ranks_here: int) -> Pre
     return checked
 
 
-def _train_and_record(
+def _train_session(
     config: Config,
-    preflight: Preflight,
+    checked: Preflight,
     stop: StopRequest,
     on_step: Callable[[int], None],
     make_tuner: MakeTuner | None,
     ranks: Ranks,
 ) -> int:
     """Run one session, and record how it began and how it ended, however it ends."""
-    directory, device = preflight.directory, choose_device(ranks.local_rank)
+    directory, device = checked.directory, choose_device(ranks.local_rank)
     part = part_of(config, ranks.rank, ranks.world)
     log_ranks(config, part)
     with open_session(config, directory, ranks.local_world) as session, open_metrics(config, directory) as metrics:
-        progress: Progress | None = None
+        progress = Progress()
         try:
-            train_step = build_step(config, preflight, device, part, ranks)
-            progress = load_weights(config, preflight, train_step, device)
+            train_step = build_step(config, checked, device, part, ranks)
+            progress = load_weights(config, checked, train_step, device)
             progress.begin_at_multiple(ranks.world, config.global_batch)
-            watchdog = open_watchdog(config, directory, metrics, progress)
+            watchdog = Watchdog(
+                60 * (config.monitor.stall_minutes or 0.0),
+                directory.stacks,
+                metrics.write,
+                lambda: (progress.step, config.stop_step),
+            )
             run = RunContext(
                 config, directory, device, session.record, metrics, progress, stop, watchdog, part, ranks, on_step
             )
-            _record_start(run, preflight.resumed)
-            session.exit_code = _train(run, preflight, train_step, make_tuner)
-        except (ConnectionError, TimeoutError):  # of the network, not of a file
-            raise
-        except OSError as error:
+            _record_start(run, checked.resumed)
+            session.exit_code = _train(run, checked, train_step, make_tuner)
+        except Exception as error:
             told = _told(error, directory)
+            if is_gpu_memory_error(error):  # while the network was built
+                told = gpu_memory_error(config, device, error, None)
             session.exit_code = told.exit_code if isinstance(told, VesuviusError) else EXIT_ERROR
-            raise
-        except VesuviusError as error:
-            session.exit_code = error.exit_code
-            raise
-        except RuntimeError as error:
-            if not is_gpu_memory_error(error):  # while the network was built
+            if told is error:
                 raise
-            session.exit_code = GpuMemoryError.exit_code
-            raise gpu_memory_error(config, device, error, None) from error
+            raise told from error
         finally:
-            reached = {"step": progress.step, "total_s": progress.total_s} if progress else {}
-            cause = _cause(sys.exception(), stop, session.exit_code)
+            raised = sys.exception()
+            cause = one_line(raised) if raised else "done" if session.exit_code == EXIT_OK else stop.reason or ""
+            reached = {"step": progress.step, "total_s": progress.total_s}
             metrics.write("run_end", exit_code=session.exit_code, cause=cause, **reached)
     return session.exit_code
 
 
-def _cause(error: BaseException | None, stop: StopRequest, exit_code: int) -> str:
-    """Why a session ends, in one line."""
-    if error is not None:
-        return one_line(error)
-    return "done" if exit_code == EXIT_OK else stop.reason or ""
+def build_step(config: Config, checked: Preflight, device: torch.device, part: Part, ranks: Ranks) -> TrainStep:
+    """The network and its optimizer on the device."""
+    choose_kernels(device, config.training)
+    network = build_network(config, device)
+    schedule = Schedule.from_config(config.diffusion, checked.spectrum)
+    train_step = TrainStep(config, network, schedule, device, part, ranks)
+    log_network(config, network, device, train_step.amp)
+    return train_step
 
 
-@contextlib.contextmanager
-def _storage_errors(directory: RunDir) -> Iterator[None]:
-    """What the system says of a file of the run that cannot be written, as an error with a remedy."""
-    try:
-        yield
-    except OSError as error:
-        told = _told(error, directory)
-        if told is error:
-            raise
-        raise told from error
+def load_weights(config: Config, checked: Preflight, train_step: TrainStep, device: torch.device) -> Progress:
+    """Load the weights of the checkpoint or of another run, or keep the initial ones; returns how far the run is."""
+    if checked.resumed:
+        progress = restore(checked.resumed, train_step, device, config.training.threads)
+        progress.quarantined = still_quarantined(progress.quarantined, run_dir(config).quarantine)
+        return progress
+    if checked.initial:
+        train_step.set_weights(checked.initial.weights)
+    return Progress()
 
 
 def _told(error: Exception, directory: RunDir) -> Exception:
@@ -237,35 +281,40 @@ def _record_start(run: RunContext, resumed: ResumePoint | None) -> None:
     )
 
 
-def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tuner: MakeTuner | None) -> int:
+def _train(run: RunContext, checked: Preflight, train_step: TrainStep, make_tuner: MakeTuner | None) -> int:
     """Run steps until the last one or a request to stop, save, and return the exit code."""
     config, progress, stop = run.config, run.progress, run.stop
-    guard_actions = GuardActions(run, preflight.data.job.patch_bytes)
-    with run.watchdog, open_monitor(run, guard_actions.exit) as monitor, open_writer(run) as writer:
-        loop = build_loop(run, preflight, train_step, writer, monitor, guard_actions, make_tuner or make_autotuner)
+    guard_actions = GuardActions(run, checked.data.job.patch_bytes)
+    with (
+        run.watchdog,
+        open_monitor(run, guard_actions.exit) as monitor,
+        CheckpointWriter(
+            run.directory.checkpoints,
+            RetentionPolicy(config.training.keep_last, config.training.keep_every),
+            dump_config(config),
+            on_progress=lambda: run.watchdog.alive("checkpoint"),
+        ) as writer,
+    ):
+        loop = TrainingLoop(run, checked, train_step, writer, monitor, guard_actions, make_tuner)
         milestones, deaths = loop.milestones, loop.deaths
         try:
             if not stop.wanted() or run.ranks.world > 1:  # several stop together, which they do in the loop
                 loop.run_steps()
         except Exception as error:
-            cause = run.ranks.explain(error)
-            run.ranks.fail(
-                gpu_memory_error(config, run.device, error, None)
-                if is_gpu_memory_error(error)
-                else _told(cause, run.directory)
-            )
+            out_of_memory = is_gpu_memory_error(error)
+            cause = _told(run.ranks.explain(error), run.directory)
+            run.ranks.fail(gpu_memory_error(config, run.device, error, None) if out_of_memory else cause)
             # Also after non-finite steps: they were not applied, and a resume continues after them.
             # On a GPU not where another rank failed: a step may be queued after a sum that is not complete.
             behind_sum = isinstance(cause, RankError) and run.device.type == "cuda"
-            intact = not (train_step.updating or behind_sum)
-            saved = milestones.save_after_error() if intact else None
-            if is_gpu_memory_error(error):
+            saved = None if train_step.updating or behind_sum else milestones.save_after_error()
+            if out_of_memory:
                 short = gpu_memory_error(config, run.device, error, saved)
                 deaths.of_run("gpu", str(short).splitlines()[0], short.remedy)
                 raise short from error
-            if cause is not error:
-                raise cause from error
-            raise
+            if cause is error:
+                raise
+            raise cause from error
         failure = milestones.save_last()
         # A stop requested in the last step, or while the last checkpoint is written, has nothing left to stop.
         finished = progress.step >= config.stop_step and not milestones.due()
@@ -276,7 +325,7 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
         raise failure
     if stop.exit_code is None or finished:
         log.info("done: step %d", progress.step)
-        log_replaced(preflight.data.job.plan, progress.quarantined, progress.sample_index, config.name)
+        log_replaced(checked.data.job.plan, progress.quarantined, progress.sample_index, config.name)
         return EXIT_OK
     if stop.exit_code == EXIT_OK:  # a profile, which is over
         log.info("ended after step %d: %s", progress.step, stop.reason)

@@ -32,6 +32,7 @@ from vesuvius.stream.reading.reader_figures import ReaderFigures
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.replay import diagnose
+from vesuvius.training.reporting.rank_news import RankNews
 from vesuvius.training.reporting.report import Launched, StepReporter
 from vesuvius.training.reporting.verdicts import Verdicts
 from vesuvius.training.step.conditioning import Conditioner, volume_scalars
@@ -61,7 +62,7 @@ def run_steps(config: Config, directory: Path, steps: int) -> list[dict[str, Any
     run, clock = run_context(config, directory), HostClock()
     step.timed = clock.computing
     with feed.open() as stream:
-        reporter = StepReporter(run, clock, stream, FixedMachine(), partial(diagnose, step, feed))
+        reporter = StepReporter(run, clock, stream, FixedMachine(), partial(diagnose, step, feed), RankNews(run))
         for number in range(steps):
             batches = []
             timesteps = stratified_timesteps(config.seed, number, config.global_batch, config.diffusion.timesteps)
@@ -284,25 +285,15 @@ def test_ranks_of_one_node_share_its_idle_processors(
     assert "training.workers=7" not in overrides[2], "0.9"
 
 
-def test_a_quota_that_begins_to_hold_the_run_up_is_an_event_once(
-    judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_verdict_knows_how_often_the_quota_was_used_up_in_its_window(
+    judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used_up = [0, 0, 4, 4, 10, 10, 16, 16, 16, 16, 30, 30]  # asked at the end of each window of 100 and anew behind it
     counts = ((100 * (number // 2), throttled) for number, throttled in enumerate(used_up))
     monkeypatch.setattr(QUOTAS, lambda pid: [CpuQuota("/job", 3.5, *next(counts))])
     one = judged(verdict_every=10)
     one.steps(1, 50)
-    shares = [record["throttled_share"] for record in one.records if record["kind"] == "verdict"]
-    assert shares == pytest.approx([0.04, 0.06, 0.06, 0.0, 0.14])
-    events = [record for record in one.records if record["kind"] == "event"]
-    assert [(e["event"], e["step"]) for e in events] == [("cpu_throttled", 20), ("cpu_throttled", 50)]
-    assert (events[0]["throttled_share"], events[0]["cores"]) == (pytest.approx(0.06), 3.5)
-    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert ["quota of 3.5 processors was used up in 6 %" in warned[0], "14 %" in warned[1], len(warned)] == [
-        True,
-        True,
-        2,
-    ]
+    assert [record["throttled_share"] for record in one.records] == pytest.approx([0.04, 0.06, 0.06, 0.0, 0.14])
 
 
 def test_pauses_are_no_part_of_the_percentiles(judged: Callable[..., Judged]) -> None:

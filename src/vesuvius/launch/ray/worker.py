@@ -1,7 +1,4 @@
-"""What each worker of Ray Train runs: `training.run.train`, as torchrun would run it, with an ear for the command.
-
-Only the worker imports what trains: the command and Ray Train's controller, which know this module, start without it.
-"""
+"""What each worker of Ray Train runs: `training.run.train`, as torchrun would run it, with an ear for the command."""
 
 from __future__ import annotations
 
@@ -16,8 +13,9 @@ from typing import Any
 import ray
 
 from vesuvius.errors import ConfigError, VesuviusError
-from vesuvius.launch.launch import train_as_rank
+from vesuvius.launch.rank import train_as_rank
 from vesuvius.runlog.logfile import close_logs
+from vesuvius.training.ranks.errors import RankLostError
 from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest
 
@@ -75,8 +73,6 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
         RankLostError: another rank is gone; Ray Train then starts all of them again, as after any error but those
             with a message for the user.
     """
-    from vesuvius.training.ranks.errors import RankLostError
-
     job: Job = arguments["job"]
     logging.getLogger("vesuvius").setLevel(logging.INFO)
     request, stop = job.request, job.stop_request()

@@ -15,7 +15,6 @@ from vesuvius.errors import NonFiniteError, one_line
 from vesuvius.monitor.clock import StepClock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.quantile import quantile
-from vesuvius.monitor.verdict import Verdict
 from vesuvius.runlog.logfile import step_line
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.step_times import StepTimes
@@ -59,7 +58,6 @@ class StepReporter:
     Args:
         stream: that feeds the steps.
         diagnose: computes a step again and says where its numbers stop being finite.
-        on_verdict: called with each verdict on what limits the run.
         news: is told the times of each step.
 
     Attributes:
@@ -73,18 +71,17 @@ class StepReporter:
         stream: PatchStream,
         machine: Monitor,
         diagnose: Callable[[Sequence[MicroBatch]], Diagnosis],
-        on_verdict: Callable[[Verdict], None] = lambda verdict: None,
-        news: RankNews | None = None,
+        news: RankNews,
     ) -> None:
         self._run = run
-        self._news = news or RankNews(run)
+        self._news = news
         self._config = run.config
         self._progress = run.progress
         self._metrics = run.metrics
         self._clock = clock
         self._stream = stream
         self._machine = machine
-        self.verdicts = Verdicts(run, stream, machine, on_verdict)
+        self.verdicts = Verdicts(run, stream, machine)
         self._launched: deque[Launched] = deque()
         self._reported = 0
         self._work_s: deque[float] = deque(maxlen=_ROLLING_STEPS)

@@ -19,9 +19,8 @@ from vesuvius.monitor.probes.cores import bound_cores, cpu_quotas, throttling, u
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict, judge
-from vesuvius.monitor.window import THROTTLED, Knobs, Window
+from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.step_times import StepTimes
-from vesuvius.runlog.units import format_percent
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.context import RunContext
@@ -49,16 +48,9 @@ class Verdicts:
 
     Args:
         machine: the monitor.
-        on_verdict: called with each.
     """
 
-    def __init__(
-        self,
-        run: RunContext,
-        stream: PatchStream,
-        machine: Monitor,
-        on_verdict: Callable[[Verdict], None] = lambda verdict: None,
-    ) -> None:
+    def __init__(self, run: RunContext, stream: PatchStream, machine: Monitor) -> None:
         self._config = run.config
         self._tune = run.directory.tune_command
         self._ranks_here = run.ranks.local_world
@@ -66,15 +58,19 @@ class Verdicts:
         self._metrics = run.metrics
         self._stream = stream
         self._machine = machine
-        self._on_verdict = on_verdict
+        self._listeners: list[Callable[[Verdict], None]] = []
         self._options = stream.options
         self._left_out = _AT_START
         self._read_ahead_s: float | None = 0.0  # of steps that what was read before them has fed; None = none is left
         self._due_s = _FIRST_S
         self._reader_deaths = 0
-        self._throttled = self._held = False
+        self._held = False
         self._vram_bytes: tuple[int, int] | None = None
         self._begin(0)
+
+    def tell(self, listener: Callable[[Verdict], None]) -> None:
+        """Call this with each further verdict."""
+        self._listeners.append(listener)
 
     def _begin(self, step: int) -> None:
         """A new window, after this step."""
@@ -151,23 +147,9 @@ class Verdicts:
         command = f"; to find the best setting: {self._tune}" if verdict.overrides else ""
         log.info("%s%s", verdict.line(self._step, self._config.stop_step), command)
         self._metrics.write("verdict", step=self._step, **verdict.record())
-        self._say_throttled(window)
         self._begin(self._step)
-        self._on_verdict(verdict)
-
-    def _say_throttled(self, window: Window) -> None:
-        """An event when the quota of processors begins to hold the run up, not with each verdict while it does."""
-        share, before = window.throttled_share or 0.0, self._throttled
-        self._throttled = share > THROTTLED
-        if self._throttled and not before:
-            text = (
-                f"the cgroup's quota of {window.throttled_quota:.3g} processors was used up in "
-                f"{format_percent(share)} of its periods (good: below {format_percent(THROTTLED)}); "
-                "raise the quota, or lower training.workers"
-            )
-            log.warning("%s", text)
-            fields = {"cores": window.throttled_quota, "throttled_share": share, "text": text}
-            self._metrics.write("event", event="cpu_throttled", step=self._step, **fields)
+        for listener in self._listeners:
+            listener(verdict)
 
     def _look_at_rates(self) -> None:
         now = time.monotonic()
