@@ -88,7 +88,7 @@ def test_a_terminal_that_closes_stops_a_run_with_ray_readers_as_sigterm_does(
     assert "reader" not in "".join(line for line in log.splitlines() if " WARNING " in line or " ERROR " in line)
 
 
-@pytest.mark.parametrize("first", [f"{OWN_TERMINAL}; {NOHUP}", ""])
+@pytest.mark.parametrize("first", [f"{OWN_TERMINAL}; {NOHUP}", pytest.param("", marks=pytest.mark.long)])
 def test_with_nohup_it_goes_on_and_so_it_does_where_only_its_output_fails(
     tiny_config: WriteConfig, tmp_path: Path, first: str
 ) -> None:
@@ -99,12 +99,13 @@ def test_with_nohup_it_goes_on_and_so_it_does_where_only_its_output_fails(
     assert run_end(tmp_path / "runs/tiny")["step"] == 12
 
 
+# The kernel and the shell; systemd ends a scope; the terminal, then systemd.
 @pytest.mark.parametrize(
     "signals",
     [
-        (signal.SIGHUP, signal.SIGHUP, signal.SIGHUP),  # the kernel and the shell
-        (signal.SIGTERM, signal.SIGHUP),  # systemd ends a scope
-        (signal.SIGHUP, signal.SIGTERM),  # the terminal, then systemd
+        pytest.param((signal.SIGHUP,) * 3, marks=pytest.mark.long),
+        pytest.param((signal.SIGTERM, signal.SIGHUP), marks=pytest.mark.long),
+        (signal.SIGHUP, signal.SIGTERM),
     ],
 )
 def test_signals_that_come_together_when_a_session_ends_are_one_request(

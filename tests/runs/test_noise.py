@@ -16,7 +16,7 @@ import zarr
 from tests.conftest import REPOSITORY
 from tests.support.runs import WriteConfig, final_weights, records_of, vesuvius_train
 from vesuvius.commands import sample
-from vesuvius.training import build as build_module
+from vesuvius.training import loop as loop_module
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 
 EDM = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 3}
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_before_is_sampled_and_resumed(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It knows no spectrum, calls the noise a schedule, and compares losses."""
-    now = build_module.run_state
+    now = loop_module.run_state
 
     def before(*arguments: Any) -> dict[str, Any]:
         state = now(*arguments)
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_before_is_sampled_and_resumed(
 
     config = tiny_config(training=VALIDATED, diffusion={"noise": "linear", "sampler_steps": 3})
     with monkeypatch.context() as patched:
-        patched.setattr(build_module, "run_state", before)
+        patched.setattr(loop_module, "run_state", before)
         assert vesuvius_train(config, "training.max_steps=2") == 0
     assert drawn("tiny", "sampled").size
     assert vesuvius_train(config, "--resume") == 0

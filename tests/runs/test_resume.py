@@ -29,7 +29,7 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.long), "muon"])  # it has AdamW as well
 def test_two_steps_and_two_resumed_are_four_bit_by_bit(tiny_config: WriteConfig, optimizer: str) -> None:
     training = {"optimizer": optimizer, "steps_per_epoch": 2}
     assert vesuvius_train(tiny_config("straight", training=training)) == 0
@@ -187,7 +187,7 @@ def test_restart_damaged_goes_with_resume(tiny_config: WriteConfig, capsys: pyte
     assert "use it with --resume" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_finishes_the_step_saves_and_the_rest_resumes_bit_by_bit(
     tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -228,16 +228,20 @@ def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name.rpartition(".")[2], interrupted)
 
 
-@pytest.mark.parametrize("kind", ["validation", "preview"])
+@pytest.mark.parametrize("kind", ["validation", pytest.param("preview", marks=pytest.mark.long)])
 def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     training = {"validate_every": 1, "validate_patches": 1, "preview_every": 1, "preview_count": 1}
-    config = tiny_config(training=training | {"steps_per_epoch": 1, "warmup_steps": 1})
+    config = tiny_config(training=training | {"steps_per_epoch": 1, "warmup_steps": 1, "save_every": 100})
     stop_in(kind, 2, monkeypatch)
     assert vesuvius_train(config) == 75
     assert [r["step"] for r in records_of(kind)] == [1]
+    checkpoint = list_checkpoints(Path("runs/tiny/checkpoints"))[-1]
+    done = {"validation": "validated_step", "preview": "previewed_step"}[kind]
+    assert load_checkpoint(checkpoint)[done] == 1
     assert vesuvius_train(config, "--resume") == 0
+    assert load_checkpoint(checkpoint)[done] == 2, "the checkpoint of the step knows of it"
     assert [r["step"] for r in records_of("validation")] == [1, 2]
     assert [r["step"] for r in records_of("preview")] == [1, 2]
     assert len(steps_of()) == 2, "no step is done again"
@@ -245,19 +249,6 @@ def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
     assert vesuvius_train(config, "--resume") == 0
     assert "is finished" in capsys.readouterr().out
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
-
-
-def test_a_validation_that_was_made_up_for_is_known_to_the_checkpoint_of_its_step(
-    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_config(training={"validate_every": 2, "validate_patches": 1, "save_every": 100})
-    stop_in("validation", 2, monkeypatch)
-    assert vesuvius_train(config) == 75
-    (checkpoint,) = list_checkpoints(Path("runs/tiny/checkpoints"))
-    assert load_checkpoint(checkpoint)["validated_step"] == 0
-    assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0
-    assert load_checkpoint(checkpoint)["validated_step"] == 2
-    assert Path("runs/tiny/checkpoints/best").resolve() == checkpoint.resolve()
 
 
 def test_a_resume_waits_for_no_lock_but_reads_checkpoints_behind_it(

@@ -6,13 +6,11 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import fork_server
 from tests.support.kill_harness import Session, partial_checkpoint, wait_for_partial
-from vesuvius.commands import train
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
 
@@ -106,37 +104,3 @@ def test_a_second_signal_in_the_middle_of_the_save_leaves_the_older_checkpoint_w
     assert partial_checkpoint(run) is not None, "no signal ended a save in its middle"
     assert code == -signal.SIGTERM, session.text()
     assert checkpoint_steps(run) == before
-
-
-# Each takes a quarter of a second or more, and begins as soon as step 2 is logged.
-INTERRUPTED: dict[str, dict[str, Any]] = {
-    "validation": {"training": {"validate_every": 2, "validate_patches": 4}},
-    "preview": {"training": {"preview_every": 2, "preview_count": 1}, "diffusion": {"sampler_steps": 50}},
-}
-
-
-def records_of(kind: str, run: Path) -> list[dict[str, Any]]:
-    """Its records without what differs from run to run."""
-    records = [record for record in read_records(run / "metrics.jsonl") if record["kind"] == kind]
-    return [{key: value for key, value in record.items() if key not in ("time", "seconds")} for record in records]
-
-
-@pytest.mark.parametrize("kind", ["validation", pytest.param("preview", marks=pytest.mark.long)])
-def test_a_signal_interrupts_a_validation_or_preview_and_a_resume_makes_up_for_it(
-    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    straight, stopped = (tiny_config(name, **INTERRUPTED[kind]) for name in ("straight", "stopped"))
-    with Session(stopped, tmp_path) as session:
-        session.wait_for("Train step 2/")
-        session.process.terminate()
-        assert session.end() == 75, session.text()
-        assert "Traceback" not in session.text()
-    run = tmp_path / "runs/stopped"
-    assert checkpoint_steps(run) == [2]
-    assert records_of(kind, run) == []
-    for config in (stopped, straight):
-        assert train.main(["--config", str(config), "--resume", "training.max_steps=3"]) == 0
-    (record,) = records_of(kind, run)
-    assert record["step"] == 2
-    assert [record] == records_of(kind, tmp_path / "runs/straight"), "as if nothing had happened"
