@@ -152,39 +152,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwrit
     for more in ([], ["--dry-run"]):
         assert vesuvius_train(config, "--resume", "training.max_steps=3", *more) == 6
         (error,) = (line for line in capsys.readouterr().err.splitlines() if "ERROR" in line)
-        assert "got step_00000001, step_00000002 in runs/tiny/checkpoints, all damaged" in error
-        assert "--resume --restart-damaged" in error
+        assert "all checkpoints in runs/tiny/checkpoints are damaged: step_00000001, step_00000002; restore" in error
         assert files_below(Path("runs")) == before
-
-
-def test_restart_damaged_begins_anew_and_keeps_the_damaged_checkpoints(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, checkpoints = (
-        tiny_config(training={"save_every": 1, "validate_every": 1, "validate_patches": 1}),
-        Path("runs/tiny/checkpoints"),
-    )
-    assert vesuvius_train(config, "training.max_steps=2") == 0
-    whole = vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=3")
-    assert (whole, [s["step"] for s in steps_of()]) == (0, [1, 2, 3]), "from a whole checkpoint it goes on"
-    for checkpoint in list_checkpoints(checkpoints):
-        (checkpoint / "manifest.json").unlink()
-    damaged = files_below(checkpoints)
-    assert vesuvius_train(config, "--resume", "--restart-damaged", "--dry-run") == 0
-    assert files_below(checkpoints) == damaged
-    assert vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=1") == 0
-    (aside,) = checkpoints.glob("damaged-*")
-    assert f"the damaged checkpoints are kept in {aside}" in capsys.readouterr().err
-    assert files_below(aside) == damaged
-    assert [path.name for path in list_checkpoints(checkpoints)] == ["step_00000001"]
-    assert [s["step"] for s in steps_of()] == [1, 2, 3, 1]
-    assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0, "as any other run"
-
-
-def test_restart_damaged_goes_with_resume(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        vesuvius_train(tiny_config(), "--restart-damaged")
-    assert "use it with --resume" in capsys.readouterr().err
+    Path("runs/tiny/checkpoints").rename("damaged")
+    assert vesuvius_train(config, "--resume", "training.max_steps=1") == 0, "as the message says"
+    assert [s["step"] for s in steps_of()] == [1, 2, 1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])

@@ -396,7 +396,7 @@ def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
     assert refused(checkpoint="run") == 6
     errors = capsys.readouterr().err
     assert errors.count("is damaged (model.safetensors has another checksum) and is skipped") == 2
-    assert "one checkpoint of a run must be intact; got step_00000005, step_00000010 in run/checkpoints" in errors
+    assert "all checkpoints in run/checkpoints are damaged: step_00000005, step_00000010; restore" in errors
     assert refused(checkpoint=newest) == 6
     assert "a checkpoint must be unchanged since it was written; got model.safetensors has another checksum for " \
         in capsys.readouterr().err  # fmt: skip

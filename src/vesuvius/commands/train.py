@@ -32,11 +32,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--allow-drift", action="store_true", help="with --resume: continue although the data or the model have changed"
     )
-    parser.add_argument(
-        "--restart-damaged",
-        action="store_true",
-        help="with --resume: where every checkpoint is damaged, move them aside and start at step 0",
-    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would happen, write nothing")
     parser.add_argument(
         "--vram-gib", type=positive_number, metavar="N", help="with --dry-run: GPU memory to plan for, GiB"
@@ -63,7 +58,7 @@ def main(argv: list[str]) -> int:
     if args.vram_gib is not None and not args.dry_run:
         parser.error("--vram-gib only plans; use it with --dry-run")
     if args.replay is not None:
-        others = (args.resume, args.allow_drift, args.restart_damaged, args.dry_run, args.print_config)
+        others = (args.resume, args.allow_drift, args.dry_run, args.print_config)
         if any(others) or args.profile is not None:
             parser.error("--replay trains nothing; it takes --config and overrides only")
     if args.print_config:
@@ -76,18 +71,16 @@ def main(argv: list[str]) -> int:
     resume = args.resume or config.training.resume == "auto"
     if args.allow_drift and not resume:
         parser.error("--allow-drift is about resuming; use it with --resume")
-    if args.restart_damaged and not resume:
-        parser.error("--restart-damaged is about existing checkpoints; use it with --resume")
     # torch takes seconds to import: not needed for what came before
     if args.dry_run:
         from vesuvius.training.forecast.dry_run import dry_run
 
-        for line in dry_run(config, resume, args.vram_gib, args.allow_drift, args.restart_damaged):
+        for line in dry_run(config, resume, args.vram_gib, args.allow_drift):
             say(line)
         return EXIT_OK
     from vesuvius.training.request import Request
 
-    request = Request(config, args.config, resume, args.allow_drift, args.restart_damaged)
+    request = Request(config, args.config, resume, args.allow_drift)
     if args.tune_worker:
         from vesuvius.experiments.tune.worker import CommandPipe, TuneWorker
         from vesuvius.training.ranks.part import one_rank

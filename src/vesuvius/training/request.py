@@ -20,6 +20,5 @@ class Request:
     source: Path  # the YAML file it came from, kept with the run
     resume: bool  # continue from the newest whole checkpoint of `runs/<name>`, if there is one
     allow_drift: bool = False  # continue although the data or what the weights mean have changed
-    restart_damaged: bool = False  # where `resume` finds checkpoints and none is whole, move them aside and start anew
     make_tuner: MakeTuner | None = None  # makes what acts between two steps; None = `training.autotune`
     facts: Path | None = None  # a file in which runs on the same data share what they measure of these beforehand

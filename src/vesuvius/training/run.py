@@ -24,16 +24,15 @@ from vesuvius.runlog.logfile import close_logs, close_terminal, open_log
 from vesuvius.runlog.records import run_starts
 from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
-from vesuvius.training.checkpoint.format import list_with_replaced
+from vesuvius.training.checkpoint.format import newest_or_refuse
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import (
     ResumePoint,
     check_same_config,
-    checkpoint_to_resume,
     is_finished,
     restore,
 )
-from vesuvius.training.checkpoint.save import RetentionPolicy, set_aside
+from vesuvius.training.checkpoint.save import RetentionPolicy
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.context import RunContext
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
@@ -110,8 +109,6 @@ def train(
         directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
         with _run_is_writable(directory):
             open_log(directory.log)
-        if checked.resumed is None and list_with_replaced(directory.checkpoints):
-            log.warning("the damaged checkpoints are kept in %s", set_aside(directory.checkpoints))
         log_start(config, checked, ranks.world, lost=resume and existed)
         log_killed_session(directory)
         ranks.publish((shared, for_other_ranks(checked), directory.mark()))
@@ -166,7 +163,7 @@ def _run_is_writable(directory: RunDir) -> contextlib.AbstractContextManager[Non
 def _before_the_run(request: Request, directory: RunDir, ranks_here: int) -> Preflight | None:
     """What the run continues from and needs; None where it is finished.  Raises as `train`."""
     config, facts = request.config, request.facts
-    checkpoint = checkpoint_to_resume(directory.checkpoints, request.restart_damaged) if request.resume else None
+    checkpoint = newest_or_refuse(directory.checkpoints) if request.resume else None
     if checkpoint is not None and is_finished(checkpoint, config):
         log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
         return None

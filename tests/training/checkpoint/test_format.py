@@ -269,5 +269,5 @@ def test_damaged_ones_that_were_about_to_be_replaced_are_named_too(tmp_path: Pat
     replaced = save(checkpoints, 2).rename(checkpoints / ".replaced-step_00000002")
     assert find_checkpoint(tmp_path / "run") == replaced
     (replaced / "state.pt").unlink()
-    with pytest.raises(StorageError, match=r"must be intact; got .replaced-step_00000002 in .*all damaged"):
+    with pytest.raises(StorageError, match=r"all checkpoints in .* are damaged: .replaced-step_00000002"):
         find_checkpoint(tmp_path / "run")

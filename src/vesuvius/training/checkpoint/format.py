@@ -87,18 +87,14 @@ def newest_checkpoint(directory: Path) -> Path | None:
     )
 
 
-def newest_or_refuse(directory: Path, or_else: str = "") -> Path | None:
-    """As `newest_checkpoint`, but raises StorageError where there are checkpoints and all are damaged.
-
-    Args:
-        or_else: what else the user may do then, for the message.
-    """
+def newest_or_refuse(directory: Path) -> Path | None:
+    """As `newest_checkpoint`, but raises StorageError where there are checkpoints and all are damaged."""
     newest = newest_checkpoint(directory)
     if newest is None and (damaged := list_with_replaced(directory)):
         names = ", ".join(path.name for path in damaged)
         raise StorageError(
-            f"one checkpoint of a run must be intact; got {names} in {directory}, all damaged; restore one from a "
-            f"backup{or_else}"
+            f"all checkpoints in {directory} are damaged: {names}; restore one from a backup, or move them away and "
+            "train again from step 0 with --resume"
         )
     return newest
 

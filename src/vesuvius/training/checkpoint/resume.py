@@ -22,8 +22,6 @@ from vesuvius.training.checkpoint.format import (
     STATE,
     load_checkpoint,
     map_state,
-    newest_checkpoint,
-    newest_or_refuse,
     step_of,
 )
 from vesuvius.training.checkpoint.progress import Progress
@@ -82,23 +80,6 @@ def run_state(
         "config": config.model_dump(mode="json"),
         "torch_threads": torch.get_num_threads(),
     }
-
-
-def checkpoint_to_resume(directory: Path, restart_damaged: bool = False) -> Path | None:
-    """The newest whole checkpoint; None where the run is to begin at step 0.
-
-    Args:
-        directory: `runs/<name>/checkpoints`.
-        restart_damaged: begin there also where all checkpoints are damaged; `set_aside` keeps them.
-
-    Raises:
-        StorageError: all are damaged and not `restart_damaged`, or one may not be read.
-    """
-    if restart_damaged:
-        return newest_checkpoint(directory)
-    return newest_or_refuse(
-        directory, ", or train again from step 0 with --resume --restart-damaged, which moves them aside"
-    )
 
 
 def is_finished(checkpoint: Path, config: Config) -> bool:

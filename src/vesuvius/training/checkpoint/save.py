@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from vesuvius.errors import StorageError, storage_errors
+from vesuvius.errors import StorageError
 from vesuvius.training.checkpoint.files import sync, tensors_in, write_state, write_text, write_weights
 from vesuvius.training.checkpoint.format import (
     BEST,
@@ -31,7 +30,6 @@ from vesuvius.training.checkpoint.format import (
     STATE,
     find_damage,
     list_checkpoints,
-    list_with_replaced,
     step_of,
     weights_file,
 )
@@ -104,23 +102,6 @@ def save_checkpoint(
     _link_best(directory, step, retention.best_step)
     _prune(directory, step, retention)
     return final
-
-
-def set_aside(directory: Path) -> Path:
-    """Move all checkpoints, and the link to the best one, into a folder of their own beside new ones; returns it.
-
-    Raises:
-        StorageError: the disk refuses.
-    """
-    aside = directory / time.strftime("damaged-%Y%m%dT%H%M%S")
-    with storage_errors("damaged checkpoints must be movable", f"move what is in {directory} by hand"):
-        aside.mkdir()
-        for path in list_with_replaced(directory):
-            path.rename(aside / path.name)
-        if (directory / BEST).is_symlink():
-            (directory / BEST).rename(aside / BEST)
-        sync(directory)
-    return aside
 
 
 def _write_files(
