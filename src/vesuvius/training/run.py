@@ -137,8 +137,12 @@ def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
 
 
 def _check_kernels(config: Config, ranks: Ranks) -> None:
-    """Raises ConfigError where convolutions are wrong on this device.  Before anything of the run is written."""
+    """Choose the kernels of this device and test them, before anything of the run is written.
+
+    Raises ConfigError: they are wrong.
+    """
     device = choose_device(ranks.local_rank)
+    choose_kernels(device, config.training)
     check_kernels(config, config.training.train_batch_size, device, resolve_amp(config.training.amp, device))
 
 
@@ -224,7 +228,6 @@ def _train_session(
 
 def build_step(config: Config, checked: Preflight, device: torch.device, part: Part, ranks: Ranks) -> TrainStep:
     """The network and its optimizer on the device."""
-    choose_kernels(device, config.training)
     network = build_network(config, device)
     schedule = Schedule.from_config(config.diffusion, checked.spectrum)
     train_step = TrainStep(config, network, schedule, device, part, ranks)
