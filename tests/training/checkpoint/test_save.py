@@ -288,7 +288,7 @@ def test_without_room_for_all_of_it_nothing_is_written(tmp_path: Path, monkeypat
     save(tmp_path, 2, size=10**6)
 
 
-@pytest.mark.parametrize(("large", "kind"), [("model", "OSError: .Errno 27"), ("ema", "SafetensorError")])
+@pytest.mark.parametrize(("large", "kind"), [("model", "OSError: .*writ"), ("ema", "SafetensorError")])
 def test_a_full_disk_is_an_error_and_leaves_the_older_checkpoint_whole(tmp_path: Path, large: str, kind: str) -> None:
     """Whichever file it is that does not fit."""
     old = save(tmp_path, 1)
