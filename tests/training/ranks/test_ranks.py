@@ -126,7 +126,7 @@ class _EndedError(Exception):
     ("unwinding", "timeout_s", "limit_s"), [(False, 7200, 30), (True, 60, 1800), (True, 7200, 7200)]
 )
 def test_a_rank_is_ended_that_does_not_end_by_itself_when_another_has_failed_and_has_time_to_save(
-    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, unwinding: bool, timeout_s: float, limit_s: float
+    monkeypatch: pytest.MonkeyPatch, unwinding: bool, timeout_s: float, limit_s: float
 ) -> None:
     """Also rank 0 in a save that a dead file system never completes: Ray Train waits for all without end."""
     now = [0.0]
@@ -142,11 +142,12 @@ def test_a_rank_is_ended_that_does_not_end_by_itself_when_another_has_failed_and
 
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(os, "_exit", end)
-    ranks[0]._ended, ranks[0].timeout_s = Clock(), timeout_s
+    one = Ranks(world=2, timeout_s=timeout_s)
+    one._ended = Clock()
     if unwinding:
-        ranks[0]._unwinding.set()
+        one._unwinding.set()
     with pytest.raises(_EndedError, match="6"):
-        ranks[0]._end_after(RankError("rank 1 failed: a chunk must be readable", 6))
+        one._end_after(RankError("rank 1 failed: a chunk must be readable", 6))
     assert now[0] == pytest.approx(limit_s, abs=1)
 
 
