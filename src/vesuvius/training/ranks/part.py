@@ -55,11 +55,6 @@ def part_of(config: Config, rank: int, world: int) -> Part:
     return Part(rank, world, total, micro, each // micro)
 
 
-def config_of(config: Config, part: Part) -> Config:
-    """Return a config of one rank whose steps consume what this part does."""
-    return config.with_training(ranks=1, train_batch_size=part.micro_batch, accumulate_steps=part.accumulate_steps)
-
-
 def one_rank(config: Config) -> Config:
     """Return a config of one rank that does what each of its ranks would."""
     cluster = config.cluster.model_copy(update={"min_ranks": None})
