@@ -21,7 +21,7 @@ from tests.support.kill_harness import Session, left_after
 from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import vesuvius_train
 from vesuvius.config.load import read_config
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError
 from vesuvius.launch.rank import train_as_rank
 from vesuvius.runlog import run_dir as run_dirs
 from vesuvius.runlog.files import file_lock
@@ -38,7 +38,7 @@ from vesuvius.commands import train
 sys.exit(train.main(sys.argv[1:]))
 """
 
-DAMAGED_ON_RANK_1 = """
+ENDS_ON_RANK_1 = """
 import os, sys
 from vesuvius.commands import train
 from vesuvius.errors import DataError
@@ -48,7 +48,7 @@ ranks._UNWIND_S, ranks._CAUSE_S = 3.0, 1.0
 one_step = TrainingLoop._one_step
 def step(loop, *arguments):
     if loop.run.progress.step == 2 and os.environ["RANK"] == "1":
-        raise DataError("a chunk must be readable; got none")
+        raise ERROR
     one_step(loop, *arguments)
 TrainingLoop._one_step = step
 sys.exit(train.main(sys.argv[1:]))
@@ -178,14 +178,28 @@ def test_rank_0_saves_while_its_data_do_not_come_when_another_rank_fails(
     assert "hangs in a collective" not in output_of(tmp_path, 2)
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        pytest.param(
+            "DataError('a chunk must be readable; got none')", "a chunk must be readable; got none", id="data"
+        ),
+        pytest.param(
+            "OSError(28, 'No space left')",
+            "the run directory must be writable; got [Errno 28] No space left",
+            marks=pytest.mark.long,
+            id="disk",
+        ),
+    ],
+)
 def test_the_error_of_one_rank_ends_all_with_its_cause_and_keeps_the_steps_before(
-    tiny_config: WriteConfig, tmp_path: Path
+    tiny_config: WriteConfig, tmp_path: Path, error: str, said: str
 ) -> None:
     config = tiny_config(training={"ranks": 2})
-    with started_ranks(config, tmp_path, 2, program=("-c", DAMAGED_ON_RANK_1)) as ranks:
+    with started_ranks(config, tmp_path, 2, program=("-c", ENDS_ON_RANK_1.replace("ERROR", error))) as ranks:
         assert ends_of(ranks) == [6, 6], output_of(tmp_path, 2)
     log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
-    assert log.count("rank 1 failed: a chunk must be readable; got none") == 1
+    assert log.count(f"rank 1 failed: {said}") == 1
     assert "Traceback" not in log
     assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == [2]
 
@@ -379,18 +393,6 @@ def test_ranks_that_were_started_with_different_configs_are_refused(tiny_config:
     log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
     assert "rank 1 failed: all ranks must be started with the same config" in log
     assert "training.lr: was 0.001, is 0.5" in log
-
-
-def test_a_file_that_another_rank_cannot_write_ends_all_with_its_exit_code_and_remedy(
-    tiny_config: WriteConfig, tmp_path: Path
-) -> None:
-    config = tiny_config(training={"ranks": 2})
-    full = DAMAGED_ON_RANK_1.replace('DataError("a chunk must be readable; got none")', 'OSError(28, "No space left")')
-    with started_ranks(config, tmp_path, 2, program=("-c", full)) as ranks:
-        assert ends_of(ranks) == [StorageError.exit_code] * 2, output_of(tmp_path, 2)
-    log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
-    assert "rank 1 failed: the run directory must be writable; got [Errno 28] No space left" in log
-    assert "Traceback" not in log
 
 
 @pytest.mark.long
