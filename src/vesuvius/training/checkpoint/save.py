@@ -6,7 +6,6 @@ process at any moment leaves the last whole checkpoint, and `best` points to a w
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
@@ -158,7 +157,7 @@ def _link_best(directory: Path, step: int, best_step: int | None) -> None:
     best, link = directory / f"step_{best_step:08d}", directory / ".new-best"
     if linked_best(directory) == best.name:
         return
-    try:
+    with _only_a_warning(f"{directory / BEST} cannot be made a link to the best checkpoint"):
         link.unlink(missing_ok=True)
         link.symlink_to(best.name)  # first: where there are no links nothing is read in vain
         if best_step != step and find_damage(best):
@@ -166,8 +165,6 @@ def _link_best(directory: Path, step: int, best_step: int | None) -> None:
             return
         link.replace(directory / BEST)
         sync(directory)
-    except (OSError, StorageError) as error:
-        _warn_once(f"{directory / BEST} cannot be made a link to the best checkpoint: {error}")
 
 
 def linked_best(directory: Path) -> str | None:
@@ -176,11 +173,6 @@ def linked_best(directory: Path) -> str | None:
         return (directory / BEST).readlink().name
     except OSError:
         return None
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.warning("%s", text)
 
 
 def _prune(directory: Path, step: int, retention: RetentionPolicy) -> None:
