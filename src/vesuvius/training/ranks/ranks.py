@@ -86,8 +86,9 @@ class Ranks:
         Raises:
             RankError: rank 0 failed or did not answer.
         """
-        count = int(self._get(_START, 0, "check the config and the volumes", max(self.timeout_s, _PREFLIGHT_S)))
-        return pickle.loads(b"".join(self._store.get(f"{_START}/{number}") for number in range(count)))
+        to = "check the config and the volumes"
+        count = int(self._get(_START, 0, to, max(self.timeout_s, _PREFLIGHT_S)))
+        return pickle.loads(b"".join(self._get(f"{_START}/{number}", 0, to) for number in range(count)))
 
     def agree(self, stop: tuple[int, str] | None, tell: Mapping[str, Any]) -> Agreement:
         """Exchange, before a step, whether to stop, and what rank 0 is to know.  Returns the same stop on all ranks.
