@@ -189,39 +189,23 @@ def judged(tmp_path: Path, tiny_config: WriteConfig) -> Callable[..., Judged]:
     return make
 
 
+@pytest.mark.parametrize(
+    ("every", "first", "last", "windows"),
+    [
+        (10, 1, 25, [(10, 9), (20, 10), (25, 5)]),
+        (10, 1, 24, [(10, 9), (20, 10)]),  # a few steps at the end say nothing
+        (10, 8, 20, [(20, 12)]),  # a session that begins just before a multiple waits for the next
+        (2, 1, 6, [(4, 3), (6, 2)]),
+        (0, 1, 60, []),
+    ],
+)
 def test_a_verdict_comes_at_every_multiple_and_at_the_end_where_enough_steps_are_left(
-    judged: Callable[..., Judged],
+    judged: Callable[..., Judged], every: int, first: int, last: int, windows: list[tuple[int, int]]
 ) -> None:
-    one = judged(verdict_every=10)
-    one.steps(1, 25)
+    one = judged(verdict_every=every)
+    one.steps(first, last)
     one.verdicts.finish()
-    assert one.windows == [(10, 9), (20, 10), (25, 5)]
-
-
-def test_a_few_steps_at_the_end_say_nothing(judged: Callable[..., Judged]) -> None:
-    one = judged(verdict_every=10)
-    one.steps(1, 24)
-    one.verdicts.finish()
-    assert one.windows == [(10, 9), (20, 10)]
-
-
-def test_a_session_that_begins_just_before_a_multiple_waits_for_the_next(judged: Callable[..., Judged]) -> None:
-    one = judged(verdict_every=10)
-    one.steps(8, 20)
-    assert one.windows == [(20, 12)]
-
-
-def test_verdicts_on_few_steps_can_be_asked_for(judged: Callable[..., Judged]) -> None:
-    one = judged(verdict_every=2)
-    one.steps(1, 6)
-    assert one.windows == [(4, 3), (6, 2)]
-
-
-def test_zero_means_no_verdict(judged: Callable[..., Judged]) -> None:
-    one = judged(verdict_every=0)
-    one.steps(1, 60)
-    one.verdicts.finish()
-    assert one.windows == []
+    assert one.windows == windows
 
 
 def test_a_window_holds_what_was_done_in_it_and_not_before(judged: Callable[..., Judged]) -> None:
