@@ -14,6 +14,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from vesuvius.config.drift import SAME_SPEED
 from vesuvius.monitor.postmortem.death import headline as death_headline
 from vesuvius.monitor.postmortem.death import read_deaths
 from vesuvius.monitor.probes.files import read_text
@@ -27,12 +28,6 @@ STEP_FIELDS = (
     "step", "steps", "time", "step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s",
     "other_s", "pause_s", "samples", "loss", "grad_norm", "lr", "mfu", "total_s", "vram_used_bytes", "vram_limit_bytes",
     "ram_used_bytes", "ram_limit_bytes", "worker_max_bytes", "eta_s",
-)  # fmt: skip
-# Keys that do not change what a step takes; pauses are left out of that.
-_TIMELESS = (
-    "name", "monitor.", "training.max_", "training.lr", "training.warmup_steps", "training.epochs",
-    "training.steps_per_epoch", "training.save_every", "training.keep_", "training.validate_", "training.preview_",
-    "training.resume", "training.weight_decay", "training.clip_norm", "training.ema_decay", "diffusion.sampler",
 )  # fmt: skip
 _ABSENT = {"comm_s": 0.0}  # written before there were other ranks to wait for
 _SYSTEM_FIELDS = (
@@ -130,7 +125,7 @@ def _changed_keys(start: Record) -> tuple[str, ...]:
     """Keys that a session changed and that a step's time may depend on; its record has `key: was A, is B` of each."""
     lines = [line for name in ("drift", "accepted") for line in start.get(name) or [] if isinstance(line, str)]
     keys = [line.partition(":")[0] for line in lines if ": was " in line]
-    return tuple(key for key in keys if not key.startswith(_TIMELESS))
+    return tuple(key for key in keys if not key.startswith(SAME_SPEED))
 
 
 def _metrics(path: Path, sessions: list[Record], only: range | None) -> Iterator[Record]:

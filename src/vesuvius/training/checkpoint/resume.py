@@ -12,6 +12,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.config.describe import flatten
+from vesuvius.config.drift import DRAWS_SAMPLES, EFFECTS, OTHER_EXPERIMENT
 from vesuvius.config.load import parse_stored
 from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import differences
@@ -28,11 +29,7 @@ from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
 
-# A change here makes it another experiment: the weights would not fit or would not mean the same.
-_FIXED = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")
 _PLAN_VERSION = "plan.version: "
-EFFECTS = ("learning rate", "effective batch", "average of the weights")
-_FIXED_BUT_FOR = ("diffusion.sampler",)  # how pictures and samples are drawn
 
 
 @dataclass
@@ -107,7 +104,7 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
             "under another name with training.init_from"
         )
     drift = differences(flatten(before), flatten(now))
-    refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FIXED_BUT_FOR)]
+    refused = [line for line in drift if line.startswith(OTHER_EXPERIMENT) and not line.startswith(DRAWS_SAMPLES)]
     if _without_paths(before["data"]["volumes"]) != _without_paths(now["data"]["volumes"]):
         refused += [line for line in drift if line.startswith("data.volumes")]
     dtypes = [volume["dtype"] for volume in state["volumes"]], [volume.dtype.name for volume in data.volumes]

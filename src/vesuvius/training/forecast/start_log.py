@@ -9,21 +9,18 @@ import torch
 from torch import nn
 
 from vesuvius.config import Config, DiffusionConfig
+from vesuvius.config.drift import CHANGES_TRAINING
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.checkpoint.resume import EFFECTS
 from vesuvius.training.forecast.preflight import Preflight
 from vesuvius.training.ranks.part import Part
 from vesuvius.training.step.step import AmpMode, parameter_count
 from vesuvius.volumes.box import format_box
 
 log = logging.getLogger(__name__)
-
-# Allowed on a resume, yet what is learned from each step is no longer the same.
-_CHANGES_TRAINING = ("data.", "training.clip_norm", "training.weight_decay", "training.amp", *EFFECTS)
 
 
 def log_start(config: Config, preflight: Preflight, world: int, lost: bool) -> None:
@@ -41,7 +38,7 @@ def log_start(config: Config, preflight: Preflight, world: int, lost: bool) -> N
         log.warning("%s", doubt)
     if preflight.resumed is not None:
         for line in preflight.resumed.drift:
-            level = logging.WARNING if line.startswith(_CHANGES_TRAINING) else logging.INFO
+            level = logging.WARNING if line.startswith(CHANGES_TRAINING) else logging.INFO
             log.log(level, "changed since the checkpoint: %s", line)
         for line in preflight.resumed.accepted:
             log.warning("accepted by --allow-drift, so the run is no longer one experiment: %s", line)
