@@ -40,8 +40,8 @@ class Watch:
 
     def check(self) -> None:
         """Raises SamplingStoppedError."""
-        if self.stop is not None and self.stop.wanted():
-            raise SamplingStoppedError(*self.stop.asked(), self._progress, self.resumable)
+        if self.stop is not None and (asked := self.stop.asked()):
+            raise SamplingStoppedError(*asked, self._progress, self.resumable)
 
     def tell(self, what: str, done: int, total: int) -> None:
         """Report progress."""

@@ -226,16 +226,15 @@ class TrainingLoop:
             RankError: another rank has failed.
         """
         ranks, stop = self.run.ranks, self.run.stop
-        wanted = stop.asked() if stop.wanted() else None
-        if ranks.world > 1:
-            self.run.watchdog.expects("ranks", "another rank to begin the step")
-            with clock.computing("comm"):
-                agreement = ranks.agree(wanted, news.tell())
-            news.take(agreement.told)
-            if agreement.stop and wanted is None:
-                stop.adopt(*agreement.stop)
-            wanted = agreement.stop
-        return wanted is not None
+        if ranks.world == 1:
+            return stop.wanted()
+        self.run.watchdog.expects("ranks", "another rank to begin the step")
+        with clock.computing("comm"):
+            agreement = ranks.agree(stop.asked, news.tell())
+        news.take(agreement.told)
+        if agreement.stop:
+            stop.adopt(*agreement.stop)
+        return agreement.stop is not None
 
     def _settle(self, reporter: StepReporter, error: Exception) -> None:
         """After an error, log the steps that a GPU still has in hand, and take back those that were not applied.

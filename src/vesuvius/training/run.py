@@ -96,8 +96,9 @@ def train(
             checked = unless_stopped(lambda: _before_the_run(request, directory, ranks.local_world), stop.wanted)
         except StoppedError:
             log.info("stopped before the run began")
-            ranks.publish((shared, stop.asked()[0], ""))
-            return stop.asked()[0]
+            assert stop.exit_code is not None
+            ranks.publish((shared, stop.exit_code, ""))
+            return stop.exit_code
         if checked is None:
             log_killed_session(directory)
             ranks.publish((shared, EXIT_OK, ""))

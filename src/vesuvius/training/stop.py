@@ -94,16 +94,15 @@ class StopRequest:
         self._since_s = self._since_s or time.monotonic()
         return time.monotonic() - self._since_s
 
-    def asked(self) -> tuple[int, str]:
-        """Exit code and reason of a stop that is wanted."""
-        assert self.exit_code is not None
-        return self.exit_code, self.reason or ""
+    def asked(self) -> tuple[int, str] | None:
+        """Exit code and reason of a stop that is wanted; None where none is."""
+        return (self.exit_code, self.reason or "") if self.wanted() and self.exit_code is not None else None
 
     def error(self, text: str) -> VesuviusError:
         """What ends the run where it cannot stop as it was asked to, with the same exit code."""
-        exit_code, reason = self.asked()
-        error = VesuviusError(f"{reason}: {text}")
-        error.exit_code = exit_code
+        assert self.exit_code is not None
+        error = VesuviusError(f"{self.reason}: {text}")
+        error.exit_code = self.exit_code
         return error
 
     def adopt(self, exit_code: int, reason: str) -> None:

@@ -54,16 +54,16 @@ def on_all(ranks: list[Ranks], act: Callable[[Ranks], Any]) -> list[Any]:
 
 
 def test_a_stop_of_one_is_the_stop_of_all_and_rank_0_hears_everybody(ranks: list[Ranks]) -> None:
-    agreed = on_all(ranks, lambda one: one.agree(None, {"rank": one.rank}))
+    agreed = on_all(ranks, lambda one: one.agree(lambda: None, {"rank": one.rank}))
     assert [one.stop for one in agreed] == [None] * WORLD
     assert [dict(told) for told in agreed[0].told] == [{"rank": rank} for rank in range(WORLD)]
     stops = {1: (75, "SIGTERM"), 2: (4, "memory guard")}
-    agreed = on_all(ranks, lambda one: one.agree(stops.get(one.rank), {}))
+    agreed = on_all(ranks, lambda one: one.agree(lambda: stops.get(one.rank), {}))
     assert [one.stop for one in agreed] == [(75, "SIGTERM")] * WORLD  # the lowest rank's
 
 
 def test_a_thousand_steps_leave_nothing_behind_in_the_store(ranks: list[Ranks]) -> None:
-    on_all(ranks, lambda one: [one.agree(None, {}) for _ in range(300)])
+    on_all(ranks, lambda one: [one.agree(lambda: None, {}) for _ in range(300)])
     assert ranks[0]._store.num_keys() < 10
 
 
@@ -72,7 +72,7 @@ def test_the_failure_of_one_reaches_all_with_its_cause_and_exit_code(ranks: list
         if one.rank == 2:
             one.fail(DataError("a volume must be readable; got nothing"))
             return None
-        return one.agree(None, {})
+        return one.agree(lambda: None, {})
 
     failures = on_all(ranks, act)[:2]
     assert [str(failure) for failure in failures] == ["rank 2 failed: a volume must be readable; got nothing"] * 2
@@ -82,13 +82,15 @@ def test_the_failure_of_one_reaches_all_with_its_cause_and_exit_code(ranks: list
 
 
 def test_a_stop_that_comes_while_the_others_are_awaited_reaches_those_that_wait_for_data(ranks: list[Ranks]) -> None:
-    """Rank 1 agrees on the step, and the others do not come to that while they wait."""
+    """Rank 1 has begun to agree on the step, and the others do not come to that while they wait."""
+    stop: list[tuple[int, str]] = []
 
     def act(one: Ranks) -> Any:
         while one.rank != 1 and one.stopping is None:
             time.sleep(0.02)
-        return one.agree((75, "SIGTERM") if one.rank == 1 else one.stopping, {}).stop
+        return one.agree(lambda: stop[0] if stop and one.rank == 1 else one.stopping, {}).stop
 
+    threading.Timer(0.5, lambda: stop.append((75, "SIGTERM"))).start()
     assert on_all(ranks, act) == [(75, "SIGTERM")] * WORLD
 
 
@@ -115,7 +117,7 @@ def test_ranks_close_though_ray_train_has_ended_their_process_group(ranks: list[
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(ranks: list[Ranks]) -> None:
     ranks[0].timeout_s = 1.0
     with pytest.raises(RankLostError, match=r"rank 1 did not begin the step within 1 s.*rank_timeout_minutes"):
-        ranks[0].agree(None, {})
+        ranks[0].agree(lambda: None, {})
 
 
 class _EndedError(Exception):
@@ -186,11 +188,11 @@ from vesuvius.training.ranks import ranks as module
 from vesuvius.training.ranks.join import open_ranks
 module._UNWIND_S = 1.0
 with open_ranks("cpu", float(sys.argv[1])) as ranks:
-    ranks.agree(None, {})
+    ranks.agree(lambda: None, {})
     if ranks.rank == int(sys.argv[2]):
         eval(sys.argv[3])
     try:
-        ranks.agree(None, {})
+        ranks.agree(lambda: None, {})
     except module.RankError as error:
         print(error, flush=True)
         ranks.fail(error)

@@ -143,14 +143,14 @@ def _needs_of_rank(config: Config, on_gpu: bool) -> dict[str, float]:
 
 def _wait(config: Config, result: Future[Any], mailbox: Any, stop: StopRequest) -> int:
     """Print the log and pass a stop on, until Ray Train ends; returns rank 0's exit code."""
-    printer, due, asked = _LogPrinter(run_dir(config).log), time.monotonic() + _LOOK_EVERY_S, False
+    printer, due, told = _LogPrinter(run_dir(config).log), time.monotonic() + _LOOK_EVERY_S, False
     while not result.done():
         with suppress(TimeoutError):
             result.exception(timeout=_POLL_S)
         printer.print_new()
-        if stop.wanted() and not asked:
-            asked = True
-            mailbox.ask.remote(*stop.asked())
+        if not told and (asked := stop.asked()):
+            told = True
+            mailbox.ask.remote(*asked)
         if time.monotonic() >= due:
             due += _LOOK_EVERY_S
             with suppress(ray.exceptions.RayError):

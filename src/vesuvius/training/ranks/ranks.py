@@ -12,7 +12,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -34,6 +34,10 @@ _CAUSE_S = 5.0
 _LEAVE_S = 5.0  # for the others to let go of the store
 _UNWIND_S = 30.0  # after the failure of another rank, for the main thread to notice it
 _SAVE_S = 1800.0  # and then to save and end, or to wait for that; timeout_s where that is more
+
+
+Asked = Callable[[], tuple[int, str] | None]
+"""Exit code and reason of a stop that this rank was asked for; None = it was not."""
 
 
 @dataclass(frozen=True)
@@ -90,29 +94,29 @@ class Ranks:
         count = int(self._get(_START, 0, to, max(self.timeout_s, _PREFLIGHT_S)))
         return pickle.loads(b"".join(self._get(f"{_START}/{number}", 0, to) for number in range(count)))
 
-    def agree(self, stop: tuple[int, str] | None, tell: Mapping[str, Any]) -> Agreement:
+    def agree(self, asked: Asked, tell: Mapping[str, Any]) -> Agreement:
         """Exchange, before a step, whether to stop, and what rank 0 is to know.  Returns the same stop on all ranks.
 
         Args:
-            stop: exit code and reason that this rank was asked to stop with; None = it was not.
+            asked: also while this rank waits: the others may be waiting for data.
             tell: plain data for rank 0.
 
         Raises:
             RankError: a rank failed or did not answer.
         """
+        if (stop := asked()) is not None:
+            self._tell_stop(stop)
         if self._store is None:
             return Agreement(stop)
-        if stop is not None:  # the others may be waiting for data
-            self._store.compare_set(_STOPPING, "", json.dumps(stop))
         self._round += 1
         key = f"step/{self._round}"
         if not self.is_main:
             self._store.set(f"{key}/{self.rank}", json.dumps({"stop": stop, "tell": tell}))
-            agreed = json.loads(self._get(key, 0, "begin the step"))
+            agreed = json.loads(self._get(key, 0, "begin the step", asked=asked))
             return Agreement(tuple(agreed) if agreed else None)
         told: list[dict[str, Any]] = [{"stop": stop, "tell": tell}]
         for rank in range(1, self.world):
-            told.append(json.loads(self._get(f"{key}/{rank}", rank, "begin the step")))
+            told.append(json.loads(self._get(f"{key}/{rank}", rank, "begin the step", asked=asked)))
             self._store.delete_key(f"{key}/{rank}")
         agreed = next((one["stop"] for one in told if one["stop"]), None)
         self._store.set(key, json.dumps(agreed))
@@ -191,7 +195,20 @@ class Ranks:
         for look in (self._watch_others, self._watch_store):
             threading.Thread(target=look, name="rank-watch", daemon=True).start()
 
-    def _get(self, key: str, rank: int, to: str, limit_s: float | None = None, failing: bool = True) -> bytes:
+    def _tell_stop(self, stop: tuple[int, str]) -> None:
+        """Tell the others that this rank was asked to stop; the first stop counts."""
+        if self._store is not None and self.stopping is None:
+            self._store.compare_set(_STOPPING, "", json.dumps(stop))
+
+    def _get(
+        self,
+        key: str,
+        rank: int,
+        to: str,
+        limit_s: float | None = None,
+        failing: bool = True,
+        asked: Asked = lambda: None,
+    ) -> bytes:
         """Wait for a key that `rank` sets.
 
         Raises:
@@ -203,6 +220,8 @@ class Ranks:
             while not self._store.check([key]):
                 if failing and self.failure is not None:
                     raise self.failure
+                if (stop := asked()) is not None:
+                    self._tell_stop(stop)
                 if (waited_s := time.monotonic() - began) > limit_s:
                     raise RankLostError(
                         f"rank {rank} did not {to} within {limit_s:g} s, while rank {self.rank} waited; look at its "
