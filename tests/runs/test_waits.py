@@ -118,7 +118,7 @@ def test_a_stop_is_obeyed_while_the_first_batch_is_waited_for(
     """No step has been made: there is nothing to save, and a resume starts at step 0."""
     config = remote_config(data={"normalize": {"low": 0, "high": 200}})
     with Session(config, tmp_path) as session:
-        session.wait_for("INFO noise ")  # what the start itself reads is read
+        session.wait_for("INFO diffusion ")  # what the start itself reads is read
         server.set_faults(HANGS)
         session.wait_until(lambda: server.stats()["faults"].get("stall", 0) > 0, "a request hangs", every_s=0.05)
         code, seconds = seconds_to_end(session)
@@ -146,7 +146,7 @@ def test_the_time_limit_is_kept_while_a_batch_is_waited_for(
 ) -> None:
     config = remote_config(data={"normalize": {"low": 0, "high": 200}}, training={"max_hours": 4 / 3600})
     with Session(config, tmp_path) as session:
-        session.wait_for("INFO noise ")
+        session.wait_for("INFO diffusion ")
         server.set_faults(HANGS)
         assert session.process.wait(timeout=NEVER_S / 5) == 75, session.text()
         assert "training.max_hours=0.00111111 is reached" in session.text()
@@ -158,7 +158,7 @@ def test_the_memory_guard_ends_a_run_that_waits_for_a_batch(
     """A limit far below what a trainer takes: the guard orders its exit as soon as it looks."""
     config = remote_config(data={"normalize": {"low": 0, "high": 200}}, monitor={"ram_limit_gib": 0.05})
     with Session(config, tmp_path) as session:
-        session.wait_for("INFO noise ")
+        session.wait_for("INFO diffusion ")
         server.set_faults(HANGS)
         assert session.process.wait(timeout=NEVER_S / 5) == 4, session.text()
         assert "memory guard" in session.text()

@@ -270,7 +270,7 @@ def test_volumes_of_other_metadata_at_one_address_do_not_mix(server: ChunkServer
     expected, _ = batches_of(path)
     second, figures = batches_of(server.url_of(path), store=store)
     assert second == expected != first
-    assert figures.requests == figures.cache_misses > 0
+    assert figures.cache_misses > 0
     assert batches_of(server.url_of(path), store=store)[1].bytes_fetched == 0
 
 

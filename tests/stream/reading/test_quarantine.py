@@ -135,7 +135,8 @@ def test_damage_puts_the_region_into_quarantine_with_its_cause(
     for record in found:
         assert (record["volume"], record["number"], record["chunk"]) == (server.url_of(sound), 0, [1, 1, 1])
         assert re.search(words, record["cause"])
-    assert server.reads_of(sound)["1/1/1"] <= 1 + FAST.retries, "once with its region, then by itself; never again"
+    tries = 2 if cause == "too short" else 1  # what may be a fault of the protocol is asked for once more
+    assert server.reads_of(sound)["1/1/1"] <= tries + FAST.retries, "with its region, then by itself; never again"
 
 
 @pytest.mark.parametrize("limit", [0, 2])
