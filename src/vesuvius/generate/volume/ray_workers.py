@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from vesuvius.config import ClusterConfig
-from vesuvius.errors import VesuviusError
+from vesuvius.errors import ConfigError, VesuviusError
 from vesuvius.generate.volume.run import OpenWork, RunParts
 from vesuvius.generate.volume.work import Part, Work
 from vesuvius.stream.ray.session import Session
@@ -39,12 +39,16 @@ def ray_workers(
         check: called twice a second; what it raises ends the work.
 
     Raises:
-        ConfigError: Ray does not start, or the cluster does not answer.
+        ConfigError: Ray does not start, the cluster does not answer, or it has fewer GPUs or processors than actors.
         VesuviusError: a part killed its actor again and again, or no actor answers.
     """
     session = Session(ClusterConfig(address=address), count, 0, _STORE_BYTES)
     actors: list[Any] = []
     try:
+        resource = "GPU" if gpus else "CPU"
+        have = float(ray.cluster_resources().get(resource, 0))  # type: ignore[no-untyped-call]
+        if count > have:
+            raise ConfigError(f"--workers {count} is more than the {have:g} {resource}s that Ray has; lower it")
         kind: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_RETRIES)(_Worker)
         held = ray.put(open_work)  # Ray would drop the argument of an actor that has started, and not find it again
         actors += [kind.remote(held) for _ in range(count)]
