@@ -161,7 +161,7 @@ def judged(figures: Window, knobs: Knobs = GPU) -> Found:
 
 def idle_among(bound: set[int], busy: set[int], cores: int) -> float:
     """Idle processors of those that a run is bound to."""
-    rates = Rates(tuple(float(core in busy) for core in range(cores)), {}, 0.0, 0.0, 0.0, 0.0)
+    rates = Rates(tuple(float(core in busy) for core in range(cores)), {})
     return rates.idle_cores(bound)
 
 

@@ -100,7 +100,7 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(tmp_path: Path
     for line in (tmp_path / "logs/monitor.log").read_text().splitlines():
         assert re.fullmatch(
             r"[\d-]{10} [\d:]{8} INFO ram_gib [\d.]+/[\d.]+ store_gib 0\.25 readers_gib (123:1\.00|-) vram_gib - "
-            r"gpu_pct - cores ([\d.]+/\d+|-) disk_mib_s (\d+|-) net_mib_s (\d+|-) swap_gib [\d.]+ risk LOW "
+            r"gpu_pct - cores ([\d.]+/\d+|-) swap_gib [\d.]+ risk LOW "
             r"left_gib [\d.]+",
             line,
         ), line

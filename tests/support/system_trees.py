@@ -174,8 +174,6 @@ def write_machine(
     swap_used: int = 0,
     oom_kills: int | None = 0,
     cores: Sequence[tuple[float, float]] = ((100.0, 1000.0), (200.0, 1000.0)),
-    disk: tuple[int, int] = (0, 0),
-    net: tuple[int, int] = (0, 0),
 ) -> None:
     """The machine as a whole.
 
@@ -183,8 +181,6 @@ def write_machine(
         total, available: memory; whole KiB, as in the file.
         cached: page cache without shared memory.
         cores: busy and all seconds of each.
-        disk: bytes read and written; whole sectors of 512 bytes.
-        net: bytes received and sent.
     """
     sizes = {"MemTotal": total, "MemFree": 0, "MemAvailable": available, "Buffers": 0, "Cached": cached + shmem}
     sizes |= {"Shmem": shmem, "SwapTotal": swap_total, "SwapFree": swap_total - swap_used}
@@ -195,12 +191,6 @@ def write_machine(
         roots.proc / "stat",
         "\n".join(["cpu  1 2 3 4 5 6 7 8 9 10", *rows, "intr 43431647 0 0", "ctxt 5", "btime 1795000000", ""]),
     )
-    read, written = disk[0] // 512, disk[1] // 512
-    _write(
-        roots.proc / "diskstats", f" 254 0 vda 960979 59937 {read} 83 114 229 {written} 182 0 345 28 18 51 51 14 2 17\n"
-    )
-    (roots.sys / "block" / "vda" / "device").mkdir(parents=True, exist_ok=True)
-    _write(roots.proc / "net" / "dev", _net_text({"lo": (999, 999), "eth0": net}))
 
 
 def write_process(
@@ -249,12 +239,6 @@ def _core_row(name: str, busy_s: float, total_s: float) -> str:
     # Half of the idle time waits for a disk; half of the busy time is the system's; the last two are of guests.
     parts = (busy - busy // 2, 0, busy // 2, idle - idle // 2, idle // 2, 0, 0, 0, busy // 4, 0)
     return " ".join([name, *map(str, parts)])
-
-
-def _net_text(interfaces: Mapping[str, tuple[int, int]]) -> str:
-    head = "Inter-|   Receive  |  Transmit\n face |bytes packets errs drop |bytes packets\n"
-    rows = (f"{name:>6}: {got} 9 0 0 0 0 0 0 {sent} 9 0 0 0 0 0 0\n" for name, (got, sent) in interfaces.items())
-    return head + "".join(rows)
 
 
 def _write_counts(path: Path, counts: Mapping[str, int]) -> None:

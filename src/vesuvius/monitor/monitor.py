@@ -157,7 +157,7 @@ class Monitor:
         return self.sample.used_bytes, limit_of(self.sample, self._limits)
 
     def rates(self) -> Rates | None:
-        """What processors, disks and network did in the last ten seconds; None at the beginning."""
+        """What processors did in the last ten seconds; None at the beginning."""
         samples = list(self._samples)
         return rates_between(samples[0], samples[-1]) if len(samples) > 1 else None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vesuvius.monitor.memory.risk import Risk
 from vesuvius.monitor.probes.gpus import GpuUse
-from vesuvius.monitor.probes.system_sample import FLOWS, Rates, SystemSample
+from vesuvius.monitor.probes.system_sample import Rates, SystemSample
 from vesuvius.monitor.probes.vram import VramUse
 from vesuvius.runlog.units import DATE_FORMAT, GIB
 
@@ -84,7 +84,6 @@ def _rates_figures(window: SystemWindow) -> dict[str, Any]:
             str(pid): round(rates.process_cores[pid], 2) for pid in window.readers if pid in rates.process_cores
         },
         "trainer_cores": round(rates.process_cores.get(trainer, 0.0), 2),
-        **{f"{name}_s": round(getattr(rates, f"{name}_s"), -3) for name in FLOWS},
     }
 
 
@@ -122,12 +121,10 @@ def monitor_line(window: SystemWindow) -> str:
     vram = f"{vrams[-1].reserved_bytes / GIB:.1f}/{vrams[-1].total_bytes / GIB:.1f}" if vrams else "-"
     busy = "-" if rates is None else f"{sum(rates.core_busy):.1f}/{len(rates.core_busy)}"
     gpu = " ".join("-" if g.busy is None else f"{100 * g.busy:.0f}" for g in last.gpus) or "-"
-    read = "-" if rates is None else f"{rates.disk_read_bytes_s / 2**20:.0f}"
-    received = "-" if rates is None else f"{rates.net_received_bytes_s / 2**20:.0f}"
     return (
         f"{time.strftime(DATE_FORMAT)} INFO ram_gib {used:.2f}/{window.limit_bytes / GIB:.1f} "
         f"store_gib {last.shared_bytes / GIB:.2f} readers_gib {each} vram_gib {vram} gpu_pct {gpu} cores {busy} "
-        f"disk_mib_s {read} net_mib_s {received} swap_gib {last.machine.swap_used_bytes / GIB:.2f} "
+        f"swap_gib {last.machine.swap_used_bytes / GIB:.2f} "
         f"risk {window.risk.level.name} left_gib {first.left_bytes / GIB:.2f}"
     )
 

@@ -32,10 +32,6 @@ def machine(total_bytes: int, used_bytes: float, swap_used_bytes: int = 0, swap_
         oom_kills=0,
         core_busy_s=(0.0,),
         core_total_s=(0.0,),
-        disk_read_bytes=0,
-        disk_written_bytes=0,
-        net_received_bytes=0,
-        net_sent_bytes=0,
     )
 
 

@@ -24,8 +24,6 @@ def roots(tmp_path: Path) -> Roots:
         swap_used=GIB,
         oom_kills=3,
         cores=((100.0, 1000.0), (400.0, 1000.0)),
-        disk=(51200, 102400),
-        net=(1000, 2000),
     )
     return roots
 
@@ -42,31 +40,6 @@ def test_a_core_that_waits_for_a_disk_is_idle_and_guests_count_once(roots: Roots
     machine = read_machine()
     assert machine.core_busy_s == (100.0, 400.0)
     assert machine.core_total_s == (1000.0, 1000.0)
-
-
-def test_each_byte_of_the_disks_counts_once(roots: Roots) -> None:
-    disks = ("sda", "nvme0n1", "nvme0n10")
-    names = (*disks, "sda1", "nvme0n1p2", "loop0", "zram0", "dm-0", "md127")
-    rows = [f"8 0 {name} 1 0 {10**i} 0 1 0 {2 * 10**i} 0 0 0 0" for i, name in enumerate(names)]
-    (roots.proc / "diskstats").write_text("\n".join([*rows, ""]))
-    for name in disks:
-        (roots.sys / "block" / name / "device").mkdir(parents=True)
-    for name in ("loop0", "zram0", "dm-0", "md127"):  # no hardware; partitions are not listed there at all
-        (roots.sys / "block" / name).mkdir()
-    machine = read_machine()
-    assert (machine.disk_read_bytes, machine.disk_written_bytes) == (512 * 111, 512 * 222)
-
-
-_INTERFACES = (("eth0", 10, 20), ("docker0", 5, 5), ("veth1", 5, 5))
-
-
-def test_bridges_pass_on_what_the_adapter_has_counted(roots: Roots) -> None:
-    rows = [f"{name}: {got} 1 0 0 0 0 0 0 {sent} 1 0 0 0 0 0 0" for name, got, sent in _INTERFACES]
-    (roots.proc / "net" / "dev").write_text("\n".join(["Inter-|   Receive", " face |bytes", *rows, ""]))
-    assert read_machine().net_received_bytes == 20, "a container: no adapter, so all of them"
-    (roots.sys / "class/net/eth0/device").mkdir(parents=True)
-    machine = read_machine()
-    assert (machine.net_received_bytes, machine.net_sent_bytes) == (10, 20)
 
 
 def test_a_kernel_without_some_files_reports_less(roots: Roots) -> None:

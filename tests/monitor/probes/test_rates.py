@@ -18,12 +18,12 @@ def samples(tmp_path: Path) -> tuple[SystemSample, SystemSample]:
     roots = empty_roots(tmp_path)
     write_process(roots, 10, cpu_s=50.0)
     write_process(roots, 11, parent=10, cpu_s=7.0)
-    write_machine(roots, total=GIB, available=GIB, cores=((10, 100), (10, 100)), disk=(0, 1024), net=(5, 5))
+    write_machine(roots, total=GIB, available=GIB, cores=((10, 100), (10, 100)))
     watcher = Watcher(10)
     first = watcher.sample()
     write_process(roots, 10, cpu_s=56.0)
     write_process(roots, 11, parent=10, cpu_s=8.0)
-    write_machine(roots, total=GIB, available=GIB, cores=((13, 104), (11, 104)), disk=(4096, 3072), net=(45, 5))
+    write_machine(roots, total=GIB, available=GIB, cores=((13, 104), (11, 104)))
     return replace(first, clock_s=1000.0), replace(watcher.sample(), clock_s=1004.0)
 
 
@@ -35,8 +35,6 @@ def test_counters_become_shares_and_rates(samples: tuple[SystemSample, SystemSam
     assert rates.idle_cores({1}) == pytest.approx(0.75), "of those that a cpuset allows"
     assert rates.idle_cores({7}) == pytest.approx(1.0), "numbers that mean nothing here"
     assert rates.process_cores == pytest.approx({10: 1.5, 11: 0.25})
-    assert (rates.disk_read_bytes_s, rates.disk_written_bytes_s) == (1024, 512)
-    assert (rates.net_received_bytes_s, rates.net_sent_bytes_s) == (10, 0)
 
 
 def test_a_clock_that_was_set_changes_no_rate(samples: tuple[SystemSample, SystemSample]) -> None:
@@ -50,10 +48,9 @@ def test_no_time_gives_no_rates(samples: tuple[SystemSample, SystemSample]) -> N
     assert rates_between(first, replace(second, clock_s=first.clock_s - 1)) is None
 
 
-@pytest.mark.parametrize("counter", ["disk_read_bytes", "disk_written_bytes", "net_received_bytes", "net_sent_bytes"])
-def test_a_counter_that_runs_backwards_gives_no_rates(samples: tuple[SystemSample, SystemSample], counter: str) -> None:
+def test_a_counter_that_runs_backwards_gives_no_rates(samples: tuple[SystemSample, SystemSample]) -> None:
     first, second = samples
-    higher = replace(first.machine, **{counter: 10**15})
+    higher = replace(first.machine, core_busy_s=(10**6, 10**6))
     assert rates_between(replace(first, machine=higher), second) is None
 
 

@@ -236,7 +236,7 @@ def test_idle_cores_and_those_of_the_readers_are_weighed_in(
     monkeypatch.setattr("vesuvius.training.reporting.verdicts.usable_cores", lambda pid: cores)
     counts = iter([(100, 1), (100, 1), (200, 3), (200, 3)])
     monkeypatch.setattr(QUOTAS, lambda pid: [CpuQuota("/job", 8.0, *next(counts))])
-    rates = Rates((0.5, 0.9, 0.0, 0.1, 0.0), {41: 0.9, 42: 0.95, 99: 1.0}, 0.0, 0.0, 0.0, 0.0)
+    rates = Rates((0.5, 0.9, 0.0, 0.1, 0.0), {41: 0.9, 42: 0.95, 99: 1.0})
     one = judged(rates, verdict_every=10)
     one.path.readers = {41: ReaderFigures(), 42: ReaderFigures(), 43: ReaderFigures()}
     one.steps(1, 10, replace(SOME, data_s=0.6, forward_s=0.1, backward_s=0.2))
@@ -255,7 +255,7 @@ def test_ranks_of_one_node_share_its_idle_processors(
     monkeypatch.setattr("vesuvius.training.reporting.verdicts.bound_cores", lambda: set(range(32)))
     monkeypatch.setattr("vesuvius.training.reporting.verdicts.usable_cores", lambda pid: 32.0)
     readers = range(41, 47)  # with its trainer a rank uses 3.5 processors, four of them 14 of 32
-    rates = Rates((0.0,) * 18 + (1.0,) * 14, dict.fromkeys(readers, 0.5) | {99: 0.5}, 0.0, 0.0, 0.0, 0.0)
+    rates = Rates((0.0,) * 18 + (1.0,) * 14, dict.fromkeys(readers, 0.5) | {99: 0.5})
     overrides = []
     for world in (1, 4, 20):
         (directory := tmp_path / str(world)).mkdir()

@@ -1,14 +1,12 @@
-"""The machine: memory, swap, cores, disks and network, including the processes of others."""
+"""The machine: memory, swap and cores, including the processes of others."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
-from vesuvius.monitor.probes import files
 from vesuvius.monitor.probes.files import read_counts
 
 
@@ -27,13 +25,6 @@ class MachineUse:
     # core_busy_s, core_total_s: seconds since boot that each core was busy, and existed
     core_busy_s: tuple[float, ...]
     core_total_s: tuple[float, ...]
-    # disk_read_bytes, disk_written_bytes: since boot, all physical disks
-    disk_read_bytes: int
-    disk_written_bytes: int
-    # net_received_bytes, net_sent_bytes: since boot, all adapters; without any, as in a container, all interfaces but
-    # the loopback
-    net_received_bytes: int
-    net_sent_bytes: int
 
     @property
     def used_bytes(self) -> int:
@@ -47,16 +38,8 @@ def read_machine() -> MachineUse:
         warnings.simplefilter("ignore", RuntimeWarning)  # psutil warns of figures that an unusual kernel lacks
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         cores = psutil.cpu_times(percpu=True)
-        disks = _disk_counters()
-        interfaces = psutil.net_io_counters(pernic=True, nowrap=False) or {}
     # /proc/stat counts the time of guests also as that of the user.
     total = [sum(core) - core.guest - core.guest_nice for core in cores]
-    # Partitions, loops, RAID and device mappers count bytes that a physical disk counts too; only disks have a device.
-    whole = [disks[name] for name in disks if (files.SYSFS_PATH / "block" / name / "device").exists()]
-    # Bridges and tunnels pass on what an adapter has counted.
-    others = [name for name in interfaces if name != "lo"]
-    adapters = [name for name in others if (files.SYSFS_PATH / "class" / "net" / name / "device").exists()]
-    counted = [interfaces[name] for name in adapters or others]
     return MachineUse(
         total_bytes=memory.total,
         available_bytes=memory.available,
@@ -67,15 +50,4 @@ def read_machine() -> MachineUse:
         oom_kills=read_counts(f"{psutil.PROCFS_PATH}/vmstat").get("oom_kill"),
         core_busy_s=tuple(t - core.idle - core.iowait for t, core in zip(total, cores, strict=True)),
         core_total_s=tuple(total),
-        disk_read_bytes=sum(disk.read_bytes for disk in whole),
-        disk_written_bytes=sum(disk.write_bytes for disk in whole),
-        net_received_bytes=sum(interface.bytes_recv for interface in counted),
-        net_sent_bytes=sum(interface.bytes_sent for interface in counted),
     )
-
-
-def _disk_counters() -> dict[str, Any]:
-    try:
-        return psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
-    except (NotImplementedError, ValueError):  # no such file, or a format that psutil does not know
-        return {}

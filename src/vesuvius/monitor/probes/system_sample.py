@@ -11,9 +11,6 @@ from vesuvius.monitor.probes.gpus import Gpus, GpuUse
 from vesuvius.monitor.probes.machine import MachineUse, read_machine
 from vesuvius.monitor.probes.processes import ProcessTree, ProcessUse, largest_processes
 
-FLOWS = ("disk_read_bytes", "disk_written_bytes", "net_received_bytes", "net_sent_bytes")
-"""Counters of `MachineUse` that `Rates` has as well, a second."""
-
 
 @dataclass(frozen=True)
 class SystemSample:
@@ -95,11 +92,6 @@ class Rates:
     core_busy: tuple[float, ...]  # share of the time that each core worked, 0 to 1
     # by pid, processor seconds per second: 1.0 = one core; processes that were there at both looks
     process_cores: Mapping[int, float]
-    # disk_read_bytes_s, disk_written_bytes_s, net_received_bytes_s, net_sent_bytes_s: of the machine
-    disk_read_bytes_s: float
-    disk_written_bytes_s: float
-    net_received_bytes_s: float
-    net_sent_bytes_s: float
 
     def idle_cores(self, among: Collection[int]) -> float:
         """How many of some processors had nothing to do, on average; of all where their numbers are unknown."""
@@ -112,19 +104,13 @@ def rates_between(before: SystemSample, after: SystemSample) -> Rates | None:
     seconds = after.clock_s - before.clock_s
     cores = _differences(before.machine.core_total_s, after.machine.core_total_s)
     busy = _differences(before.machine.core_busy_s, after.machine.core_busy_s)
-    flows = _differences(_flows(before), _flows(after))
-    if seconds <= 0 or cores is None or busy is None or flows is None:
+    if seconds <= 0 or cores is None or busy is None:
         return None
     return Rates(
         # A look may come sooner than the next tick of the clock that counts them.
         core_busy=tuple(min(work / whole, 1.0) if whole > 0 else 0.0 for work, whole in zip(busy, cores, strict=True)),
         process_cores=_process_cores(before, after, seconds),
-        **{f"{name}_s": flow / seconds for name, flow in zip(FLOWS, flows, strict=True)},
     )
-
-
-def _flows(sample: SystemSample) -> list[int]:
-    return [getattr(sample.machine, name) for name in FLOWS]
 
 
 def _differences(before: Sequence[float], after: Sequence[float]) -> list[float] | None:
