@@ -240,6 +240,10 @@ def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_wor
         parts.append(collect(stream, 7))
         assert len(stream.readers) >= 1
         assert os.getpid() not in stream.readers
+        niceness = psutil.Process().nice()
+        assert all(psutil.Process(pid).nice() == niceness for pid in stream.readers), (
+            "no reader starves on a busy machine"
+        )
         before = stream.reader_totals
         stream.reconfigure(workers=1, prefetch_factor=4, prefetch_bytes=100_000)
         assert stream.readers == {}

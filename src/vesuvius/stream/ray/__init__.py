@@ -11,3 +11,5 @@ os.environ.setdefault("RAY_DATA_LOG_LEVEL", "CRITICAL")
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
 # gRPC would send its calls to machines of the cluster, and to this one, through the proxy that http_proxy names.
 os.environ.setdefault("grpc_proxy", "")
+# Ray starts its workers at nice 15: on a machine that is busy with anything else the readers would starve.
+os.environ.setdefault("RAY_worker_niceness", "0")
