@@ -248,9 +248,7 @@ class Volume:
                 yield chunk, partial(self.grid.fetch, chunk, self._staged_bytes, self.grid.key_of(chunk) in whole)
             return
         self.grid.forget_indices()
-        if (
-            self.grid.shard_zyx is not None
-        ):  # small chunks of few files: handing them over would cost more than it hides
+        if self.grid.shard_zyx is not None:  # handing small chunks of few files over would cost more than it hides
             for chunk in chunks:
                 yield chunk, partial(self.grid.fetch, chunk, self.source.get)
             return

@@ -78,9 +78,8 @@ def _aws() -> tuple[Signing | None, str]:
     if profile := _profile():
         return profile, ""
     if name := _first_set(_CONTAINER):
-        knows = name == _CONTAINER[0] or os.environ.get(
-            _TOKEN_FILE
-        )  # obstore; else it would ask for an instance's role
+        # What obstore does not know itself: it would ask for an instance's role.
+        knows = name == _CONTAINER[0] or os.environ.get(_TOKEN_FILE)
         return Signing(f"signed with {name}", {} if knows else {"credential_provider": _keys_of_botocore(name)}), ""
     endpoint = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or os.environ.get("AWS_METADATA_ENDPOINT")
     disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
