@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ def job(tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_ray_train_is_asked_for_what_the_config_says(job: worker.Job) -> None:
     """Of its own classes, whose arguments change between releases."""
-    asked: Any = command.make_trainer(job, 4, on_gpu=True)
+    asked: Any = command.make_trainer(replace(job, mailbox=worker.Mailbox()), 4, on_gpu=True)
     assert asked.scaling_config.num_workers == (2, 4)
     assert asked.scaling_config.use_gpu
     assert asked.scaling_config.resources_per_worker == {"CPU": 4, "GPU": 1}
