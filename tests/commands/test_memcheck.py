@@ -117,14 +117,14 @@ def test_a_configs_need_is_shown_below_the_machines_state_and_one_beyond_the_lim
     command = ["--config", str(tiny_config()), "training.workers=2", "monitor.ram_limit_gib=0.1"]
     assert memcheck.main(command) == 10
     shown = capsys.readouterr()
-    assert shown.out.index("machine ") < shown.out.index("host RAM") < shown.out.index("VRAM       0.60 GiB")
+    assert shown.out.index("machine ") < shown.out.index("0.60 GiB with the reserve") < shown.out.index("host RAM")
     assert "monitor.ram_limit_gib" in shown.err
     assert memcheck.main([*command, "--json"]) == 10
     found = json.loads(capsys.readouterr().out)
     assert found["what"] == "machine"
     assert {part["term"] for part in found["plan"]["parts"]} == {"readers", "store", "Ray", "trainer"}
     assert found["plan"]["total_bytes"] > 100 * MIB
-    assert "monitor.ram_limit_gib" in found["warning"]
+    assert "monitor.ram_limit_gib" in found["plan"]["warnings"][0]
 
 
 def test_the_usage_says_that_one_run_is_taken(capsys: pytest.CaptureFixture[str]) -> None:

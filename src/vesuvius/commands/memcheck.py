@@ -27,7 +27,6 @@ from vesuvius.monitor.postmortem.post_mortem import deaths_of, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.runlog.find_run import find_run, runs_root
-from vesuvius.runlog.units import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -182,25 +181,23 @@ def _plan(config_path: Path, overrides: list[str], gpus: Gpus, as_lines_of_json:
     found = MachineInspector(gpus).inspect()
     try:
         from vesuvius.commands.arguments.config import take_config
-        from vesuvius.stream.start.prepare import prepare_data
-        from vesuvius.training.forecast.memory_plan import plan_memory
-        from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning
+        from vesuvius.training.forecast.run_plan import plan_run
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--config needs the project's packages; got no module {error.name!r}; run `make install` in the "
             "checkout, or leave --config out"
         ) from error
     config = take_config(config_path, overrides)
-    data = prepare_data(config.seed, config.data)
-    plan, limit = plan_ram(config, data), ram_limit(config)
-    warning, vram_bytes = ram_warning(config, data, plan, limit), plan_memory(config).vram_bytes
+    plan = plan_run(config)
+    warnings = [problem.text for problem in plan.problems()]
     if as_lines_of_json:
-        planned = asdict(plan) | {"total_bytes": plan.total_bytes, "vram_bytes": vram_bytes}
-        say(json.dumps(as_json(found) | {"plan": planned, "plan_limit_bytes": limit.limit_bytes, "warning": warning}))
+        planned = asdict(plan.ram) | {"total_bytes": plan.ram.total_bytes, "vram_bytes": plan.step.vram_bytes}
+        planned |= {"limit_bytes": plan.limit.limit_bytes, "warnings": warnings}
+        say(json.dumps(as_json(found) | {"plan": planned}))
     else:
         with _screen(False, live=False) as show:
             show(found)
-        say("\n".join([f"config {config.name}", *plan.lines(), f"VRAM       {size_text(vram_bytes)}"]))
-        if warning is not None:
+        say("\n".join([f"config {config.name}", *plan.lines()]))
+        for warning in warnings:
             log.warning("%s", warning)
-    return max(found.exit_code, EXIT_OK if warning is None else EXIT_MEMORY_WARN)
+    return max(found.exit_code, EXIT_MEMORY_WARN if warnings else EXIT_OK)

@@ -9,7 +9,6 @@ import torch
 from vesuvius.config import Config
 from vesuvius.diffusion.network.unet import check_torch_version
 from vesuvius.doctor.check import Finding
-from vesuvius.runlog.units import size_text
 from vesuvius.training.step.self_test import cudnn_problem
 from vesuvius.training.step.step import resolve_amp
 
@@ -52,14 +51,3 @@ def seen_by_driver() -> tuple[list[str], str]:
         return [nvml.nvmlDeviceGetName(handle) for handle in handles], nvml.nvmlSystemGetDriverVersion()
     finally:
         nvml.nvmlShutdown()
-
-
-def look_at_vram(need_bytes: int) -> Finding:
-    """The memory plan of a config against the GPU's memory."""
-    free, total = torch.cuda.mem_get_info()
-    value = f"{size_text(need_bytes)} planned, {size_text(free)} free of {size_text(total)}"
-    if need_bytes > total:
-        return Finding("fail", value, "lower training.train_batch_size and raise training.accumulate_steps")
-    if need_bytes > free:
-        return Finding("warn", value, "another process holds GPU memory: see nvidia-smi")
-    return Finding("ok", value)

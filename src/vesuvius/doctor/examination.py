@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -20,7 +19,7 @@ from vesuvius.doctor import host
 from vesuvius.doctor.check import Check, Finding, examine
 from vesuvius.errors import one_line
 from vesuvius.runlog.find_run import runs_root
-from vesuvius.runlog.units import format_sizes, size_text
+from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import StreamOptions, store_bytes
 from vesuvius.threads import on_thread
 
@@ -137,24 +136,16 @@ class _Examination:
 
     def _plan(self) -> Finding:
         """RAM, and on a GPU its memory, as a dry run has them; tracing the network takes seconds."""
-        from vesuvius.doctor.device import look_at_vram
-        from vesuvius.training.forecast.memory_plan import plan_memory
-        from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning
-        from vesuvius.training.step.step import choose_device
+        from vesuvius.training.forecast.run_plan import plan_run
 
         config, data = self._config, self._data()
         assert config is not None
         if data is None:
             return Finding("warn", "not checked: the volumes could not be read", "see volumes above")
-        plan, limit = plan_ram(config, data), ram_limit(config)
-        value = f"RAM {size_text(plan.total_bytes)} planned of {size_text(limit.limit_bytes)} ({limit.name})"
-        if warning := ram_warning(config, data, plan, limit):
-            short = plan.total_bytes > limit.limit_bytes
-            return Finding("fail" if short else "warn", value, warning.rpartition("; ")[2])
-        if choose_device().type != "cuda":
-            return Finding("ok", value)
-        vram = look_at_vram(plan_memory(config).vram_bytes)
-        return replace(vram, value=f"{value}; VRAM {vram.value}")
+        plan = plan_run(config, data)
+        for problem in sorted(plan.problems(), key=lambda problem: not problem.refused):
+            return Finding("fail" if problem.refused else "warn", plan.short(), problem.text.rpartition("; ")[2])
+        return Finding("ok", plan.short())
 
     def _ray(self) -> Finding:
         if not self._needs_ray():

@@ -44,6 +44,15 @@ class RunPlan:
     limit: MemoryLimit  # of the host's memory
     vram_bytes: int  # memory of the GPU that is planned for
     whose: str  # where that figure is from
+    vram_free_bytes: int | None = None  # of the GPU that is here
+
+    def short(self) -> str:
+        """`RAM 3 GiB planned of 24 GiB (the machine)`, and on a GPU its memory."""
+        ram, limit = size_text(self.ram.total_bytes), self.limit
+        text = f"RAM {ram} planned of {size_text(limit.limit_bytes)} ({limit.name})"
+        if self.on_gpu:
+            text += f"; VRAM {size_text(self.step.vram_bytes)} planned of {size_text(self.vram_bytes)} ({self.whose})"
+        return text
 
     def lines(self) -> list[str]:
         """For people: the GPU's memory, then the host's and its limit."""
@@ -68,6 +77,9 @@ class RunPlan:
         found = []
         if self.step.vram_bytes > self.vram_bytes:
             found.append(Problem(self._too_large(), self.on_gpu))
+        elif self.vram_free_bytes is not None and self.step.vram_bytes > self.vram_free_bytes:
+            free = size_text(self.vram_free_bytes)
+            found.append(Problem(f"only {free} of GPU memory are free; see nvidia-smi for who holds the rest", False))
         if warning := ram_warning(self.config, self.data, self.ram, self.limit):
             # A GPU that is not here may stand in a machine with more memory.
             here = self.whose != "--vram-gib" or self.config.monitor.ram_limit_gib is not None
@@ -92,15 +104,15 @@ def plan_run(config: Config, data: PreparedData | None = None, vram_gib: float |
         ConfigError: a tensor would reach 2^31 elements.
         DataError: a volume cannot be used.
     """
-    data, device = data or prepare_data(config.seed, config.data), choose_device()
+    data, device, free_bytes = data or prepare_data(config.seed, config.data), choose_device(), None
     on_gpu = vram_gib is not None or device.type == "cuda"
     if vram_gib is not None:
         vram_bytes, whose = int(vram_gib * GIB), "--vram-gib"
     elif on_gpu:
         properties = torch.cuda.get_device_properties(device)
-        vram_bytes, whose = properties.total_memory, properties.name
+        vram_bytes, whose, free_bytes = properties.total_memory, properties.name, torch.cuda.mem_get_info(device)[0]
     else:
         vram_bytes = _ASSUMED_VRAM_GIB * GIB
         whose = "assumed, as this machine has no GPU; --vram-gib N plans for another"
     ram = plan_ram(config, data, on_gpu)
-    return RunPlan(config, data, on_gpu, plan_memory(config), ram, ram_limit(config), vram_bytes, whose)
+    return RunPlan(config, data, on_gpu, plan_memory(config), ram, ram_limit(config), vram_bytes, whose, free_bytes)
