@@ -156,9 +156,9 @@ class DeviceFeed:
         augmentations = [sample.augmentation for sample in batch.samples]
         volumes = [sample.volume for sample in batch.samples]
         x_0 = model_values(raw, augmentations, self._scales[volumes])
-        return DeviceBatch(
-            batch.indices, x_0, make_condition(raw_condition, augmentations, volumes, self._conditioner), batch
-        )
+        if raw_condition is not None:
+            raw_condition = apply_symmetries(raw_condition, augmentations).unsqueeze(1)
+        return DeviceBatch(batch.indices, x_0, self._conditioner(raw_condition, volumes), batch)
 
 
 def _pinned_slot(layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Tensor]:
@@ -179,13 +179,6 @@ def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDA
     """
     gains, shifts = [a.gain for a in augmentations], [a.offset for a in augmentations]
     return normalised(apply_symmetries(raw, augmentations).unsqueeze(1), scales, gains, shifts)
-
-
-def make_condition(
-    raw: Tensor | None, augmentations: Sequence[Augmentation], volumes: Sequence[int], conditioner: Conditioner
-) -> Condition:
-    """The condition of a batch, mirrored and turned with its patches; `raw` as for `model_values`, None without one."""
-    return conditioner(None if raw is None else apply_symmetries(raw, augmentations).unsqueeze(1), volumes)
 
 
 def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> Tensor:
