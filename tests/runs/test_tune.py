@@ -89,13 +89,15 @@ def test_a_tune_of_real_trainers_leaves_a_report_and_a_config_that_trains(
 ) -> None:
     """Of micro-batches of 1: larger ones of the same effective batch are much faster, on a CPU too."""
     config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
-    arguments = ("--budget", "60s", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
+    arguments = ("--budget", "3m", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
     assert vesuvius_tune(config, *arguments) == EXIT_OK
-    check_tune(config, arguments, capsys.readouterr().out, "sure", "likely")  # a minute is short on a busy machine
+    check_tune(
+        config, arguments, capsys.readouterr().out, "sure", "likely"
+    )  # three minutes are short on a busy machine
     blocks = blocks_of_tune()
     steps = {block.setting.train_batch_size: block.rate for block in blocks if block.kind == "step"}
     assert steps[max(steps)] > 1.2 * steps[1]
-    assert sum(block.seconds for block in blocks) < 60 + blocks[-1].seconds
+    assert sum(block.seconds for block in blocks) < 180 + blocks[-1].seconds
 
 
 def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: str) -> None:
@@ -107,7 +109,8 @@ def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: s
     assert not list(TUNE.glob("trials/*/checkpoints"))
     tuned = read_config(Path("tiny.tuned.yaml"))
     assert tuned.global_batch == 8
-    assert tuned.training.train_batch_size > 1
+    assert tuned.training.train_batch_size > 1 or found["recommendation"]["certainty"] == "likely", "shown in pairs"
+    assert found["recommendation"]["best"]["train_batch_size"] > 1
     assert tuned.training.lr == 2e-3, "given on the command line of the tune"
     assert "type next: vesuvius train --config" in text
     assert vesuvius_train(Path("tiny.tuned.yaml"), "training.max_steps=2") == 0, "in the run directory of the tune"
