@@ -13,11 +13,9 @@ import time
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vesuvius.config import Config
@@ -34,6 +32,9 @@ from vesuvius.training.forecast.limits import check_limits
 from vesuvius.training.ranks.part import check_ranks
 from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest
+
+if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,9 @@ def train_with_ray(request: Request) -> int:
 
 def make_trainer(job: Job, ranks: int, on_gpu: bool) -> TorchTrainer:
     """Ray Train's trainer for these ranks."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
     config, cluster = job.request.config, job.request.config.cluster
     rank, scaling = cast(Any, run_rank), cast(Any, ScalingConfig)  # Ray's hints are of its version 1
     log.info("starting %d ranks with Ray Train, %s", ranks, "a GPU each" if on_gpu else "on processors")
