@@ -81,6 +81,34 @@ def test_a_rank_0_that_is_started_again_resumes_and_errors_without_a_message_are
     assert seen == [(False, False), (True, False), (True, False), (True, False)]
 
 
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("NCCL error: unhandled system error"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),  # an index out of range
+        (TypeError("a defect"), False),
+    ],
+)
+def test_an_error_that_would_come_again_ends_all_ranks_that_are_started_after_it(
+    job: worker.Job, monkeypatch: pytest.MonkeyPatch, error: Exception, again: bool
+) -> None:
+    starts = []
+
+    def train(request: Request, stop: StopRequest) -> int:
+        starts.append(request)
+        if len(starts) == 1:
+            raise error
+        return 0
+
+    monkeypatch.setattr(worker, "train_as_rank", train)
+    with pytest.raises(type(error)):
+        worker.run_rank({"job": job})
+    ended = worker.run_rank({"job": job})
+    assert ended == ((0, "") if again else (1, f"{type(error).__name__}: {error}"))
+    assert len(starts) == 1 + again
+
+
 def test_a_stop_reaches_rank_0_once_and_the_end_of_the_command_ends_the_asking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -193,6 +194,22 @@ def test_an_array_without_a_single_chunk_is_refused(tmp_path: Path, zarr_format:
         if file != path / "0/2/3":
             file.unlink()
     assert not whole(path).any(), "one stored chunk is enough"
+
+
+@pytest.mark.parametrize("kind", ["disk", "http"])
+def test_shards_without_a_chunk_are_no_data_either(tmp_path: Path, kind: str) -> None:
+    air = np.zeros_like(VOXELS)
+    path, full = (
+        write_array(tmp_path / name, air, 8, zarr_format=3, shards=(16,) * 3, **STORED_AIR) for name in ("v", "w")
+    )
+    index = b"\xff" * 16 * 8
+    for file in (path / "c").glob("*/*/*"):
+        file.write_bytes(index + google_crc32c.value(index).to_bytes(4, "little"))
+    with serving(objects_of(path, "/v")) as web, pytest.raises(DataError, match=r"No chunk of .* is stored"):
+        opened(path if kind == "disk" else f"{web}/v")
+    (path / "c/2/1/3").write_bytes((full / "c/2/1/3").read_bytes())
+    with serving(objects_of(path, "/v")) as web:
+        assert not whole(path if kind == "disk" else f"{web}/v").any(), "one stored chunk is enough"
 
 
 def test_where_absence_cannot_be_known_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,6 +36,9 @@ _OUTAGE_ERRNOS = {
     errno.EMFILE,
 }
 
+BREAK_OFF = re.compile(r"IncompleteBody|kind: UnexpectedEof")
+"""A body that ends too early, in the words of obstore's errors."""
+
 # What a connection fails of where the server is there, in the words of obstore's errors, and in ours.
 _MEANINGS = (
     (r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)", "its TLS certificate is not valid: {}"),
@@ -43,7 +46,7 @@ _MEANINGS = (
     (r"Parse\(\s*(?:Header\(\s*)?(\w+)", "its answer is not HTTP: {}"),
     (r"RangeNotSupported", "status 200 for a range"),
     (r"IncompleteMessage", "the connection was closed without an answer"),
-    (r"IncompleteBody|kind: UnexpectedEof", "the connection was closed before the end of the body"),
+    (BREAK_OFF.pattern, "the connection was closed before the end of the body"),
 )
 
 
@@ -65,6 +68,18 @@ class RefusedError(DataError):
 
 class ProtocolError(Exception):
     """A server answers, and its answer breaks the protocol."""
+
+
+class BrokenOffError(ConnectionError):
+    """A connection ended before the body that its headers promise.
+
+    Attributes:
+        after: bytes that came.
+    """
+
+    def __init__(self, after: int) -> None:
+        super().__init__(f"the body broke off after {after} bytes")
+        self.after = after
 
 
 class ClosedError(Exception):

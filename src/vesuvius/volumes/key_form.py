@@ -19,8 +19,8 @@ from zarr.core.array import AsyncArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
-from vesuvius.volumes.box import triple
-from vesuvius.volumes.chunks import ChunkGrid
+from vesuvius.volumes.box import times, triple
+from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.format.axes import Axes
 from vesuvius.volumes.store.source import Source
@@ -100,10 +100,11 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source, qui
                 *(name, declared.example, form.example, correct),
             )
         return with_key_form(array, (form.encoding, form.separator))
-    if quiet or stored or source.forbidden is not None:
+    hollow = bool(stored) and not quiet and _only_empty_shards(declared)
+    if quiet or (stored and not hollow) or source.forbidden is not None:
         return array
     total = math.prod(declared.object_counts_zyx)
-    if complete:
+    if complete or hollow:
         raise DataError(
             f"No chunk of {name} is stored (0 of {total}, looked for as {declared.example} and by the other forms of "
             "key); correct its path, level or select, or copy its chunks too.  An array that is meant to be empty "
@@ -165,6 +166,18 @@ def other_key(grid: ChunkGrid, place: Triple) -> str | None:
     except (FetchError, RefusedError) as error:
         log.debug("%s is not probed: %s", keys, error)
         return None
+
+
+def _only_empty_shards(form: _Form) -> bool:
+    """Whether the shards are few and hold no chunk: known by their indices."""
+    if form.shard_zyx is None or math.prod(form.object_counts_zyx) > _PROBES:
+        return False
+    chunks = triple(s // c for s, c in zip(form.shard_zyx, form.chunk_zyx, strict=True))
+    try:
+        places = _some_places(form.object_counts_zyx, _PROBES)
+        return not any(form.present_in_shard(times(place, chunks)).any() for place in places)
+    except ShardIndexError:  # whoever reads the shard says what is wrong with it
+        return False
 
 
 def _some_places(counts_zyx: Triple, most: int) -> list[Triple]:

@@ -5,6 +5,7 @@ All with an outage limit of an hour: a reader that takes an answer for an outage
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import socket
 import ssl
@@ -24,6 +25,7 @@ from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import OutageError, RefusedError, is_outage, is_protocol_error
 from vesuvius.volumes.listing import list_chunks
+from vesuvius.volumes.store import retry
 from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import Volume, open_volume
@@ -153,6 +155,23 @@ def test_an_answer_that_cannot_be_used_is_named_with_its_address_after_two_tries
         assert "\n" not in str(no.value)
         assert source.figures.requests <= 2
         assert source.outage is None
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_a_body_that_always_breaks_off_at_the_same_byte_is_named_and_another_one_is_an_outage(
+    monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setattr(retry, "_SAME_BREAK_S", 0.1)
+    config = StoreConfig(anonymous=True, max_pause_s=0.05)
+    came = itertools.cycle([5])
+    with odd_server(lambda asked: answer("200 OK", DATA[: next(came)], f"Content-Length: {len(DATA)}")) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        address = server.url if scheme == "http" else "s3://bucket"
+        source = Source(address, config, known=True)
+        with pytest.raises(RefusedError, match=r"the body broke off after 5 bytes at each of \d+ tries for data in "):
+            source.get("data")
+        came = itertools.chain([9, 9, 0, 0] * 4, itertools.repeat(len(DATA)))
+        assert Source(address, config, known=True).get("data") == DATA
 
 
 def test_a_redirect_to_where_nothing_is_names_that_place() -> None:

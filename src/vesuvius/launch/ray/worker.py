@@ -8,14 +8,14 @@ import platform
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 
-from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
 from vesuvius.launch.rank import train_as_rank
 from vesuvius.runlog.logfile import close_logs
-from vesuvius.training.ranks.errors import RankLostError
+from vesuvius.training.ranks.errors import RankLostError, restart_may_help
 from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest
 
@@ -25,17 +25,27 @@ _POLL_S = 0.5
 
 
 class Mailbox:
-    """An actor by which the command tells rank 0 of a stop, and learns whether there is a rank 0."""
+    """An actor by which the command tells rank 0 of a stop, and learns whether there is a rank 0; and a rank all those
+    that are started after it of its error, if they would meet that too."""
 
     def __init__(self) -> None:
         self._starts = 0
         self._stop: tuple[int, str] | None = None
+        self._end: tuple[int, str] | None = None
         self._asked_s = time.monotonic()  # when rank 0 last asked
 
     def start(self) -> bool:
         """Note a start of rank 0; returns whether there was one before."""
         self._starts += 1
         return self._starts > 1
+
+    def give_up(self, exit_code: int, message: str) -> None:
+        """End all ranks that are started from now on."""
+        self._end = self._end or (exit_code, message)
+
+    def end(self) -> tuple[int, str] | None:
+        """With what ranks that are started end at once."""
+        return self._end
 
     def ask(self, exit_code: int, reason: str) -> None:
         """Ask for a stop."""
@@ -70,10 +80,12 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
     """What each worker runs.  Returns the exit code, and the error that it stands for.
 
     Raises:
-        RankLostError: another rank is gone; Ray Train then starts all of them again, as after any error but those
-            with a message for the user.
+        RankLostError: another rank is gone; Ray Train then starts all of them again.
+        Exception: the same, of a GPU or its network; after any other error they end as soon as they are started.
     """
     job: Job = arguments["job"]
+    if end := ray.get(job.mailbox.end.remote()):
+        return cast(tuple[int, str], end)
     logging.getLogger("vesuvius").setLevel(logging.INFO)
     request, stop = job.request, job.stop_request()
     if os.environ["RANK"] == "0":
@@ -89,8 +101,12 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
     except VesuviusError as error:
         log.error("%s", error)
         return error.exit_code, str(error)
-    except Exception:
-        log.exception("Ray Train starts all ranks again, from the last checkpoint")
+    except Exception as error:
+        if restart_may_help(error):
+            log.exception("Ray Train starts all ranks again, from the last checkpoint")
+        else:
+            log.exception("the run ends: this error would come again")
+            ray.get(job.mailbox.give_up.remote(EXIT_ERROR, f"{type(error).__name__}: {one_line(error)}"))
         raise
     finally:
         close_logs()

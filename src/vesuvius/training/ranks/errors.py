@@ -15,3 +15,12 @@ class RankError(VesuviusError):
 
 class RankLostError(RankError):
     """Another rank ended without a message, as a killed process does: a restart may help."""
+
+
+def restart_may_help(error: BaseException) -> bool:
+    """Whether an error without a message for the user is of a GPU or its network, which another start may not meet.
+
+    An assertion in a kernel, such as an index out of range, fails again wherever it runs.  Pure.
+    """
+    text = str(error)
+    return any(word in text for word in ("CUDA", "NCCL")) and "device-side assert" not in text

@@ -12,7 +12,15 @@ import obstore
 from obstore.exceptions import BaseError, GenericError
 
 from vesuvius.config import StoreConfig
-from vesuvius.volumes.errors import ProtocolError, is_outage, is_protocol_error, reason, status_of
+from vesuvius.volumes.errors import (
+    BREAK_OFF,
+    BrokenOffError,
+    ProtocolError,
+    is_outage,
+    is_protocol_error,
+    reason,
+    status_of,
+)
 from vesuvius.volumes.store.byte_range import ByteRange, checked
 from vesuvius.volumes.store.credentials import Signing, find_signing
 from vesuvius.volumes.store.object_store import is_web, open_store, shown_address
@@ -48,6 +56,7 @@ class RemoteStore:
         self.can_list = not is_web(address)
         self._store = open_store(address, config, self.signing)
         self._name = shown_address(address)
+        self._broken: set[str] = set()  # keys of bodies that broke off at the last try
         self._has_suffixes: bool | None = None  # ranges from the end; None before one was asked for
 
     def read(self, key: str, byte_range: ByteRange | None) -> Answer:
@@ -129,11 +138,29 @@ class RemoteStore:
             if status_of(error) == 405:  # obstore takes it for an absence
                 raise GenericError(str(error)) from None
             raise
-        data, (start, stop), stamp = bytes(found.bytes()), found.range, _stamp(found.meta)
+        data, (start, stop), stamp = self._body(key, found), found.range, _stamp(found.meta)
         if len(data) != stop - start:
             raise ProtocolError(f"{len(data)} bytes where Content-Range promises {stop - start}")
         settled = time.time() - found.meta["last_modified"].timestamp() >= _SETTLED_S
         return Answer(data, found.meta["size"], stamp, stamp is not None and (bool(found.meta["e_tag"]) or settled))
+
+    def _body(self, key: str, found: Any) -> bytes:
+        """Raises BrokenOffError for one that breaks off, if that of the last try did so too, else BaseError."""
+        data, in_parts = bytearray(), key in self._broken  # slower, and tells how much has come
+        try:
+            if not in_parts:
+                return bytes(found.bytes())
+            for part in found.stream(min_chunk_size=1):
+                data += part
+        except BaseError as error:
+            if not BREAK_OFF.search(str(error)):
+                raise
+            self._broken.add(key)
+            if in_parts:
+                raise BrokenOffError(len(data)) from error
+            raise
+        self._broken.discard(key)
+        return bytes(data)
 
 
 def warn_once(text: str, address: str, *arguments: object) -> None:

@@ -1,7 +1,8 @@
 """Reads of a store are tried again for as long as an outage may last, and the log says since when and why.
 
 What the network, the server or the mount fails to give is an outage: a closed list.  An answer that breaks the protocol
-is asked for twice, what a store refuses or what is damaged once.
+is asked for twice (one that always breaks off at the same byte for five seconds), what a store refuses or what is
+damaged once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TypeVar
 from obstore.exceptions import BaseError
 
 from vesuvius.config import StoreConfig
-from vesuvius.volumes.errors import ClosedError, OutageError, ProtocolError, is_protocol_error, reason
+from vesuvius.volumes.errors import BrokenOffError, ClosedError, OutageError, ProtocolError, is_protocol_error, reason
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ T = TypeVar("T")
 _FIRST_PAUSE_S = 0.1
 # A store that has never answered is more likely a wrong address than an outage.
 _FIRST_ANSWER_S = 60.0
+# A body that breaks off at one byte for as long, at three tries or more, is no outage: it is all that the server has.
+_SAME_BREAK_S = 5.0
 _SAID_AFTER_S = 10.0
 _SAID_EVERY_S = 60.0
 
@@ -89,6 +92,7 @@ class Retrier:
         is_second_answer = False  # after one that broke the protocol
         since: float | None = None
         began = 0.0
+        breaks: list[tuple[int, float]] = []  # bytes that came, and when, while these are as many at each try
         answered = True
         try:
             while not self._closed.is_set():
@@ -102,6 +106,11 @@ class Retrier:
                     elif not self._may_pass(error):
                         raise
                     else:
+                        if isinstance(error, BrokenOffError):
+                            alike = [each for each in breaks if each[0] == error.after]
+                            breaks = [*alike, (error.after, time.monotonic())]
+                            if error.after and len(breaks) > 2 and breaks[-1][1] - breaks[0][1] >= _SAME_BREAK_S:
+                                raise ProtocolError(f"{error} at each of {len(breaks)} tries") from error
                         if since is None:
                             since, began = time.time(), time.monotonic()
                         if time.monotonic() - began >= self._patience_s:
