@@ -54,7 +54,7 @@ def test_the_config_of_the_job_is_mounted_and_its_ranks_are_the_gpus() -> None:
 
 def test_the_keys_that_are_set_on_command_lines_exist() -> None:
     found = set(re.findall(r"\b((?:training|cluster)\.\w+)(?:=|`|: )", PAGE))
-    assert len(found) > 9
+    assert len(found) > 5
     assert found <= {name for name, _ in iter_keys()}
 
 

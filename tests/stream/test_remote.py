@@ -43,9 +43,8 @@ def test_batches_over_http_are_those_from_disk(server: ChunkServer, tmp_path: Pa
     assert patches == expected
     assert server.stats()["max_in_flight"] > 4, "chunks are asked for at once, not one after the other"
     asked = server.reads_of(path)
-    assert (
-        figures.requests == sum(count for key, count in asked.items() if not key.startswith(".z")) - asked["zarr.json"]
-    )
+    reads = sum(count for key, count in asked.items() if not key.startswith(".z")) - asked["zarr.json"]
+    assert figures.requests == reads - ("sharded" in layout), "the start looks whether a shard holds a chunk"
     assert figures.retries == 0
     assert figures.read_s is not None
     if "sharded" not in layout:

@@ -171,7 +171,7 @@ def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
     """Keys below the array; from a remote store, where chunks lie in folders, several folders at once."""
     source = volume.source
     if not source.remote:
-        yield source.list_keys(volume.array.path)
+        yield source.list_keys(volume.array.path, folders_too=True)
         return
     folders = [volume.array.path]
     while len(folders) == 1:  # go down to where there are several folders to list at once

@@ -48,11 +48,11 @@ def check_path(root: Path, path: Path) -> None:
             raise FetchError(f"a broken link, {place}")
 
 
-def list_files(root: Path, prefix: str) -> Iterator[str]:
-    """Keys of the files below a prefix, in any order; links to folders are followed.  Raises OSError."""
-    for folder, _, files in os.walk(root / prefix, onerror=_raise_unless_gone, followlinks=True):
+def list_files(root: Path, prefix: str, folders_too: bool) -> Iterator[str]:
+    """Keys of the files (and folders) below a prefix, in any order; links to folders are followed.  Raises OSError."""
+    for folder, folders, files in os.walk(root / prefix, onerror=_raise_unless_gone, followlinks=True):
         relative = Path(folder).relative_to(root)
-        yield from ((relative / name).as_posix() for name in files)
+        yield from ((relative / name).as_posix() for name in (*files, *(folders if folders_too else ())))
 
 
 def _raise_unless_gone(error: OSError) -> None:

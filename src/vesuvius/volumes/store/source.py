@@ -198,15 +198,18 @@ class Source:
         """Whether there is such an object.  `probing` and errors as `get`."""
         return self._tried(key, lambda: self._look(key), probing) is not None
 
-    def list_keys(self, prefix: str) -> Iterator[str]:
+    def list_keys(self, prefix: str, folders_too: bool = False) -> Iterator[str]:
         """Keys below a prefix (whole path segments), in any order.  On a disk links to folders are followed.
+
+        Args:
+            folders_too: list folders of a disk as well: one that has the key of a chunk is damage, not air.
 
         Raises:
             DataError: the store cannot list, or access is refused, if only to one folder.
         """
         with self._listing_errors():
             if self._store is None:  # obstore would look at the size of each file
-                yield from list_files(self._root, prefix)
+                yield from list_files(self._root, prefix, folders_too)
                 return
             pages: Iterator[list[str]] | None = None
             last: str | None = None
