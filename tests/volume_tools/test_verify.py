@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,14 @@ def test_a_folder_a_dangling_link_and_a_listed_chunk_that_is_gone_are_broken(tmp
     assert len(found) == 3
     (path / ".chunk_occupancy.npz").unlink()
     assert set(causes(verified(path))) == {(0, 1, 1), (1, 1, 1)}, "without a listing the third is air"
+
+
+def test_a_file_in_the_place_of_a_folder_of_chunks_is_no_air(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    shutil.rmtree(path / "1/1")
+    (path / "1/1").write_bytes(b"")
+    with pytest.raises(DataError, match=r"a folder of chunks must be a folder; got a file, .*1/1;"):
+        verified(path)
 
 
 def test_a_volume_with_a_slab_whose_disk_is_not_mounted_is_not_whole(tmp_path: Path) -> None:

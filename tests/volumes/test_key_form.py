@@ -6,6 +6,7 @@ only, or that looks at the whole array and not at z, y, x of it, fails one of th
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -194,6 +195,24 @@ def test_an_array_without_a_single_chunk_is_refused(tmp_path: Path, zarr_format:
         if file != path / "0/2/3":
             file.unlink()
     assert not whole(path).any(), "one stored chunk is enough"
+
+
+def test_a_few_chunks_of_another_form_among_very_many_are_refused(tmp_path: Path) -> None:
+    """More files of the right form than a page of a listing holds, and air in between that uses up all single looks."""
+    path = write_array(tmp_path / "v", np.ones((48, 48, 48), np.uint8), 4, zarr_format=2)
+    for index in itertools.product(range(12), repeat=3):
+        (path / "/".join(map(str, index))).rename(path / ".".join(map(str, index)))
+    for folder in path.glob("[0-9]*/"):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    rename(path, ".")
+    for y, x in itertools.product(range(12), repeat=2):
+        for z in (9, 10):
+            (path / f"{z}.{y}.{x}").unlink()
+        (path / f"11/{y}").mkdir(parents=True, exist_ok=True)
+        (path / f"11.{y}.{x}").rename(path / f"11/{y}/{x}")
+    with pytest.raises(DataError, match="stored by another form of key"):
+        opened(path)
 
 
 @pytest.mark.parametrize("kind", ["disk", "http"])

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         return EXIT_OK
     config = take_config(args.config, args.overrides)
     if args.replay is not None:
-        return _replay(config, args.replay)
+        return _replay(config, args.replay, args.overrides)
     resume = args.resume or config.training.resume == "auto"
     if args.allow_drift and not resume:
         parser.error("--allow-drift is about resuming; use it with --resume")
@@ -105,9 +105,9 @@ def _step(text: str) -> int:
     return int(text)
 
 
-def _replay(config: Config, step: int) -> int:
+def _replay(config: Config, step: int, overrides: list[str]) -> int:
     from vesuvius.training.replay import replay
 
-    *lines, exit_code = replay(config, step)
+    *lines, exit_code = replay(config, step, overrides)
     say("\n".join(map(str, lines)))
     return int(exit_code)

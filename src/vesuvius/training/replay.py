@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vesuvius.config import Config
+from vesuvius.config.load import parse_stored
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import EXIT_NONFINITE, EXIT_OK, ConfigError
@@ -79,11 +80,12 @@ def diagnose(step: TrainStep, feed: DeviceFeed, batches: Sequence[MicroBatch]) -
     return Diagnosis(watch.layer, watch.samples, watch.input_max, bad, torch.cat(losses).tolist())
 
 
-def replay(config: Config, number: int) -> Iterator[str | int]:
+def replay(config: Config, number: int, overrides: Sequence[str] = ()) -> Iterator[str | int]:
     """Compute step `number`, counted from 1, of the run of `config` again; yields lines and at last the exit code.
 
-    The weights are those of the newest checkpoint that does not lie behind the step; one of the step itself fits as
-    well, as a step that is not finite leaves them alone.  Writes nothing.
+    By the config with which the checkpoint was trained, its number of ranks included, and these overrides.  The weights
+    are those of the newest checkpoint that does not lie behind the step; one of the step itself fits as well, as a step
+    that is not finite leaves them alone.  Writes nothing.
 
     Raises:
         ConfigError: there is no such checkpoint, or its weights do not fit the network.
@@ -95,7 +97,7 @@ def replay(config: Config, number: int) -> Iterator[str | int]:
         raise ConfigError(f"{directory} has no checkpoint up to step {number}; give --replay a later step")
     checkpoint = max(fitting, key=step_of)
     state, device = load_checkpoint(checkpoint), choose_device()
-    facts = DataFacts.from_state(state)
+    facts, config = DataFacts.from_state(state), parse_stored(state["config"], overrides, str(checkpoint))
     # Hooks must see every layer; one process computes the samples of all ranks.
     config = config.with_training(compile=False, workers=0)
     choose_kernels(device, config.training)

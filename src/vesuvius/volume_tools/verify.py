@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
-from vesuvius.errors import ConfigError, storage_errors
+from vesuvius.errors import ConfigError, DataError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.records import parsed, records_in
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, triple
@@ -163,7 +163,10 @@ def read_in_processes(
     with _pool(reading, processes) as pool:
         while True:
             while not died and len(running) < processes and (task := next(waiting, None)) is not None:
-                running[pool.submit(_read_chunks, task[1])] = task
+                try:
+                    running[pool.submit(_read_chunks, task[1])] = task
+                except BrokenProcessPool:  # while the caller had the last result
+                    died.append(task)
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -183,6 +186,13 @@ def _read_one_by_one(reading: Reading, volume: Volume, chunks: list[Triple]) -> 
     broken, left = list[BrokenChunk](), list(chunks)
     while left:
         with _pool(reading, 1) as pool, suppress(BrokenProcessPool):
+            try:
+                pool.submit(_begun).result()
+            except BrokenProcessPool as error:
+                raise DataError(
+                    f"No process for the reading of {volume.name} can be started; check the machine's memory and its "
+                    "limit of processes"
+                ) from error
             while left:
                 broken += pool.submit(_read_chunks, left[:1]).result()
                 left.pop(0)
@@ -225,6 +235,10 @@ def _begin(reading: Reading) -> None:
     # tracker complains of a leak; of the fork kind it has none.  No process is started from here.
     multiprocessing.set_start_method("fork", force=True)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backtraces of what ends the process
+
+
+def _begun() -> None:
+    """Say that this process of the pool has begun."""
 
 
 def _end_with_parent() -> None:

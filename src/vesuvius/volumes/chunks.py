@@ -109,6 +109,10 @@ class ChunkGrid:
         match = self._key_pattern.fullmatch(key)
         return (int(match["z"]), int(match["y"]), int(match["x"])) if match else None
 
+    def leads_to_chunks(self, key: str) -> bool:
+        """Whether chunks, or shards, lie below this key, which must then be a folder."""
+        return any(pattern.fullmatch(key) for pattern in self._folder_patterns)
+
     def load_indices(self, keys: Iterable[str]) -> None:
         """Read the indices of shards (kept for later), from a remote store all at once.
 
@@ -286,6 +290,11 @@ class ChunkGrid:
     @cached_property
     def _key_pattern(self) -> re.Pattern[str]:
         return re.compile(re.escape(self._folder) + self._name_pattern)
+
+    @cached_property
+    def _folder_patterns(self) -> list[re.Pattern[str]]:
+        parts = self._name_pattern.split("/")
+        return [re.compile(re.escape(self._folder) + "/".join(parts[:depth])) for depth in range(1, len(parts))]
 
     @property
     def _name_pattern(self) -> str:

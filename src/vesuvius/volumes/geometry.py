@@ -6,6 +6,7 @@ level is given in.  Any other transformation is refused: after it the axes of an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,7 @@ class Space:
         shift = self.translation or (0.0,) * len(self.scale)
         (sz, sy, sx), (tz, ty, tx) = (tuple(values[axis] for axis in zyx) for values in (self.scale, shift))
         uz, uy, ux = (self.units[axis] for axis in zyx)
-        if not min(sz, sy, sx) > 0:
+        if not all(math.isfinite(size) and size > 0 for size in (sz, sy, sx)):
             what = f"the scale {[sz, sy, sx]} of z, y, x, a mirrored axis or one without a size"
             raise _unsupported(what, self.volume)
         return Geometry((sz, sy, sx), (tz, ty, tx), (uz, uy, ux), self.translation is not None)

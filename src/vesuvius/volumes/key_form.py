@@ -10,7 +10,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,9 @@ log = logging.getLogger(__name__)
 _FORMS = (("default", "/"), ("default", "."), ("v2", "/"), ("v2", "."))
 _FIRST_PROBES, _PROBES = 8, 64
 _PAGE = 1000  # keys of a listing that are looked at
+_NAMES = 100_000  # names in the folder of an array on a disk that are looked at
+# The first parts of the keys of each form: those of two forms side by side are a mixture.
+_FIRST_PARTS = dict(zip(_FORMS, map(re.compile, (r"c", r"c(\.\d+)+", r"\d+", r"\d+(\.\d+)+")), strict=True))
 
 KeyForm = tuple[str, str]
 """Name of a key encoding and its separator, as in `_FORMS`."""
@@ -100,7 +106,7 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source, qui
                 *(name, declared.example, form.example, correct),
             )
         return with_key_form(array, (form.encoding, form.separator))
-    hollow = bool(stored) and not quiet and _only_empty_shards(declared)
+    hollow = bool(stored) and complete and not quiet and _only_empty_shards(declared, stored)
     if quiet or (stored and not hollow) or source.forbidden is not None:
         return array
     total = math.prod(declared.object_counts_zyx)
@@ -130,12 +136,13 @@ def _found(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
     found, complete = [set[Triple]() for _ in forms], False
     if source.can_list:
         try:
-            page = list(itertools.islice(source.list_keys(declared.array.path), _PAGE))
+            most = None if _other_names(declared) else _PAGE
+            page = list(itertools.islice(source.list_keys(declared.array.path), most))
         except DataError as error:
             log.debug("%s is probed without a listing: %s", source.shown, error)
         else:
             found = [{place for key in page if (place := form.place(key)) is not None} for form in forms]
-            complete = len(page) < _PAGE
+            complete = most is None or len(page) < most
     if complete:
         return found, True
     places = _some_places(counts, _PROBES)
@@ -168,15 +175,27 @@ def other_key(grid: ChunkGrid, place: Triple) -> str | None:
         return None
 
 
-def _only_empty_shards(form: _Form) -> bool:
-    """Whether the shards are few and hold no chunk: known by their indices."""
-    if form.shard_zyx is None or math.prod(form.object_counts_zyx) > _PROBES:
+def _other_names(form: _Form) -> bool:
+    """Whether names of another form lie in the array's folder on a disk, among other things perhaps."""
+    if form.source.remote:
+        return False
+    others = [name for other, name in _FIRST_PARTS.items() if other != (form.encoding, form.separator)]
+    try:
+        with os.scandir(Path(form.source.address, form.array.path)) as entries:
+            names = (entry.name for entry in itertools.islice(entries, _NAMES))
+            return any(other.fullmatch(name) for name in names for other in others)
+    except OSError:  # whoever lists it says so
+        return False
+
+
+def _only_empty_shards(form: _Form, stored: set[Triple]) -> bool:
+    """Whether these shards are few and hold no chunk: known by their indices."""
+    if form.shard_zyx is None or len(stored) > _PROBES:
         return False
     chunks = triple(s // c for s, c in zip(form.shard_zyx, form.chunk_zyx, strict=True))
     try:
-        places = _some_places(form.object_counts_zyx, _PROBES)
-        return not any(form.present_in_shard(times(place, chunks)).any() for place in places)
-    except ShardIndexError:  # whoever reads the shard says what is wrong with it
+        return not any(form.present_in_shard(times(place, chunks)).any() for place in sorted(stored))
+    except (ShardIndexError, RefusedError):  # whoever reads the shard says what is wrong with it
         return False
 
 

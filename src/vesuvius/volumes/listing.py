@@ -141,7 +141,7 @@ def list_objects(volume: Volume) -> Bools:
     """Which chunks, or of a sharded array which shards, the store lists; reads no shard.
 
     Raises:
-        DataError: the store cannot list, or on a disk a folder of chunks is a broken link.
+        DataError: the store cannot list, or on a disk a folder of chunks is a broken link or a file.
     """
     occupancy = np.zeros(volume.grid.object_counts_zyx, bool)
     keys = itertools.chain.from_iterable(_listed_keys(volume))
@@ -153,18 +153,16 @@ def list_objects(volume: Volume) -> Bools:
 
 
 def _place_of(volume: Volume, key: str) -> Triple | None:
-    """The place of a chunk's key; None for other keys.  Raises DataError for a link to a folder that is not there."""
+    """The place of a chunk's key; None for other keys.  Raises DataError where no folder is where chunks lie in one."""
     place = volume.grid.place_of(key)
-    if place is None and not volume.source.remote and _is_broken_link(path := Path(volume.source.address, key)):
-        raise DataError(
-            f"a folder of chunks must be a folder; got a broken link, {path}; mount the disk that holds it, or "
-            "restore it from its source"
-        )
+    if place is None and not volume.source.remote and volume.grid.leads_to_chunks(key):
+        path = Path(volume.source.address, key)
+        if not path.is_dir():
+            raise DataError(
+                f"a folder of chunks must be a folder; got a {'broken link' if path.is_symlink() else 'file'}, {path}; "
+                "mount the disk that holds it, or restore it from its source"
+            )
     return place
-
-
-def _is_broken_link(path: Path) -> bool:
-    return path.is_symlink() and not path.exists()
 
 
 def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:

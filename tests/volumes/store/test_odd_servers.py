@@ -83,7 +83,7 @@ READ_ALL_THE_SAME = {
     "suffix ignored": lambda data, asked: (
         sized("200 OK", data) if asked.span is not None and asked.span[0] is None else served(data, asked)
     ),
-    **{f"suffix {status}": refusing_suffixes(f"{status} No") for status in (400, 404, 416, 501)},
+    **{f"suffix {status}": refusing_suffixes(f"{status} No") for status in (400, 404, 416, 500, 501)},
     "HEAD 405": refusing_head("405 No"),
 }
 

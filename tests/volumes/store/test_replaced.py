@@ -7,6 +7,7 @@ checks between runs and not within one, fails.
 from __future__ import annotations
 
 import itertools
+import random
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -45,10 +46,11 @@ HEADERS: dict[str, Callable[[bytes], Mapping[str, str]]] = {
     "time only": lambda body: {"Last-Modified": time_of(body)},
     "neither": lambda body: {},
 }
-_requests = itertools.count()
+_requests, _random = itertools.count(), random.Random(0)
 # Of servers behind one address that take turns, each with ETags of its own.
 BALANCED: dict[str, Callable[[bytes], Mapping[str, str]]] = {
     "etags of 2 servers": lambda body: {"ETag": f'"{next(_requests) % 2}-{zlib.crc32(body):08x}"'},
+    "etags of 8 servers": lambda body: {"ETag": f'"{_random.randrange(8)}-{zlib.crc32(body):08x}"'},
     "etags of 3 servers": lambda body: {"ETag": f'"{next(_requests) % 3}-{zlib.crc32(body):08x}"'},
 }
 HALF = ((0, 0, 0), (32, 32, 16))

@@ -8,9 +8,10 @@ in 64 tensors, 2 loaded cores of an AMD EPYC).
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from vesuvius.errors import one_line
+
+_CHUNK_BYTES = 2**20
 
 
 def read_state(path: Path, mmap: bool = False) -> Any:
@@ -40,14 +43,17 @@ def read_state(path: Path, mmap: bool = False) -> Any:
         raise ValueError(one_line(error)) from error
 
 
-def write_state(path: Path, state: dict[str, Any]) -> str:
-    """Write tensors and plain data for `torch.load`; returns the SHA-256 sum.  Raises OSError."""
-    try:
-        torch.save(state, path)
-    except RuntimeError as error:  # of torch's own file, which a full disk refuses
-        raise OSError(one_line(error)) from error
-    sync(path)
-    return digest(path)
+def write_state(path: Path, state: dict[str, Any], on_progress: Callable[[], None] = lambda: None) -> str:
+    """Write tensors and plain data for `torch.load`; returns the SHA-256 sum.  Raises OSError.
+
+    `on_progress` is called after each MiB.
+    """
+    with _HashedFile(path, on_progress) as file:
+        torch.save(state, file)
+        if file.error is not None:
+            raise file.error
+        os.fsync(file.fileno())
+    return file.hash.hexdigest()
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> str:
@@ -88,3 +94,31 @@ def sync(path: Path) -> None:
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors in nested dicts, lists and tuples."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _HashedFile(io.FileIO):
+    """A file that is hashed while it is written.
+
+    An error is kept, not raised: torch would go on to its own complaint about the position in the file, which hides it.
+    """
+
+    def __init__(self, path: Path, on_progress: Callable[[], None]) -> None:
+        super().__init__(path, "wb")
+        self._on_progress = on_progress
+        self.hash = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:  # whatever has bytes
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _CHUNK_BYTES):
+            self._write_chunk(view[start : start + _CHUNK_BYTES])
+        return len(view)
+
+    def _write_chunk(self, chunk: memoryview) -> None:
+        self.hash.update(chunk)
+        while chunk and self.error is None:
+            try:
+                chunk = chunk[super().write(chunk) :]
+            except OSError as error:
+                self.error = error
+        self._on_progress()

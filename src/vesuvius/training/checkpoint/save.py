@@ -74,7 +74,7 @@ def save_checkpoint(
         state: tensors and plain data, as `torch.load(weights_only=True)` can read it; with "averages", by name, of
             which each has "weights", by name.
         config_yaml: resolved config of the run.
-        on_progress: called after each file.
+        on_progress: called often while the disk takes the bytes.
 
     Raises:
         StorageError: the disk is full or cannot be written; older checkpoints are untouched, nothing is left behind.
@@ -111,8 +111,7 @@ def _write_files(
     without_weights = {
         name: {key: value for key, value in average.items() if key != "weights"} for name, average in averages.items()
     }
-    digests = {STATE: write_state(partial / STATE, state | {"averages": without_weights})}
-    on_progress()
+    digests = {STATE: write_state(partial / STATE, state | {"averages": without_weights}, on_progress)}
     for name, average in averages.items():
         digests[weights_file(name)] = write_weights(partial / weights_file(name), average["weights"])
         on_progress()

@@ -34,7 +34,7 @@ class CheckpointWriter:
         directory: `runs/<name>/checkpoints`.
         retention: which checkpoints stay; its `best_step` comes with each save.
         config_yaml: resolved config of the run.
-        on_progress: called on the thread, after each file.
+        on_progress: called on the thread, often, while the disk takes the bytes.
 
     Attributes:
         failures: step and error of each save that failed, for the caller to take out.

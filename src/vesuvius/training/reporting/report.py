@@ -169,7 +169,8 @@ class StepReporter:
     def _compute_again(self, launched: Launched) -> Diagnosis | None:
         """Where the step went wrong; the weights may have moved in steps launched since, but not after the last one."""
         try:
-            return self._diagnose(launched.batches)
+            with self._clock.pausing():
+                return self._diagnose(launched.batches)
         except Exception as error:  # the run has other worries
             log.warning("step %d could not be computed again: %s", launched.step, one_line(error))
             return None

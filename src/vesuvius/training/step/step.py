@@ -163,12 +163,13 @@ class TrainStep:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Between two steps: what is accumulated here, by the plain network, is dropped at the end."""
+        """Between two steps: what is accumulated here, by the plain network, is dropped at the end, and not timed."""
         forward, self._forward = self._forward, self.network
+        timed, self.timed = self.timed, untimed
         try:
             yield
         finally:
-            self._forward = forward
+            self._forward, self.timed = forward, timed
             self._begin()
 
     def _judge(self, grad_norm: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

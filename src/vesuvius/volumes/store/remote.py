@@ -108,7 +108,7 @@ class RemoteStore:
             try:
                 answer = self._get(key, byte_range)
             except (BaseError, FileNotFoundError, ProtocolError) as error:
-                if self._has_suffixes or is_outage(error, remote=True):
+                if self._has_suffixes or (status_of(error) is None and is_outage(error, remote=True)):
                     raise
                 refused = error
             else:
@@ -116,7 +116,7 @@ class RemoteStore:
                 return answer
         size = self._get(key, ByteRange(0, 1)).size
         answer = self._get(key, ByteRange(max(size + byte_range.start, 0), size))
-        if refused is not None:
+        if refused is not None and not is_outage(refused, remote=True):  # those may pass: it is asked for again
             self._has_suffixes = False
             warn_once(
                 "%s does not send the last bytes of an object (%s): two requests are needed for each shard's index",
