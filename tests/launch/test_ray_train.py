@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -124,7 +125,7 @@ def test_a_stop_reaches_rank_0_once_and_the_end_of_the_command_ends_the_asking(
             raise ray.exceptions.RayActorError from None  # the command has ended, and with it the mailbox
         return mailbox.stop()
 
-    worker._follow(SimpleNamespace(stop=SimpleNamespace(remote=said)), stop)
+    worker._follow(SimpleNamespace(stop=SimpleNamespace(remote=said)), stop, threading.Event())
     assert stop.asked() == (75, "SIGTERM")
     assert mailbox.silent_s() < 10
 

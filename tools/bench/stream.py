@@ -1,7 +1,7 @@
 """The patch stream alone: seconds to the first batch, patches/s, and patches per CPU second of this process.
 
-Prints one line of JSON, with a hash of two batches: two versions that read the same samples print the same.  To compare with another
-checkout, run both in turn, the other one with `PYTHONPATH=OTHER/src`:
+Prints one line of JSON, with a hash of two batches: two versions that read the same samples print the same.  To compare
+with another checkout, run both in turn, the other one with `PYTHONPATH=OTHER/src`:
 
     python tools/bench/stream.py VOLUME.zarr --workers 2 --batches 60
 """

@@ -73,6 +73,8 @@ def test_errors_of_another_gpu_of_the_machine_do_not_ask_to_stop_this_run() -> N
     ]
     assert "stop, have the GPU checked" in found[0].text
     assert found[1].text.endswith("this run does not use that GPU")
+    found = Notices("a part of a GPU").of(sample(0, ours, other), sample(1, *worse))
+    assert [notice.level for notice in found] == [logging.ERROR] * 2, "each may be ours"
 
 
 def _beside(pid: int, gib: float, rate: float) -> tuple[ProcessUse, float]:

@@ -87,11 +87,11 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
     if end := ray.get(job.mailbox.end.remote()):
         return cast(tuple[int, str], end)
     logging.getLogger("vesuvius").setLevel(logging.INFO)
-    request, stop = job.request, job.stop_request()
+    request, stop, ended = job.request, job.stop_request(), threading.Event()
     if os.environ["RANK"] == "0":
         if ray.get(job.mailbox.start.remote()):
             request = replace(request, resume=True)
-        threading.Thread(target=_follow, args=(job.mailbox, stop), name="mailbox", daemon=True).start()
+        threading.Thread(target=_follow, args=(job.mailbox, stop, ended), name="mailbox", daemon=True).start()
     try:
         _enter(job.directory)
         return train_as_rank(request, stop=stop), ""
@@ -109,6 +109,7 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
             ray.get(job.mailbox.give_up.remote(EXIT_ERROR, f"{type(error).__name__}: {one_line(error)}"))
         raise
     finally:
+        ended.set()
         close_logs()
 
 
@@ -123,9 +124,9 @@ def _enter(directory: str) -> None:
         ) from error
 
 
-def _follow(mailbox: Any, stop: StopRequest) -> None:
-    """Ask for a stop until the process that keeps the mailbox is gone."""
-    while True:
+def _follow(mailbox: Any, stop: StopRequest, ended: threading.Event) -> None:
+    """Ask for a stop until the rank has ended, or the process that keeps the mailbox is gone."""
+    while not ended.wait(_POLL_S):
         try:
             asked = ray.get(mailbox.stop.remote(), timeout=30)
         except ray.exceptions.GetTimeoutError:
@@ -134,4 +135,3 @@ def _follow(mailbox: Any, stop: StopRequest) -> None:
             return
         if asked is not None:
             stop.adopt(*asked)
-        time.sleep(_POLL_S)

@@ -51,13 +51,15 @@ class Notices:
         """Errors of memory that ECC could not correct.  Another GPU's are no reason to stop this run."""
         known = self._ecc | _ecc_counts(before)
         self._ecc = known | _ecc_counts(sample)
+        # The name of a part of a GPU (MIG) is in that of no GPU: then each may be ours.
+        ours = self._gpu_uuid if any(self._gpu_uuid in gpu.uuid for gpu in sample.gpus if self._gpu_uuid) else None
         for gpu in sample.gpus:
             errors = (gpu.ecc_uncorrected or 0) - known.get(gpu.uuid, gpu.ecc_uncorrected or 0)
             if errors <= 0:
                 continue
             text = f"GPU {gpu.index} ({gpu.name}): {errors} new memory error(s) that ECC could not correct; "
             level = logging.WARNING
-            if self._gpu_uuid is None or self._gpu_uuid in gpu.uuid:
+            if ours is None or ours in gpu.uuid:
                 level = logging.ERROR
                 text += "results since may be wrong: stop, have the GPU checked, continue from an earlier checkpoint"
             else:

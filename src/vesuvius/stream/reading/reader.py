@@ -139,9 +139,9 @@ class Reader:
         self._found: list[dict[str, Any]] = []  # damage since the last block
         self._blocks, self._decode_s, self._bytes_read = 0, 0.0, 0
         self._reported = self._totals()
-        notes_dir = Path(job.notes_dir) if job.notes_dir else None
-        self._crashed = crashed_chunks(notes_dir) if notes_dir else {}
-        self._note, self._closed = open_note(notes_dir, actor), threading.Event()
+        self._notes_dir = Path(job.notes_dir) if job.notes_dir else None
+        self._crashed: dict[tuple[str, Triple], str] = {}
+        self._note, self._closed = open_note(self._notes_dir, actor), threading.Event()
         if actor:  # the trainer's own sources say it themselves
             threading.Thread(target=self._publish_outages, name="notes", daemon=True).start()
 
@@ -158,6 +158,8 @@ class Reader:
             DataError: a chunk is missing and must not be, or no region can be read in place of an unreadable one.
         """
         plan = self._job.plan
+        if self._notes_dir is not None:  # other readers may have died meanwhile
+            self._crashed = crashed_chunks(self._notes_dir)
         visits, later = ([plan.visit(slot) for slot in some.slots] for some in (task, ahead or Task(())))
         queue = [(visit.volume, visit.region) for visit in (*visits, *later)]
         if any(key not in queue for key in self._staged):  # another task came than was expected

@@ -151,16 +151,19 @@ class StepReporter:
             input_max=found and found.input_max,
             gradients=found and found.gradients,
         )
+        again = str(found or "it could not be computed again")
+        if found and self._run.part.world > 1:
+            again += " (of this rank's samples: see the logs of the other ranks)"
         where = _name_samples([(indices[place], timesteps[place]) for place in offending])
         text = (
             f"step {launched.step} was not applied: loss {outcome.loss}, gradient norm {outcome.grad_norm}, samples "
             f"{indices[0]} to {indices[-1]}, {where}"
         )
-        log.error("%s; %s", text, found or "it could not be computed again")
+        log.error("%s; %s", text, again)
         if last:
             raise NonFiniteError(
                 f"loss and gradient must be finite; {text} ({outcome.nonfinite_in_a_row} in a row); "
-                f"{found or 'it could not be computed again'}; `vesuvius train --config ... --replay {launched.step}` "
+                f"{again}; `vesuvius train --config ... --replay {launched.step}` "
                 "shows each sample; lower training.lr or training.clip_norm, look at these samples, or allow more "
                 "with training.max_nonfinite",
                 launched.step,
