@@ -71,7 +71,7 @@ def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: fl
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("drift", "least", "alike"), [(0.05, 0.97, 0.85), (0.10, 0.93, 0.8)])
+@pytest.mark.parametrize(("drift", "least", "alike"), [(0.05, 0.97, 0.90), (0.10, 0.93, 0.8)])
 def test_thirty_tunes_end_near_the_best_and_agree(drift: float, least: float, alike: float) -> None:
     found, agreed = shares(drift, seeds=30), same(drift, seeds=30)
     print(f"\ndrift {drift:.0%}: shares of the optimum {found}\nthe same: {agreed}")
