@@ -45,29 +45,14 @@ def ends(config: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> t
             "the run directory must be writable; got .*free some",
         ),
         (
-            PermissionError(errno.EACCES, "Permission denied", "/root/.cache/x"),
-            EXIT_ERROR,
-            "The system refused.*/root/.cache",
-        ),
-        (
             OSError("AF_UNIX path length cannot exceed 107 bytes"),
             EXIT_ERROR,
             "The system refused .*AF_UNIX path.*py:[0-9]+",
         ),
         (
-            OSError(errno.EMFILE, "Too many open files"),
-            EXIT_ERROR,
-            "The system refused what the run needs: .*Too many open",
-        ),
-        (
-            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
-            EXIT_ERROR,
-            "The system refused .*temporarily",
-        ),
-        (
             FileNotFoundError(errno.ENOENT, "No such file or directory", "nvcc"),
             EXIT_ERROR,
-            "The system refused .*'nvcc'",
+            "The system refused what the run needs: .*'nvcc'",
         ),
     ],
 )
@@ -123,6 +108,7 @@ def test_kernels_that_are_wrong_on_this_machine_are_refused_before_there_is_a_ru
     assert len(list((tmp_path / "runs/tiny/checkpoints").iterdir())) == 1
 
 
+@pytest.mark.long
 def test_a_ray_that_cannot_start_here_leaves_no_run_behind(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def run_end(run: Path) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.long
 def test_a_terminal_that_closes_stops_a_run_with_ray_readers_as_sigterm_does(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,36 +45,3 @@ def test_a_run_with_readers_goes_on_and_says_what_killed_them(
     quarantined = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
     assert {tuple(record["chunk"]) for record in quarantined} == {(1, 1, 1)}
     assert " % of the patches were replaced, as 1 damaged places of the volumes are" in done.stderr
-
-
-@pytest.mark.long
-def test_more_deaths_than_allowed_end_the_run_with_exit_6(
-    tiny_config: WriteConfig, sharded: Path, tmp_path: Path
-) -> None:
-    config = config_of(tiny_config, sharded, max_reader_deaths=0)
-    done = run_armed("train", "--config", config, "training.max_steps=1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for chunk in ALL:
-        poison(sharded, chunk)
-    done = run_armed("train", "--config", config, "--resume", "training.workers=1", cwd=tmp_path)
-    assert done.returncode == 6, done.stderr
-    errors = [line for line in done.stderr.splitlines() if "data.max_reader_deaths=0" in line]
-    assert len(errors) == 1, done.stderr
-    assert "got 1, the last: reader" in errors[0] or "got 1 at the start" in errors[0]
-    assert "Traceback" not in done.stderr
-    assert "workers=0" not in done.stderr, "it would take the trainer along"
-
-
-def test_without_readers_the_next_start_names_the_place(
-    tiny_config: WriteConfig, sharded: Path, tmp_path: Path
-) -> None:
-    config = config_of(tiny_config, sharded)
-    done = run_armed("train", "--config", config, "training.max_steps=1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for chunk in ALL[:32]:  # the others are held out
-        poison(sharded, chunk)
-    ended = run_armed("train", "--config", config, "--resume", cwd=tmp_path)
-    assert ended.returncode == -signal.SIGABRT
-    again = run_armed("train", "--config", config, "--resume", cwd=tmp_path)
-    (said,) = [line for line in again.stderr.splitlines() if "readers of earlier sessions crashed 1 times" in line]
-    assert f"by SIGABRT while it read volume {sharded}, region z " in said

@@ -205,7 +205,7 @@ def test_a_file_torn_by_a_crash_does_not_hide_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's own thread
-def test_on_a_full_disk_it_says_once_how_to_make_them_again_and_stops(
+def test_on_a_full_disk_it_says_once_where_the_figures_are_and_stops(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(tmp_path, kib=64) as disk:
@@ -219,7 +219,7 @@ def test_on_a_full_disk_it_says_once_how_to_make_them_again_and_stops(
         (record,) = caplog.records
         assert record.levelname == "ERROR"
         assert "No space left on device" in record.getMessage()
-        assert f"python tools/tensorboard_from_metrics.py {disk} rebuilds them" in record.getMessage()
+        assert "metrics.jsonl has all figures" in record.getMessage()
         ballast.unlink()
         write(disk, START | {"step": 1}, step_record(2))
         assert steps(disk / "tb")[-1] == 2, "the next session writes again"

@@ -1,7 +1,6 @@
 """Records of metrics.jsonl -> TensorBoard: one event file a session, in `tb/` of the run.
 
-Everything follows from the records and the pictures that they name, so events that were lost can be made again
-(`tools/tensorboard_from_metrics.py`).  `scalars.py` has the table of tags.
+Everything follows from the records and the pictures that they name.  `scalars.py` has the table of tags.
 """
 
 from __future__ import annotations
@@ -75,10 +74,9 @@ class TensorBoard:
         self.failed, self._writer = True, None
         log.error(
             "TensorBoard's events must be writable; got %s in %s; free some space: no more are written in this "
-            "session; python tools/tensorboard_from_metrics.py %s rebuilds them from metrics.jsonl",
+            "session; metrics.jsonl has all figures",
             error,
             self._directory,
-            self._run,
         )
 
     def _add(self, writer: SummaryWriter, record: Record) -> None:
