@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vesuvius.monitor.clock import CudaClock, HostClock, Part, StepClock, make_clock
-from vesuvius.runlog.step_times import StepTimes
+from vesuvius.monitor.clock import CudaClock, HostClock, Part, StepClock, StepTimes, make_clock
 
 
 def all_parts(times: StepTimes) -> list[float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vesuvius.runlog.files.append_file import AppendFile
+from vesuvius.runlog.files import AppendFile
 from vesuvius.runlog.logfile import _TerminalHandler, close_logs, log_to_terminal, open_log
 
 log = logging.getLogger("vesuvius.test")

@@ -1,16 +1,41 @@
-"""JSON Lines, the log line and durations."""
+"""Records: what is appended, what of it holds after interruptions, and months of it in little space."""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
+import logging
 import math
+import os
+import queue
+import random
+import shutil
+import threading
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.small_disk import small_disk
+from vesuvius.monitor.clock import StepTimes
 from vesuvius.runlog.logfile import step_line
-from vesuvius.runlog.records import JsonLines, read_records
-from vesuvius.runlog.step_times import StepTimes
+from vesuvius.runlog.records import (
+    ROTATE_BYTES,
+    JsonLines,
+    Record,
+    RotatedFile,
+    current_records,
+    iter_records,
+    iter_rotated,
+    read_records,
+    run_starts,
+)
 from vesuvius.runlog.units import GIB
 
 TIMES = StepTimes(step_s=2.914, data_s=0.412, h2d_s=0.003, forward_s=0.771, backward_s=1.5, optimizer_s=0.2)
@@ -37,6 +62,7 @@ STEP = {
     "gpu_s": TIMES.gpu_s,
     "other_s": TIMES.other_s,
 }
+MONTH_RECORDS = 30 * 24 * 3600 // 10
 
 
 def test_the_step_line_is_the_one_that_others_grep() -> None:
@@ -54,18 +80,22 @@ def test_the_step_line_is_the_one_that_others_grep() -> None:
     assert step_line(several).endswith(" eta 4d07h comm_s 0.000 ranks 2 slowest 1 pause_s 0.010")
 
 
-def test_records_are_appended_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_records_are_appended_a_torn_line_is_passed_over_and_listeners_hear_what_stands_in_the_file(
+    tmp_path: Path,
+) -> None:
+    path, heard = tmp_path / "metrics.jsonl", list[Any]()
     first = JsonLines(path)
     first.write("step", step=1, loss=0.5)
     first.close()
     with path.open("a") as file:
         file.write('{"kind": "step", "st')
-    second = JsonLines(path)
+    second = JsonLines(path, [heard.append])
     written = second.write("step", step=2, loss=math.nan, parts=(math.inf, 0.1 + 0.2))
+    second.share({"kind": "system"})
     second.close()
     records = read_records(path)
     assert [r["step"] for r in records] == [1, 2]
+    assert heard == [records[1], {"kind": "system"}]
     assert records[1] == written
     assert (written["loss"], written["parts"]) == (None, [None, 0.1 + 0.2])
     for line in path.read_text().splitlines()[2:]:
@@ -83,3 +113,177 @@ def test_going_on_with_a_long_file_does_not_read_it_whole(tmp_path: Path) -> Non
         tracemalloc.stop()
     assert peak_bytes < 300_000, "of 3,000,001"
     assert path.read_bytes().endswith(b"{\n"), "its torn line is closed all the same"
+
+
+def test_listeners_hear_of_a_record_that_the_disk_does_not_take(tmp_path: Path) -> None:
+    """A full pipe nobody reads from hangs like a disk; a second thread is not held up by the first."""
+    path, heard = tmp_path / "metrics.jsonl", queue.Queue[Any]()
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    metrics = JsonLines(path, [heard.put])
+    filler = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(filler, bytes(4096))
+    threads = [threading.Thread(target=metrics.write, args=("event",), daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert [heard.get(timeout=30)["kind"] for _ in threads] == ["event", "event"]
+    text = b""
+    while text.count(b"\n") < 2:
+        with contextlib.suppress(BlockingIOError):
+            text += os.read(reader, 2**20)
+    for thread in threads:
+        thread.join(30)
+    os.close(filler)
+    os.close(reader)
+
+
+def start(step: int) -> dict[str, Any]:
+    return {"kind": "run_start", "step": step}
+
+
+def current(records: Sequence[Record]) -> list[Record]:
+    return list(current_records(records, [record for record in records if record["kind"] == "run_start"]))
+
+
+def by_going_back(records: Sequence[Record]) -> list[Record]:
+    """The definition: each beginning drops what was recorded beyond it."""
+    kept: list[Record] = []
+    for record in records:
+        if record["kind"] == "run_start":
+            step = record["step"]
+            last = {"validation": record.get("validated_step", step), "preview": record.get("previewed_step", step)}
+            kept = [each for each in kept if (each.get("step") or 0) <= last.get(each["kind"], step)]
+        kept.append(record)
+    return kept
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(
+                lambda step, behind: start(step) | ({"validated_step": max(step - behind, 0)} if behind else {}),
+                st.integers(0, 9),
+                st.integers(0, 3),
+            ),
+            st.builds(
+                lambda kind, step: {"kind": kind} | ({} if step is None else {"step": step}),
+                st.sampled_from(["step", "validation", "preview", "event", "run_end"]),
+                st.none() | st.integers(0, 9),
+            ),
+        ),
+        max_size=30,
+    )
+)
+def test_records_are_current_in_one_pass_as_if_each_beginning_had_gone_back(records: list[Record]) -> None:
+    assert current(records) == by_going_back(records)
+
+
+def test_a_validation_that_the_checkpoint_of_its_step_does_not_know_of_was_done_again() -> None:
+    """The process was killed between the validation after step 2, made up for after a resume, and the next save."""
+    begin = {"kind": "run_start", "step": 2, "validated_step": 0, "previewed_step": 2}
+    validation, preview = ({"kind": kind, "step": 2} for kind in ("validation", "preview"))
+    kept = [start(0), {"kind": "step", "step": 2}, preview, begin]
+    assert current([*kept, validation, begin, validation]) == [*kept, begin, validation]
+
+
+def test_a_file_is_read_one_record_at_a_time_and_of_some_steps_those_alone(tmp_path: Path) -> None:
+    """A run of 6,000 steps has 7 MB of records here; the peak stays below one of them."""
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        for number in range(6_000):
+            if number % 2_000 == 0:
+                file.write(json.dumps({"kind": "run_start", "time": 1.0, "step": max(number - 10, 0)}) + "\n")
+            file.write(json.dumps({"kind": "step", "time": 1.0, "step": number, "more": "x" * 1100}) + "\n")
+    tracemalloc.start()
+    try:
+        count = sum(1 for _ in current_records(iter_records(path), run_starts(path)))
+        some = list(current_records(iter_records(path, range(3_985, 4_003)), run_starts(path)))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == 6_000 - 2 * 9 + 3
+    steps = [record["step"] for record in some if record["kind"] == "step"]
+    assert steps == [*range(3_985, 3_991), *range(4_000, 4_003)], "what a session went back behind is left out"
+    assert peak < 2**19
+
+
+def rotated_records(path: Path, rotate_bytes: int) -> JsonLines:
+    return JsonLines(RotatedFile(path, rotate_bytes))
+
+
+def numbers(path: Path) -> list[int]:
+    return [record["n"] for record in iter_rotated(path)]
+
+
+def test_records_are_read_back_in_order_over_all_parts_and_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "system.jsonl"
+    for session in range(3):
+        lines = rotated_records(path, 1000)
+        for n in range(100):
+            lines.write("system", n=100 * session + n, filler="x" * 40)
+        lines.close()
+    assert len(list(tmp_path.glob("system.0*.jsonl.gz"))) > 5
+    assert not list(tmp_path.glob(".*")), "nothing partial is left"
+    assert path.stat().st_size < 1200
+    assert numbers(path) == list(range(300))
+
+
+class Died(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("call", ["rename", "open", "copyfileobj", "unlink"])
+def test_a_kill_inside_a_rotation_loses_nothing_and_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "system.jsonl"
+    file = RotatedFile(path, 10**9)
+    lines = JsonLines(file)
+    for n in range(20):
+        lines.write("system", n=n)
+    with monkeypatch.context() as dying:
+
+        def die(*_: Any, **__: Any) -> None:
+            raise Died
+
+        dying.setattr({"rename": os, "open": gzip, "copyfileobj": shutil, "unlink": Path}[call], call, die)
+        file._rotate_bytes = 0
+        with pytest.raises(Died):
+            lines.write("system", n=20)
+    assert numbers(path) == list(range(21))
+    after = rotated_records(path, 0)  # the next session rotates with every record, and tidies up
+    after.write("system", n=21)
+    after.close()
+    assert numbers(path) == list(range(22))
+    assert not [part for part in tmp_path.glob("system.0*.jsonl") if part.with_name(part.name + ".gz").exists()]
+
+
+def test_a_full_disk_keeps_the_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path, 64) as disk, caplog.at_level(logging.WARNING):
+        path = disk / "system.jsonl"
+        lines = rotated_records(path, 40_000)
+        (disk / "filler").write_bytes(b"x" * 12_000)
+        rng = random.Random(0)
+        for n in range(60):  # text that does not compress
+            lines.write("system", n=n, filler="".join(rng.choices("0123456789abcdef", k=700)))
+        lines.close()
+        assert numbers(path) == list(range(60))
+    assert "must be writable to compress it" in caplog.text
+
+
+def test_a_month_of_records_stays_below_100_mb(tmp_path: Path) -> None:
+    """Of as many figures as the monitor of a run with 12 readers and a GPU writes, each wandering by pages."""
+    path, rng, count = tmp_path / "system.jsonl", random.Random(0), 600
+    lines = rotated_records(path, ROTATE_BYTES // 16)
+    sizes = [rng.randrange(2**20) * 4096 for _ in range(40)]
+    for _ in range(count):
+        sizes = [size + 4096 * rng.randint(-300, 300) for size in sizes]
+        shares = {f"core_{n}_busy": round(rng.random(), 2) for n in range(30)}
+        lines.write("system", **{f"figure_{n}_bytes": size for n, size in enumerate(sizes)}, **shares)
+    lines.close()
+    packed = sum(part.stat().st_size for part in tmp_path.glob("*.gz"))
+    in_parts = count - len(path.read_text().splitlines())
+    assert in_parts > 200
+    assert packed / in_parts * MONTH_RECORDS + ROTATE_BYTES < 100e6

@@ -61,9 +61,10 @@ def test_values_of_secret_variables_are_hidden_in_whatever_holds_them() -> None:
     assert redact(text, environment) == "401 for *** of research1, try 1: /home/me/key.json"
 
 
-def test_redacted_reaches_every_text_of_nested_data_and_leaves_numbers() -> None:
+def test_redacted_reaches_every_text_of_nested_data_and_what_has_a_secret_name_and_leaves_numbers() -> None:
     data = {"a": [1, 2.5, None, True, f"https://x:{SECRET}@h"], "b": ({"c": f"k_TOKEN={SECRET}"},)}
     assert redacted(data) == {"a": [1, 2.5, None, True, "https://***@h"], "b": ({"c": "k_TOKEN=***"},)}
+    assert redacted({"api_key": "abc", "a": [{"token": "t"}]}) == {"api_key": "***", "a": [{"token": "***"}]}
 
 
 def test_log_lines_and_what_commands_print_hold_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,11 +123,3 @@ def test_what_stands_around_a_secret_stays() -> None:
         "{'Authorization': 'Bearer zzz'}": "{'Authorization': '***'}",
     }.items():
         assert redact(text, {}) == shown
-
-
-def test_a_text_below_a_secret_name_is_hidden() -> None:
-    assert redacted({"api_key": "abc", "author": "me", "a": [{"token": "t"}]}) == {
-        "api_key": "***",
-        "author": "me",
-        "a": [{"token": "***"}],
-    }

@@ -19,28 +19,17 @@ from vesuvius.runlog import environment
 from vesuvius.runlog.run_dir import RunDir, run_dir
 
 
-def test_a_second_process_is_kept_out_while_the_first_is_at_work(tmp_path: Path) -> None:
-    directory = RunDir(tmp_path / "runs" / "x")
-    with (
-        directory.locked(new=True),
-        pytest.raises(ConfigError, match=r"one process may work on a run; got .*runs/x"),
-        directory.locked(new=False),
-    ):
-        pass
-    with directory.locked(new=False):
-        pass
-
-
-def test_a_process_that_may_wait_gets_the_lock_once_the_one_before_has_let_go_and_no_later_than_it_may(
+def test_a_second_process_is_kept_out_and_one_that_may_wait_gets_the_lock_once_the_first_has_let_go(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory, caplog_at = RunDir(tmp_path / "x"), caplog.at_level(logging.INFO)
+    directory, caplog_at = RunDir(tmp_path / "runs/x"), caplog.at_level(logging.INFO)
     held = directory.locked(new=True)
     held.__enter__()
-    with pytest.raises(ConfigError, match=rf"after 0.3 s: process {os.getpid()} on "), directory.locked(False, 0.3):
-        pass
+    for wait_s, message in ((0.0, r"one process may work on a run; got .*runs/x"), (0.3, rf"process {os.getpid()} on")):
+        with pytest.raises(ConfigError, match=message), directory.locked(False, wait_s):
+            pass
     first = directory.mark()
-    threading.Timer(0.5, lambda: held.__exit__(None, None, None)).start()
+    threading.Timer(0.3, lambda: held.__exit__(None, None, None)).start()
     with caplog_at, directory.locked(new=False, wait_s=60):
         assert directory.mark() not in ("", first)
     assert f"is locked by {first}; waiting up to 60 s" in caplog.text
@@ -58,25 +47,24 @@ def test_a_path_that_is_another_folder_on_this_node_is_refused_and_a_late_one_is
     ours.refuse_other_path(mark)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "checkpoints/step_00000001/manifest.json",
-        "checkpoints/.step_1.partial",
-        "samples/a.png",
-        "metrics.jsonl",
-        "notes.txt",
-    ],
-)
-def test_a_new_run_never_takes_the_directory_of_another(tmp_path: Path, file: str) -> None:
-    """Of one that has made a step or saved, or with something that no run has written."""
-    directory = RunDir(tmp_path / "x")
-    path = directory.path / file
-    path.parent.mkdir(parents=True)
-    path.write_text('{"kind": "run_start", "step": 0}\n{"kind": "step", "step": 1}\n')
-    with pytest.raises(ConfigError, match="--resume"), directory.locked(new=True):
-        pass
-    assert path.exists()
+def test_a_new_run_never_takes_the_directory_of_another_and_goes_where_other_commands_were(tmp_path: Path) -> None:
+    """Another has made a step or saved, or it holds something that no run has written."""
+    files = ("checkpoints/.step_1.partial", "samples/a.png", "metrics.jsonl", "notes.txt")
+    for number, file in enumerate(files):
+        directory = RunDir(tmp_path / str(number))
+        path = directory.path / file
+        path.parent.mkdir(parents=True)
+        path.write_text('{"kind": "run_start", "step": 0}\n{"kind": "step", "step": 1}\n')
+        with pytest.raises(ConfigError, match="--resume"), directory.locked(new=True):
+            pass
+        assert path.exists()
+    for what in ("tune", "benches", "profiles", "reports"):
+        directory = RunDir(tmp_path / what)
+        (directory.path / what).mkdir(parents=True)
+        with directory.locked(new=True):
+            (directory.checkpoints / "step_00000001").mkdir(parents=True)
+        with pytest.raises(ConfigError, match="which exists"), directory.locked(new=True):
+            pass
 
 
 def test_a_start_that_came_to_nothing_is_no_run_and_is_cleared(tmp_path: Path) -> None:
@@ -97,16 +85,6 @@ def test_a_start_that_came_to_nothing_is_no_run_and_is_cleared(tmp_path: Path) -
         assert (directory.path / "tb").readlink() == elsewhere
 
 
-@pytest.mark.parametrize("what", ["tune", "benches", "profiles", "reports"])
-def test_a_new_run_goes_where_another_command_was(tmp_path: Path, what: str) -> None:
-    directory = RunDir(tmp_path / "x")
-    (directory.path / what).mkdir(parents=True)
-    with directory.locked(new=True):
-        (directory.checkpoints / "step_00000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="which exists"), directory.locked(new=True):
-        pass
-
-
 def test_run_directories_lie_where_the_environment_says(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,13 +94,13 @@ def test_run_directories_lie_where_the_environment_says(
     assert run_dir(config).path == Path("/scratch/runs/tiny")
 
 
-def test_a_place_that_cannot_be_written_is_an_error_of_storage(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_or_has_no_locks_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(StorageError, match="must be writable"), RunDir(tmp_path / "runs" / "x").locked(new=True):
         pass
 
-
-def test_a_file_system_without_locks_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

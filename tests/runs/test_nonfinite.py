@@ -12,9 +12,8 @@ import torch
 from tests.conftest import textured, write_array
 from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
 from vesuvius.errors import DataError
-from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.clock import HostClock, StepTimes
 from vesuvius.runlog.records import read_records
-from vesuvius.runlog.step_times import StepTimes
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.step.step import TrainStep
 

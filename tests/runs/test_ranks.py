@@ -23,8 +23,8 @@ from tests.support.runs import vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError
 from vesuvius.launch.rank import train_as_rank
+from vesuvius.runlog import files
 from vesuvius.runlog import run_dir as run_dirs
-from vesuvius.runlog.files import file_lock
 from vesuvius.runlog.records import current_records, read_records, run_starts
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
@@ -424,7 +424,7 @@ def test_a_rank_that_is_left_alone_of_several_waits_for_the_rank_0_of_before_and
     held.enter_context(run_dir(request.config).locked(new=False))
 
     def take(descriptor: int, lock: Path) -> bool:
-        if not (taken := file_lock.take_lock(descriptor, lock)):
+        if not (taken := files.take_lock(descriptor, lock)):
             held.close()  # the other one ends after the first try
         return taken
 

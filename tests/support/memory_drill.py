@@ -23,8 +23,7 @@ import yaml
 
 from tests.support.real_cgroup import memory_cgroup
 from vesuvius.errors import EXIT_GUARD
-from vesuvius.runlog.records import read_records
-from vesuvius.runlog.rotated import iter_rotated
+from vesuvius.runlog.records import iter_rotated, read_records
 from vesuvius.runlog.units import GIB
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints
 

@@ -23,9 +23,8 @@ from vesuvius.config.load import read_config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import NonFiniteError
-from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.clock import HostClock, StepTimes
 from vesuvius.runlog.records import read_records
-from vesuvius.runlog.step_times import StepTimes
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint

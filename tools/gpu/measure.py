@@ -29,8 +29,7 @@ from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import one_line
-from vesuvius.monitor.clock import make_clock
-from vesuvius.runlog.step_times import StepTimes
+from vesuvius.monitor.clock import StepTimes, make_clock
 from vesuvius.training.forecast.gpu_memory import is_gpu_memory_error
 from vesuvius.training.forecast.mfu import peak_flops_s
 from vesuvius.training.step.outcome import StepResult

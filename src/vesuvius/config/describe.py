@@ -31,6 +31,7 @@ REMOVED = {
     "monitor.prefetch_at": "monitor.shrink_at: the memory guard makes the readers smaller once",
     "monitor.worker_at": "monitor.shrink_at: the memory guard makes the readers smaller once",
     "cluster.storage_path": "`aws s3 sync` copies a run, and VESUVIUS_RUNS may name a mounted bucket (docs/cluster.md)",
+    "monitor.prometheus_address": "monitor.prometheus_port takes HOST:PORT, such as 0.0.0.0:9400",
     "monitor.webhook": "Prometheus alert rules (docs/prometheus) or W&B alerts (monitor.trackers) notify an operator",
 }
 """Keys of earlier versions, by what takes their place."""

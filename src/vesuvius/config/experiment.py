@@ -15,6 +15,8 @@ from vesuvius.config.training import TrainingConfig
 
 _LONGEST_NAME = 200  # bytes; a file's name has 255, some of them for an ending
 Share = Annotated[float, Field(gt=0, lt=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+HostAndPort = Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")]
 
 
 def _check_name(name: str) -> str:
@@ -41,13 +43,10 @@ class MonitorConfig(Section):
     trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
         (), description="also hand the figures to Weights & Biases or MLflow, whose package must be installed"
     )
-    prometheus_port: int | None = Field(
-        None, ge=1, le=65535, description="port where Prometheus may fetch the figures; null = none"
-    )
-    prometheus_address: str = Field(
-        "127.0.0.1",
-        min_length=1,
-        description="address on which that port is opened; 0.0.0.0 = all interfaces, readable by anyone",
+    prometheus_port: Port | HostAndPort | None = Field(
+        None,
+        description="port of this machine where Prometheus may fetch the figures, or HOST:PORT (0.0.0.0:9400 = on all "
+        "interfaces, readable by anyone); null = none",
     )
     verdict_every: NonNegativeInt = Field(
         50, description="optimizer steps between verdicts on the bottleneck; 0 = none"

@@ -15,8 +15,7 @@ from vesuvius.monitor.memory.limits import Limits, tightest
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.environment import installed_version
-from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
-from vesuvius.runlog.files.file_lock import take_lock
+from vesuvius.runlog.files import free_disk_bytes, nearest_existing, take_lock
 from vesuvius.runlog.units import GIB, size_text
 
 DISTRIBUTION = "vesuvius-diffusion"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.runlog.files.file_lock import take_lock
+from vesuvius.runlog.files import take_lock
 from vesuvius.runlog.logfile import silence_lost_terminal
 from vesuvius.training.stop import restore_handlers, stop_signals
 

@@ -28,9 +28,8 @@ from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, 
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.system_record import SystemWindow, monitor_line, system_figures
-from vesuvius.runlog.files.delayed import DelayedWrites
-from vesuvius.runlog.records import JsonLines
-from vesuvius.runlog.rotated import RotatedFile
+from vesuvius.runlog.files import DelayedWrites
+from vesuvius.runlog.records import JsonLines, RotatedFile
 from vesuvius.runlog.run_dir import RunDir
 
 log = logging.getLogger(__name__)

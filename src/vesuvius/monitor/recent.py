@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from vesuvius.runlog.files.append_file import AppendFile
+from vesuvius.runlog.files import AppendFile
 from vesuvius.runlog.plain import read_plain
 
 log = logging.getLogger(__name__)

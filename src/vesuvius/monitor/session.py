@@ -17,7 +17,7 @@ from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.probes.cgroup import read_cgroup
 from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.probes.processes import read_process
-from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.plain import from_plain
 from vesuvius.runlog.proc import boot_id
 

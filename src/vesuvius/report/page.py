@@ -17,7 +17,7 @@ from vesuvius.report.content import Picture, RunReport, Table
 from vesuvius.report.curves import POINTS, Chart, thinned
 from vesuvius.report.markdown import render_markdown
 from vesuvius.report.pictures import embed
-from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.redact import redact, redacted
 
 FOLDER = "reports"

@@ -19,8 +19,7 @@ from vesuvius.monitor.postmortem.death import headline as death_headline
 from vesuvius.monitor.postmortem.death import read_deaths
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
-from vesuvius.runlog.records import Record, current_records, iter_records, run_starts
-from vesuvius.runlog.rotated import iter_rotated
+from vesuvius.runlog.records import Record, current_records, iter_records, iter_rotated, run_starts
 
 Column = NDArray[np.float64]
 

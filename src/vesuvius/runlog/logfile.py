@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
 
-from vesuvius.runlog.files.append_file import AppendFile
+from vesuvius.runlog.files import AppendFile
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.redact import redact
 from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration
@@ -25,9 +25,8 @@ FORMAT = "%(asctime)s %(levelname)s %(message)s"
 def step_line(record: Record) -> str:
     """The line that `grep 'Train step'` shows, of a step's record.  Others read it by its field names: they stay.
 
-    Seconds of the step's parts are those of `StepTimes`; what is not known is None: `vram_used_bytes` on a CPU,
-    `worker_max_bytes` without readers, `eta_s` before the second step, `mfu` if the device's peak is not known,
-    `working` if all readers have work.
+    What is not known is None: `vram_used_bytes` on a CPU, `worker_max_bytes` without readers, `eta_s` before the second
+    step, `mfu` if the device's peak is not known, `working` if all readers have work.
     """
     f = SimpleNamespace(**record)
     vram = "-" if f.vram_used_bytes is None else f"{f.vram_used_bytes / GIB:.1f}/{f.vram_limit_bytes / GIB:.1f}"
@@ -52,14 +51,17 @@ def open_log(path: Path) -> None:
 
     Raises OSError: the file cannot be opened.
     """
-    handler = _LogFile(path)
-    handler.setFormatter(_Formatter(FORMAT, DATE_FORMAT))
-    logging.getLogger("vesuvius").addHandler(handler)
+    _add(_LogFile(path))
 
 
 def close_logs() -> None:
     """Close the files of `open_log`."""
     _close_handlers(_LogFile)
+
+
+def _add(handler: logging.Handler) -> None:
+    handler.setFormatter(_Formatter(FORMAT, DATE_FORMAT))
+    logging.getLogger("vesuvius").addHandler(handler)
 
 
 class _Formatter(logging.Formatter):
@@ -79,15 +81,11 @@ class _LogFile(logging.Handler):
     def handle(self, record: logging.LogRecord) -> bool:
         """Without logging's lock: a thread that waits for a stalled disk would hold up the guard and the watchdog.
         `AppendFile` takes lines of all threads."""
-        if passed := bool(self.filter(record)):
-            self.emit(record)
-        return passed
-
-    def emit(self, record: logging.LogRecord) -> None:
         try:
             self._file.write_line(self.format(record))
         except Exception:  # as logging's own handlers: a line that cannot be formatted must not end the run
             self.handleError(record)
+        return True
 
     def close(self) -> None:
         self._file.close()
@@ -105,9 +103,7 @@ def log_to_terminal() -> None:
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _log_thread_end
     if not any(isinstance(handler, _TerminalHandler) for handler in package.handlers):
-        handler = _TerminalHandler()
-        handler.setFormatter(_Formatter(FORMAT, DATE_FORMAT))
-        package.addHandler(handler)
+        _add(_TerminalHandler())
 
 
 def _log_thread_end(failed: threading.ExceptHookArgs) -> None:

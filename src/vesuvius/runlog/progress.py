@@ -68,14 +68,13 @@ class Progress:
     def _say_at_times(self) -> None:
         while not self._closed.wait(_EVERY_S):
             self._has_said = True
-            total, left, done = "", "", self._count - self._first
-            if self._total is not None:
-                total = f" of {self._total}"
-                if done > 0:
-                    seconds = (time.monotonic() - self._counted_from) * (self._total - self._count) / done
-                    left = f", about {format_duration(seconds)} left"
-            unit, more = self._unit and f" {self._unit}", self._more and f", {self._more}"
-            log.info("%s: %d%s%s%s%s%s", self._what, self._count, total, unit, more, self._size, left)
+            text, done = f"{self._what}: {self._count}", self._count - self._first
+            text += f" of {self._total}" if self._total is not None else ""
+            text += (self._unit and f" {self._unit}") + (self._more and f", {self._more}") + self._size
+            if self._total is not None and done > 0:
+                seconds = (time.monotonic() - self._counted_from) * (self._total - self._count) / done
+                text += f", about {format_duration(seconds)} left"
+            log.info("%s", text)
 
     @property
     def _size(self) -> str:

@@ -1,33 +1,34 @@
 """`metrics.jsonl` and `system.jsonl`: one JSON object a line, appended, never rewritten.
 
-Figures are unrounded, units stand in the names, and what is not known is null (a NaN has no other form in JSON).
+Figures are unrounded, units stand in the names, and what is not known is null (a NaN has no other form in JSON).  Long
+files of the monitor are compressed and numbered, the newest stays plain: a run of months takes little space.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import logging
 import math
+import os
 import re
+import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from vesuvius.runlog.files.append_file import AppendFile
+from vesuvius.runlog.files import AppendFile
+
+log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 
+ROTATE_BYTES = 4 * 2**20
 _RUN_START, _VALIDATION, _PREVIEW = "run_start", "validation", "preview"
 _START = f'"{_RUN_START}"'.encode()
 _STEP = re.compile(rb'"step": (\d+)')
-
-
-class LineFile(Protocol):
-    """What lines are appended to."""
-
-    def write_line(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonLines:
@@ -42,7 +43,7 @@ class JsonLines:
         OSError: on opening, where the file cannot be opened.
     """
 
-    def __init__(self, file: Path | LineFile, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
+    def __init__(self, file: Path | RotatedFile, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
         self._file = AppendFile(file) if isinstance(file, Path) else file
         self._listeners = listeners
 
@@ -64,7 +65,85 @@ class JsonLines:
             listener(record)
 
     def close(self) -> None:
+        """Write what waits, and close the file."""
         self._file.close()
+
+
+class RotatedFile:
+    """Appends lines to `path`; once it is long, to a new one, and the old becomes `<stem>.000001<suffix>.gz`.
+
+    Outlives a full disk, as `AppendFile` says; then nothing is compressed until there is space again.  Threads may
+    write, but no signal handler.
+
+    Raises:
+        OSError: on opening, where the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, rotate_bytes: int = ROTATE_BYTES) -> None:
+        self._path, self._rotate_bytes = path, rotate_bytes
+        self._file = AppendFile(path)
+        self._written = path.stat().st_size
+        self._using, self._closed = threading.Lock(), False
+
+    def write_line(self, text: str) -> None:
+        """Append a text and a newline; nothing once it is closed."""
+        with self._using:
+            if self._closed:  # it must not begin another file
+                return
+            self._file.write_line(text)
+            self._written += len(text) + 1
+            if self._written > self._rotate_bytes:
+                self._rotate()
+
+    def close(self) -> None:
+        """Write what waits, and take no more lines."""
+        with self._using:
+            self._closed = True
+            self._file.close()
+
+    def _rotate(self) -> None:
+        """Begin a new file and compress those before it.  A kill at any moment loses nothing and doubles nothing."""
+        self._written = 0
+        if self._file.is_waiting:  # a full disk: its lines belong into the present file
+            return
+        number = 1 + max(_parts(self._path), default=0)
+        part = self._path.with_name(f"{self._path.stem}.{number:06d}{self._path.suffix}")
+        try:
+            os.rename(self._path, part)
+            try:
+                file = AppendFile(self._path)
+            except OSError:
+                os.rename(part, self._path)
+                raise
+            self._file.close()
+            self._file = file
+            for part in _parts(self._path).values():
+                _compress(part)
+        except OSError as error:
+            log.warning("%s must be writable to compress it; got %s; free some space", self._path, error)
+
+
+def _parts(path: Path) -> dict[int, Path]:
+    """The files before the present one, by number; the compressed one where a kill has left both."""
+    name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}(\.gz)?")
+    found = sorted(path.parent.glob(f"{path.stem}.*{path.suffix}*"))
+    return {int(match[1]): part for part in found if (match := name.fullmatch(part.name))}
+
+
+def _compress(part: Path) -> None:
+    """Make a file `<name>.gz` of it, under another name until it is whole."""
+    if part.suffix == ".gz":
+        part.with_suffix("").unlink(missing_ok=True)
+        return
+    partial = part.with_name(f".{part.name}.partial")
+    try:
+        with part.open("rb") as plain, gzip.open(partial, "wb", compresslevel=6) as packed:
+            shutil.copyfileobj(plain, packed)
+    except OSError:
+        partial.unlink()  # what is left of the disk is for the records themselves
+        raise
+    partial.rename(part.with_name(part.name + ".gz"))
+    part.unlink()
 
 
 def make_record(kind: str, **figures: Any) -> Record:
@@ -86,6 +165,15 @@ def iter_records(path: Path, steps: range | None = None) -> Iterator[Record]:
 def read_records(path: Path) -> list[Record]:
     """As `iter_records`, for files that are short."""
     return list(iter_records(path))
+
+
+def iter_rotated(path: Path, steps: range | None = None) -> Iterator[Record]:
+    """All whole records of a `RotatedFile`, the parts before it included, in order, as `iter_records`."""
+    for _, part in sorted(_parts(path).items()):
+        with gzip.open(part) if part.suffix == ".gz" else part.open("rb") as lines:
+            yield from records_in(lines, steps)
+    if path.exists():
+        yield from iter_records(path, steps)
 
 
 def records_in(lines: Iterable[bytes], steps: range | None = None) -> Iterator[Record]:

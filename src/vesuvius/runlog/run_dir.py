@@ -21,8 +21,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_source
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.environment import describe_environment
-from vesuvius.runlog.files.file_lock import take_lock
-from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.files import take_lock, write_whole
 from vesuvius.runlog.find_run import runs_root
 
 log = logging.getLogger(__name__)
@@ -84,17 +83,14 @@ class RunDir:
             names = {entry.name for entry in self.path.iterdir()} - {*_BESIDE, _LOCK}
             if not names <= {*_OF_A_START}:  # something that no run has written
                 return True
-            kept = (self.checkpoints, self.samples)
-            return any(next(folder.iterdir(), None) for folder in kept if folder.is_dir()) or self._has_step()
+            if any(next(folder.iterdir(), None) for folder in (self.checkpoints, self.samples) if folder.is_dir()):
+                return True
+            if not self.metrics.exists():
+                return False
+            with self.metrics.open("rb") as records:
+                return any(re.search(rb'"kind": ?"step"', line) for line in records)
         except OSError:  # it is not there, is a file, or may not be read
             return self.path.exists()
-
-    def _has_step(self) -> bool:
-        """Whether a step is recorded.  Reads as far as the first."""
-        if not self.metrics.exists():
-            return False
-        with self.metrics.open("rb") as records:
-            return any(re.search(rb'"kind": ?"step"', line) for line in records)
 
     def clear(self) -> None:
         """Remove what a start that came to nothing has left: its records would be taken for the new run's."""
@@ -181,8 +177,8 @@ class RunDir:
             self.make_folders()
             write_whole(self.path / "config.source.yaml", read_source(source))  # which may be that very file
             (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
-            _write_json(self.path / "env.json", describe_environment())
-            _write_json(self.path / "split.json", split)
+            for name, content in (("env.json", describe_environment()), ("split.json", split)):
+                (self.path / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def run_dir(config: Config) -> RunDir:
@@ -197,7 +193,3 @@ def refuse_existing(directory: RunDir) -> None:
             f"a new run needs a directory of its own; got {directory.path}, which exists; continue it with "
             "--resume, choose another name, or move it away"
         )
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError, StorageError
-from vesuvius.runlog.files.disk_use import free_disk_bytes
+from vesuvius.runlog.files import free_disk_bytes
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.partial import (
     PartialCopy,

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.runlog.files.file_lock import take_lock
-from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.files import take_lock, write_whole
 from vesuvius.runlog.records import parsed
 from vesuvius.volume_tools.ome_writer import encoded, new_array
 from vesuvius.volume_tools.pyramid import Pyramid, halve

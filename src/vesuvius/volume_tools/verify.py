@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError, storage_errors
-from vesuvius.runlog.files.file_lock import take_lock
+from vesuvius.runlog.files import take_lock
 from vesuvius.runlog.records import parsed, records_in
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, triple
 from vesuvius.volumes.chunks import ChunkGrid

@@ -19,7 +19,7 @@ from tests.conftest import REPOSITORY
 from vesuvius.monitor.memory.guard import Rung
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.verdict import Kind
-from vesuvius.runlog.listeners.prometheus import _RISKS, METRICS, Exporter
+from vesuvius.runlog.listeners.prometheus import _BOUNDS, _RISKS, _RUNGS, COUNTED, LATEST, Exporter, label_of
 
 DOCS = REPOSITORY / "docs" / "prometheus"
 STEP = {
@@ -89,12 +89,15 @@ def fetched(port: int | None, host: str = "127.0.0.1") -> dict[tuple[str, str], 
     return {(s.name, "".join(v for k, v in s.labels.items() if k != "run")): s.value for s in samples}
 
 
-def test_the_last_step_and_look_are_served() -> None:
+def test_the_last_step_and_look_are_served_and_what_is_no_longer_known_is_not() -> None:
     with Exporter(0, "exp") as exporter:
-        exporter.take(STEP | {"step": 6})
-        exporter.take(STEP)
-        exporter.take(SYSTEM)
+        for record in (STEP | {"step": 6}, STEP, SYSTEM):
+            exporter.take(record)
         samples = fetched(exporter.port)
+        for record in (STEP | {"loss": None}, SYSTEM | {"readers": {}}):
+            exporter.take(record)
+        assert not {("vesuvius_loss", ""), ("vesuvius_reader_max_bytes", "")} & fetched(exporter.port).keys()
+    assert samples["vesuvius_loss", ""] == 0.25
     assert samples["vesuvius_steps_total", ""] == 7
     assert samples["vesuvius_last_step_timestamp_seconds", ""] == 1_700_000_000
     assert samples["vesuvius_ram_used_bytes", ""] == 3, "the most in the window"
@@ -105,14 +108,6 @@ def test_the_last_step_and_look_are_served() -> None:
     assert samples["vesuvius_gpu_temperature_celsius", "1"] == 45
     assert ("vesuvius_gpu_power_watts", "1") not in samples, "missing is not 0"
     assert not [name for name, _ in samples if "vram" in name]
-
-
-def test_what_is_no_longer_known_is_no_longer_served() -> None:
-    with Exporter(0, "exp") as exporter:
-        for record in (STEP, SYSTEM, STEP | {"loss": None}, SYSTEM | {"readers": {}}):
-            exporter.take(record)
-        samples = fetched(exporter.port)
-    assert not {("vesuvius_loss", ""), ("vesuvius_reader_max_bytes", "")} & samples.keys()
 
 
 def test_scrapes_that_see_few_of_the_steps_still_add_up_to_all_of_them() -> None:
@@ -170,37 +165,35 @@ def test_events_and_verdicts_are_counted_by_labels_that_are_known_from_the_start
 
 def test_labels_are_those_that_the_guard_and_the_verdict_know_and_name_no_process() -> None:
     """Each process would be a time series of its own for ever, with every reader that is replaced."""
-    assert METRICS["vesuvius_guard_actions_total"].counts == get_args(Rung)
-    assert METRICS["vesuvius_verdicts_total"].counts == (*get_args(Kind), "hung")
+    assert get_args(Rung) == _RUNGS
+    assert (*get_args(Kind), "hung") == _BOUNDS
     assert {level.name: level.value for level in Level} == _RISKS
-    assert {metric.label for metric in METRICS.values()} == {None, "weights", "part", "action", "bound", "gpu"}
+    assert set(LABELS.values()) == {"", "weights", "part", "action", "bound", "gpu"}
 
 
-def test_only_the_address_that_was_asked_for_is_opened() -> None:
-    with Exporter(0, "exp", "127.0.0.2") as exporter:
+LABELS = {f"vesuvius_{name}": label_of(source) or "" for name, (source, _) in LATEST.items()}
+LABELS |= {f"vesuvius_{name}": what if len(values) > 1 else "" for name, (what, values, _) in COUNTED.items()}
+LABELS["vesuvius_step_seconds"] = ""
+
+
+def test_only_the_address_that_was_asked_for_is_opened_and_one_that_cannot_be_had_does_not_end_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Exporter("127.0.0.2:0", "exp") as exporter:
         assert fetched(exporter.port, "127.0.0.2")
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", exporter.port or 0), timeout=10)
     with Exporter(0, "exp") as exporter:
         assert exporter._server.server_address[0] == "127.0.0.1"
-
-
-def test_an_address_or_a_port_that_cannot_be_had_does_not_end_the_run_and_one_is_free_again_afterwards(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.WARNING):
-        for port, address in ((0, "192.0.2.1"), (0, "no such address"), (taken.getsockname()[1], "127.0.0.1")):
+        for where in ("192.0.2.1:0", "no such address:0", taken.getsockname()[1], "127.0.0.1:99999"):
             caplog.clear()
-            with Exporter(port, "exp", address) as exporter:
-                exporter.take(STEP)
-                assert exporter.port is None
-            assert "monitor.prometheus_address" in caplog.text
-            assert f"{address}:{port}" in caplog.text
-    with Exporter(0, "exp") as exporter:
-        port = exporter.port
-    assert port is not None
-    with Exporter(port, "exp") as again:
-        assert again.port == port
+            with Exporter(where, "exp") as nowhere:
+                nowhere.take(STEP)
+                assert nowhere.port is None
+            assert f"monitor.prometheus_port {where} cannot be opened" in caplog.text
+    with Exporter(exporter.port or 0, "exp") as again:
+        assert again.port == exporter.port, "it is free again afterwards"
 
 
 def served_by_a_run_that_has_had_everything() -> dict[tuple[str, str], float]:
@@ -216,14 +209,11 @@ def metrics_named_in(text: str) -> set[str]:
 
 def test_the_table_in_the_docs_has_each_metric_with_its_labels_and_no_other() -> None:
     rows = re.findall(r"^\| `(vesuvius_\w+)` \| (\w+) \| (.*?) \|", (DOCS / "README.md").read_text(), re.M)
-    kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in METRICS}
+    kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in LABELS}
     kinds["vesuvius_step_seconds"] = "histogram"
-    labels = {name: f"`{family.label}`" if family.label else "" for name, family in METRICS.items()}
-    assert rows == [(name, kinds[name], labels[name]) for name in METRICS]
-    served = {
-        re.sub(r"_(bucket|count|sum|created)$", "", name) for name, _ in served_by_a_run_that_has_had_everything()
-    }
-    assert served == METRICS.keys()
+    assert sorted(rows) == sorted((name, kinds[name], f"`{label}`" if label else "") for name, label in LABELS.items())
+    served = {re.sub(r"_(bucket|count|sum)$", "", name) for name, _ in served_by_a_run_that_has_had_everything()}
+    assert served == LABELS.keys()
 
 
 def test_the_rules_and_the_dashboard_ask_for_metrics_that_are_served() -> None:
@@ -253,6 +243,6 @@ def test_the_labels_that_the_rules_and_the_dashboard_select_exist() -> None:
     assert selected
     for name, matchers in selected:
         for label, operator, value in re.findall(r'(\w+)(=~|!=|!~|=)"([^"]*)"', matchers):
-            assert label in {"run", METRICS[name.removesuffix("_bucket")].label}
+            assert label in {"run", LABELS[name.removesuffix("_bucket")]}
             if label != "run":
                 assert any(re.fullmatch(value, found) for metric, found in samples if metric == name), (name, operator)

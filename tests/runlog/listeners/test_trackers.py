@@ -1,7 +1,7 @@
-"""Figures reach Weights & Biases and MLflow; a package that is missing, fails, hangs or dies ends no run.
+"""Records as TensorBoard's own reader, Weights & Biases and MLflow get them; what fails, hangs or dies ends no run.
 
-A package of a few lines stands for each of the two, which are large (60 and 20 MB, and their dependencies); the tests
-against the real ones run where these are installed.
+A package of a few lines stands for each of the latter two, which are large (60 and 20 MB, and their dependencies); the
+tests against the real ones run where these are installed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,206 @@ import logging
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
 
+from tests.support.small_disk import fill, small_disk
 from vesuvius.errors import ConfigError
-from vesuvius.runlog.listeners.trackers import Tracker, check_trackers
+from vesuvius.runlog.listeners.scalars import Scalars
+from vesuvius.runlog.listeners.trackers import TRACKERS, TensorBoard, Tracker, check_trackers
+from vesuvius.runlog.records import JsonLines, Record, current_records, read_records, run_starts
+
+TAGS = [
+    "events/nonfinite/text_summary",
+    "memory/ram_gib",
+    "memory/vram_gib",
+    "memory/worker_max_gib",
+    "preview/correlation_distance",
+    "preview/histogram_distance",
+    "preview/picture",
+    "preview/spectrum_distance_db",
+    "system/cores_busy",
+    "system/gpu_0_busy",
+    "system/ram_gib",
+    "system/reader_max_gib",
+    "time/backward_s",
+    "time/data_s",
+    "time/forward_s",
+    "time/gpu_s",
+    "time/h2d_s",
+    "time/optimizer_s",
+    "time/other_s",
+    "time/samples_per_s",
+    "time/step_p95_s",
+    "time/step_s",
+    "train/grad_norm",
+    "train/loss",
+    "train/lr",
+    "validation/ema_bin_0",
+    "validation/loss_ema",
+    "validation/loss_raw",
+    "validation/raw_bin_0",
+    "validation/raw_bin_1",
+]
+START: Record = {"kind": "run_start", "time": 1000.0, "step": 0}
+STEP: Record = {
+    "kind": "step",
+    "time": 1004.5,
+    "step": 4,
+    "loss": 0.125,
+    "grad_norm": 0.25,
+    "lr": 1e-4,
+    "samples": 4,
+    "ram_used_bytes": 3 * 2**30,
+    "vram_used_bytes": 2**40,
+    "worker_max_bytes": 2**29,
+    "step_s": 2.0,
+    "step_p95_s": 2.5,
+    "data_s": 0.5,
+    "h2d_s": 0.25,
+    "gpu_s": 1.0,
+    "forward_s": 0.25,
+    "backward_s": 0.625,
+    "optimizer_s": 0.125,
+    "other_s": 0.25,
+}
+SYSTEM: Record = {
+    "kind": "system",
+    "time": 1010.0,
+    "step": 7,
+    "used_bytes": [1, 2, 2**30],
+    "readers": {"11": 2**29, "12": 2**28},
+    "cores_busy": 1.5,
+    "gpus": [{"index": 0, "busy": [0.0, 0.5, 1.0]}],
+}
+VALIDATION: Record = {
+    "kind": "validation",
+    "time": 1020.0,
+    "step": 8,
+    "loss": 0.25,
+    "weights": {"raw": {"loss": 0.75, "bins": [1.0, 0.5]}, "ema": {"loss": 0.25, "bins": [0.25, None]}},
+}
+NONFINITE: Record = {"kind": "event", "time": 1021.0, "event": "nonfinite", "step": 9, "loss": None, "samples": [0, 8]}
+PREVIEW: Record = {
+    "kind": "preview",
+    "time": 1022.0,
+    "step": 10,
+    "picture": "samples/step_00000010.png",
+    "histogram_distance": 0.125,
+    "spectrum_distance_db": 1.5,
+    "correlation_distance": 0.25,
+}
+END = {"kind": "run_end", "time": 1030.0, "step": 10, "exit_code": 0}
+SCALARS = {  # of the records above: figure, step and time
+    "train/loss": (0.125, 4, 1004.5),
+    "train/grad_norm": (0.25, 4, 1004.5),
+    "time/step_s": (2.0, 4, 1004.5),
+    "time/step_p95_s": (2.5, 4, 1004.5),
+    "time/samples_per_s": (2.0, 4, 1004.5),
+    "memory/ram_gib": (3.0, 4, 1004.5),
+    "memory/vram_gib": (1024.0, 4, 1004.5),
+    "memory/worker_max_gib": (0.5, 4, 1004.5),
+    "system/ram_gib": (1.0, 7, 1010.0),
+    "system/reader_max_gib": (0.5, 7, 1010.0),
+    "system/gpu_0_busy": (0.5, 7, 1010.0),
+    "validation/loss_raw": (0.75, 8, 1020.0),
+    "validation/raw_bin_1": (0.5, 8, 1020.0),
+    "preview/spectrum_distance_db": (1.5, 10, 1022.0),
+}
+
+
+def step_record(step: int, **figures: Any) -> Record:
+    return STEP | {"step": step, "time": 1000.5 + step} | figures
+
+
+def write(run: Path, *records: Record) -> None:
+    """What one session of a run does."""
+    board = TensorBoard(run / "tb", run)
+    for record in records:
+        board.write(record)
+    board.close()
+
+
+def read(directory: Path) -> EventAccumulator:
+    return EventAccumulator(str(directory), size_guidance=STORE_EVERYTHING_SIZE_GUIDANCE).Reload()
+
+
+def test_the_tags_are_those_that_runs_are_compared_by_each_with_the_records_step_and_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "samples").mkdir()
+    Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(tmp_path / PREVIEW["picture"])
+    gone = {"kind": "preview", "time": 1023.0, "step": 11, "picture": "samples/gone.png"}
+    write(tmp_path, START, STEP, SYSTEM, VALIDATION, NONFINITE, PREVIEW, gone, END)
+    board = read(tmp_path / "tb")
+    found = board.Tags()
+    assert sorted(found["scalars"] + found["images"] + found["tensors"]) == TAGS, "what is not known has no tag"
+    for tag, expected in SCALARS.items():
+        (event,) = board.Scalars(tag)
+        assert (event.value, event.step, event.wall_time) == expected, tag
+    (image,) = board.Images("preview/picture")
+    assert (image.wall_time, image.step, image.width, image.height) == (1022.0, 10, 30, 20)
+    (line,) = caplog.messages
+    assert "gone.png" in line
+    (text,) = board.Tensors("events/nonfinite/text_summary")
+    assert (text.step, text.tensor_proto.string_val) == (9, [b'    {"loss": null, "samples": [0, 8]}'])
+
+
+def test_one_system_record_a_minute_is_shown_also_after_the_clock_was_set_back() -> None:
+    scalars = Scalars()
+
+    def taken(first: float, seconds: int) -> list[float]:
+        records = [SYSTEM | {"time": first + s} for s in range(0, seconds, 10)]
+        return [record["time"] - first for record in records if scalars.of(record)]
+
+    assert taken(1e9, 180) == [0.0, 60.0, 120.0]
+    assert taken(1e9 - 7200, 180) == [0.0, 60.0, 120.0], "two hours earlier by the clock"
+    assert taken(1e9 + 7200, 60) == [0.0]
+    assert scalars.of(STEP | {"time": 0.0})
+
+
+def test_a_run_that_is_killed_and_goes_on_shows_each_step_once_as_its_records_do(tmp_path: Path) -> None:
+    for first, last in ((0, 7), (4, 9), (8, 10)):
+        board = TensorBoard(tmp_path / "tb", tmp_path)
+        metrics = JsonLines(tmp_path / "metrics.jsonl", [board.write])  # never closed: each line is in the file at once
+        metrics.write("run_start", step=first)
+        for step in range(first + 1, last + 1):
+            metrics.write("step", step=step, loss=1 / step)
+        board.close()  # else its last events may be lost
+        if first == 0:  # torn by a crash, which loses the last event, and hides none of the next session
+            (torn,) = (tmp_path / "tb").iterdir()
+            torn.write_bytes(torn.read_bytes()[:-20])
+    path = tmp_path / "metrics.jsonl"
+    kept = [r for r in current_records(read_records(path), run_starts(path)) if r["kind"] == "step"]
+    assert [record["step"] for record in kept] == list(range(1, 11))
+    shown = read(tmp_path / "tb").Scalars("train/loss")
+    assert [(event.step, event.wall_time) for event in shown] == [(r["step"], r["time"]) for r in kept]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's own thread
+def test_events_that_cannot_be_written_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path, kib=64) as disk:
+        with Tracker("TensorBoard", partial(TensorBoard, disk / "tb", disk)) as tracker:
+            tracker.take(START)
+            tracker.take(step_record(1))
+            while not list(disk.glob("tb/*")):
+                time.sleep(0.01)
+            ballast = fill(disk)
+            for step in range(2, 600):
+                tracker.take(step_record(step))
+        (line,) = warnings(caplog)
+        assert "TensorBoard does not accept this run's figures: OSError: [Errno 28] No space left on device" in line
+        assert line.endswith("metrics.jsonl has them all")
+        ballast.unlink()
+        write(disk, START | {"step": 1}, step_record(2))
+        assert read(disk / "tb").Scalars("train/loss")[-1].step == 2, "the next session writes again"
+
 
 # Writes each call into the file `calls` beside it; does first what the file `fault` there says.
 FAKE = """
@@ -41,8 +234,6 @@ class Run:
 def init(**how): note("init", how); return Run()
 """
 )
-STEP = {"kind": "step", "time": 12.5, "step": 3, "loss": 0.5, "grad_norm": None, "lr": 1e-4}
-END = {"kind": "run_end", "time": 13.0, "step": 3, "exit_code": 0}
 
 
 @pytest.fixture
@@ -57,7 +248,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tracked(tmp_path: Path, *records: dict[str, Any], name: str = "wandb", **options: Any) -> None:
-    with Tracker(name, "exp", tmp_path / "run", {"training.lr": 1e-4}, **options) as tracker:
+    begin = partial(TRACKERS[name], "exp", tmp_path / "run", {"training.lr": 1e-4})
+    with Tracker(f"monitor.trackers {name}", begin, **options) as tracker:
         for record in records:
             tracker.take(record)
 
@@ -74,8 +266,9 @@ def test_figures_arrive_under_the_tags_of_tensorboard_and_the_next_session_goes_
     fake: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     busy = {"kind": "system", "time": 13.0, "step": 3, "cores_busy": 2.0}
-    tracked(tmp_path, STEP, busy, busy | {"time": 14.0}, {"kind": "event", "time": 1.0, "event": "x"}, END)
-    tracked(tmp_path, STEP | {"step": 1})
+    step = {"kind": "step", "time": 12.5, "step": 3, "loss": 0.5, "grad_norm": None, "lr": 1e-4}
+    tracked(tmp_path, step, busy, busy | {"time": 14.0}, {"kind": "event", "time": 1.0, "event": "x"}, END)
+    tracked(tmp_path, step | {"step": 1})
     first, second = calls(fake)[:5], calls(fake)[5:]
     assert [call[0] for call in first] == ["init", "define_metric", "log", "log", "finish"]
     how = first[0][1]
@@ -112,10 +305,7 @@ def test_a_tracker_that_hangs_holds_up_nobody_and_what_waits_is_bounded(
     fake: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (fake / "fault").write_text("time.sleep(20)")
-    with Tracker("wandb", "exp", tmp_path / "run", {}, close_s=0.2) as tracker:
-        for _ in range(1100):  # 1000 wait at a time
-            tracker.take(STEP)
-        assert len(warnings(caplog)) == 1, "while the run continues"
+    tracked(tmp_path, *[STEP] * 1100, close_s=0.2)  # 1000 wait at a time
     assert len(warnings(caplog)) == 2
     assert re.search(r"at most 1000 writes may wait .*; \d+ more are lost", warnings(caplog)[-1])
 
@@ -166,4 +356,4 @@ def test_the_real_mlflow_keeps_a_run_in_a_folder_over_two_sessions(
     assert run.data.params == {"training.lr": "0.0001"}
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert sorted(metric.step for metric in history) == [0, 1, 2, 2, 3, 4]
-    assert time.time() > history[0].timestamp / 1000 == 12.5
+    assert time.time() > history[0].timestamp / 1000 == 1004.5

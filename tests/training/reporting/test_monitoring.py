@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.runs import WriteConfig
 from vesuvius.config.load import read_config
-from vesuvius.runlog.listeners.tensorboard import TensorBoard
+from vesuvius.runlog.listeners.trackers import TensorBoard
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.reporting.monitoring import _settings, open_metrics
 
@@ -22,13 +22,13 @@ def test_records_reach_prometheus_at_its_address(tiny_config: WriteConfig, tmp_p
         port = free.getsockname()[1]
     run = tmp_path / "run"
     run.mkdir()
-    monitor = {"prometheus_port": port, "prometheus_address": "127.0.0.2"}
+    monitor = {"prometheus_port": f"127.0.0.2:{port}"}
     with open_metrics(read_config(tiny_config(monitor=monitor), ()), RunDir(run)) as metrics:
         metrics.write("run_start", step=0)
         metrics.write("checkpoint", step=3, seconds=1.0, bytes=1000, saved_time=5.0)
         with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=10) as answer:
             served = answer.read().decode()
-    assert 'vesuvius_last_checkpoint_step{run="tiny"} 3.0' in served
+    assert 'vesuvius_last_checkpoint_bytes{run="tiny"} 1000.0' in served
     assert 'vesuvius_last_checkpoint_timestamp_seconds{run="tiny"} 5.0' in served
 
 

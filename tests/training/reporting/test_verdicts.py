@@ -21,11 +21,10 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.clock import HostClock, StepTimes
 from vesuvius.monitor.probes.cores import CpuQuota
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.runlog.records import read_records
-from vesuvius.runlog.step_times import StepTimes
 from vesuvius.stream.feeder import FeederFigures
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.reader_figures import ReaderFigures

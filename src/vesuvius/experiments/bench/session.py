@@ -27,7 +27,7 @@ from vesuvius.experiments.process import TrialInterrupted
 from vesuvius.report.model import commit_text
 from vesuvius.report.page import made_by, new_folder, write_pages
 from vesuvius.runlog.environment import describe_environment
-from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import BENCHES, run_dir
 from vesuvius.runlog.units import format_duration, number

@@ -39,7 +39,7 @@ from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.report.model import commit_text
 from vesuvius.report.page import made_by, write_pages
 from vesuvius.runlog.environment import describe_environment
-from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.logfile import open_log
 from vesuvius.runlog.plain import from_plain
 from vesuvius.runlog.redact import redacted

@@ -20,7 +20,7 @@ from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import dump_set_keys
 from vesuvius.errors import ConfigError, StorageError, one_line, storage_errors
-from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.files import write_whole
 
 MARK = "Written by vesuvius tune"
 """Begins the header: a file that does not begin so belongs to the user and is never replaced."""

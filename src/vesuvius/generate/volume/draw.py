@@ -32,7 +32,7 @@ from vesuvius.generate.volume.run import RunParts, Sampling, this_process
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.volume.work import BlockSet, VolumeJob, forget_unflushed, live_blocks
 from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
-from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.units import format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info

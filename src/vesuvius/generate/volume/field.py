@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.generate.volume.tiling import Tiling, shared_part
-from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.files import write_whole
 from vesuvius.training.checkpoint.files import sync
 from vesuvius.volumes.box import Box, shape_of
 

@@ -18,7 +18,7 @@ from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.network import Network
 from vesuvius.generate.volume.run import GROUP
 from vesuvius.generate.volume.work import BlockSet, VolumeJob, used_blocks
-from vesuvius.runlog.files.disk_use import free_disk_bytes
+from vesuvius.runlog.files import free_disk_bytes
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
 
 

@@ -32,7 +32,7 @@ from vesuvius.generate.volume.field import Field, Predictions
 from vesuvius.generate.volume.passes import START, STEP, Pass, advanced, block_noise, corrected, passes_of
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.watch import Watch
-from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.proc import boot_id
 from vesuvius.training.checkpoint.files import sync
 from vesuvius.volumes.box import Box, format_box

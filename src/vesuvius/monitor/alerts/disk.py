@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vesuvius.monitor.alerts.notices import Notice
-from vesuvius.runlog.files.disk_use import directory_bytes
+from vesuvius.runlog.files import directory_bytes
 from vesuvius.runlog.units import size_text
 
 _LOOK_EVERY_S = 60.0

@@ -1,4 +1,4 @@
-"""The latest figures of a run where Prometheus may fetch them: `http://<address>:<port>/metrics`.
+"""The latest figures of a run where Prometheus may fetch them: `http://HOST:PORT/metrics`.
 
 Base units, counters that only grow within a session, labels with few values.  What is not known has no sample.
 """
@@ -6,132 +6,107 @@ Base units, counters that only grow within a session, labels with few values.  W
 from __future__ import annotations
 
 import logging
-import math
-import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vesuvius.runlog.records import Record
 
 log = logging.getLogger(__name__)
 
-
 _PARTS = ("data", "h2d", "forward", "backward", "optimizer", "comm", "other")
 _RISKS = {"LOW": 0, "WARN": 1, "CRITICAL": 2}
-_ONCE = ("",)
-_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 900.0, math.inf)
-_SUM = "sum"
-
-
-@dataclass(frozen=True)
-class _Metric:
-    source: str  # kind of the record, and where the figure stands in it; of events, which are counted
-    meaning: str
-    label: str | None = None
-    counts: tuple[str, ...] | None = None  # all values of its label, where it counts from 0 on; one empty = no label
-    adds: bool = False  # it counts not records, but adds up the figure of each
-    is_histogram: bool = False
-
-
 _RUNGS = ("save", "restart", "shrink", "exit")
 _BOUNDS = ("compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound", "hung")
-_TABLE: tuple[tuple[str, _Metric], ...] = (
-    ("session_start_timestamp_seconds", _Metric("run_start.time", "when this session began")),
-    ("steps_total", _Metric("step.step", "optimizer steps done, the last step's number")),
-    ("target_steps", _Metric("step.steps", "optimizer step at which the run is done")),
-    ("samples_total", _Metric("step.samples_total", "samples trained on")),
-    ("last_step_timestamp_seconds", _Metric("step.time", "when the last step was logged")),
-    ("mfu_ratio", _Metric("step.mfu", "share of the GPU's dense peak in the last step; absent if that is not known")),
-    ("step_seconds", _Metric("step.step_s", "time of each step", is_histogram=True)),
-    ("step_part_seconds_total", _Metric("step", "time in each part; they add up to all steps", "part", _PARTS, True)),
-    ("step_pause_seconds_total", _Metric("step.pause_s", "time of pauses, within part other", None, _ONCE, True)),
-    ("remaining_seconds", _Metric("step.eta_s", "time until the session ends, as the step line's eta")),
-    ("loss", _Metric("step.loss", "loss of the last step")),
-    ("gradient_norm", _Metric("step.grad_norm", "norm of the gradient in the last step, before clipping")),
-    ("learning_rate", _Metric("step.lr", "learning rate of the last step")),
-    ("readers", _Metric("step.workers", "reader processes")),
-    ("validation_loss", _Metric("validation", "loss of the last validation", "weights")),
-    ("validation_relative_error", _Metric("validation.relative_error", "error against the best linear denoiser")),
-    ("last_validation_timestamp_seconds", _Metric("validation.time", "when the last validation ended")),
-    ("best_step", _Metric("validation.best_step", "step with the best validation")),
-    ("last_checkpoint_step", _Metric("checkpoint.step", "step of the last checkpoint that this session saved")),
-    ("last_checkpoint_timestamp_seconds", _Metric("checkpoint.saved_time", "when that checkpoint was complete")),
-    ("last_checkpoint_bytes", _Metric("checkpoint.bytes", "its size")),
-    ("hung", _Metric("", "1 while the watchdog reports the run as hung, else 0")),
-    ("checkpoint_failures_total", _Metric("event.save_failed", "checkpoints not saved", counts=_ONCE)),
-    (
-        "nonfinite_steps_total",
-        _Metric("event.nonfinite", "steps not applied: loss or gradient not finite", counts=_ONCE),
-    ),
-    ("quarantined_boxes_total", _Metric("event.quarantine", "damaged boxes put in quarantine", counts=_ONCE)),
-    ("reader_deaths_total", _Metric("event.reader_died", "readers that died and were replaced", counts=_ONCE)),
-    ("hangs_total", _Metric("event.hung", "times the watchdog reported the run as hung", counts=_ONCE)),
-    ("guard_actions_total", _Metric("event", "actions of the memory guard", "action", _RUNGS)),
-    ("verdicts_total", _Metric("verdict", "verdicts by what limits the run", "bound", _BOUNDS)),
-    ("ram_used_bytes", _Metric("system.used_bytes", "memory of the run, shared memory once; maximum of the window")),
-    ("ram_anon_bytes", _Metric("system.anon_bytes", "private memory of all processes; maximum of the window")),
-    ("ram_shared_bytes", _Metric("system.shared_bytes", "shared memory, as Ray's object store; maximum of the window")),
-    ("ram_trainer_bytes", _Metric("system.trainer_bytes", "private memory of the trainer; maximum of the window")),
-    ("ram_limit_bytes", _Metric("system.limit_bytes", "memory that the run may use")),
-    ("memory_risk", _Metric("system.risk", "0 low, 1 warn, 2 critical")),
-    ("reader_max_bytes", _Metric("system.reader_max_bytes", "private memory of the largest reader")),
-    (
-        "vram_reserved_bytes",
-        _Metric("system.vram.reserved_bytes", "GPU memory that torch holds; maximum of the window"),
-    ),
-    ("vram_peak_bytes", _Metric("system.vram.peak_bytes", "GPU memory in tensors; maximum of the window")),
-    ("gpu_memory_used_bytes", _Metric("system.used_bytes", "memory in use, by all processes", "gpu")),
-    ("gpu_memory_total_bytes", _Metric("system.total_bytes", "memory of the GPU", "gpu")),
-    ("gpu_busy_ratio", _Metric("system.busy", "share of time in which a kernel ran", "gpu")),
-    ("gpu_power_watts", _Metric("system.power_w", "power draw, mean of the window", "gpu")),
-    ("gpu_temperature_celsius", _Metric("system.temperature_c", "temperature", "gpu")),
-    ("gpu_slowed_ratio", _Metric("system.slowed_share", "share of the window slowed down by heat or power", "gpu")),
-    ("gpu_power_capped_ratio", _Metric("system.power_capped_share", "share of the window at the power limit", "gpu")),
-    ("gpu_ecc_uncorrected_errors_total", _Metric("system.ecc_uncorrected", "errors since the driver loaded", "gpu")),
-    ("disk_free_bytes", _Metric("system.disk.free_bytes", "free on the disk of the run directory")),
-    ("disk_run_bytes", _Metric("system.disk.run_bytes", "size of the run directory")),
-    ("cpu_throttled_ratio", _Metric("verdict.throttled_share", "share of quota periods with the quota used up")),
-)
-METRICS = {f"vesuvius_{name}": metric for name, metric in _TABLE}
-"""By name, in the order in which they are served.  Each also has the label `run`; windows are those of system.jsonl."""
+_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 900.0)
+LATEST = {
+    "session_start_timestamp_seconds": ("run_start.time", "when this session began"),
+    "steps_total": ("step.step", "optimizer steps done, the last step's number"),
+    "samples_total": ("step.samples_total", "samples trained on"),
+    "last_step_timestamp_seconds": ("step.time", "when the last step was logged"),
+    "mfu_ratio": ("step.mfu", "share of the GPU's dense peak in the last step; absent if that is not known"),
+    "remaining_seconds": ("step.eta_s", "time until the session ends, as the step line's eta"),
+    "loss": ("step.loss", "loss of the last step"),
+    "gradient_norm": ("step.grad_norm", "norm of the gradient in the last step, before clipping"),
+    "learning_rate": ("step.lr", "learning rate of the last step"),
+    "readers": ("step.workers", "reader processes"),
+    "validation_loss": ("validation.weights.loss", "loss of the last validation"),
+    "validation_relative_error": ("validation.relative_error", "error against the best linear denoiser"),
+    "last_checkpoint_timestamp_seconds": ("checkpoint.saved_time", "when the last checkpoint was complete"),
+    "last_checkpoint_bytes": ("checkpoint.bytes", "its size"),
+    "hung": ("event.hung", "1 while the watchdog reports the run as hung, else 0"),
+    "ram_used_bytes": ("system.used_bytes", "memory of the run, shared memory once; maximum of the window"),
+    "ram_shared_bytes": ("system.shared_bytes", "shared memory, as Ray's object store; maximum of the window"),
+    "ram_trainer_bytes": ("system.trainer_bytes", "private memory of the trainer; maximum of the window"),
+    "ram_limit_bytes": ("system.limit_bytes", "memory that the run may use"),
+    "memory_risk": ("system.risk", "0 low, 1 warn, 2 critical"),
+    "reader_max_bytes": ("system.readers", "private memory of the largest reader"),
+    "vram_reserved_bytes": ("system.vram.reserved_bytes", "GPU memory that torch holds; maximum of the window"),
+    "gpu_memory_used_bytes": ("system.gpus.used_bytes", "memory in use, by all processes"),
+    "gpu_memory_total_bytes": ("system.gpus.total_bytes", "memory of the GPU"),
+    "gpu_busy_ratio": ("system.gpus.busy", "share of time in which a kernel ran"),
+    "gpu_power_watts": ("system.gpus.power_w", "power draw, mean of the window"),
+    "gpu_temperature_celsius": ("system.gpus.temperature_c", "temperature"),
+    "gpu_slowed_ratio": ("system.gpus.slowed_share", "share of the window slowed down by heat or power"),
+    "gpu_ecc_uncorrected_errors_total": ("system.gpus.ecc_uncorrected", "errors since the driver loaded"),
+    "disk_free_bytes": ("system.disk.free_bytes", "free on the disk of the run directory"),
+    "disk_run_bytes": ("system.disk.run_bytes", "size of the run directory"),
+    "cpu_throttled_ratio": ("verdict.throttled_share", "share of quota periods with the quota used up"),
+}
+"""By name, without `vesuvius_`: kind of the record and place of the figure in it, and what it means."""
+COUNTED = {
+    "step_part_seconds_total": ("part", _PARTS, "time in each part; they add up to all steps"),
+    "step_pause_seconds_total": ("pause", ("pause",), "time of pauses, within part other"),
+    "checkpoint_failures_total": ("event", ("save_failed",), "checkpoints not saved"),
+    "nonfinite_steps_total": ("event", ("nonfinite",), "steps not applied: loss or gradient not finite"),
+    "quarantined_boxes_total": ("event", ("quarantine",), "damaged boxes put in quarantine"),
+    "reader_deaths_total": ("event", ("reader_died",), "readers that died and were replaced"),
+    "hangs_total": ("event", ("hung",), "times the watchdog reported the run as hung"),
+    "guard_actions_total": ("action", _RUNGS, "actions of the memory guard"),
+    "verdicts_total": ("bound", _BOUNDS, "verdicts by what limits the run"),
+}
+"""By name: what is counted, its values, and what it means.  Where there are several values, they have a label."""
 
 
 class Exporter:
     """Serves what it has been told.  A context manager.  Any thread may call.
 
-    An address that cannot be had is no reason to end a run: the log says so.
+    A port that cannot be had is no reason to end a run: the log says so.
 
     Args:
-        port: to listen on; 0 = any free one.
+        where: a port of this machine alone, or HOST:PORT, which whoever reaches it may read; port 0 = any free one.
         name: of the run, the label `run`.
-        address: of this machine, to listen on.  Whoever reaches it may read.
 
     Attributes:
         port: that it listens on; None where it could not.
     """
 
-    def __init__(self, port: int, name: str, address: str = "127.0.0.1") -> None:
-        self._run = name
-        self._lock = threading.Lock()
-        self._values = {name: dict.fromkeys(metric.counts or (), 0.0) for name, metric in METRICS.items()}
-        for name in (name for name, metric in METRICS.items() if metric.is_histogram):
-            self._values[name] = dict.fromkeys((*map(_le, _BUCKETS_S), _SUM), 0.0)
+    def __init__(self, where: int | str, name: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._run, registry = name, CollectorRegistry()
+        self._latest: dict[str, dict[str, float]] = {}
+        self._counters: dict[tuple[str, str | None], Counter] = {}
+        for metric, (what, values, meaning) in COUNTED.items():
+            several = len(values) > 1
+            counter = Counter(f"vesuvius_{metric}", meaning, ["run", what] if several else ["run"], registry=registry)
+            for value in values:
+                self._counters[what, value] = counter.labels(name, value) if several else counter.labels(name)
+        times = Histogram("vesuvius_step_seconds", "time of each step", ["run"], registry=registry, buckets=_BUCKETS_S)
+        self._step_seconds = times.labels(name)
+        registry.register(self)
         self._server: Any = None
         self.port: int | None = None
-        registry = CollectorRegistry()
-        registry.register(self)
+        host, _, port = str(where).rpartition(":")
         try:
-            self._server, _ = start_http_server(port, addr=address, registry=registry)
+            self._server, _ = start_http_server(int(port), addr=host.strip("[]") or "127.0.0.1", registry=registry)
             self.port = self._server.server_port
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             log.warning(
-                "monitor.prometheus_port must be free, and monitor.prometheus_address one of this machine; got %s for "
-                "%s:%d; choose others; the run continues without",
-                *(error, address, port),
+                "monitor.prometheus_port %s cannot be opened: %s; choose a free port, or a host of this machine; the "
+                "run continues without",
+                *(where, error),
             )
 
     def __enter__(self) -> Exporter:
@@ -141,75 +116,62 @@ class Exporter:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
-            self._server = None
 
     def take(self, record: Record) -> None:
         """Learn from a record of `metrics.jsonl` or `system.jsonl`."""
         kind, event = record["kind"], record.get("event")
-        with self._lock:
-            for name, metric in METRICS.items():
-                source, _, place = metric.source.partition(".")
-                if source != kind:
-                    continue
-                held = self._values[name]
-                if metric.is_histogram or metric.adds:
-                    for part, value in _values(metric, place, record).items():
-                        if value is None:
-                            continue
-                        if metric.is_histogram:
-                            held[_SUM] += value
-                            for bound in _BUCKETS_S:  # each counts what is at or below it, as Prometheus has them
-                                held[_le(bound)] += value <= bound
-                        else:  # a difference of clocks may be below 0, a counter must not fall
-                            held[part] += max(value, 0.0)
-                elif metric.counts is not None:
-                    label = "" if place else record.get("bound" if kind == "verdict" else "rung")
-                    if place in ("", event) and label in metric.counts:
-                        held[label] += 1
-                elif kind != "verdict" or place in record:  # the watchdog's has no figures
-                    values = _values(metric, place, record)
-                    self._values[name] = {label: float(v) for label, v in values.items() if v is not None}
-            if kind in {"run_start", "step"} or event in {"hung", "recovered"}:
-                self._values["vesuvius_hung"] = {"": float(event == "hung")}
+        if kind in {"run_start", "step"} or event in {"hung", "recovered"}:
+            self._latest["hung"] = {"": float(event == "hung")}
+        for name, (source, _) in LATEST.items():
+            of, place, *below = source.split(".")
+            if of == kind and place in record:  # the watchdog's verdict has no figures
+                self._latest[name] = {k: float(v) for k, v in _figures(place, record[place], *below) if v is not None}
+        if kind == "step":
+            if (seconds := record.get("step_s")) is not None:
+                self._step_seconds.observe(seconds)
+            for part in (*_PARTS, "pause"):
+                self._count("pause" if part == "pause" else "part", part, record.get(f"{part}_s"))
+        elif kind == "verdict":
+            self._count("bound", record["bound"])
+        elif event == "guard":
+            self._count("action", record.get("rung"))
+        elif kind == "event":
+            self._count("event", event)
+
+    def _count(self, what: str, value: str | None, amount: float | None = 1.0) -> None:
+        if counter := self._counters.get((what, value)):
+            counter.inc(max(amount or 0.0, 0.0))  # a difference of clocks may be below 0
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they are now, as prometheus_client asks for them."""
-        with self._lock:
-            values = {name: dict(samples) for name, samples in self._values.items()}
-        for name, metric in METRICS.items():
-            if metric.is_histogram:
-                total = values[name].pop(_SUM)
-                histogram = HistogramMetricFamily(name, metric.meaning, labels=["run"])
-                histogram.add_metric([self._run], list(values[name].items()), total)
-                yield histogram
-                continue
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(name, metric.meaning, labels=["run", *([metric.label] if metric.label else [])])
-            for label, value in values[name].items():
-                family.add_metric([self._run, *([label] if metric.label else [])], value)
-            yield family
+        """The latest figures, as prometheus_client asks for them; it collects the counters by itself."""
+        for name, (source, meaning) in LATEST.items():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            label = label_of(source)
+            metric = family(f"vesuvius_{name}", meaning, labels=["run", label] if label else ["run"])
+            for value, figure in self._latest.get(name, {}).items():
+                metric.add_metric([self._run, value] if label else [self._run], figure)
+            yield metric
 
 
-def _values(metric: _Metric, place: str, record: Record) -> Mapping[str, float | None]:
-    """Of each label: of [min, mean, max] in a window the most, of a GPU the mean."""
-    match metric.label:
-        case "gpu":
-            return {str(gpu["index"]): _figure(gpu.get(place), 1) for gpu in record.get("gpus") or []}
-        case "part":
-            return {part: record.get(f"{part}_s") for part in _PARTS}
+def label_of(source: str) -> str | None:
+    """The label beside `run` of a latest figure."""
+    return {"gpus": "gpu", "weights": "weights"}.get(source.split(".")[1])
+
+
+def _figures(place: str, found: Any, *below: str) -> Iterator[tuple[str, float | None]]:
+    """By the value of the label: of [min, mean, max] in a window the most, of a GPU the mean."""
+    match place:
+        case "gpus":
+            for gpu in found or []:
+                figure = gpu.get(below[0])
+                yield str(gpu["index"]), figure[1] if isinstance(figure, list) else figure
         case "weights":
-            return {name: found.get("loss") for name, found in (record.get("weights") or {}).items()}
-    if place == "reader_max_bytes":
-        return {"": max((record.get("readers") or {}).values(), default=None)}
-    value: Any = record
-    for word in place.split("."):
-        value = (value or {}).get(word)
-    return {"": _RISKS.get(value) if place == "risk" else _figure(value, -1)}
-
-
-def _le(bound: float) -> str:
-    return "+Inf" if math.isinf(bound) else str(bound)
-
-
-def _figure(value: Any, place: int) -> float | None:
-    return (value[place] if value else None) if isinstance(value, list) else value
+            yield from ((name, each.get(below[0])) for name, each in (found or {}).items())
+        case "readers":
+            yield "", max((found or {}).values(), default=None)
+        case "risk":
+            yield "", _RISKS.get(found)
+        case _:
+            for word in below:
+                found = (found or {}).get(word)
+            yield "", found[-1] if isinstance(found, list) and found else found

@@ -1,14 +1,15 @@
-"""The figures of a run for Weights & Biases and MLflow, by their own packages, which are extras of ours.
+"""The figures of a run for TensorBoard, Weights & Biases and MLflow, by their own packages; the latter two are extras.
 
-On a thread, so that a package or a server that hangs costs the run nothing but a line in the log.  Where the server
-stands, and as whom one writes there, is the packages' business: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI and so
-on in the environment, or their own files.
+On a thread each, so that a disk, a package or a server that hangs costs the run nothing but a line in the log.  Where a
+server stands, and as whom one writes there, is the packages' business: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI
+and so on in the environment, or their own files.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import sys
@@ -16,24 +17,31 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.runlog.files.delayed import DelayedWrites
-from vesuvius.runlog.listeners.scalars import SystemPace, scalars_of
+from vesuvius.runlog.files import DelayedWrites
+from vesuvius.runlog.listeners.scalars import Scalars
 from vesuvius.runlog.records import Record
-from vesuvius.runlog.redact import redact
+from vesuvius.runlog.redact import redact, redacted
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
-Send = Callable[[int, float, dict[str, float]], None]
-"""Takes a step, its time in seconds since 1970, and figures by their tags."""
-Finish = Callable[[int], None]
-"""Takes the run's exit code."""
-
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 _CLOSE_S = 30.0
+_FLUSH_S = 10
 _PARAMS_A_CALL = 100  # MLflow takes no more
+
+
+class Board(Protocol):
+    """Where figures go.  Its methods may wait for a disk or a server, and raise what the package raises."""
+
+    def write(self, record: Record) -> object: ...
+
+    def close(self, exit_code: int) -> object: ...
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -46,47 +54,39 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Tracker:
-    """One tracker.  A context manager, which gives it 30 seconds at the end.
+    """Hands records to a board on a thread of its own.  A context manager, which gives it 30 seconds at the end.
 
     Args:
-        name: `wandb` or `mlflow`.
-        run: its name.
-        directory: of the run; the tracker keeps there by what id it knows the run, and what it writes offline.
-        settings: of the run, by their keys.
+        name: of the board, for messages.
+        begin: makes the board, on the thread.
     """
 
-    def __init__(
-        self, name: str, run: str, directory: Path, settings: Mapping[str, Any], close_s: float = _CLOSE_S
-    ) -> None:
+    def __init__(self, name: str, begin: Callable[[], Board], close_s: float = _CLOSE_S) -> None:
         self._name, self._close_s = name, close_s
-        self._pace = SystemPace()
         self._exit_code = 1  # a run that was killed has no end
         self._failed = False
-        self._opened: tuple[Send, Finish] | None = None
+        self._board: Board | None = None
         self._calls = DelayedWrites(name, self._say_failed)
 
-        def begin() -> None:
-            self._opened = (_wandb if name == "wandb" else _mlflow)(run, directory, settings)
+        def open_board() -> None:
+            self._board = begin()
 
-        self._calls.later(begin)
+        self._calls.later(open_board)
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._calls.later(lambda: self._opened and self._opened[1](self._exit_code))
+        self._calls.later(lambda: self._board and self._board.close(self._exit_code))
         if not self._calls.close(self._close_s):
             self._say_failed()
 
     def take(self, record: Record) -> None:
-        """Hand the figures of a record on.  Returns at once and raises nothing."""
+        """Hand a record on.  Returns at once and raises nothing."""
         if record["kind"] == "run_end":
             self._exit_code = record.get("exit_code", 1)
-        elif self._pace.takes(record):
-            figures = {tag: value for tag, value in scalars_of(record).items() if value is not None}
-            step, time_s = record.get("step") or 0, record["time"]
-            if figures and not self._calls.later(lambda: self._opened and self._opened[0](step, time_s, figures)):
-                self._say_failed()
+        if not self._calls.later(lambda: self._board and self._board.write(record)):
+            self._say_failed()
 
     def _say_failed(self) -> None:
         """Once a session."""
@@ -95,55 +95,121 @@ class Tracker:
             error = sys.exception()
             cause = f"{type(error).__name__}: {redact(one_line(str(error), 300))}" if error else "no answer in time"
             log.warning(
-                "monitor.trackers %s does not accept this run's figures: %s; the run continues, and metrics.jsonl has "
-                "them all",
+                "%s does not accept this run's figures: %s; the run continues, and metrics.jsonl has them all",
                 *(self._name, cause),
             )
 
 
-def _wandb(run: str, directory: Path, settings: Mapping[str, Any]) -> tuple[Send, Finish]:
-    wandb = importlib.import_module("wandb")
-    opened = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "vesuvius"),
-        name=run,
-        id=_kept_id(directory / "wandb_id", lambda: uuid.uuid4().hex[:12]),
-        resume="allow",
-        dir=str(directory),
-        config=dict(settings),
-        settings={"console": "off", "silent": True},  # the terminal and the log stay ours
-    )
-    opened.define_metric("*", step_metric="step")  # its own must not fall, and after a resume ours does
+class TensorBoard:
+    """The event file of one session, in `tb/` of the run.
 
-    def send(step: int, time_s: float, figures: dict[str, float]) -> None:
-        opened.log({"step": step, **figures})
+    Everything follows from the records and the pictures that they name.
 
-    return send, lambda exit_code: opened.finish(exit_code=exit_code)
+    Args:
+        directory: where event files lie; made with the first record.
+        run: the run directory, which pictures are named relative to.
+    """
+
+    def __init__(self, directory: Path, run: Path) -> None:
+        self._directory, self._run = directory, run
+        self._writer: SummaryWriter | None = None
+        self._scalars = Scalars()
+
+    def write(self, record: Record) -> None:
+        """Write the events of one record, at its own time and step.  Raises OSError.
+
+        The first `run_start` hides what earlier sessions wrote beyond the step that it goes on from.
+        """
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge_step = record["step"] + 1 if record["kind"] == "run_start" else None
+            self._writer = SummaryWriter(self._directory, purge_step=purge_step, flush_secs=_FLUSH_S)
+        writer, at = self._writer, {"global_step": record.get("step") or 0, "walltime": record["time"]}
+        for tag, value in self._scalars.of(record).items():
+            writer.add_scalar(tag, value, **at)
+        if record["kind"] == "event":
+            fields = {key: value for key, value in record.items() if key not in {"kind", "time", "event", "step"}}
+            writer.add_text(f"events/{record['event']}", f"    {json.dumps(redacted(fields))}", **at)
+        if record["kind"] == "preview":
+            import numpy as np
+            from PIL import Image
+
+            try:
+                with Image.open(self._run / record["picture"]) as image:
+                    pixels = np.asarray(image.convert("RGB"))
+            except OSError as error:
+                log.warning("the picture of a preview must be readable; got %s; TensorBoard does without it", error)
+            else:
+                writer.add_image("preview/picture", pixels, dataformats="HWC", **at)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Raises OSError."""
+        if self._writer is not None:
+            self._writer.close()
 
 
-def _mlflow(run: str, directory: Path, settings: Mapping[str, Any]) -> tuple[Send, Finish]:
-    entities, tracking = importlib.import_module("mlflow.entities"), importlib.import_module("mlflow.tracking")
-    folder = (directory / "mlruns").resolve().as_uri()
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else version 3 refuses a folder
-    client = tracking.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or folder)
+class Wandb:
+    """A run of Weights & Biases, the same in each session."""
 
-    def create() -> str:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "vesuvius")
-        known = client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else client.create_experiment(name)
-        created: str = client.create_run(experiment, tags={"mlflow.runName": run}).info.run_id
-        params = [entities.Param(key, str(value)[:500]) for key, value in settings.items()]
-        for first in range(0, len(params), _PARAMS_A_CALL):
-            client.log_batch(created, params=params[first : first + _PARAMS_A_CALL])
-        return created
+    def __init__(self, run: str, directory: Path, settings: Mapping[str, Any]) -> None:
+        self._scalars = Scalars()
+        self._run = importlib.import_module("wandb").init(
+            project=os.environ.get("WANDB_PROJECT", "vesuvius"),
+            name=run,
+            id=_kept_id(directory / "wandb_id", lambda: uuid.uuid4().hex[:12]),
+            resume="allow",
+            dir=str(directory),
+            config=dict(settings),
+            settings={"console": "off", "silent": True},  # the terminal and the log stay ours
+        )
+        self._run.define_metric("*", step_metric="step")  # its own must not fall, and after a resume ours does
 
-    run_id = _kept_id(directory / "mlflow_id", create)
+    def write(self, record: Record) -> None:
+        if figures := self._scalars.of(record):
+            self._run.log({"step": record.get("step") or 0, **figures})
 
-    def send(step: int, time_s: float, figures: dict[str, float]) -> None:
-        at_ms = int(1000 * time_s)
-        client.log_batch(run_id, metrics=[entities.Metric(tag, value, at_ms, step) for tag, value in figures.items()])
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
 
-    client.update_run(run_id, status="RUNNING")
-    return send, lambda exit_code: client.set_terminated(run_id, "FAILED" if exit_code else "FINISHED")
+
+class Mlflow:
+    """A run of MLflow, the same in each session."""
+
+    def __init__(self, run: str, directory: Path, settings: Mapping[str, Any]) -> None:
+        self._scalars = Scalars()
+        self._entities = entities = importlib.import_module("mlflow.entities")
+        folder = (directory / "mlruns").resolve().as_uri()
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else version 3 refuses a folder
+        tracking = importlib.import_module("mlflow.tracking")
+        self._client = client = tracking.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or folder)
+
+        def create() -> str:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "vesuvius")
+            known = client.get_experiment_by_name(name)
+            experiment = known.experiment_id if known else client.create_experiment(name)
+            created: str = client.create_run(experiment, tags={"mlflow.runName": run}).info.run_id
+            params = [entities.Param(key, str(value)[:500]) for key, value in settings.items()]
+            for first in range(0, len(params), _PARAMS_A_CALL):
+                client.log_batch(created, params=params[first : first + _PARAMS_A_CALL])
+            return created
+
+        self._run_id = _kept_id(directory / "mlflow_id", create)
+        client.update_run(self._run_id, status="RUNNING")
+
+    def write(self, record: Record) -> None:
+        if figures := self._scalars.of(record):
+            at_ms, step = int(1000 * record["time"]), record.get("step") or 0
+            metrics = [self._entities.Metric(tag, value, at_ms, step) for tag, value in figures.items()]
+            self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self, exit_code: int) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if exit_code else "FINISHED")
+
+
+TRACKERS: dict[str, Callable[[str, Path, Mapping[str, Any]], Board]] = {"wandb": Wandb, "mlflow": Mlflow}
+"""By the names of `monitor.trackers`: from a run's name, its directory, where the board keeps by what id it knows the
+run and what it writes offline, and its settings by their keys."""
 
 
 def _kept_id(path: Path, make: Callable[[], str]) -> str:

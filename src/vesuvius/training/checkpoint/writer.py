@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from vesuvius.errors import StorageError
-from vesuvius.runlog.files.disk_use import directory_bytes
+from vesuvius.runlog.files import directory_bytes
 from vesuvius.threads import on_thread
 from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
 from vesuvius.training.checkpoint.snapshot import Snapshot

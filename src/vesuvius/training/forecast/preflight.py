@@ -14,7 +14,7 @@ from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import StorageError
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.plan.plan import Plan
-from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
+from vesuvius.runlog.files import free_disk_bytes, nearest_existing
 from vesuvius.runlog.listeners.trackers import check_trackers
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.units import GIB, format_sizes

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from vesuvius.config import Config
 from vesuvius.config.describe import flatten
@@ -20,8 +21,7 @@ from vesuvius.monitor.probes.system_sample import Watcher, sample_system
 from vesuvius.monitor.probes.vram import Vram, gpu_uuid
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session
 from vesuvius.runlog.listeners.prometheus import Exporter
-from vesuvius.runlog.listeners.tensorboard import TensorBoard, tensorboard_thread
-from vesuvius.runlog.listeners.trackers import Tracker
+from vesuvius.runlog.listeners.trackers import TRACKERS, TensorBoard, Tracker
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import RunDir
@@ -29,6 +29,8 @@ from vesuvius.runlog.units import GIB
 from vesuvius.training.context import RunContext
 
 log = logging.getLogger(__name__)
+
+_TENSORBOARD_S = 10.0  # for what its disk has not taken at the end
 
 
 def memory_limits(config: Config, ranks_here: int = 1) -> Limits:
@@ -79,14 +81,13 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
     listeners: list[Callable[[dict[str, object]], None]] = []
     with ExitStack() as opened:
         if monitor.tensorboard:
-            tensorboard = TensorBoard(directory.tensorboard, directory.path)
-            listeners.append(opened.enter_context(tensorboard_thread(tensorboard)))
+            board = partial(TensorBoard, directory.tensorboard, directory.path)
+            listeners.append(opened.enter_context(Tracker("TensorBoard", board, _TENSORBOARD_S)).take)
         if monitor.prometheus_port is not None:
-            exporter = opened.enter_context(Exporter(monitor.prometheus_port, config.name, monitor.prometheus_address))
-            listeners.append(exporter.take)
+            listeners.append(opened.enter_context(Exporter(monitor.prometheus_port, config.name)).take)
         for name in dict.fromkeys(monitor.trackers):
-            tracker = Tracker(name, config.name, directory.path, _settings(config))
-            listeners.append(opened.enter_context(tracker).take)
+            begin = partial(TRACKERS[name], config.name, directory.path, _settings(config))
+            listeners.append(opened.enter_context(Tracker(f"monitor.trackers {name}", begin)).take)
         metrics = JsonLines(directory.metrics, listeners)
         opened.callback(metrics.close)
         yield metrics

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from vesuvius.monitor.clock import StepTimes
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.runlog.records import JsonLines
-from vesuvius.runlog.step_times import StepTimes
 from vesuvius.stream.reading.quarantine import check_quarantine
 from vesuvius.training.context import RunContext
 

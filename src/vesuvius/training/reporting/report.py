@@ -12,12 +12,11 @@ import torch
 
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import NonFiniteError, one_line
-from vesuvius.monitor.clock import StepClock
+from vesuvius.monitor.clock import StepClock, StepTimes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.quantile import quantile
 from vesuvius.runlog.logfile import step_line
 from vesuvius.runlog.records import Record
-from vesuvius.runlog.step_times import StepTimes
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.context import RunContext
 from vesuvius.training.forecast.mfu import seconds_at_peak

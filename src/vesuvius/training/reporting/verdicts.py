@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from vesuvius.config import Config
+from vesuvius.monitor.clock import StepTimes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.cores import bound_cores, cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict, judge
 from vesuvius.monitor.window import Knobs, Window
-from vesuvius.runlog.step_times import StepTimes
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.context import RunContext

@@ -24,7 +24,7 @@ from pathlib import Path
 import google_crc32c
 
 from vesuvius.errors import ConfigError
-from vesuvius.runlog.files.disk_use import nearest_existing
+from vesuvius.runlog.files import nearest_existing
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A file on a disk that is full for a while: lines wait, and arrive whole and in order."""
+"""Files on disks that are full or hang: lines wait, and arrive whole and in order; files are replaced as a whole."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from vesuvius.runlog.files.append_file import AppendFile
-from vesuvius.runlog.rotated import RotatedFile, iter_rotated
+from vesuvius.runlog.files import AppendFile, DelayedWrites, write_whole
+from vesuvius.runlog.records import RotatedFile, iter_rotated
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
@@ -39,44 +39,30 @@ def no_file_beyond(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_of_which_half_was_written_is_completed_before_the_next(
+def test_a_line_of_which_half_was_written_is_completed_before_the_next_and_those_beyond_what_is_kept_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "lines"
-    file = AppendFile(path)
+    file = AppendFile(path, keep=3)
     with no_file_beyond(10):
-        file.write_line("line 1")
-        file.write_line("line 2")
-        file.write_line("line 3")
-        assert path.read_bytes() == b"line 1\nlin", "the write was a short one"
-    file.write_line("line 4")
-    assert path.read_text().splitlines() == ["line 1", "line 2", "line 3", "line 4"]
+        for number in range(9):
+            file.write_line(f"line {number}")
+        assert path.read_bytes() == b"line 0\nlin", "the write was a short one"
+    file.write_line("line 9")
     file.close()
+    file.write_line("late")
+    assert path.read_text().splitlines() == ["line 0", "line 1", "line 2", "line 3", "line 9"]
     (failing, working) = said(caplog)
     assert failing[0] == "ERROR"
-    assert "File too large; free some space: its next 10000 lines are kept in memory" in failing[1]
-    assert working == ("INFO", f"{path} is writable again; 0 lines were lost")
-
-
-def test_lines_beyond_what_is_kept_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = AppendFile(tmp_path / "lines", keep=3)
-    with no_file_beyond(2):
-        for number in range(8):
-            file.write_line(f"line {number}")
-    file.write_line("line 8")
-    file.close()
-    assert (tmp_path / "lines").read_text().splitlines() == ["line 0", "line 1", "line 2", "line 8"]
-    assert said(caplog)[-1] == ("ERROR", f"{tmp_path / 'lines'} is writable again; 5 lines were lost")
-
-
-def test_a_directory_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+    assert "File too large; free some space: its next 3 lines are kept in memory" in failing[1]
+    assert working == ("ERROR", f"{path} is writable again; 5 lines were lost")
     with pytest.raises(OSError, match="No such file or directory"):
         AppendFile(tmp_path / "nowhere" / "lines")
 
 
 def test_threads_and_signal_handlers_write_whole_lines_and_lose_none(tmp_path: Path) -> None:
     file = AppendFile(tmp_path / "lines")
-    per_writer = 2000
+    per_writer = 1000
     left = iter(range(per_writer))
 
     def write_from_the_handler(*_: object) -> None:
@@ -106,21 +92,8 @@ def test_threads_and_signal_handlers_write_whole_lines_and_lose_none(tmp_path: P
     handled = per_writer - len(list(left))
     assert handled > 0
     # In no order: one handler interrupts another.
-    assert sorted(line for line in lines if line.startswith("handler")) == sorted(
-        f"handler {n}" for n in range(handled)
-    )
-
-
-def test_a_line_after_the_end_goes_nowhere(tmp_path: Path) -> None:
-    """The number of the closed descriptor may be another file's by then."""
-    file = AppendFile(tmp_path / "a.jsonl")
-    file.write_line("first")
-    file.close()
-    with (tmp_path / "other").open("wb"):
-        file.write_line("late")
-    file.close()
-    assert (tmp_path / "a.jsonl").read_text() == "first\n"
-    assert (tmp_path / "other").read_bytes() == b""
+    handlers = [line for line in lines if line.startswith("handler")]
+    assert sorted(handlers) == sorted(f"handler {n}" for n in range(handled))
 
 
 @pytest.mark.parametrize("make", [AppendFile, lambda path: RotatedFile(path, rotate_bytes=200)])
@@ -131,7 +104,7 @@ def test_threads_that_write_while_it_is_closed_leave_each_line_once_up_to_one_fr
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for attempt in range(10):
+        for attempt in range(5):
             path = tmp_path / f"lines{attempt}.jsonl"
             file, begun, failed = make(path), threading.Barrier(5), []
 
@@ -160,3 +133,55 @@ def test_threads_that_write_while_it_is_closed_leave_each_line_once_up_to_one_fr
                 assert numbers == list(range(len(numbers)))
     finally:
         sys.setswitchinterval(before)
+
+
+def test_delayed_writes_are_done_in_order_and_those_beyond_a_thousand_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun, goes_on, written, failed = threading.Event(), threading.Event(), list[int](), list[int]()
+    writes = DelayedWrites("a-writer", lambda: failed.append(1))
+
+    def hang() -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        raise OSError("it ends nothing")
+
+    assert writes.later(hang)
+    assert begun.wait(60)
+    taken = [writes.later(lambda number=number: written.append(number)) for number in range(1007)]  # type: ignore[misc]
+    assert taken == [True] * 1000 + [False] * 7
+    assert not caplog.records, "said once they are known, not one by one"
+    goes_on.set()
+    assert writes.close(60)
+    assert (written, failed) == (list(range(1000)), [1])
+    (line,) = caplog.messages
+    assert line.startswith("a-writer: ")
+    assert "7 more are lost" in line
+
+
+def test_a_reader_at_any_moment_finds_the_old_file_or_the_new_one_whole_and_nothing_is_left_beside(
+    tmp_path: Path,
+) -> None:
+    path, texts = tmp_path / "x", [letter * 1_000_000 for letter in (b"a", b"b")]
+    write_whole(path, texts[0])
+    seen: list[bytes] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(path.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for i in range(10):
+        write_whole(path, texts[i % 2])
+    done.set()
+    reader.join()
+    assert seen
+    assert all(text in texts for text in seen)
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "directory", b"new")
+    with pytest.raises(FileNotFoundError):
+        write_whole(tmp_path / "missing" / "x", b"new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "x"]
