@@ -85,7 +85,7 @@ def test_wrong_text_sections_and_lists_are_named(text: str, message: str) -> Non
             "x.yaml:6: training.timesteps: unknown key; got 9; did you mean diffusion.timesteps?",
         ),
         ("training:\n  ema: 0.9", "x.yaml:6: training.ema: unknown key; got 0.9; did you mean ema_decay?"),
-        ("monitor:\n  every: 9", "x.yaml:6: monitor.every: unknown key; got 9; did you mean write_every_s?"),
+        ("monitor:\n  every: 9", "x.yaml:6: monitor.every: unknown key; got 9; did you mean verdict_every?"),
         ("training: {ranks: 0}", "x.yaml:5: training.ranks: must be an integer of at least 1 or auto; got 0"),
         (
             "training: {ranks: Auto}",

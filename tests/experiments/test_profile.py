@@ -45,7 +45,7 @@ def test_the_table_adds_up_to_the_steps_that_count(tmp_path: Path) -> None:
     steps[4] |= {"step_s": 2.5, "other_s": 2.04, "pause_s": 2.0}
     run = write_run(tmp_path / "tiny", [run_start(), *steps, step(9, step_s=100.0)])
     config = parse_stored(tiny_sections("tiny", Path("x")) | {"training": {"workers": 2, "train_batch_size": 4}})
-    observed = Observed(warm_steps=3, verdict=judge(hungry(), GPU, Thresholds()), device="CPU", amp="off")
+    observed = Observed(warm_steps=3, verdict=judge(hungry(), GPU), device="CPU", amp="off")
     report = build_profile(config, read_run(run), steps[2:], observed, 5, "vesuvius tune --config x.yaml")
     assert math.fsum(part.total_s for part in report.parts) == pytest.approx(5 * 0.5)  # steps 4 to 8, without the pause
     assert 100 * math.fsum(part.share for part in report.parts) == pytest.approx(100, abs=0.1)

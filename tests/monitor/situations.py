@@ -29,12 +29,11 @@ from vesuvius.monitor.alerts.watchdog import Watchdog
 from vesuvius.monitor.memory.guard import Guard
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.memory.risk import RiskWatch
-from vesuvius.monitor.postmortem.cause import KillCounts, remedy_of
-from vesuvius.monitor.postmortem.cause import judge as judge_death
+from vesuvius.monitor.postmortem.post_mortem import KillCounts, remedy_of
+from vesuvius.monitor.postmortem.post_mortem import judge as judge_death
 from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.gpus import GpuUse
-from vesuvius.monitor.probes.machine import read_machine
-from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
+from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between, read_machine
 from vesuvius.monitor.verdict import judge
 from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.units import GIB

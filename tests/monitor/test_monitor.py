@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.support.small_disk import fill, small_disk
+from vesuvius.monitor import monitor as monitor_module
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.memory.risk import Level
@@ -76,20 +77,22 @@ def wait_until(happened: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(tmp_path: Path) -> None:
+def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watcher = ScriptedWatcher(lambda sample: sample * 2**20)
     shared: list[dict[str, Any]] = []
-    with Monitor(
-        in_dir(tmp_path), Limits(), watcher, sample_every_s=0.05, write_every_s=0.2, on_record=shared.append
-    ) as monitor:
+    monkeypatch.setattr(monitor_module, "SAMPLES_PER_RECORD", 4)
+    monkeypatch.setattr(monitor_module, "SINGLE_RECORDS", 1)
+    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.05, on_record=shared.append) as monitor:
         monitor.told = LoopStatus(step=7, readers={123: GIB})
-        wait_until(lambda: len((tmp_path / "logs/monitor.log").read_text().splitlines()) > 1)
+        wait_until(lambda: len((tmp_path / "logs/monitor.log").read_text().splitlines()) > 2)
     records = read_records(tmp_path / "system.jsonl")
     assert shared == records
-    assert [record["samples"] for record in records[:2]] == [4, 4]
+    assert [record["samples"] for record in records[:3]] == [1, 4, 4], "short runs have a course, too"
     assert 1 <= records[-1]["samples"] <= 4
     assert sum(record["samples"] for record in records) == watcher.samples - 1, "the first look is that of the start"
-    for record in records[1:]:
+    for record in records[2:]:
         low, mean, high = record["trainer_bytes"]
         assert high - low == (record["samples"] - 1) * 2**20
         assert low <= mean <= high
@@ -112,9 +115,7 @@ def test_an_order_to_exit_is_handed_on_at_once_and_once(tmp_path: Path, caplog: 
     caplog.set_level(logging.INFO, "vesuvius")
     limits = Limits(configured_bytes=4 * GIB)
     watcher = ScriptedWatcher(lambda sample: GIB if sample < 4 else 4 * GIB - GIB // 4 - 1)
-    with Monitor(
-        in_dir(tmp_path), limits, watcher, sample_every_s=0.02, write_every_s=0.04, on_exit=orders.append
-    ) as monitor:
+    with Monitor(in_dir(tmp_path), limits, watcher, sample_every_s=0.02, on_exit=orders.append) as monitor:
         wait_until(lambda: orders and watcher.samples > 10)
         assert monitor.order == orders[0]
         assert monitor.risk.level == Level.CRITICAL
@@ -190,7 +191,6 @@ def test_a_disk_that_hangs_does_not_blind_the_guard(tmp_path: Path) -> None:
         Limits(configured_bytes=4 * GIB),
         watcher,
         sample_every_s=0.02,
-        write_every_s=0.02,
         on_exit=orders.append,
         on_record=hang,
     ):
@@ -223,6 +223,7 @@ def test_gpus_are_told_apart_by_uuid_and_ours_is_asked(
 ) -> None:
     """Of two, the first fails to answer every other time, and ours is the idle one.  torch does not say the kind."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="5-f"))
+    monkeypatch.setattr(monitor_module, "SINGLE_RECORDS", 0)
     ours = gpu_uuid(torch.device("cuda"))
 
     class Two(ScriptedWatcher):
@@ -230,9 +231,7 @@ def test_gpus_are_told_apart_by_uuid_and_ours_is_asked(
             gpus = [GpuUse(i, f"{kind}-{i}-f", "H200", i, 80, busy, None, None) for i, busy in ((3, 1.0), (5, 0.1))]
             return replace(super().sample(), gpus=tuple(gpus[self.samples % 2 :]))
 
-    with Monitor(
-        in_dir(tmp_path), Limits(), Two(lambda n: n), gpu_uuid=ours, sample_every_s=0.02, write_every_s=0.08
-    ) as monitor:
+    with Monitor(in_dir(tmp_path), Limits(), Two(lambda n: n), gpu_uuid=ours, sample_every_s=0.02) as monitor:
         wait_until(lambda: monitor.gpu_busy() is not None)
         assert monitor.gpu_busy() == pytest.approx(0.1)
         wait_until(lambda: (tmp_path / "logs/monitor.log").read_text())
@@ -357,7 +356,10 @@ def test_a_guard_that_may_not_act_orders_nothing(
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == warnings
 
 
-def test_gpu_memory_is_written_as_a_window_too(tmp_path: Path) -> None:
+def test_gpu_memory_is_written_as_a_window_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "SAMPLES_PER_RECORD", 3)
+    monkeypatch.setattr(monitor_module, "SINGLE_RECORDS", 0)
+
     class FakeVram:
         reads = 0
 
@@ -380,7 +382,6 @@ def test_gpu_memory_is_written_as_a_window_too(tmp_path: Path) -> None:
         ScriptedWatcher(lambda sample: sample),
         fake,
         sample_every_s=0.02,
-        write_every_s=0.06,
     ):
         wait_until(lambda: (tmp_path / "logs/monitor.log").read_text())
     vram = read_records(tmp_path / "system.jsonl")[0]["vram"]
@@ -396,11 +397,10 @@ def test_a_listener_that_fails_neither_doubles_records_nor_floods_the_log(
         raise RuntimeError("no")
 
     watcher = ScriptedWatcher(lambda sample: sample)
-    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02, write_every_s=0.04, on_record=fails):
+    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02, on_record=fails):
         wait_until(lambda: watcher.samples > 20)
     records = read_records(tmp_path / "system.jsonl")
     assert sum(record["samples"] for record in records) == watcher.samples - 1
-    assert max(record["samples"] for record in records) == 2
     assert len([r for r in caplog.records if r.exc_info]) == 1
 
 
@@ -413,7 +413,7 @@ def test_a_look_that_fails_blinds_the_monitor_but_does_not_end_it(
         return sample
 
     watcher = ScriptedWatcher(fails_once)
-    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02, write_every_s=0.04):
+    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02):
         wait_until(lambda: watcher.samples > 5)
     assert read_records(tmp_path / "system.jsonl")
     assert "sampling failed; retrying" in caplog.text
@@ -425,7 +425,7 @@ def test_a_full_disk_is_said_once_for_each_file_and_without_a_traceback(
     caplog.set_level(logging.INFO, "vesuvius")
     watcher = ScriptedWatcher(lambda sample: sample)
     with small_disk(tmp_path, kib=512) as disk:
-        with Monitor(in_dir(disk), Limits(), watcher, sample_every_s=0.02, write_every_s=0.02):
+        with Monitor(in_dir(disk), Limits(), watcher, sample_every_s=0.02):
             ballast = fill(disk)
             wait_until(lambda: len(caplog.records) >= 2)
             more = watcher.samples + 5

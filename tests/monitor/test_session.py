@@ -18,7 +18,7 @@ import pytest
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session, find_pid, is_alive, read_session
 
-LIMITS = Limits(ray_share=0.95, configured_bytes=3 * 2**30, warn_at=0.5)
+LIMITS = Limits(ray_share=0.95, configured_bytes=3 * 2**30, exit_at=0.5)
 BEGIN = """
 import sys, time
 from pathlib import Path
@@ -109,7 +109,7 @@ def test_a_damaged_file_is_no_session(tmp_path: Path, text: str) -> None:
     assert read_session(path) is None
 
 
-@pytest.mark.parametrize("change", [{"pid": "x"}, {"limits": {"warn_at": "high"}}, {"limits": 3}, {"begin_time": None}])
+@pytest.mark.parametrize("change", [{"pid": "x"}, {"limits": {"exit_at": "high"}}, {"limits": 3}, {"begin_time": None}])
 def test_a_figure_of_another_kind_is_damage_and_keys_of_another_version_are_not(
     tmp_path: Path, change: dict[str, object]
 ) -> None:

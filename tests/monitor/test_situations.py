@@ -40,7 +40,7 @@ from tests.monitor.situations import (
 )
 from tests.monitor.test_verdict import CPU, GPU, far, hungry, window
 from vesuvius.monitor.memory.limits import Limits, ray_share_from_environment
-from vesuvius.monitor.postmortem.cause import KillCounts
+from vesuvius.monitor.postmortem.post_mortem import KillCounts
 from vesuvius.runlog.units import GIB
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vesuvius.monitor.verdict import Verdict, judge
-from vesuvius.monitor.window import Knobs, Thresholds, Window
+from vesuvius.monitor.window import Knobs, Window
 
 GPU = Knobs(
     on_gpu=True,
@@ -217,12 +217,6 @@ def test_figures_have_their_cause_and_what_to_try(
     found = judge(figures, replace(GPU, **knobs))
     assert (found.kind, found.cause, " ".join(found.overrides)) == (kind, cause, overrides), found.text
     assert words in found.text
-
-
-def test_the_thresholds_can_be_changed() -> None:
-    assert judge(hungry(data_s=10.0), GPU).kind == "compute-bound"
-    assert judge(hungry(data_s=10.0), GPU, Thresholds(0.05, 0.95)).kind == "data-bound"
-    assert judge(far(bytes_fetched=10**10), GPU, Thresholds(link_bytes_s=1.25e9)).cause == "store latency"
 
 
 def test_a_device_that_computes_is_compute_bound_and_needs_nothing() -> None:

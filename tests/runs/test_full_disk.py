@@ -40,7 +40,7 @@ def test_a_disk_that_fills_up_costs_saves_but_no_step_no_record_and_no_older_che
 ) -> None:
     config = tiny_config(
         training=SAVING | {"epochs": 1000},
-        monitor={"tensorboard": True, "sample_every_s": 0.5, "write_every_s": 0.5},
+        monitor={"tensorboard": True, "sample_every_s": 0.5},
     )
     run = disk / "tiny"
     with Session(config, tmp_path) as session:

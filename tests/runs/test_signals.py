@@ -65,7 +65,7 @@ def test_a_sigterm_in_the_last_step_stops_nothing_and_in_the_one_before_it_the_r
 def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_whole(
     tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals
 ) -> None:
-    config = tiny_config(training={"epochs": 1000}, monitor={"sample_every_s": 0.5, "write_every_s": 0.5})
+    config = tiny_config(training={"epochs": 1000}, monitor={"sample_every_s": 0.5})
     one_step_done(config, tmp_path)
     system = tmp_path / "runs/tiny/system.jsonl"
     system.unlink()

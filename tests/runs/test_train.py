@@ -47,7 +47,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole_run")
     config = tiny_sections("tiny", write_array(folder / "volume.zarr", textured((96, 128, 128))))
     config["training"] |= {"preview_every": 10, "preview_count": 2, "keep_last": 2}
-    config["monitor"] |= {"verdict_every": 10, "sample_every_s": 0.5, "write_every_s": 0.5}
+    config["monitor"] |= {"verdict_every": 10, "sample_every_s": 0.5}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
     with chdir(folder):
         assert vesuvius_train(folder / "tiny.yaml") == 0

@@ -31,7 +31,7 @@ from machine import describe_machine
 from vesuvius.commands.arguments.types import naturals
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
-from vesuvius.monitor.memcheck.history import is_reader
+from vesuvius.monitor.memcheck.inspection import is_reader
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.training.forecast.ram_plan import RamPlan, plan_ram
 

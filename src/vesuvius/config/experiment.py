@@ -36,9 +36,6 @@ class MonitorConfig(Section):
     sample_every_s: float = Field(
         1.0, ge=0.5, le=10, description="seconds between samples of memory, processors and GPUs"
     )
-    write_every_s: float = Field(
-        10.0, gt=0, description="seconds between lines of system.jsonl (min, mean, max since the last)"
-    )
     tensorboard: bool = Field(True, description="also write the records of metrics.jsonl for TensorBoard, into tb/")
     trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
         (), description="also hand the figures to Weights & Biases or MLflow, whose package must be installed"
@@ -61,17 +58,11 @@ class MonitorConfig(Section):
     ram_limit_gib: float | None = Field(
         None, gt=0, description="memory that this run may use, with its readers, GiB; null = the cgroup's or machine's"
     )
-    warn_at: Share = Field(0.80, description="share of the memory limit at which the log warns")
-    shrink_at: Share = Field(0.84, description="share at which the guard halves the prefetch and stops a reader, once")
-    exit_at: Share = Field(0.92, description="share at which the guard saves and exits; Ray kills readers at 0.95")
-
-    def contradictions(self) -> Iterator[str]:
-        ladder = (self.warn_at, self.shrink_at, self.exit_at)
-        if sorted(ladder) != list(ladder):
-            yield (
-                "monitor.warn_at, shrink_at and exit_at must not decrease; got "
-                f"{', '.join(f'{share:g}' for share in ladder)}; put them in order"
-            )
+    exit_at: Share = Field(
+        0.92,
+        description="share of the memory limit at which the guard saves and exits (Ray kills readers at 0.95); in "
+        "proportion, the log warns from 0.80 on, and from 0.84 on it halves the prefetch and stops a reader, once",
+    )
 
 
 class ClusterConfig(Section):

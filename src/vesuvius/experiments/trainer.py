@@ -102,14 +102,13 @@ def trainer_config(config: Config, number: int) -> Config:
     """Return the config of a trainer: without an end, quiet, with dense samples of the memory.  Pure.
 
     Each trainer has a seed of its own and therefore reads other regions: otherwise a later one would find the data of
-    an earlier one in the page cache or in `data.store.cache_dir` and appear faster.  The guard ends it at
-    `monitor.shrink_at`, where it would only make readers smaller in a run: a setting that has to be reduced is not
-    recommended.  Its weights are worthless, and hardly move.
+    an earlier one in the page cache or in `data.store.cache_dir` and appear faster.  The first action of its guard ends
+    it, also where that would only make readers smaller in a run: a setting that has to be reduced is not recommended.
+    Its weights are worthless, and hardly move.
 
     Raises:
         ValidationError: the config is invalid.
     """
-    at = config.monitor.shrink_at
     training = {
         "steps_per_epoch": NEVER,
         "epochs": 1,
@@ -123,9 +122,7 @@ def trainer_config(config: Config, number: int) -> Config:
     monitor = {
         "verdict_every": NEVER,
         "sample_every_s": 0.5,
-        "write_every_s": 1.0,
         "guard": "act",
-        "exit_at": at,
     }
     seed = int(np.random.default_rng((config.seed, number)).integers(2**31))
     return trial_config(config, f"{number:03d}", training, monitor, seed=seed)

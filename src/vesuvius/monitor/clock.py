@@ -20,6 +20,8 @@ Part = Literal["forward", "backward", "optimizer", "comm"]
 """What the device does.  Getting a batch ready on the device (cast, normalise, mirror, noise) is part of "forward";
 clipping and the averages of the weights are part of "optimizer"; "comm" is waiting for other ranks."""
 
+_PARTS = ("data", "h2d", "forward", "backward", "optimizer", "comm", "pause")
+
 Timed = Callable[[Part], AbstractContextManager[None]]
 """`StepClock.computing`, or `untimed` where nobody asks where the time goes."""
 
@@ -86,40 +88,41 @@ class HostClock:
     """Parts and steps by the host's clock: right where the host itself computes."""
 
     def __init__(self) -> None:
-        self._spent = dict.fromkeys(("data", "h2d", "forward", "backward", "optimizer", "comm", "pause"), 0.0)
+        self._spent: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
         self._last_end = time.perf_counter()
         self._done: list[StepTimes] = []
 
     def waiting(self) -> AbstractContextManager[None]:
-        return self._timed("data")
+        return _spending(self._spent, "data")
 
     def copying(self) -> AbstractContextManager[None]:
-        return self._timed("h2d")
+        return _spending(self._spent, "h2d")
 
     def computing(self, part: Part) -> AbstractContextManager[None]:
-        return self._timed(part)
+        return _spending(self._spent, part)
 
     def pausing(self) -> AbstractContextManager[None]:
-        return self._timed("pause")
+        return _spending(self._spent, "pause")
 
     def step_done(self) -> None:
         now = time.perf_counter()
-        parts = {f"{name}_s": seconds for name, seconds in self._spent.items()}
-        self._done.append(StepTimes(now - self._last_end, **parts))
-        self._spent = dict.fromkeys(self._spent, 0.0)
+        self._done.append(StepTimes(now - self._last_end, **{f"{name}_s": s for name, s in self._spent.items()}))
+        self._spent = dict.fromkeys(_PARTS, 0.0)
         self._last_end = now
 
     def finished(self, wait: bool = False) -> list[StepTimes]:
         done, self._done = self._done, []
         return done
 
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._spent[part] += time.perf_counter() - started
+
+@contextmanager
+def _spending(spent: dict[str, float], name: str, now: Callable[[], float] = time.perf_counter) -> Iterator[None]:
+    """Adds the seconds that it is entered for."""
+    started = now()
+    try:
+        yield
+    finally:
+        spent[name] += now() - started
 
 
 @dataclass
@@ -139,8 +142,7 @@ class _Meanwhile:
     """What the host asked for and did since it queued the stretch of computing before."""
 
     copied: list[_Stretch] = field(default_factory=list)
-    waited_s: float = 0.0
-    paused_s: float = 0.0
+    spent: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "pause": 0.0})
 
 
 @dataclass(frozen=True)
@@ -180,21 +182,11 @@ class CudaClock:
         self._meanwhile = _Meanwhile()
         self._pending: deque[list[_Computed]] = deque()
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        started = self._now()
-        try:
-            yield
-        finally:
-            self._meanwhile.waited_s += self._now() - started
+    def waiting(self) -> AbstractContextManager[None]:
+        return _spending(self._meanwhile.spent, "data", self._now)
 
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
-        started = self._now()
-        try:
-            yield
-        finally:
-            self._meanwhile.paused_s += self._now() - started
+    def pausing(self) -> AbstractContextManager[None]:
+        return _spending(self._meanwhile.spent, "pause", self._now)
 
     def copying(self) -> AbstractContextManager[None]:
         """Enter on the stream that copies.  The computing that is queued next must wait for what is copied."""
@@ -245,32 +237,26 @@ class CudaClock:
 
 def _split_step(step: Sequence[_Computed], end_before: torch.cuda.Event) -> StepTimes:
     """Read the events of a step that the device has finished."""
-    step_s = _seconds(end_before, step[-1].stretch.end)
-    spent: dict[Part, float] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "comm": 0.0}
-    left_s = step_s
+    step_s = left_s = _seconds(end_before, step[-1].stretch.end)
+    spent = dict.fromkeys(_PARTS, 0.0)
     for each in step:
         # Each is rounded for itself: together they may seem longer than the step.
         seconds = min(each.stretch.seconds, left_s)
         spent[each.part] += seconds
         left_s -= seconds
-    h2d_s = data_s = pause_s = 0.0
     gap_begin = end_before
     for each in step:
-        copied, waited, paused = _split_gap(_Stretch(gap_begin, each.stretch.begin), each.meanwhile, left_s)
-        h2d_s, data_s, pause_s = h2d_s + copied, data_s + waited, pause_s + paused
-        left_s -= copied + waited + paused
+        # How long the device waited for copies, for data and for a pause: together no more than the gap.
+        gap, meanwhile = _Stretch(gap_begin, each.stretch.begin), each.meanwhile
+        gap_s = min(gap.seconds, left_s)
+        copied_s = sum(_seconds_within(gap, copy) for copy in meanwhile.copied)
+        for name, most_s in (("h2d", copied_s), *meanwhile.spent.items()):
+            seconds = min(most_s, gap_s)
+            spent[name] += seconds
+            gap_s -= seconds
+            left_s -= seconds
         gap_begin = each.stretch.end
-    parts = {f"{part}_s": seconds for part, seconds in spent.items()}
-    return StepTimes(step_s, data_s, h2d_s, pause_s=pause_s, **parts)
-
-
-def _split_gap(gap: _Stretch, meanwhile: _Meanwhile, most_s: float) -> tuple[float, float, float]:
-    """How long the device waited for copies, for data and for a pause: together no more than the gap and most_s."""
-    gap_s = min(gap.seconds, most_s)
-    copied_s = min(sum(_seconds_within(gap, copy) for copy in meanwhile.copied), gap_s)
-    waited_s = min(meanwhile.waited_s, gap_s - copied_s)
-    paused_s = min(meanwhile.paused_s, gap_s - copied_s - waited_s)
-    return copied_s, waited_s, paused_s
+    return StepTimes(step_s, **{f"{name}_s": seconds for name, seconds in spent.items()})
 
 
 def _seconds_within(gap: _Stretch, copy: _Stretch) -> float:

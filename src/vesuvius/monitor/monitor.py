@@ -1,4 +1,4 @@
-"""Samples the run every second, writes what it saw every ten, and says how near a kill is.
+"""Samples the run every second, writes what it saw every ten samples, and says how near a kill is.
 
 What it sees goes to `system.jsonl` (min, mean, max), to a line of `monitor.log`, to `recent.jsonl` (each sample of the
 last two minutes) and, where the guard finds that something must be done, to the loop as an `Order`.  One thread samples
@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-from vesuvius.monitor.alerts.disk import DiskWatch
-from vesuvius.monitor.alerts.notices import Notice, Notices, others_text
+from vesuvius.monitor.alerts.notices import DiskWatch, Notice, Notices, others_text
 from vesuvius.monitor.memory.guard import Guard, Order
 from vesuvius.monitor.memory.limits import Limits, limit_of, run_bytes
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
@@ -26,7 +26,7 @@ from vesuvius.monitor.probes.bounded import BoundedCall
 from vesuvius.monitor.probes.cgroup import is_in_cgroup
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
-from vesuvius.monitor.recent import MemorySample, RecentFile
+from vesuvius.monitor.recent import KEPT, MemorySample, RecentFile
 from vesuvius.monitor.system_record import SystemWindow, monitor_line, system_figures
 from vesuvius.runlog.files import DelayedWrites
 from vesuvius.runlog.records import JsonLines, RotatedFile
@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 
 GuardMode = Literal["off", "warn", "act"]
 
+SAMPLES_PER_RECORD = 10
+# So many records at the beginning are of one sample each: short runs and profiles have a course, too.
+SINGLE_RECORDS = 30
 _RATES_OVER_S = 10.0
-_MOMENTS = 120
 _BLIND_EVERY_S = 600.0
 _JOIN_S = 2.0
 _OTHERS = 1000  # of the processes beside the run, among which the one that grows is looked for
@@ -63,17 +65,16 @@ class Monitor:
     """Samples until it is closed.  A context manager.
 
     Args:
-        directory: of the run, in which it writes.
+        directory: of the run, in which it writes and whose disk it watches.
         limits: what memory is held against.
         watcher: samples the run's processes.
         vram: memory of the trainer's GPU; None without one.
         gpu_uuid: of that GPU; None = not known.
-        sample_every_s, write_every_s: seconds between samples, and between records.
+        sample_every_s: seconds between samples.
         guard: off = no warnings and no orders; warn = no orders.
         on_exit: called in the sampling thread, once, when the guard orders to exit: that cannot wait for the loop.
         on_record: called in the writing thread with each record of `system.jsonl`.
         on_event: called in the writing thread with the kind and fields of a record for `metrics.jsonl`.
-        disk: that of the run; None = not looked at.  Asked in the writing thread.
         silence: what the run waits for, and for how many seconds there was no sign of life, as the watchdog knows.
 
     Attributes:
@@ -92,47 +93,42 @@ class Monitor:
         *,
         gpu_uuid: str | None = None,
         sample_every_s: float = 1.0,
-        write_every_s: float = 10.0,
         guard: GuardMode = "act",
         on_exit: Callable[[Order], None] = lambda order: None,
         on_record: Callable[[dict[str, Any]], None] = lambda record: None,
         on_event: Callable[..., object] = lambda kind, **fields: None,
-        disk: DiskWatch | None = None,
-        silence: Callable[[], tuple[str, float]] | None = None,
+        silence: Callable[[], tuple[str, float | None]] = lambda: ("", None),
     ) -> None:
         self._limits = limits
         self._watcher = watcher
-        self._read_vram = BoundedCall(vram.read, _VRAM_S) if vram else None
+        self._read_vram: Callable[[], VramUse | None] = BoundedCall(vram.read, _VRAM_S) if vram else lambda: None
         self._gpu_uuid = gpu_uuid
         self._sample_every_s = sample_every_s
-        self._samples_per_record = max(round(write_every_s / sample_every_s), 1)
         self._mode: GuardMode = guard
         self._on_exit = on_exit
         self._on_record = on_record
         self._on_event = on_event
-        self._disk = disk
         self._silence = silence
-        self._watch = RiskWatch(limits)
-        self._guard = Guard(limits)
+        self._watch, self._guard = RiskWatch(limits), Guard(limits)
         self._obeyed = False
         self._say_blind_again_s = -math.inf
-        self._level = Level.LOW
         self._naming: threading.Thread | None = None
-        self._moments: deque[MemorySample] = deque(maxlen=_MOMENTS)
+        self._moments: deque[MemorySample] = deque(maxlen=KEPT)
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._here: set[int] = set()
         self._notices = Notices(gpu_uuid)
+        self._disk = DiskWatch(directory.path, directory.checkpoints)
         self._stop = threading.Event()
         self._judging = threading.Lock()
         self.told = LoopStatus()
         self.order: Order | None = None
-        self.sample = watcher.sample()
         self.risk: Risk
         self._recent = RecentFile(directory.recent)
         self._records = JsonLines(RotatedFile(directory.system))
         self._lines = RotatedFile(directory.monitor_log)
         self._writer = DelayedWrites("monitor-writer", self._say_blind)
-        self._judge(self.sample)
+        self.sample = watcher.sample()
+        self._judge(self.sample, Level.LOW)
         self._keep(self.sample, None)
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
@@ -157,14 +153,13 @@ class Monitor:
 
     def rates(self) -> Rates | None:
         """What processors did in the last ten seconds; None at the beginning."""
-        samples = list(self._samples)
+        samples = tuple(self._samples)  # a copy in one go: the monitor's thread appends to it
         return rates_between(samples[0], samples[-1]) if len(samples) > 1 else None
 
     def gpu_busy(self) -> float | None:
         """Share of the last ten seconds in which a kernel ran on the trainer's GPU, as NVML says; None = not known."""
-        samples = tuple(self._samples)  # a copy in one go: the monitor's thread appends to it
-        seen = [gpu.busy for sample in samples for gpu in sample.gpus if self._gpu_uuid and self._gpu_uuid in gpu.uuid]
-        known = [share for share in seen if share is not None]
+        seen = [gpu for sample in tuple(self._samples) for gpu in sample.gpus if gpu.busy is not None]
+        known = [gpu.busy or 0.0 for gpu in seen if self._gpu_uuid and self._gpu_uuid in gpu.uuid]
         return sum(known) / len(known) if known else None
 
     def stopped_readers(self) -> int:
@@ -195,23 +190,21 @@ class Monitor:
 
     def readers_changed(self) -> None:
         """Readers were restarted, though the guard had not ordered it; what grew before says nothing."""
-        with self._judging:
-            self._watch.restart()
+        self._watch.restart()
 
     def _run(self) -> None:
         samples: list[SystemSample] = []
         vrams: list[VramUse] = []
-        stopped = False
+        single, stopped = SINGLE_RECORDS, False
         while not stopped:
             stopped = self._stop.wait(self._sample_every_s)
             try:
                 sample, vram = self._sample_once()
                 samples.append(sample)
                 vrams += [vram] if vram is not None else []
-                if stopped or len(samples) >= self._samples_per_record:
-                    window = self._window(samples, vrams)
-                    samples, vrams = [], []
-                    self._writer.later(lambda window=window: self._write(window))  # type: ignore[misc]
+                if stopped or single > 0 or len(samples) >= SAMPLES_PER_RECORD:
+                    self._writer.later(partial(self._write, self._window(samples, vrams)))
+                    samples, vrams, single = [], [], single - 1
             except Exception:  # a monitor must not end the run it watches; the log says that it is blind
                 self._say_blind()
 
@@ -220,50 +213,44 @@ class Monitor:
         sample = self._watcher.sample()
         self._samples.append(sample)
         for notice in self._notices.of(self.sample, sample):
-            self._writer.later(lambda notice=notice: self._say(notice))  # type: ignore[misc]
-        self._judge(sample)
+            self._writer.later(partial(self._say, notice))
+        self._judge(sample, self.risk.level)
         self.sample = sample
-        vram = self._read_vram() if self._read_vram else None
+        vram = self._read_vram()
         self._keep(sample, vram)
         return sample, vram
 
-    def _judge(self, sample: SystemSample) -> None:
+    def _judge(self, sample: SystemSample, before: Level) -> None:
         """How near a kill is; says so when that has changed, and what the guard makes of it."""
-        told, before, ordered = self.told, self._level, self.order
+        told, ordered = self.told, self.order
         with self._judging:
             self.risk = risk = self._watch.add(sample)
             if self._mode == "act":
                 self.order = self._guard.judge(time.monotonic(), risk, told.step_s, told.can_shrink, told.readers)
             order = self.order
-        self._level = risk.level
         if self._mode != "off" and risk.level > before:
-            self._writer.later(
-                lambda: log.warning("risk of an out of memory kill %s: %s", risk.level.name, risk.reason)
-            )
-            if risk.is_of_others(self._limits):
-                self._name_others(sample, risk.killers[0].cgroup)
+            warning = "risk of an out of memory kill %s: %s"
+            self._writer.later(partial(log.warning, warning, risk.level.name, risk.reason))
+            if risk.is_of_others(self._limits) and (self._naming is None or not self._naming.is_alive()):
+                # On a thread that nothing waits for: to read of other people's processes may take long, or hang.
+                arguments = (sample, risk.killers[0].cgroup)
+                self._naming = threading.Thread(target=self._name_others, args=arguments, daemon=True)
+                self._naming.start()
         elif self._mode != "off" and risk.level < before:
-            self._writer.later(lambda: log.info("memory risk is %s again", risk.level.name))
+            self._writer.later(partial(log.info, "memory risk is %s again", risk.level.name))
         if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
             self._on_exit(order)
 
     def _name_others(self, sample: SystemSample, cgroup: str | None) -> None:
-        """On a thread that nothing waits for: to read of other people's processes may take long, or hang."""
-
-        def name() -> None:
-            before = {(use.pid, use.started_s): use.anon_bytes for use in self._watcher.largest_others(sample, _OTHERS)}
-            self._stop.wait(_GROWTH_OVER_S)
-            others = [
-                (use, (use.anon_bytes - before.get((use.pid, use.started_s), use.anon_bytes)) / _GROWTH_OVER_S)
-                for use in self._watcher.largest_others(sample, _OTHERS)
-                if cgroup is None or is_in_cgroup(use.pid, cgroup)
-            ]
-            text = others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others)
-            self._writer.later(lambda: log.warning("%s", text))
-
-        if self._naming is None or not self._naming.is_alive():
-            self._naming = threading.Thread(target=name, name="monitor-others", daemon=True)
-            self._naming.start()
+        before = {(use.pid, use.started_s): use.anon_bytes for use in self._watcher.largest_others(sample, _OTHERS)}
+        self._stop.wait(_GROWTH_OVER_S)
+        others = [
+            (use, (use.anon_bytes - before.get((use.pid, use.started_s), use.anon_bytes)) / _GROWTH_OVER_S)
+            for use in self._watcher.largest_others(sample, _OTHERS)
+            if cgroup is None or is_in_cgroup(use.pid, cgroup)
+        ]
+        text = others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others)
+        self._writer.later(partial(log.warning, "%s", text))
 
     def _say(self, notice: Notice) -> None:
         log.log(notice.level, "%s", notice.text)
@@ -272,15 +259,15 @@ class Monitor:
 
     def _say_blind(self) -> None:
         """Seldom: what fails each second would fill the log."""
-        now, failed = time.monotonic(), sys.exc_info()
+        now = time.monotonic()
         if now >= self._say_blind_again_s:
             self._say_blind_again_s = now + _BLIND_EVERY_S
-            self._writer.later(lambda: log.warning("sampling failed; retrying", exc_info=failed))
+            self._writer.later(partial(log.warning, "sampling failed; retrying", exc_info=sys.exc_info()))
 
     def _keep(self, sample: SystemSample, vram: VramUse | None) -> None:
-        told, first, held = self.told, self.risk.killers[0], {p.pid: p.anon_bytes for p in sample.processes}
+        told, risk, held = self.told, self.risk, {p.pid: p.anon_bytes for p in sample.processes}
         self._here |= held.keys() & told.readers.keys()
-        awaits, silent_s = self._silence() if self._silence else ("", None)
+        awaits, silent_s = self._silence()
         moment = MemorySample(
             time=sample.time,
             step=told.step,
@@ -291,10 +278,11 @@ class Monitor:
             reader_bytes={
                 pid: held.get(pid, said) for pid, said in told.readers.items() if pid in held or pid not in self._here
             },
-            killer=first.name,
-            killer_used_bytes=first.used_bytes,
-            kills_at_bytes=first.kills_at_bytes,
-            level=self.risk.level.name,
+            killer=risk.killers[0].name,
+            killer_used_bytes=risk.killers[0].used_bytes,
+            kills_at_bytes=risk.killers[0].kills_at_bytes,
+            level=risk.level.name,
+            reason=risk.reason,
             workers=told.workers,
             vram_used_bytes=vram.reserved_bytes if vram else None,
             vram_limit_bytes=vram.total_bytes if vram else None,
@@ -304,29 +292,15 @@ class Monitor:
             silent_s=silent_s,
         )
         self._moments.append(moment)
-        self._writer.later(lambda: self._recent.write(moment))
+        self._writer.later(partial(self._recent.write, moment))
 
-    def _window(self, samples: list[SystemSample], vrams: list[VramUse]) -> SystemWindow:
-        return SystemWindow(
-            step=self.told.step,
-            samples=samples,
-            vrams=vrams,
-            limit_bytes=self.ram()[1],
-            readers=self._moments[-1].reader_bytes,
-            risk=self.risk,
-            rates=self.rates(),
-        )
+    def _window(self, samples: Sequence[SystemSample], vrams: Sequence[VramUse]) -> SystemWindow:
+        step, readers = self.told.step, self._moments[-1].reader_bytes
+        return SystemWindow(step, samples, vrams, self.ram()[1], readers, self.risk, self.rates())
 
     def _write(self, window: SystemWindow) -> None:
-        record = self._records.write("system", **system_figures(window), disk=self._look_at_disk())
-        self._lines.write_line(monitor_line(window))
-        self._on_record(record)
-
-    def _look_at_disk(self) -> dict[str, int] | None:
-        """Its figures for the record; None = not known."""
-        if self._disk is None:
-            return None
         for notice in self._disk.look():
             self._say(notice)
-        use = self._disk.use
-        return None if use is None else {"free_bytes": use.free_bytes, "run_bytes": use.run_bytes}
+        record = self._records.write("system", **system_figures(window), disk=self._disk.use)
+        self._lines.write_line(monitor_line(window))
+        self._on_record(record)

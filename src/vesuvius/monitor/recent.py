@@ -1,7 +1,7 @@
-"""`recent.jsonl`: the samples of the last two minutes, one a second, which outlive the run's own death.
+"""The samples of the last two minutes, each of them, in `recent.jsonl`: they outlive the process, and memcheck and
+post-mortems read them.
 
-Lines are appended, and handed to the system at once; after 120 of them the file becomes `recent.before.jsonl`, in the
-place of the one before.
+Two files: once the newer one is full it becomes the older, whose samples are forgotten.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vesuvius.runlog.plain import read_plain
 
 log = logging.getLogger(__name__)
 
-_KEPT = 120
+KEPT = 120
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class MemorySample:
     killer: str = ""
     killer_used_bytes: int = 0
     kills_at_bytes: int = 0
-    level: str = "LOW"  # name of the risk's level
+    # level, reason: of the risk
+    level: str = "LOW"
+    reason: str = ""
     workers: int | None = None  # readers that there are now; None = not known
     # vram_used_bytes, vram_limit_bytes: reserved by the trainer's allocator; None without a GPU
     vram_used_bytes: int | None = None
@@ -57,7 +59,7 @@ class RecentFile:
     One thread writes.  Raises OSError on opening.
     """
 
-    def __init__(self, path: Path, kept: int = _KEPT) -> None:
+    def __init__(self, path: Path, kept: int = KEPT) -> None:
         self._path, self._kept = path, kept
         self._file = AppendFile(path)
         self._lines = path.read_bytes().count(b"\n")
@@ -78,13 +80,13 @@ class RecentFile:
             os.replace(self._path, _before(self._path))  # also room on a full disk
             file = AppendFile(self._path)
         except OSError as error:
-            log.warning("%s must be writable; got %s; it grows until it is", self._path.parent, error)
+            log.warning("cannot begin a new %s: %s; it grows until the folder is writable", self._path, error)
         else:
             self._file.close()
             self._file = file
 
 
-def read_recent(path: Path, kept: int = _KEPT) -> list[MemorySample]:
+def read_recent(path: Path, kept: int = KEPT) -> list[MemorySample]:
     """The last samples, oldest first; lines that are torn are passed over.  Empty without a file."""
     return [*read_plain(MemorySample, _before(path)), *read_plain(MemorySample, path)][-kept:]
 

@@ -15,8 +15,8 @@ import psutil
 
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.probes.cgroup import read_cgroup
-from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.probes.processes import read_process
+from vesuvius.monitor.probes.system_sample import read_machine
 from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.plain import from_plain
 from vesuvius.runlog.proc import boot_id

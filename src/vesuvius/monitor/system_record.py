@@ -1,4 +1,4 @@
-"""What the monitor writes of some looks: a record of `system.jsonl` and a line of `monitor.log`."""
+"""What the monitor writes of some samples: a record of `system.jsonl` and a line of `monitor.log`."""
 
 from __future__ import annotations
 
@@ -29,28 +29,18 @@ class SystemWindow:
 
 def system_figures(window: SystemWindow) -> dict[str, Any]:
     """The fields of the record: [min, mean, max] where a figure moves within the window; null is not known.  Pure."""
+    samples, last, rates, risk = window.samples, window.samples[-1], window.rates, window.risk
     gpus: dict[str, list[GpuUse]] = {}
-    for gpu in (gpu for sample in window.samples for gpu in sample.gpus):  # one that fails to answer is left out
+    for gpu in (gpu for sample in samples for gpu in sample.gpus):  # one that fails to answer is left out
         gpus.setdefault(gpu.uuid, []).append(gpu)
-    return {
+    figures: dict[str, Any] = {
         "step": window.step,
-        "samples": len(window.samples),
-        **_memory_figures(window),
-        **_risk_figures(window.risk),
-        **_rates_figures(window),
-        "vram": _vram_figures(window.vrams),
-        "gpus": [_gpu_figures(gpus[uuid]) for uuid in sorted(gpus, key=lambda uuid: gpus[uuid][-1].index)],
-    }
-
-
-def _memory_figures(window: SystemWindow) -> dict[str, Any]:
-    samples, last = window.samples, window.samples[-1]
-    return {
+        "samples": len(samples),
         "limit_bytes": window.limit_bytes,
-        "used_bytes": _bytes_min_mean_max([sample.used_bytes for sample in samples]),
-        "anon_bytes": _bytes_min_mean_max([sample.anon_bytes for sample in samples]),
-        "shared_bytes": _bytes_min_mean_max([sample.shared_bytes for sample in samples]),
-        "trainer_bytes": _bytes_min_mean_max([sample.processes[0].anon_bytes for sample in samples]),
+        "used_bytes": _sizes([sample.used_bytes for sample in samples]),
+        "anon_bytes": _sizes([sample.anon_bytes for sample in samples]),
+        "shared_bytes": _sizes([sample.shared_bytes for sample in samples]),
+        "trainer_bytes": _sizes([sample.processes[0].anon_bytes for sample in samples]),
         "readers": {str(pid): size for pid, size in window.readers.items()},
         "page_cache_bytes": last.cgroup.file_bytes if last.cgroup else last.machine.page_cache_bytes,
         "machine_available_bytes": min(sample.machine.available_bytes for sample in samples),
@@ -59,57 +49,39 @@ def _memory_figures(window: SystemWindow) -> dict[str, Any]:
             "cgroup": last.cgroup.oom_kills if last.cgroup else None,
             "machine": last.machine.oom_kills,
         },
-    }
-
-
-def _risk_figures(risk: Risk) -> dict[str, Any]:
-    first = risk.killers[0]
-    return {
         "risk": risk.level.name,
-        "killer": {"name": first.name, "used_bytes": first.used_bytes, "kills_at_bytes": first.kills_at_bytes},
+        "killer": {name: getattr(risk.killers[0], name) for name in ("name", "used_bytes", "kills_at_bytes")},
         "growth_bytes_s": asdict(risk.trend) if risk.trend else None,
         "exhaustion_s": asdict(risk.exhaustion) if risk.exhaustion else None,
+        "vram": _vram_figures(window.vrams) if window.vrams else None,
+        "gpus": [_gpu_figures(gpus[uuid]) for uuid in sorted(gpus, key=lambda uuid: gpus[uuid][-1].index)],
     }
+    if rates is not None:
+        own = rates.process_cores
+        figures["cores_busy"] = round(sum(rates.core_busy), 2)
+        figures["core_busy"] = _shares(rates.core_busy)  # over the cores: each one would be too much on large machines
+        figures["reader_cores"] = {str(pid): round(own[pid], 2) for pid in window.readers if pid in own}
+        figures["trainer_cores"] = round(own.get(last.processes[0].pid, 0.0), 2)
+    return figures
 
 
-def _rates_figures(window: SystemWindow) -> dict[str, Any]:
-    rates = window.rates
-    if rates is None:
-        return {}
-    trainer = window.samples[-1].processes[0].pid
-    return {
-        "cores_busy": round(sum(rates.core_busy), 2),
-        "core_busy": _min_mean_max(rates.core_busy),  # over the cores: each one would be too much on large machines
-        "reader_cores": {
-            str(pid): round(rates.process_cores[pid], 2) for pid in window.readers if pid in rates.process_cores
-        },
-        "trainer_cores": round(rates.process_cores.get(trainer, 0.0), 2),
-    }
-
-
-def _vram_figures(vrams: Sequence[VramUse]) -> dict[str, Any] | None:
-    if not vrams:
-        return None
+def _vram_figures(vrams: Sequence[VramUse]) -> dict[str, Any]:
     return asdict(vrams[-1]) | {
-        "allocated_bytes": _bytes_min_mean_max([vram.allocated_bytes for vram in vrams]),
-        "reserved_bytes": _bytes_min_mean_max([vram.reserved_bytes for vram in vrams]),
+        "allocated_bytes": _sizes([vram.allocated_bytes for vram in vrams]),
+        "reserved_bytes": _sizes([vram.reserved_bytes for vram in vrams]),
         "peak_bytes": max(vram.peak_bytes for vram in vrams),
         "free_bytes": min(vram.free_bytes for vram in vrams),
     }
 
 
 def _gpu_figures(seen: Sequence[GpuUse]) -> dict[str, Any]:
-    last = seen[-1]
-    return {
-        "index": last.index,
-        "used_bytes": last.used_bytes,
-        "total_bytes": last.total_bytes,
-        "busy": _min_mean_max([gpu.busy for gpu in seen if gpu.busy is not None]),
-        "power_w": _min_mean_max([gpu.power_w for gpu in seen if gpu.power_w is not None]),
-        "temperature_c": last.temperature_c,
-        "slowed_share": _share([None if gpu.slowed_by is None else bool(gpu.slowed_by) for gpu in seen]),
-        "power_capped_share": _share([gpu.power_capped for gpu in seen]),
-        "ecc_uncorrected": last.ecc_uncorrected,
+    same = ("index", "used_bytes", "total_bytes", "temperature_c", "ecc_uncorrected")
+    slowed, capped = ([getattr(gpu, name) for gpu in seen] for name in ("slowed_by", "power_capped"))
+    return {name: getattr(seen[-1], name) for name in same} | {
+        "busy": _shares([gpu.busy for gpu in seen if gpu.busy is not None]),
+        "power_w": _shares([gpu.power_w for gpu in seen if gpu.power_w is not None]),
+        "slowed_share": _share_that_is([None if reasons is None else bool(reasons) for reasons in slowed]),
+        "power_capped_share": _share_that_is(capped),
     }
 
 
@@ -129,18 +101,16 @@ def monitor_line(window: SystemWindow) -> str:
     )
 
 
-def _bytes_min_mean_max(sizes: Sequence[int]) -> list[int]:
+def _sizes(sizes: Sequence[int]) -> list[int]:
     return [min(sizes), sum(sizes) // len(sizes), max(sizes)]
 
 
-def _share(seen: Sequence[bool | None]) -> float | None:
+def _shares(values: Sequence[float]) -> list[float] | None:
+    """Rounded to what compresses well: a month of these must stay below 100 MB."""
+    return [round(value, 2) for value in (min(values), sum(values) / len(values), max(values))] if values else None
+
+
+def _share_that_is(seen: Sequence[bool | None]) -> float | None:
     """Of the samples that tell, those that say yes."""
     known = [value for value in seen if value is not None]
     return round(sum(known) / len(known), 2) if known else None
-
-
-def _min_mean_max(values: Sequence[float]) -> list[float] | None:
-    """Rounded to what compresses well: a month of these must stay below 100 MB."""
-    if not values:
-        return None
-    return [round(value, 2) for value in (min(values), sum(values) / len(values), max(values))]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_disk import fill, small_disk
-from vesuvius.monitor.alerts.disk import DiskWatch
+from vesuvius.monitor.alerts.notices import DiskWatch
 
 
 class Clock:
@@ -52,7 +52,7 @@ def test_on_a_real_disk_a_checkpoint_that_will_not_fit_is_said_before_the_save_t
         watch = DiskWatch(disk, disk / "checkpoints", clock)
         assert watch.look() == []
         assert watch.use is not None
-        assert 400_000 <= watch.use.run_bytes < 401_000
+        assert 400_000 <= watch.use["run_bytes"] < 401_000
         ballast = fill(disk)
         clock.s += 60
         (notice,) = watch.look()

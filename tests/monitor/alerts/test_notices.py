@@ -9,9 +9,8 @@ from typing import Any
 
 from vesuvius.monitor.alerts.notices import Notices, others_text
 from vesuvius.monitor.probes.gpus import GpuUse
-from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.probes.processes import ProcessUse
-from vesuvius.monitor.probes.system_sample import SystemSample
+from vesuvius.monitor.probes.system_sample import SystemSample, read_machine
 from vesuvius.runlog.units import GIB
 
 GPU = GpuUse(0, "GPU-A", "NVIDIA H200", 1, 2, 0.5, 300.0, 91.0, slowed_by=(), power_capped=True, ecc_uncorrected=2)

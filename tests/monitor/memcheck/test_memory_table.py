@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.monitor.memcheck.test_history import NOTHING, history, moment, seen
-from vesuvius.monitor.memcheck.inspection import Inspection, Row, Steps
-from vesuvius.monitor.memcheck.memory_table import memory_table, slope_text
-from vesuvius.monitor.memory.trend import Trend
+from tests.monitor.memcheck.test_inspection import NOTHING, living, looked, seen
+from vesuvius.monitor.memcheck.inspection import Inspection, Row
+from vesuvius.monitor.memcheck.memory_table import memory_table
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.runlog.units import GIB
 
@@ -37,21 +36,21 @@ def full() -> Inspection:
         NOTHING,
         name="run exp001_full",
         state_text="process 100 is at work",
-        steps=Steps(1200, 3.2, 2.914, "data-bound: decoding takes 41 % of the step; try training.workers=6 " * 2),
+        steps={"step": 1200, "age_s": 3.2, "step_s_p95": 2.914, "verdict": "decoding; try training.workers=6 " * 2},
         vram=Row("vram", "VRAM", None, 41.2 * GIB, 43.5 * GIB),
         vram_limit_bytes=int(79.3 * GIB),
         remarks=("a remark " * 15,),
     )
     gpu = GpuUse(0, "GPU-1", "NVIDIA A100-SXM4-80GB", 42 * GIB, 80 * GIB, 0.97, 391.2, 64.0)
-    moments = [moment(float(t), readers=(5 + 0.001 * t, 6)) for t in range(120)]
-    return history(ray_share=0.95).add(known, replace(seen(120.0), gpus=(gpu,)), moments=moments)
+    peaks = {101: 5.12 * GIB}
+    return looked(replace(seen(120.0), gpus=(gpu,)), living(ray_share=0.95), known, known=peaks)
 
 
 def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
     table = text(full())
-    assert cells(table, "trainer") == ["trainer", "10.00", "10.00", "no trend"]
-    assert cells(table, "reader 101") == ["reader 101", "5.00", "5.12", "+3.60"]
-    assert cells(table, "object store") == ["object store", "4.00", "4.00", "no trend"]
+    assert cells(table, "trainer") == ["trainer", "10.00", "10.00"]
+    assert cells(table, "reader 101") == ["reader 101", "5.00", "5.12"]
+    assert cells(table, "object store") == ["object store", "4.00", "4.00"]
     assert cells(table, "total")[:2] == ["total", "27.00 of 100.00"]
     assert cells(table, "VRAM of")[1:3] == ["41.20 of 79.30", "43.50"]
     assert cells(table, "GPU 0") == ["GPU 0", "42.00 of 80.00 GiB, busy 97 %, 391 W, 64 °C, NVIDIA A100-SXM4-80GB"]
@@ -69,19 +68,12 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_lost(width: int) -> N
 
 
 def test_what_is_not_known_is_a_dash_and_never_zero() -> None:
-    table = text(history().add(replace(NOTHING, steps=Steps(), no_gpus="nvidia-ml-py is not installed"), seen(1.0)))
-    assert cells(table, "trainer") == ["trainer", "10.00", "10.00", "-"]
+    unknown = dict.fromkeys(("step", "age_s", "step_s_p95", "verdict"))
+    known = replace(NOTHING, steps=unknown, no_gpus="nvidia-ml-py is not installed")
+    table = text(looked(seen(1.0), found=known))
     assert cells(table, "last step") == ["last step", "-"]
     assert cells(table, "GPU") == ["GPU", "- (nvidia-ml-py is not installed)"]
     assert "VRAM" not in table
-
-
-def test_a_slope_is_a_figure_only_where_there_is_a_trend() -> None:
-    rate = GIB / 3600
-    assert slope_text(Row("store", "x", trend=Trend(2 * rate, rate, 3 * rate), seen_s=60.0)) == "+2.00"
-    assert slope_text(Row("store", "x", trend=Trend(-2 * rate, -3 * rate, -rate), seen_s=60.0)) == "-2.00"
-    assert slope_text(Row("store", "x", seen_s=60.0)) == "no trend"
-    assert slope_text(Row("store", "x")) == "-"
 
 
 def test_page_cache_is_shown_beside_the_total() -> None:
@@ -91,10 +83,10 @@ def test_page_cache_is_shown_beside_the_total() -> None:
 
 
 def test_of_many_readers_the_largest_are_shown_and_the_rest_is_summed() -> None:
-    found = history().add(NOTHING, seen(1.0, readers=[1 + 0.01 * i for i in range(20)]))
+    found = looked(seen(1.0, readers=[1 + 0.01 * i for i in range(20)]))
     table = text(found)
     assert len(re.findall(r"reader \d", table)) == 8
-    assert cells(table, "readers") == ["readers (20)", "21.90", "21.90", "-"]
+    assert cells(table, "readers") == ["readers (20)", "21.90", "21.90"]
     assert cells(table, "12 more")[:2] == ["12 more", f"{sum(1 + 0.01 * i for i in range(12)):.2f}"]
 
 

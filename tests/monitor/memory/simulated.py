@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vesuvius.monitor.probes.cgroup import CgroupLevel, CgroupUse
-from vesuvius.monitor.probes.machine import MachineUse
 from vesuvius.monitor.probes.processes import ProcessUse
-from vesuvius.monitor.probes.system_sample import SystemSample
+from vesuvius.monitor.probes.system_sample import MachineUse, SystemSample
 
 MB = 10**6
 MINUTES_20 = 1200

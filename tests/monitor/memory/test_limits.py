@@ -70,9 +70,10 @@ def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
 
 def test_the_ladder_is_that_of_the_config():
     """memcheck has no config, and knows runs of older versions."""
-    config, limits = MonitorConfig(), Limits()
-    for share in ("warn_at", "shrink_at", "exit_at"):
-        assert getattr(limits, share) == getattr(config, share)
+    limits = Limits()
+    assert (limits.warn_at, limits.shrink_at, limits.exit_at) == (0.80, 0.84, MonitorConfig().exit_at)
+    half = Limits(exit_at=0.46)
+    assert (half.warn_at, half.shrink_at) == (0.40, 0.42)
 
 
 def test_ray_kills_where_its_raylet_said_on_the_machine_of_this_project():

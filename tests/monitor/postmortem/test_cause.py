@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.moments import moments
-from vesuvius.monitor.postmortem.cause import KillCounts, judge
 from vesuvius.monitor.postmortem.death import Cause
+from vesuvius.monitor.postmortem.post_mortem import KillCounts, judge
 from vesuvius.monitor.recent import MemorySample
 from vesuvius.runlog.units import GIB
 

@@ -18,14 +18,15 @@ from tests.support.moments import moments
 from tests.support.real_cgroup import real_cgroup
 from tests.support.system_trees import write_machine, write_process, write_v2
 from vesuvius.monitor.memory.limits import Limits
-from vesuvius.monitor.postmortem.cause import read_counts_of, remedy_of
 from vesuvius.monitor.postmortem.death import Cause, Death, append_death, death_lines, headline, read_deaths
 from vesuvius.monitor.postmortem.post_mortem import (
     ReaderEnd,
     deaths_of,
     examine_reader,
     examine_run,
+    read_counts_of,
     record_run_death,
+    remedy_of,
 )
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session, read_session
@@ -252,7 +253,7 @@ DYING = """
 import os, sys, time
 from pathlib import Path
 from vesuvius.runlog.plain import from_plain
-from vesuvius.monitor.postmortem.cause import read_counts_of
+from vesuvius.monitor.postmortem.post_mortem import read_counts_of
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.session import begin_session

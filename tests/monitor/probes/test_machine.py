@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.system_trees import Roots, empty_roots, write_machine
-from vesuvius.monitor.probes.machine import read_machine
+from vesuvius.monitor.probes.system_sample import read_machine
 from vesuvius.runlog.units import GIB
 
 

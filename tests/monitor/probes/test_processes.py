@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.system_trees import Roots, empty_roots, write_process
+from vesuvius.monitor.probes import processes
 from vesuvius.monitor.probes.processes import ProcessTree, read_process
 from vesuvius.runlog.units import GIB
 
@@ -16,7 +17,8 @@ MIB = 2**20
 
 
 @pytest.fixture
-def roots(tmp_path: Path) -> Roots:
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Roots:
+    monkeypatch.setattr(processes, "_RESCAN_EVERY_S", 1e9)
     return empty_roots(tmp_path)
 
 
@@ -49,7 +51,7 @@ def test_new_descendants_are_found_at_the_next_look(roots: Roots) -> None:
     write_process(roots, 1, parent=0)
     write_process(roots, 10)
     write_process(roots, 20)
-    tree = ProcessTree(10, rescan_every_s=1e9)
+    tree = ProcessTree(10)
     assert pids(tree) == [10]
     write_process(roots, 12, parent=11)
     write_process(roots, 11, parent=10)
@@ -62,7 +64,7 @@ def test_a_newcomer_whose_parent_was_overlooked_is_found_later(roots: Roots) -> 
     write_process(roots, 10)
     write_process(roots, 12, parent=11)  # 11 began when the listing had passed its place
     write_process(roots, 13, parent=12)
-    tree = ProcessTree(10, rescan_every_s=1e9)
+    tree = ProcessTree(10)
     assert pids(tree) == [10]
     write_process(roots, 11, parent=10)
     assert set(pids(tree)) == {10, 11, 12, 13}
@@ -70,7 +72,7 @@ def test_a_newcomer_whose_parent_was_overlooked_is_found_later(roots: Roots) -> 
 
 def test_a_fork_that_is_still_the_image_of_its_parent_does_not_double_the_memory(roots: Roots) -> None:
     write_process(roots, 10, anon=GIB)
-    tree = ProcessTree(10, rescan_every_s=1e9)
+    tree = ProcessTree(10)
     tree.sample()
     write_process(roots, 11, parent=10, anon=GIB - MIB)
     write_process(roots, 12, parent=10, anon=GIB, name="another program")
@@ -82,7 +84,7 @@ def test_a_fork_that_is_still_the_image_of_its_parent_does_not_double_the_memory
 def test_a_child_may_take_the_pid_of_a_stranger_that_has_ended(roots: Roots) -> None:
     for pid, parent in ((1, 0), (10, 1), (20, 1)):
         write_process(roots, pid, parent)
-    tree = ProcessTree(10, rescan_every_s=1e9)
+    tree = ProcessTree(10)
     assert pids(tree) == [10]
     shutil.rmtree(roots.proc / "20")
     assert pids(tree) == [10]
@@ -93,7 +95,7 @@ def test_a_child_may_take_the_pid_of_a_stranger_that_has_ended(roots: Roots) -> 
 def test_a_descendant_stays_one_when_its_parent_ends(roots: Roots) -> None:
     for pid, parent in ((10, 1), (11, 10), (12, 11)):
         write_process(roots, pid, parent)
-    tree = ProcessTree(10, rescan_every_s=1e9)
+    tree = ProcessTree(10)
     assert set(pids(tree)) == {10, 11, 12}
     shutil.rmtree(roots.proc / "11")
     write_process(roots, 12, parent=1)
@@ -104,7 +106,7 @@ def test_a_descendant_stays_one_when_its_parent_ends(roots: Roots) -> None:
 def test_a_stranger_with_the_pid_of_a_former_child_is_none_of_ours(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, parent=10)
-    tree = ProcessTree(10, rescan_every_s=1e9)
+    tree = ProcessTree(10)
     assert pids(tree) == [10, 11]
     write_process(roots, 11, parent=1, started_s=200)
     assert pids(tree) == [10]
@@ -115,7 +117,7 @@ def test_a_stranger_whose_dead_parents_pid_is_ours_now_is_none_of_ours(roots: Ro
     write_process(roots, 10)
     write_process(roots, 30, started_s=50)
     write_process(roots, 31, 30, started_s=60)
-    tree = ProcessTree(10, rescan_every_s=1e9)
+    tree = ProcessTree(10)
     assert pids(tree) == [10]
     shutil.rmtree(roots.proc / "30")
     write_process(roots, 31, 1, started_s=60)
@@ -129,7 +131,7 @@ def test_a_stranger_whose_dead_parents_pid_is_ours_now_is_none_of_ours(roots: Ro
 def test_a_child_of_a_stranger_with_the_pid_of_a_reader_is_none_of_ours(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, 10)
-    tree = ProcessTree(10, rescan_every_s=1e9)
+    tree = ProcessTree(10)
     assert pids(tree) == [10, 11]
     write_process(roots, 11, 1, started_s=200)  # the reader has ended, all within one second
     write_process(roots, 12, 11, started_s=201)
@@ -137,10 +139,13 @@ def test_a_child_of_a_stranger_with_the_pid_of_a_reader_is_none_of_ours(roots: R
     assert pids(tree) == [10]
 
 
-def test_a_reader_named_by_its_pid_is_not_whoever_has_the_pid_after_it(roots: Roots) -> None:
+def test_a_reader_named_by_its_pid_is_not_whoever_has_the_pid_after_it(
+    roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_RESCAN_EVERY_S", 0.0)
     write_process(roots, 10)
     write_process(roots, 40, started_s=50)
-    tree = ProcessTree(10, rescan_every_s=0.0)
+    tree = ProcessTree(10)
     tree.also([40])
     assert pids(tree) == [10, 40]
     write_process(roots, 40, started_s=200)
@@ -177,7 +182,7 @@ def test_the_end_of_the_root_is_an_error(roots: Roots, end: str) -> None:
 def test_a_process_that_ends_between_two_reads_is_left_out(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, parent=10, anon=GIB)
-    tree = ProcessTree(10, rescan_every_s=1e9)
+    tree = ProcessTree(10)
     assert pids(tree) == [10, 11]
     (roots.proc / "11" / "stat").unlink()  # the directory is still listed
     assert pids(tree) == [10]

@@ -99,8 +99,7 @@ def profiled(config: Config, name: str, steps: int) -> Config:
     least = 2 * (steps + MOST_STEPS_BESIDE)  # readers go on beyond the steps that count, as in a long run
     if config.stop_step < least:
         training |= {"steps_per_epoch": least, "epochs": 1, "max_steps": None}
-    monitor = {"verdict_every": NEVER, "write_every_s": max(1.0, config.monitor.sample_every_s)}
-    return trial_config(config, name, training, monitor)
+    return trial_config(config, name, training, {"verdict_every": NEVER})
 
 
 def _write(

@@ -1,20 +1,25 @@
-"""What a sample of a run gives cause to say at once: kills, GPUs in trouble, others' memory.  Pure."""
+"""What a sample of a run, or a look at its disk, gives cause to say at once."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import SystemSample
+from vesuvius.runlog.files import directory_bytes
 from vesuvius.runlog.units import size_text
 
 _OTHERS_NAMED = 3
 _GROWS_BYTES_S = 1e6
 _LASTS_S = 10.0
+_LOOK_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Notice:
 
 
 class Notices:
-    """Remembers what it has said.
+    """Kills, GPUs in trouble.  Remembers what it has said.
 
     Args:
         gpu_uuid: of the run's GPU; None = not known, and then each may be.
@@ -42,29 +47,30 @@ class Notices:
         self._ecc: dict[str, int] = {}  # errors that ECC could not correct, of each GPU when it last told
 
     def of(self, before: SystemSample, sample: SystemSample) -> list[Notice]:
-        """What two samples, one after the other, give cause to say."""
+        """What two samples, one after the other, give cause to say.  Pure but for what it remembers."""
         notices = [*_kills(before, sample), *self._memory_errors(before, sample), *self._driver_silent(sample)]
         # While NVML does not answer, nothing is known: not that a GPU is no longer slowed down, either.
         return [*notices, *self._slowed(sample)] if sample.gpus_silent_s == 0 else notices
 
     def _memory_errors(self, before: SystemSample, sample: SystemSample) -> Iterator[Notice]:
         """Errors of memory that ECC could not correct.  Another GPU's are no reason to stop this run."""
-        known = self._ecc | _ecc_counts(before)
-        self._ecc = known | _ecc_counts(sample)
+        counts = [
+            {g.uuid: g.ecc_uncorrected for g in s.gpus if g.ecc_uncorrected is not None} for s in (before, sample)
+        ]
+        known, now = self._ecc | counts[0], counts[1]
+        self._ecc = known | now
         # The name of a part of a GPU (MIG) is in that of no GPU: then each may be ours.
         ours = self._gpu_uuid if any(self._gpu_uuid in gpu.uuid for gpu in sample.gpus if self._gpu_uuid) else None
         for gpu in sample.gpus:
-            errors = (gpu.ecc_uncorrected or 0) - known.get(gpu.uuid, gpu.ecc_uncorrected or 0)
+            errors = now.get(gpu.uuid, 0) - known.get(gpu.uuid, now.get(gpu.uuid, 0))
             if errors <= 0:
                 continue
             text = f"GPU {gpu.index} ({gpu.name}): {errors} new memory error(s) that ECC could not correct; "
-            level = logging.WARNING
+            level, rest = logging.WARNING, "this run does not use that GPU"
             if ours is None or ours in gpu.uuid:
                 level = logging.ERROR
-                text += "results since may be wrong: stop, have the GPU checked, continue from an earlier checkpoint"
-            else:
-                text += "this run does not use that GPU"
-            yield Notice(level, text, "gpu_ecc", {"gpu": gpu.index, "errors": errors})
+                rest = "results since may be wrong: stop, have the GPU checked, continue from an earlier checkpoint"
+            yield Notice(level, text + rest, "gpu_ecc", {"gpu": gpu.index, "errors": errors})
 
     def _slowed(self, sample: SystemSample) -> Iterator[Notice]:
         """Once for each GPU that heat or its power supply slows down for long."""
@@ -83,32 +89,70 @@ class Notices:
             fields = {"gpu": gpu.index, "reasons": reasons, "temperature_c": gpu.temperature_c}
             yield Notice(logging.WARNING, text, "gpu_slowed", fields)
 
-    def _driver_silent(self, sample: SystemSample) -> list[Notice]:
+    def _driver_silent(self, sample: SystemSample) -> Iterator[Notice]:
         """Once each time that NVML stops answering."""
         was, self._silent = self._silent, sample.gpus_silent_s >= _LASTS_S
-        if was or not self._silent:
-            return []
-        text = (
-            f"the GPU driver has not answered NVML for {sample.gpus_silent_s:.0f} s, so NVML's figures are missing; if "
-            "steps hang too, a GPU has probably failed: see `sudo dmesg | grep -i xid`"
-        )
-        return [Notice(logging.WARNING, text, "gpu_silent", {"silent_s": round(sample.gpus_silent_s, 1)})]
+        if self._silent and not was:
+            text = (
+                f"the GPU driver has not answered NVML for {sample.gpus_silent_s:.0f} s, so its figures are missing; "
+                "if steps hang too, a GPU has probably failed: see `sudo dmesg | grep -i xid`"
+            )
+            yield Notice(logging.WARNING, text, "gpu_silent", {"silent_s": round(sample.gpus_silent_s, 1)})
 
 
-def _ecc_counts(sample: SystemSample) -> dict[str, int]:
-    return {gpu.uuid: gpu.ecc_uncorrected for gpu in sample.gpus if gpu.ecc_uncorrected is not None}
-
-
-def _kills(before: SystemSample, sample: SystemSample) -> list[Notice]:
+def _kills(before: SystemSample, sample: SystemSample) -> Iterator[Notice]:
     """The kernel may have killed a process of which nobody else hears, such as one of Ray's own."""
-    if before.cgroup is None or sample.cgroup is None or before.cgroup.path != sample.cgroup.path:
-        return []
-    kills = (sample.cgroup.oom_kills or 0) - (before.cgroup.oom_kills or 0)
-    text = (
-        f"out of memory: the kernel has killed {kills} process(es) of cgroup {sample.cgroup.path}; see "
-        "`vesuvius memcheck`, lower training.workers or monitor.ram_limit_gib"
-    )
-    return [Notice(logging.ERROR, text)] if kills > 0 else []
+    was, now = before.cgroup, sample.cgroup
+    if was is None or now is None or was.path != now.path:
+        return
+    if (kills := (now.oom_kills or 0) - (was.oom_kills or 0)) > 0:
+        text = (
+            f"out of memory: the kernel has killed {kills} process(es) of cgroup {now.path}; see `vesuvius memcheck`, "
+            "lower training.workers or monitor.ram_limit_gib"
+        )
+        yield Notice(logging.ERROR, text)
+
+
+class DiskWatch:
+    """Looks at the disk of a run once a minute, and says once that the next checkpoint will not fit.
+
+    Args:
+        run: the run directory.
+        checkpoints: the directory in it.
+        now: a monotonic clock, seconds.
+
+    Attributes:
+        use: `free_bytes` that a process of this user may still write (quotas count as far as the file system tells) and
+            `run_bytes` of the run directory; None before the first look, and where the disk does not tell.
+    """
+
+    def __init__(self, run: Path, checkpoints: Path, now: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._checkpoints, self._now = run, checkpoints, now
+        self._looked_s = -math.inf
+        self._said_no_room = False
+        self.use: dict[str, int] | None = None
+
+    def look(self) -> list[Notice]:
+        """Look if it is time to; returns what is to be said.  Walks the run directory."""
+        if self._now() - self._looked_s < _LOOK_EVERY_S:
+            return []
+        self._looked_s, self.use = self._now(), None
+        try:
+            newest = max(self._checkpoints.glob("step_*[0-9]"), default=None)
+            needed = directory_bytes(newest) if newest else 0
+            free = shutil.disk_usage(self._run).free
+            self.use = {"free_bytes": free, "run_bytes": directory_bytes(self._run)}
+        except OSError:  # it is gone, or may not be asked: whoever writes there says so
+            return []
+        said, self._said_no_room = self._said_no_room, free < needed
+        if said or not self._said_no_room:
+            return []
+        # It is written before an older one is deleted.
+        text = (
+            f"the next checkpoint will not fit on the disk: it takes {size_text(needed)}, and {size_text(free)} are "
+            f"free for {self._run}; free some space before the next save"
+        )
+        return [Notice(logging.WARNING, text, "disk_no_room", {"needed": needed, "free_bytes": free})]
 
 
 def others_text(run_bytes: int, ranks_here: int, others: Sequence[tuple[ProcessUse, float]]) -> str:

@@ -9,11 +9,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vesuvius.threads import stacks_of_threads
+from vesuvius.threads import on_thread, stacks_of_threads
 
 log = logging.getLogger(__name__)
 
@@ -146,16 +147,14 @@ class Watchdog:
                 file.write(f"{text}\n\nthreads of the trainer:\n")
                 file.writelines(stacks_of_threads())
         except OSError as error:
-            log.warning("the stacks of a hung run must be writable; got %s for %s; free some space", error, path)
+            log.warning("cannot write the stacks of a hung run to %s: %s; free some space", path, error)
 
 
 def _beside(*writes: Callable[[], object]) -> None:
     """Each on a thread of its own, which none of the others waits for long: the disk may be what hangs."""
     deadline = time.monotonic() + _WITHIN_S
     for write in writes:
-        thread = threading.Thread(target=_caught, args=(write,), name="watchdog-writer", daemon=True)
-        thread.start()
-        thread.join(max(deadline - time.monotonic(), _NEXT_AFTER_S))
+        wait([on_thread(_caught, write, name="watchdog-writer")], max(deadline - time.monotonic(), _NEXT_AFTER_S))
 
 
 def _caught(write: Callable[[], object]) -> None:

@@ -1,17 +1,30 @@
-"""What is known of a run from outside at one moment: data that the inspectors find and `memory_table.py` shows."""
+"""What is known from outside at one moment, for `memory_table.py`: of processes, or of the machine.  Reads only."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
-from vesuvius.monitor.memory.limits import MemoryLimit
-from vesuvius.monitor.memory.risk import Exhaustion, Level
-from vesuvius.monitor.memory.trend import Trend
-from vesuvius.monitor.probes.system_sample import Rates, SystemSample
+import psutil
+
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, NoRunError
+from vesuvius.monitor.memory.limits import Limits, MemoryLimit, limit_of, ray_memory, ray_share_from_environment
+from vesuvius.monitor.memory.risk import Level, RiskWatch
+from vesuvius.monitor.probes.gpus import Gpus
+from vesuvius.monitor.probes.processes import ProcessUse
+from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between, sample_system
+from vesuvius.runlog.units import format_time
 
 State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
+
+WARMUP_S = 30.0
+_NAME_LENGTH = 24
+
+Labels = tuple[str, str, str, str]
+"""What the parts are called: the process at the top, each that has a row of its own, the rest, and shared memory."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +38,6 @@ class Row:
     # now_bytes, peak_bytes: None = not known
     now_bytes: float | None = None
     peak_bytes: float | None = None
-    trend: Trend | None = None  # growth or shrinking beyond doubt; None = there is none, or too little was seen
-    seen_s: float | None = None  # for how long a trend was looked for; None = too little was seen to speak of one
-
-
-@dataclass(frozen=True)
-class Steps:
-    """How the run gets on, as its files say."""
-
-    step: int | None = None  # the last optimizer step
-    age_s: float | None = None  # since it was recorded
-    step_s_p95: float | None = None  # of recent steps
-    verdict: str | None = None  # on what holds the run up
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,11 @@ class Inspection:
     level: Level | None = None
     reason: str = ""
     killers: tuple[MemoryLimit, ...] = ()  # what may kill, nearest first
-    # trend, exhaustion: of the first killer's memory
-    trend: Trend | None = None
-    exhaustion: Exhaustion | None = None
     vram: Row | None = None  # what the trainer has reserved; None without a GPU
     vram_limit_bytes: int | None = None  # of its GPU
     no_gpus: str | None = None  # why no GPU is seen
-    steps: Steps | None = None  # None except of runs
+    # of a run: the last `step`, `age_s` since it was recorded, `step_s_p95` of recent ones, and the last `verdict`
+    steps: Mapping[str, Any] | None = None
     kills: tuple[str, ...] = ()  # what says that something was killed, a line each
     remarks: tuple[str, ...] = ()  # what else one should know, a line each
     # sample, rates: what the system says; None where it was not looked at
@@ -89,14 +88,14 @@ class Inspection:
 def as_json(found: Inspection) -> dict[str, Any]:
     """One object for scripts.  Null is not known.  Pure."""
     plain = asdict(replace(found, sample=None, rates=None))
-    sample, rates = found.sample, found.rates
-    machine = asdict(sample.machine) if sample else None
-    if machine is not None and sample is not None:
+    del plain["sample"], plain["rates"]
+    sample, machine = found.sample, None
+    if sample is not None:
         # No key is a word that a search of logs for kills would find.
+        machine = asdict(sample.machine)
         machine["kernel_kills"] = machine.pop("oom_kills")
         machine["cgroup_kernel_kills"] = sample.cgroup.oom_kills if sample.cgroup else None
-        machine["core_busy"] = list(rates.core_busy) if rates else None
-    del plain["sample"], plain["rates"]
+        machine["core_busy"] = list(found.rates.core_busy) if found.rates else None
     return plain | {
         "exit_code": found.exit_code,
         "level": found.level.name if found.level is not None else None,
@@ -106,3 +105,151 @@ def as_json(found: Inspection) -> dict[str, Any]:
         "machine": machine,
         "gpus": [asdict(gpu) for gpu in sample.gpus] if sample else None,
     }
+
+
+class Living:
+    """Processes, or the machine alone, sampled again and again: rows, peaks and risk.
+
+    Args:
+        pid: the process at the top; None = the machine alone.
+        age_s: how long it has been at work: at the beginning growth says nothing.
+    """
+
+    def __init__(self, limits: Limits, pid: int | None, gpus: Gpus, age_s: float, labels: Labels) -> None:
+        self._limits = limits
+        self._pid = pid
+        self._gpus = gpus
+        self._labels = labels
+        self._watcher = Watcher(pid, gpus) if pid is not None else None
+        self._watch = RiskWatch(limits, max(WARMUP_S - age_s, 0.0))
+        self._before: SystemSample | None = None
+        self._since = time.time()
+        self._peaks: dict[str | int, float] = {}
+
+    def sample(self) -> SystemSample:
+        """Raises ProcessLookupError: the process has ended."""
+        return self._watcher.sample() if self._watcher else sample_system(os.getpid(), self._gpus)
+
+    def add_to(
+        self,
+        found: Inspection,
+        sample: SystemSample,
+        names: Mapping[int, str],
+        known: Mapping[str | int, float] | None = None,
+    ) -> Inspection:
+        """`found` with what follows from a sample.
+
+        Args:
+            names: the processes that have a row of their own, and what they are called besides their pid.
+            known: peaks that the run has recorded.
+        """
+        risk = self._watch.add(sample)
+        held = {process.pid: process.anon_bytes for process in sample.processes}
+        root = held.pop(self._pid, 0) if self._pid is not None else 0
+        alone = {pid: size for pid, size in held.items() if pid in names}
+        sizes = sizes_of(root, alone, sample.shared_bytes, sample.used_bytes)
+        for name, size in [*(known or {}).items(), *sizes.items()]:
+            self._peaks[name] = max(self._peaks.get(name, 0.0), size)
+        stopped = ", ".join(str(process.pid) for process in sample.processes if process.is_stopped)
+        remark = f"stopped by a signal (SIGSTOP) or a debugger: process {stopped}; kill -CONT resumes it"
+        before, self._before = self._before, sample
+        return replace(
+            found,
+            remarks=(*found.remarks, *([remark] if stopped else [])),
+            rows=rows_of(sizes, self._peaks, self._labels, names) if self._watcher else (),
+            peaks_since=self._since if found.peaks_since is None else found.peaks_since,
+            limit_bytes=limit_of(sample, self._limits),
+            page_cache_bytes=sample.cgroup.file_bytes
+            if sample.cgroup and self._watcher
+            else sample.machine.page_cache_bytes,
+            level=risk.level if found.level is None else found.level,
+            reason=found.reason or risk.reason,
+            killers=risk.killers,
+            sample=sample,
+            rates=rates_between(before, sample) if before else None,
+        )
+
+
+def sizes_of(root: int, alone: Mapping[int, int], shared: int, used: int) -> dict[str | int, int]:
+    """Memory by part, which adds up to "total".  Readers on other machines have said what they hold; it is no part of
+    `used`.  Pure."""
+    known = root + sum(alone.values()) + shared
+    total = max(used, known)
+    parts: dict[str | int, int] = {
+        "root": root,
+        "readers": sum(alone.values()),
+        "others": total - known,
+        "store": shared,
+        "total": total,
+    }
+    return parts | dict(alone)
+
+
+def rows_of(
+    sizes: Mapping[str | int, int], peaks: Mapping[str | int, float], labels: Labels, names: Mapping[int, str]
+) -> tuple[Row, ...]:
+    """A row for each part that there is, the largest single process first, and the total as the last row.  Pure."""
+    root, single, others, shared = labels
+    pids = sorted((name for name in sizes if isinstance(name, int)), key=lambda pid: -sizes[pid])
+    wanted: list[tuple[str, str, str | int]] = [
+        *([("root", root, "root")] if sizes["root"] else []),
+        *([("readers", f"{single}s ({len(pids)})", "readers")] if pids else []),
+        *(("reader", f"{single} {pid} {names.get(pid, '')}".rstrip(), pid) for pid in pids),
+        *([("others", others, "others")] if sizes["others"] else []),
+        ("store", shared, "store"),
+        ("total", "total", "total"),
+    ]
+    return tuple(
+        Row(part, name, key if isinstance(key, int) else None, sizes[key], max(sizes[key], peaks.get(key, 0.0)))
+        for part, name, key in wanted
+    )
+
+
+def process_inspector(pid: int, gpus: Gpus) -> Callable[[], Inspection]:
+    """Looks at a process and those below it.
+
+    Raises NoRunError: there is no such process.
+    """
+    try:
+        sample = Watcher(pid).sample()
+    except ProcessLookupError:
+        raise NoRunError(f"--pid must be a live process; got {pid}, which does not exist; see `ps aux`") from None
+    root, name = sample.processes[0], f"process {pid} {_short(sample.processes[0])}"
+    has_ray = any(process.name.startswith("ray::") for process in sample.processes)
+    limits = Limits(ray_share_from_environment(os.environ, ray_memory(sample)[1]) if has_ray else None)
+    age_s = time.time() - psutil.boot_time() - root.started_s
+    living = Living(limits, pid, gpus, age_s, ("process", "process", "others", "shared memory"))
+
+    def inspect() -> Inspection:
+        now = time.time()
+        try:
+            sample = living.sample()
+        except ProcessLookupError:
+            return Inspection(now, "process", name, "ended", f"ended before {format_time(now)}")
+        found = Inspection(now, "process", name, "running", "running", no_gpus=gpus.reason)
+        return living.add_to(found, sample, {process.pid: _short(process) for process in sample.processes[1:]})
+
+    return inspect
+
+
+def machine_inspector(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Callable[[], Inspection]:
+    """Looks at the machine, and the limits that hold for what is started from here; `remarks`: what else is to be said
+    of it."""
+    living, name = Living(Limits(), None, gpus, WARMUP_S, ("", "", "", "")), f"machine {os.uname().nodename}"
+
+    def inspect() -> Inspection:
+        found = Inspection(time.time(), "machine", name, "running", "", no_gpus=gpus.reason, remarks=remarks)
+        return living.add_to(found, living.sample(), {})
+
+    return inspect
+
+
+def is_reader(process: ProcessUse) -> bool:
+    """Whether its title says that it is one of our readers, an actor of Ray Data."""
+    return process.name.startswith("ray::") and ("_RayReader" in process.name or "MapWorker" in process.name)
+
+
+def _short(process: ProcessUse) -> str:
+    """The beginning of its title, without the directory of the program."""
+    command, _, rest = process.name.partition(" ")
+    return f"{command.rsplit('/', 1)[-1]} {rest}".rstrip()[:_NAME_LENGTH]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -39,7 +39,7 @@ class Guard:
     bring a kill near, a checkpoint is saved and the run goes on: its end would leave them as they are, and the next
     start would find the same.
 
-    `judge` and `carried_out` may be called in different threads.
+    One thread at a time may call it.
 
     Args:
         limits: with the shares.
@@ -47,12 +47,11 @@ class Guard:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._lock = threading.Lock()
         self._order: Order | None = None
-        self._carried_out_s = float("-inf")
+        self._carried_out_s = -math.inf
         self._has_shrunk = False
         self._beyond_exit_since_s: float | None = None
-        self._saved: tuple[float, float] | None = None  # when a checkpoint was last ordered for others, at what share
+        self._saved_s, self._saved_at = -math.inf, -math.inf  # a checkpoint was last ordered for others, at what share
 
     def judge(
         self, time_s: float, risk: Risk, step_s: float, can_shrink: bool, readers: Collection[int] = ()
@@ -67,45 +66,37 @@ class Guard:
             can_shrink: whether there are readers or batches ahead to do without.
             readers: pids of the readers.
         """
-        with self._lock:
-            helped = [killer for killer in risk.ours if shrinking_helps(killer, self._limits)]
-            if risk.level is Level.LOW:
-                self._order, self._saved = None, None
-            if risk.level is Level.LOW or not helped:
-                self._beyond_exit_since_s = None
-                return self._save(time_s, risk, helped)
-            grows = risk.exhaustion is not None and risk.exhaustion.firm and risk.own_grows and risk.ours[0] in helped
-            left_s = risk.exhaustion.likely_s if grows and risk.exhaustion else float("inf")
-            rung = self._rung(time_s, helped, left_s, step_s, can_shrink, _leaks(risk, readers))
-            if rung and (self._order is None or self._order.rung == "save" or rung == "exit" != self._order.rung):
-                self._order = Order(rung, risk.reason)
-            return self._order or self._save(time_s, risk, helped)
+        helped = [killer for killer in risk.ours if shrinking_helps(killer, self._limits)]
+        if risk.level is Level.LOW:
+            self._order, self._saved_s, self._saved_at = None, -math.inf, -math.inf
+        if risk.level is Level.LOW or not helped:
+            self._beyond_exit_since_s = None
+            return self._save(time_s, risk, helped)
+        grows = risk.exhaustion is not None and risk.own_grows and risk.ours[0] in helped
+        left_s = risk.exhaustion.within_s if grows and risk.exhaustion else math.inf
+        rung = self._rung(time_s, helped, left_s, step_s, can_shrink, _leaks(risk, readers))
+        if rung and (self._order is None or self._order.rung == "save" or rung == "exit" != self._order.rung):
+            self._order = Order(rung, risk.reason)
+        return self._order or self._save(time_s, risk, helped)
 
     def saved(self) -> None:
         """The order to save was carried out."""
-        with self._lock:
-            self._order = None
+        self._order = None
 
     def carried_out(self, time_s: float) -> None:
         """The readers were changed as ordered: give it time to show."""
-        with self._lock:
-            self._has_shrunk |= self._order is not None and self._order.rung == "shrink"
-            self._order, self._carried_out_s = None, time_s
+        self._has_shrunk |= self._order is not None and self._order.rung == "shrink"
+        self._order, self._carried_out_s = None, time_s
 
     def _rung(
-        self,
-        time_s: float,
-        helped: Sequence[MemoryLimit],
-        left_s: float,
-        step_s: float,
-        can_shrink: bool,
-        leaks: bool,
+        self, time_s: float, helped: Sequence[MemoryLimit], left_s: float, step_s: float, can_shrink: bool, leaks: bool
     ) -> Rung | None:
         share = largest_share(helped, self._limits)
         exit_s = 2 * step_s + _SAVE_S  # an order is seen after the current step, and the step after it may be as long
-        if self._must_exit(time_s, share, left_s <= exit_s, helped[0]):
+        shows = time_s - self._carried_out_s >= _SHOWS_S
+        if self._stays_beyond_exit(time_s, share, helped[0]) or (shows and left_s <= exit_s):
             return "exit"
-        if time_s - self._carried_out_s < _SHOWS_S:
+        if not shows:
             return None
         is_full = share >= self._limits.shrink_at
         if leaks and left_s > exit_s + step_s and (is_full or left_s <= exit_s + 2 * step_s + 2 * _SHOWS_S):
@@ -115,19 +106,15 @@ class Guard:
             return "shrink"
         return None
 
-    def _must_exit(self, time_s: float, share: float, no_time: bool, nearest: MemoryLimit) -> bool:
+    def _stays_beyond_exit(self, time_s: float, share: float, nearest: MemoryLimit) -> bool:
+        """Beyond `exit_at` for long enough; where half of what that leaves is used up too, no peak is waited for."""
         if share < self._limits.exit_at:
             self._beyond_exit_since_s = None
-        elif self._beyond_exit_since_s is None:
-            self._beyond_exit_since_s = time_s
-        if self._beyond_exit_since_s is not None:
-            # Where half of what exit_at leaves is used up too, no peak is waited for to pass.
-            kill = used_share(replace(nearest, used_bytes=nearest.kills_at_bytes), self._limits)
-            halfway = (self._limits.exit_at + kill) / 2
-            nearly_over = used_share(nearest, self._limits) >= halfway > self._limits.exit_at
-            if nearly_over or time_s - self._beyond_exit_since_s >= _EXIT_HOLD_S:
-                return True
-        return no_time and time_s - self._carried_out_s >= _SHOWS_S
+            return False
+        since_s = self._beyond_exit_since_s = time_s if self._beyond_exit_since_s is None else self._beyond_exit_since_s
+        kill = used_share(replace(nearest, used_bytes=nearest.kills_at_bytes), self._limits)
+        halfway = (self._limits.exit_at + kill) / 2
+        return used_share(nearest, self._limits) >= halfway > self._limits.exit_at or time_s - since_s >= _EXIT_HOLD_S
 
     def _save(self, time_s: float, risk: Risk, helped: Sequence[MemoryLimit]) -> Order | None:
         """An order to save and go on, where others bring a kill near; again once they have grown since."""
@@ -136,11 +123,10 @@ class Guard:
         share = largest_share(risk.killers, self._limits)
         # The level alone falls late: it may be that of what the last order has answered.
         near = share >= self._limits.exit_at or (risk.exhaustion is not None and risk.exhaustion.firm)
-        if self._order is None and risk.level is Level.CRITICAL and near and not ours:
-            before_s, before = self._saved or (float("-inf"), float("-inf"))
-            if time_s - before_s >= _SAVED_S and share >= before + _GROWN_BY:
-                self._saved = time_s, share
-                self._order = Order("save", risk.reason)
+        due = time_s - self._saved_s >= _SAVED_S and share >= self._saved_at + _GROWN_BY
+        if self._order is None and risk.level is Level.CRITICAL and near and not ours and due:
+            self._saved_s, self._saved_at = time_s, share
+            self._order = Order("save", risk.reason)
         return self._order
 
 

@@ -23,12 +23,19 @@ class Limits:
     # is switched off
     ray_share: float | None = None
     configured_bytes: int | None = None  # `monitor.ram_limit_gib`, for the run's own memory; None = none
-    # warn_at, shrink_at, exit_at: shares at which there is a warning, the guard makes the readers smaller, and it exits
-    warn_at: float = 0.80
-    shrink_at: float = 0.84
-    exit_at: float = 0.92
+    exit_at: float = 0.92  # share at which the guard saves and exits
     # ranks of this run on this machine, each with a guard: what one holds, the others are taken to hold too
     ranks_here: int = 1
+
+    @property
+    def warn_at(self) -> float:
+        """Share at which there is a warning: 80 % for an exit at 92 %, and in proportion."""
+        return 0.80 / 0.92 * self.exit_at
+
+    @property
+    def shrink_at(self) -> float:
+        """Share at which the guard makes the readers smaller: 84 % for an exit at 92 %, and in proportion."""
+        return 0.84 / 0.92 * self.exit_at
 
 
 @dataclass(frozen=True)
@@ -76,15 +83,42 @@ def ray_share_from_environment(environ: Mapping[str, str], total_bytes: int | No
     return share
 
 
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(environ.get(name, default))
+    except ValueError:
+        return default
+
+
 def killers_of(sample: SystemSample, limits: Limits) -> tuple[MemoryLimit, ...]:
-    """All that may kill, nearest (least left) first; never empty: the machine's own is always there."""
-    killers = [_machine(sample), *_cgroups(sample)]
+    """All that may kill, nearest (least left) first; never empty: the machine's own is always there.
+
+    Shares of the machine are of its memory without swap, beyond which a run crawls; but nothing is killed before free
+    swap is full.  Cgroups too are killed for only once what they may swap out is in swap; a limit that the machine's
+    memory does not reach is none.
+    """
+    machine, used_bytes = sample.machine, sample.used_bytes
+    free_swap = max(machine.swap_total_bytes - machine.swap_used_bytes, 0)
+    killers = [
+        MemoryLimit("the machine", machine.used_bytes, machine.total_bytes, machine.total_bytes + free_swap),
+        *(
+            MemoryLimit(
+                f"{level.file} of cgroup {level.path}" + ("" if level.kills else " (slows the run to a crawl)"),
+                level.used_bytes,
+                level.limit_bytes,
+                level.limit_bytes
+                + (free_swap if level.swap_left_bytes is None else min(free_swap, level.swap_left_bytes)),
+                cgroup=level.path,
+            )
+            for level in (sample.cgroup.levels if sample.cgroup else ())
+            if 0 < level.limit_bytes < machine.total_bytes
+        ),
+    ]
     if limits.ray_share is not None:
-        killers.append(_ray(sample, limits.ray_share))
-    if limits.configured_bytes is not None:
-        killers.append(
-            MemoryLimit(CONFIGURED_NAME, sample.used_bytes, limits.configured_bytes, limits.configured_bytes)
-        )
+        used, total = ray_memory(sample)
+        killers.append(MemoryLimit(RAY_NAME, used, total, int(total * limits.ray_share)))
+    if (configured := limits.configured_bytes) is not None:
+        killers.append(MemoryLimit(CONFIGURED_NAME, used_bytes, configured, configured))
     own_bytes = run_bytes(sample, limits)
     killers = [replace(killer, own_bytes=min(own_bytes, killer.used_bytes)) for killer in killers]
     return tuple(sorted(killers, key=lambda killer: killer.left_bytes))
@@ -93,6 +127,23 @@ def killers_of(sample: SystemSample, limits: Limits) -> tuple[MemoryLimit, ...]:
 def run_bytes(sample: SystemSample, limits: Limits) -> int:
     """What the run holds on this machine; of ranks at least that, as they may share one object store or not."""
     return limits.ranks_here * sample.anon_bytes + sample.shared_bytes
+
+
+def ray_memory(sample: SystemSample) -> tuple[int, int]:
+    """Bytes in use, and in all, as Ray's monitor of Ray 2.60 counts them (its `memory_monitor_utils.cc`).
+
+    It takes the smaller of the machine's memory and the hard limit at the root of the mounted cgroup file system (a
+    container sees its own limit there, a process in a slice of the machine does not), and counts what belongs to it:
+    the machine's total less available, or all that the cgroup is charged for but file pages.  The kernel's caches of
+    file names are counted there, though they could be given back.  No swap, unless RAY_count_swap_in_memory_monitor is
+    set, which is not looked at here.
+    """
+    used, total = sample.machine.used_bytes, sample.machine.total_bytes
+    for level in sample.cgroup.levels if sample.cgroup else ():
+        if level.is_top and level.kills and 0 < level.limit_bytes <= total:
+            counted = level.used_bytes if level.charged_bytes is None else level.charged_bytes
+            used, total = min(counted, level.limit_bytes), level.limit_bytes
+    return used, total
 
 
 def tightest(sample: SystemSample, limits: Limits) -> MemoryLimit:
@@ -126,21 +177,6 @@ def used_share(killer: MemoryLimit, limits: Limits) -> float:
     return (end - (end_bytes - killer.used_bytes) / _whole_bytes(killer)) * _squeeze(killer, limits)
 
 
-def shrinking_helps(killer: MemoryLimit, limits: Limits) -> bool:
-    """Whether without this run there would be no risk: otherwise its end leaves the others' memory as it is, and the
-    next start finds the same."""
-    if killer.own_bytes is None:
-        return True
-    return used_share(replace(killer, used_bytes=killer.used_bytes - killer.own_bytes), limits) < limits.warn_at
-
-
-def without_growth_of_others(killer: MemoryLimit) -> MemoryLimit:
-    """As it would stand had the others stayed at the least that was seen of them."""
-    if killer.own_bytes is None or killer.least_others_bytes is None:
-        return killer
-    return replace(killer, used_bytes=killer.own_bytes + killer.least_others_bytes)
-
-
 def _whole_bytes(killer: MemoryLimit) -> int:
     return min(killer.limit_bytes, _LARGEST_BYTES)
 
@@ -154,58 +190,8 @@ def largest_share(killers: Iterable[MemoryLimit], limits: Limits) -> float:
     return max(used_share(killer, limits) for killer in killers)
 
 
-def _machine(sample: SystemSample) -> MemoryLimit:
-    """Shares are of memory without swap: beyond it a run crawls.  But nothing is killed before free swap is full."""
-    machine = sample.machine
-    return MemoryLimit(
-        "the machine", machine.used_bytes, machine.total_bytes, machine.total_bytes + _swap_free_bytes(sample)
-    )
-
-
-def _swap_free_bytes(sample: SystemSample) -> int:
-    return max(sample.machine.swap_total_bytes - sample.machine.swap_used_bytes, 0)
-
-
-def _cgroups(sample: SystemSample) -> list[MemoryLimit]:
-    """Levels whose limit can be reached.  They too are killed for only once what they may swap out is in swap."""
-    levels, free = sample.cgroup.levels if sample.cgroup else (), _swap_free_bytes(sample)
-    return [
-        MemoryLimit(
-            f"{level.file} of cgroup {level.path}" + ("" if level.kills else " (slows the run to a crawl)"),
-            level.used_bytes,
-            level.limit_bytes,
-            level.limit_bytes + (free if level.swap_left_bytes is None else min(free, level.swap_left_bytes)),
-            cgroup=level.path,
-        )
-        for level in levels
-        if 0 < level.limit_bytes < sample.machine.total_bytes
-    ]
-
-
-def _ray(sample: SystemSample, share: float) -> MemoryLimit:
-    used, total = ray_memory(sample)
-    return MemoryLimit(RAY_NAME, used, total, int(total * share))
-
-
-def ray_memory(sample: SystemSample) -> tuple[int, int]:
-    """Bytes in use, and in all, as Ray's monitor of Ray 2.60 counts them (its `memory_monitor_utils.cc`).
-
-    It takes the smaller of the machine's memory and the hard limit at the root of the mounted cgroup file system (a
-    container sees its own limit there, a process in a slice of the machine does not), and counts what belongs to it:
-    the machine's total less available, or all that the cgroup is charged for but file pages.  The kernel's caches of
-    file names are counted there, though they could be given back.  No swap, unless RAY_count_swap_in_memory_monitor is
-    set, which is not looked at here.
-    """
-    used, total = sample.machine.used_bytes, sample.machine.total_bytes
-    for level in sample.cgroup.levels if sample.cgroup else ():
-        if level.is_top and level.kills and 0 < level.limit_bytes <= total:
-            counted = level.used_bytes if level.charged_bytes is None else level.charged_bytes
-            used, total = min(counted, level.limit_bytes), level.limit_bytes
-    return used, total
-
-
-def _number(environ: Mapping[str, str], name: str, default: float) -> float:
-    try:
-        return float(environ.get(name, default))
-    except ValueError:
-        return default
+def shrinking_helps(killer: MemoryLimit, limits: Limits) -> bool:
+    """Whether without this run there would be no risk: otherwise its end leaves the others' memory as it is, and the
+    next start finds the same."""
+    without = replace(killer, used_bytes=killer.used_bytes - (killer.own_bytes or 0))
+    return killer.own_bytes is None or used_share(without, limits) < limits.warn_at

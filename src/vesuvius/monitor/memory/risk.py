@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from vesuvius.monitor.memory.limits import (
-    Limits,
-    MemoryLimit,
-    killers_of,
-    largest_share,
-    shrinking_helps,
-    used_share,
-    without_growth_of_others,
-)
+from vesuvius.monitor.memory.limits import Limits, MemoryLimit, killers_of, largest_share, shrinking_helps, used_share
 from vesuvius.monitor.memory.trend import PeakSeries, Trend
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.runlog.units import format_duration, gib
 
-_EASED_BY = 0.02  # the level falls only this share below its threshold,
-_EASED_FOR_S = 10.0  # and after so long, or a sawtooth would flap
+_EASED_BY, _EASED_FOR_S = 0.02, 10.0  # the level falls only this share below its threshold, and after so long
 _WARN_WITHIN_S = 300.0
 _CRITICAL_WITHIN_S = 60.0
 _FIRST_WITHIN_S = 600.0
@@ -43,16 +35,20 @@ class Exhaustion:
     """Seconds until the first killer strikes if memory goes on growing as it does; a 95 % interval.
 
     Attributes:
-        earliest_s, likely_s: at the fastest growth that fits what was seen, and at its median.
-        latest_s: None: the slowest growth that fits what was seen never gets there.
+        earliest_s, likely_s, latest_s: at the fastest growth that fits what was seen, its median, and the slowest.
         firm: the growth was seen for long enough to be believed to go on that far, and the interval is not wide.
             Growth of 30 s says something of the next minute, nothing of the next hour: allocators fill up and stop.
     """
 
     earliest_s: float
     likely_s: float
-    latest_s: float | None
+    latest_s: float
     firm: bool = True
+
+    @property
+    def within_s(self) -> float:
+        """The time that is left, where it is firm; infinite otherwise."""
+        return self.likely_s if self.firm else math.inf
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,14 @@ class Risk:
     @property
     def ours(self) -> tuple[MemoryLimit, ...]:
         """What the run has a hand in: the killers as they are if it grows, else as if the others had not grown."""
-        return self.killers if self.own_grows else tuple(without_growth_of_others(killer) for killer in self.killers)
+        if self.own_grows:
+            return self.killers
+        return tuple(
+            killer
+            if killer.own_bytes is None or killer.least_others_bytes is None
+            else replace(killer, used_bytes=killer.own_bytes + killer.least_others_bytes)
+            for killer in self.killers
+        )
 
     def is_of_others(self, limits: Limits) -> bool:
         """Whether there is a risk that a smaller run would not lessen: others fill the memory, or only they grow."""
@@ -86,6 +89,9 @@ class Risk:
 class RiskWatch:
     """Judges sample after sample.
 
+    A level is that of the largest share of a limit (`used_share`) or of the time that firm growth leaves, whichever is
+    higher.  It rises at once, and falls after memory stood a little below it for ten seconds: a sawtooth would flap.
+
     Args:
         limits: what memory is held against.
         warmup_s: so long after the first sample growth is not judged; 0 where the run has been at work for long.
@@ -93,89 +99,68 @@ class RiskWatch:
 
     def __init__(self, limits: Limits, warmup_s: float = 30.0) -> None:
         self._limits = limits
+        self._least_others: dict[str, int] = {}  # by killer, in the whole session
+        self._level = Level.LOW
+        self._held_at_s = 0.0
+        self._restarted = False
+        self._begin(warmup_s)
+
+    def _begin(self, warmup_s: float) -> None:
         self._warmup_s = warmup_s
         self._of_killer: dict[str, PeakSeries] = {}
-        self._own = PeakSeries(warmup_s=warmup_s)
-        self._least_others: dict[str, int] = {}  # by killer, in the whole session
+        self._own = PeakSeries(warmup_s)
         self._of_process: dict[tuple[int, float], PeakSeries] = {}
-        self._steps = _LevelSteps(limits)
-        self._forget = False
-
-    def add(self, sample: SystemSample) -> Risk:
-        """Take a sample in and say how it stands."""
-        private = {(p.pid, p.started_s): p.anon_bytes + p.swap_bytes for p in sample.processes}
-        return self.judge(sample.time, killers_of(sample, self._limits), private)
-
-    def judge(self, time_s: float, killers: Iterable[MemoryLimit], private: Mapping[tuple[int, float], int]) -> Risk:
-        """As `add`.
-
-        Args:
-            time_s: seconds since 1970.
-            killers: all, in any order.
-            private: bytes of each process, by its pid and start, in memory and swap.
-        """
-        if self._forget:
-            self._forget = False
-            self._warmup_s = _RESTART_WARMUP_S
-            self._of_killer.clear()
-            self._own = PeakSeries(warmup_s=self._warmup_s)
-            self._of_process.clear()
-        killers = tuple(self._beside_others(killer) for killer in killers)
-        self._own.add(time_s, max((killer.own_bytes or 0 for killer in killers), default=0))
-        for killer in killers:
-            series = self._of_killer.setdefault(killer.name, PeakSeries(warmup_s=self._warmup_s))
-            series.add(time_s, killer.used_bytes)
-        killers = tuple(sorted(killers, key=self._nearness))
-        trend = self._of_killer[killers[0].name].trend
-        exhaustion = _exhaustion(killers[0], trend)
-        growing = self._growing(time_s, private)
-        level = self._steps.next(time_s, largest_share(killers, self._limits), exhaustion)
-        reason = _reason(level, killers, self._limits, trend, exhaustion, growing)
-        return Risk(level, reason, killers, trend, exhaustion, growing, self._own_grows(trend))
 
     def restart(self) -> None:
         """Forget the past: readers were restarted, so what grew before says nothing.
 
         From the next sample on; so it may be called in another thread than `add`.
         """
-        self._forget = True
+        self._restarted = True
+
+    def add(self, sample: SystemSample) -> Risk:
+        """Take a sample in and say how it stands."""
+        if self._restarted:
+            self._restarted = False
+            self._begin(_RESTART_WARMUP_S)
+        killers = [self._beside_others(killer) for killer in killers_of(sample, self._limits)]
+        self._own.add(sample.time, max(killer.own_bytes or 0 for killer in killers))
+        for killer in killers:
+            series = self._of_killer.setdefault(killer.name, PeakSeries(self._warmup_s))
+            series.add(sample.time, killer.used_bytes)
+        growing = self._growing(sample)
+        trends = {name: series.trend for name, series in self._of_killer.items()}
+        left = {killer.name: _exhaustion(killer, trends[killer.name]) for killer in killers}
+
+        def nearness(killer: MemoryLimit) -> tuple[bool, float]:
+            first = left[killer.name]
+            soon = first is not None and first.within_s <= _FIRST_WITHIN_S
+            return (False, first.likely_s) if first is not None and soon else (True, killer.left_bytes)
+
+        killers.sort(key=nearness)
+        trend, exhaustion = trends[killers[0].name], left[killers[0].name]
+        level = self._next_level(sample.time, largest_share(killers, self._limits), exhaustion)
+        reason = _reason(level, killers, self._limits, trend, exhaustion, growing)
+        own = self._own.trend
+        own_grows = own is not None and _grows(own) and (trend is None or 2 * own.bytes_per_s >= trend.bytes_per_s)
+        return Risk(level, reason, tuple(killers), trend, exhaustion, growing, own_grows)
 
     def _beside_others(self, killer: MemoryLimit) -> MemoryLimit:
-        if killer.own_bytes is None:
-            return killer
-        others = killer.used_bytes - killer.own_bytes
+        others = killer.used_bytes - (killer.own_bytes or 0)
         least = self._least_others[killer.name] = min(others, self._least_others.get(killer.name, others))
         return replace(killer, least_others_bytes=least)
 
-    def _own_grows(self, trend: Trend | None) -> bool:
-        own = self._own.trend
-        return own is not None and _grows(own) and (trend is None or 2 * own.bytes_per_s >= trend.bytes_per_s)
-
-    def _nearness(self, killer: MemoryLimit) -> tuple[bool, float]:
-        exhaustion = _exhaustion(killer, self._of_killer[killer.name].trend)
-        if exhaustion and exhaustion.firm and exhaustion.likely_s <= _FIRST_WITHIN_S:
-            return False, exhaustion.likely_s
-        return True, killer.left_bytes
-
-    def _growing(self, time_s: float, private: Mapping[tuple[int, float], int]) -> dict[int, Trend]:
-        """Of each process; those that are gone are forgotten."""
+    def _growing(self, sample: SystemSample) -> dict[int, Trend]:
+        """Of each process, in memory and swap; those that are gone are forgotten."""
         before, self._of_process = self._of_process, {}
-        for identity, size in private.items():
-            series = self._of_process[identity] = before.get(identity) or PeakSeries(warmup_s=self._warmup_s)
-            series.add(time_s, size)
+        for process in sample.processes:
+            identity = process.pid, process.started_s
+            series = self._of_process[identity] = before.get(identity) or PeakSeries(self._warmup_s)
+            series.add(sample.time, process.anon_bytes + process.swap_bytes)
         trends = {pid: series.trend for (pid, _), series in self._of_process.items()}
         return {pid: trend for pid, trend in trends.items() if trend and _grows(trend)}
 
-
-class _LevelSteps:
-    """Rises at once, falls late."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._level = Level.LOW
-        self._held_at_s = 0.0
-
-    def next(self, time_s: float, share: float, exhaustion: Exhaustion | None) -> Level:
+    def _next_level(self, time_s: float, share: float, exhaustion: Exhaustion | None) -> Level:
         self._level = max(self._level, self._level_at(share, exhaustion))
         eased = self._level_at(share + _EASED_BY, exhaustion)
         if eased >= self._level or time_s < self._held_at_s:  # the latter: the clock was set back
@@ -185,12 +170,10 @@ class _LevelSteps:
         return self._level
 
     def _level_at(self, share: float, exhaustion: Exhaustion | None) -> Level:
-        left_s = exhaustion.likely_s if exhaustion and exhaustion.firm else float("inf")
+        left_s = exhaustion.within_s if exhaustion else math.inf
         if share >= self._limits.exit_at or left_s <= _CRITICAL_WITHIN_S:
             return Level.CRITICAL
-        if share >= self._limits.warn_at or left_s <= _WARN_WITHIN_S:
-            return Level.WARN
-        return Level.LOW
+        return Level.WARN if share >= self._limits.warn_at or left_s <= _WARN_WITHIN_S else Level.LOW
 
 
 def _grows(trend: Trend) -> bool:
@@ -208,39 +191,33 @@ def _exhaustion(killer: MemoryLimit, trend: Trend | None) -> Exhaustion | None:
 
 def _reason(
     level: Level,
-    killers: tuple[MemoryLimit, ...],
+    killers: Sequence[MemoryLimit],
     limits: Limits,
     trend: Trend | None,
     exhaustion: Exhaustion | None,
     growing: Mapping[int, Trend],
 ) -> str:
     """One line.  Log hygiene: at LOW no name of a cgroup or process, which may be anything; else the words to grep."""
-    first, fullest = killers[0], max(killers, key=lambda killer: used_share(killer, limits))
-    growth = _growth_text(trend, exhaustion, growing)
+    first, fullest, growth = (
+        killers[0],
+        max(killers, key=lambda each: used_share(each, limits)),
+        "no significant growth",
+    )
+    if trend is not None and exhaustion is not None:
+        earliest, likely, latest = map(
+            format_duration, (exhaustion.earliest_s, exhaustion.likely_s, exhaustion.latest_s)
+        )
+        growth = f"growing {trend.bytes_per_s / 1e6:.1f} MB/s: full in {likely} ({earliest} to {latest})"
+        if growing:
+            pid = max(growing, key=lambda each: growing[each].bytes_per_s)
+            growth += f", fastest process {pid} ({growing[pid].bytes_per_s / 1e6:.1f} MB/s)"
     if level is Level.LOW:
-        return f"{gib(first.used_bytes)} of {gib(first.limit_bytes)} GiB in use ({first.share:.0%}), {growth}"
-    figures = [_figures_text(first) + f", {growth}"]
+        return f"{_in_use(first)}, {growth}"
+    figures = [f"{first.name}: {_in_use(first)}; kills at {gib(first.kills_at_bytes)} GiB, {growth}"]
     if fullest.name != first.name and used_share(fullest, limits) >= limits.warn_at:
-        figures.append(_figures_text(fullest))
+        figures.append(f"{fullest.name}: {_in_use(fullest)}; kills at {gib(fullest.kills_at_bytes)} GiB")
     return "near out of memory: " + "; ".join(figures)
 
 
-def _figures_text(killer: MemoryLimit) -> str:
-    return (
-        f"{killer.name}: {gib(killer.used_bytes)} of {gib(killer.limit_bytes)} GiB in use ({killer.share:.0%}); kills "
-        f"at {gib(killer.kills_at_bytes)} GiB"
-    )
-
-
-def _growth_text(trend: Trend | None, exhaustion: Exhaustion | None, growing: Mapping[int, Trend]) -> str:
-    if trend is None or exhaustion is None:
-        return "no significant growth"
-    latest = "never" if exhaustion.latest_s is None else format_duration(exhaustion.latest_s)
-    text = (
-        f"growing {trend.bytes_per_s / 1e6:.1f} MB/s: full in {format_duration(exhaustion.likely_s)} "
-        f"({format_duration(exhaustion.earliest_s)} to {latest})"
-    )
-    if growing:
-        pid = max(growing, key=lambda each: growing[each].bytes_per_s)
-        text += f", fastest process {pid} ({growing[pid].bytes_per_s / 1e6:.1f} MB/s)"
-    return text
+def _in_use(killer: MemoryLimit) -> str:
+    return f"{gib(killer.used_bytes)} of {gib(killer.limit_bytes)} GiB in use ({killer.share:.0%})"

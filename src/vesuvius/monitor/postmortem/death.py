@@ -87,25 +87,19 @@ def _table(death: Death) -> list[str]:
     """The memory of the last minute, a line for every ten seconds."""
     if not death.moments:
         return ["  no sample of its memory was kept"]
-    end = death.moments[-1].time
     shown = [death.moments[-1]]
     for moment in reversed(death.moments):
         if shown[-1].time - moment.time >= 0.95 * _EVERY_S:  # samples come a little early or late
             shown.append(moment)
-    head = f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"
-    return [head, *[_row(moment, moment.time - end) for moment in shown[int(LAST_S / _EVERY_S) :: -1]]]
-
-
-def _row(moment: MemorySample, seconds: float) -> str:
-    reader = "-"
-    if moment.reader_bytes:
-        pid, size = max(moment.reader_bytes.items(), key=lambda item: item[1])
-        reader = f"{gib(size)} (pid {pid})"
-    share = share_of(moment)
-    return (
-        f"  {seconds:>9.0f}{gib(moment.used_bytes):>10}{gib(moment.trainer_bytes):>10}{reader:>24}   "
-        f"{'-' if share is None else f'{100 * share:.1f} %'}"
-    )
+    rows = [f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"]
+    for moment in shown[int(LAST_S / _EVERY_S) :: -1]:
+        pid, size = max(moment.reader_bytes.items(), key=lambda item: item[1], default=(0, 0))
+        reader, share = f"{gib(size)} (pid {pid})" if pid else "-", share_of(moment)
+        rows.append(
+            f"  {moment.time - shown[0].time:>9.0f}{gib(moment.used_bytes):>10}{gib(moment.trainer_bytes):>10}"
+            f"{reader:>24}   {'-' if share is None else f'{100 * share:.1f} %'}"
+        )
+    return rows
 
 
 def share_of(moment: MemorySample) -> float | None:

@@ -1,6 +1,7 @@
 """Who died, what killed it, the last minute of its memory, and what to change: `post_mortem.jsonl` of a run.
 
-A reader is examined while its run continues; a run that was killed, by the next session or from outside.
+The evidence is the kernel's counts of kills, Ray's account, the boot id and the last samples; what these do not say is
+unknown.  A reader is examined while its run continues; a run that was killed, by the next session or from outside.
 """
 
 from __future__ import annotations
@@ -10,20 +11,50 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from vesuvius.monitor.postmortem.cause import KillCounts, judge, read_counts_of, remedy_of
-from vesuvius.monitor.postmortem.death import LAST_S, Cause, Death, append_death, read_deaths, share_of
+from vesuvius.monitor.postmortem.death import LAST_S, Cause, Death, Victim, append_death, read_deaths, share_of
+from vesuvius.monitor.probes.cgroup import read_cgroup
 from vesuvius.monitor.probes.processes import read_process
+from vesuvius.monitor.probes.system_sample import read_machine
 from vesuvius.monitor.recent import MemorySample, read_recent
-from vesuvius.monitor.run_files import METRICS_BYTES, Tail
+from vesuvius.monitor.run_files import Tail
 from vesuvius.monitor.session import SessionRecord, is_alive, pid_namespace, read_session
 from vesuvius.runlog.proc import boot_id
 from vesuvius.runlog.units import format_time, gib, size_text
 
-# Ray and the monitor notice an end this late.
-_NOTICED_S = 1.0
+_NEARLY_FULL = 0.9
+_AT_ONCE_S = 60.0  # kills counted for longer than this may be those of other programs, later
+_NOTICED_S = 1.0  # Ray and the monitor notice an end this late
 _EVENTS_SHOWN = 2
+_NAME_THE_VICTIM = "the kernel's log names the victim; as root: dmesg | grep -i killed"
+
+
+@dataclass(frozen=True)
+class KillCounts:
+    """How many processes the kernel has killed for lack of memory; None where it does not count."""
+
+    cgroup: int | None = None  # of those in a cgroup, whoever's limit it was
+    machine: int | None = None  # on the whole machine since boot; containers see it too
+    path: str = ""  # of that cgroup; '' = not known
+
+    def since(self, before: KillCounts) -> KillCounts:
+        """How many more than before; None where that is not known, it is another cgroup, or the count fell.  Pure."""
+        cgroup = (
+            _rise(before.cgroup, self.cgroup) if self.path == before.path or not (self.path and before.path) else None
+        )
+        return KillCounts(cgroup, _rise(before.machine, self.machine), self.path)
+
+
+def _rise(before: int | None, now: int | None) -> int | None:
+    return None if before is None or now is None or now < before else now - before
+
+
+def read_counts_of(pid: int) -> KillCounts:
+    """The counts now, of the machine and of the cgroup that a living process is in."""
+    cgroup = read_cgroup(pid)
+    machine = read_machine().oom_kills
+    return KillCounts(cgroup.oom_kills, machine, cgroup.path) if cgroup else KillCounts(machine=machine)
 
 
 @dataclass(frozen=True)
@@ -51,47 +82,41 @@ def examine_reader(end: ReaderEnd, step: int, session: SessionRecord, moments: S
         session: the present one.
         moments: the samples of the last two minutes.
     """
-    now = time.time()
-    ended = now if end.exit_time is None else end.exit_time
-    last_minute = _last_minute(moments, ended)
+    ended = time.time() if end.exit_time is None else end.exit_time
+    moments = _last_minute(moments, ended)
     account = [f"Ray: {end.exit_type}: {end.exit_detail}" if end.exit_type else "Ray does not say how it ended"]
+    cause: Cause = "unknown"
     if end.signal is not None:
-        cause: Cause = "signal"
-        evidence = [
-            f"it crashed with {end.signal}, as its own note says, while it read {end.volume or 'nothing'}",
-            *account,
-        ]
+        cause = "signal"
+        account.insert(
+            0, f"it crashed with {end.signal}, as its own note says, while it read {end.volume or 'nothing'}"
+        )
     elif end.exit_type == "NODE_OUT_OF_MEMORY":
-        cause, evidence = "ray", account
+        cause = "ray"
     elif end.node not in ("", os.uname().nodename):
-        cause = "unknown"
-        evidence = [*account, f"it ran on {end.node}, whose kernel cannot be queried from here"]
-    elif end.exit_type not in (None, "SYSTEM_ERROR"):
-        cause, evidence = "unknown", account
-    else:
+        account.append(f"it ran on {end.node}, whose kernel cannot be queried from here")
+    elif end.exit_type in (None, "SYSTEM_ERROR"):
         # The monitor goes on while the new reader starts: a sample taken after the death has counted it already.
-        before = [moment for moment in last_minute if end.exit_time is not None and moment.time < ended - _NOTICED_S]
-        sampled = next(iter([*before[-1:], *last_minute[:1]]), None)
+        before = [moment for moment in moments if end.exit_time is not None and moment.time < ended - _NOTICED_S]
+        sampled = next(iter([*before[-1:], *moments[:1]]), None)
         # Readers of a Ray that somebody else has started live in another cgroup than the trainer, who has counted.
         counts = read_counts_of(end.new_pid) if end.new_pid else KillCounts()
         counts = counts if counts.path else read_counts_of(os.getpid())
-        cause, evidence = _judge(session, sampled, last_minute[-1] if last_minute else None, counts)
-        evidence = [*evidence, *account]
-    return Death(
-        time=now,
-        victim="reader",
-        pid=end.pid,
-        step=step,
-        cause=cause,
-        evidence=(*evidence, *_memory_evidence(last_minute, end.pid)),
-        moments=last_minute,
-        remedy=remedy_of(
-            cause, "reader", session.workers, next(iter(last_minute[-1:]), None), session.limits.ray_share
-        ),
-    )
+        cause, evidence = _judge_counts(session, sampled, moments[-1] if moments else None, counts)
+        account = [*evidence, *account]
+    return _death("reader", end.pid, step, cause, account, moments, session, session.workers)
 
 
-def examine_run(run_dir: Path) -> Death | None:
+def ended_run(
+    cause: Literal["gpu", "guard"], step: int, reason: str, moments: Sequence[MemorySample], remedy: str
+) -> Death:
+    """The end that this process chose itself for want of memory; `reason`: the figures that made it necessary."""
+    moments = _last_minute(moments, time.time())
+    evidence = (reason, *_memory_evidence(moments))
+    return Death(time.time(), "run", os.getpid(), step, cause, evidence, moments, remedy)
+
+
+def examine_run(run_dir: Path, locked: bool = False) -> Death | None:
     """Why the last session of a run died; None where it did not: it has ended as it should, lives, runs on another
     machine, or there was none.
 
@@ -99,9 +124,18 @@ def examine_run(run_dir: Path) -> Death | None:
 
     Args:
         run_dir: the run directory.
+        locked: this process holds the run's lock, so nobody else is at work, also where that cannot be seen: in another
+            container, or on another machine.
     """
-    session = _killed_session(run_dir)
-    return None if session is None else _recorded(run_dir, session) or _examine(run_dir, session)
+    session = read_session(run_dir / "session.json")
+    if session is None or session.end_time is not None:
+        return None
+    alive = is_alive(session)
+    if alive or (alive is None and not locked):
+        return None
+    known = reversed(read_deaths(run_dir / "post_mortem.jsonl"))
+    recorded = next((death for death in known if death.victim == "run" and is_of_session(death, session)), None)
+    return recorded or _examine(run_dir, session)
 
 
 def record_run_death(run_dir: Path) -> Death | None:
@@ -109,13 +143,9 @@ def record_run_death(run_dir: Path) -> Death | None:
 
     Raises OSError: `post_mortem.jsonl` cannot be opened.
     """
-    session = _killed_session(run_dir, locked=True)
-    if session is None:
-        return None
-    death = _recorded(run_dir, session)
-    if death is None:
-        death = _examine(run_dir, session)
-        append_death(run_dir / "post_mortem.jsonl", death)
+    path, death = run_dir / "post_mortem.jsonl", examine_run(run_dir, locked=True)
+    if death is not None and death not in read_deaths(path):
+        append_death(path, death)
     return death
 
 
@@ -130,46 +160,17 @@ def is_of_session(death: Death, session: SessionRecord) -> bool:
     return death.time >= session.begin_time and (death.victim == "reader" or death.pid == session.pid)
 
 
-def ended_run(
-    cause: Literal["gpu", "guard"], step: int, reason: str, moments: Sequence[MemorySample], remedy: str
-) -> Death:
-    """The end that this process chose itself for want of memory; `reason`: the figures that made it necessary."""
-    now = time.time()
-    last_minute = _last_minute(moments, now)
-    evidence = (reason, *_memory_evidence(last_minute))
-    return Death(now, "run", os.getpid(), step, cause, evidence, last_minute, remedy)
-
-
-def _killed_session(run_dir: Path, locked: bool = False) -> SessionRecord | None:
-    """The last session, if it has no end and its process is gone.
-
-    `locked`: this process holds the run's lock, so nobody else is at work, also where that cannot be seen: in another
-    container, or on another machine.
-    """
-    session = read_session(run_dir / "session.json")
-    if session is None or session.end_time is not None:
-        return None
-    alive = is_alive(session)
-    return session if alive is False or (alive is None and locked) else None
-
-
-def _recorded(run_dir: Path, session: SessionRecord) -> Death | None:
-    deaths = reversed(read_deaths(run_dir / "post_mortem.jsonl"))
-    return next((death for death in deaths if death.victim == "run" and is_of_session(death, session)), None)
-
-
 def _examine(run_dir: Path, session: SessionRecord) -> Death:
     moments = [moment for moment in read_recent(run_dir / "recent.jsonl") if moment.time >= session.begin_time]
-    records = [r for r in Tail(run_dir / "metrics.jsonl", METRICS_BYTES).new() if r["time"] >= session.begin_time]
-    seen = max([session.begin_time, *(m.time for m in moments[-1:]), *(r["time"] for r in records[-1:])])
+    records = [r for r in Tail(run_dir / "metrics.jsonl").new() if r["time"] >= session.begin_time]
     last = moments[-1] if moments else None
+    seen = max([session.begin_time, *(m.time for m in moments[-1:]), *(r["time"] for r in records[-1:])])
     step = next((int(r["step"]) for r in reversed(records) if isinstance(r.get("step"), int)), last.step if last else 0)
-    last_minute = _last_minute(moments, seen)
     here = boot_id()
+    cause: Cause = "unknown"
     if here and here == session.boot_id:
-        cause, evidence = _judge(session, last, last, _counts_for(session))
+        cause, evidence = _judge_counts(session, last, last, _counts_for(session))
     elif is_alive(session) is None:
-        cause = "unknown"
         evidence = [
             "it ran on another machine, whose kernel cannot be queried from here; it recorded no end, and its "
             "lock on the run is gone"
@@ -177,18 +178,27 @@ def _examine(run_dir: Path, session: SessionRecord) -> Death:
     else:
         cause = "restart"
         evidence = [f"the machine has been restarted since: its boot id was {session.boot_id} and is {here}"]
-    evidence += [f"last sign of life {format_time(seen)}, after step {step}"]
+    evidence.append(f"last sign of life {format_time(seen)}, after step {step}")
+    events = [r for r in records if r["kind"] == "event" and r["time"] >= seen - LAST_S]
+    said = [f"{seen - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in events[-_EVENTS_SHOWN:]]
     workers = session.workers if last is None or last.workers is None else last.workers  # the guard may have cut some
-    return Death(
-        time=time.time(),
-        victim="run",
-        pid=session.pid,
-        step=step,
-        cause=cause,
-        evidence=(*evidence, *_memory_evidence(last_minute), *_event_evidence(records, seen)),
-        moments=last_minute,
-        remedy=remedy_of(cause, "run", workers, next(iter(last_minute[-1:]), None), session.limits.ray_share),
-    )
+    return _death("run", session.pid, step, cause, evidence, _last_minute(moments, seen), session, workers, said)
+
+
+def _death(
+    victim: Victim,
+    pid: int,
+    step: int,
+    cause: Cause,
+    evidence: Sequence[str],
+    moments: tuple[MemorySample, ...],
+    session: SessionRecord,
+    workers: int,
+    events: Sequence[str] = (),
+) -> Death:
+    remedy = remedy_of(cause, victim, workers, moments[-1] if moments else None, session.limits.ray_share)
+    evidence = (*evidence, *_memory_evidence(moments, pid), *events)
+    return Death(time.time(), victim, pid, step, cause, evidence, moments, remedy)
 
 
 def _counts_for(session: SessionRecord) -> KillCounts:
@@ -201,7 +211,7 @@ def _counts_for(session: SessionRecord) -> KillCounts:
     return counts if same_container else KillCounts(machine=counts.machine)
 
 
-def _judge(
+def _judge_counts(
     session: SessionRecord, sampled: MemorySample | None, last: MemorySample | None, counts: KillCounts
 ) -> tuple[Cause, list[str]]:
     """`sampled`: the sample whose counts are those before the death; `last`: the last one before it."""
@@ -211,12 +221,77 @@ def _judge(
     return judge(rise, last, since, time.time() - (sampled.time if sampled else session.begin_time))
 
 
+def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: float = 0.0) -> tuple[Cause, list[str]]:
+    """What killed a process, and the evidence.  Pure.
+
+    Args:
+        rise: kills counted since the last sample before the death.
+        last: the last sample of the run's memory; None without one.
+        since, counted_s: from when on kills were counted, for people, and for how many seconds.
+    """
+    share = share_of(last) if last is not None else None
+    full = share is not None and share >= _NEARLY_FULL
+    likely: Cause = "machine" if last is not None and last.killer == "the machine" else "cgroup"
+    if rise.cgroup:
+        counted = f"the kernel killed {rise.cgroup} process(es) of this cgroup for memory since {since}"
+        if share is not None and not full and counted_s > _AT_ONCE_S:
+            return "unknown", [f"{counted}, when memory was not nearly full: which ones is not known", _NAME_THE_VICTIM]
+        return likely, [f"{counted}: most likely this one", _NAME_THE_VICTIM]
+    if rise.cgroup is None and rise.machine:
+        counted = f"the kernel killed {rise.machine} process(es) of this machine for memory since {since}"
+        if full:
+            return likely, [f"{counted}: memory was nearly full, most likely this one", _NAME_THE_VICTIM]
+        return "unknown", [f"{counted}: which ones is unknown", _NAME_THE_VICTIM]
+    if rise.cgroup == 0 or rise.machine == 0:
+        where = "this cgroup" if rise.cgroup == 0 else "this machine"
+        return "signal", [f"the kernel counted no kill for memory in {where} since {since}"]
+    return "unknown", ["the kernel's counts of kills cannot be read here"]
+
+
+def remedy_of(
+    cause: Cause, victim: Victim, workers: int, last: MemorySample | None, ray_share: float | None = None
+) -> str:
+    """What to do about a death.
+
+    Args:
+        workers: readers that there were.
+        last: the last sample before it.
+        ray_share: share of the machine's memory at which Ray kills; None = not known.
+    """
+    less = "Start it with --resume and a smaller data.reader_mib or training.train_batch_size."
+    if workers:  # never 0: what readers leak, or hold, the trainer would
+        fewer = f"training.workers={workers - 1} training.prefetch_factor=1 (fewer readers, fewer batches ahead)"
+        fewer = fewer if workers > 1 else "training.prefetch_factor=1 (fewer batches ahead)"
+        less = f"Start it with --resume {fewer}, or with a smaller data.reader_mib."
+    if victim == "reader":
+        less = f"The run continues with a new reader; if it happens again, stop it first. {less}"
+    again = "the run continues with a new reader" if victim == "reader" else "start again with --resume"
+    match cause:
+        case "cgroup" | "machine":
+            return less
+        case "ray":
+            at = "" if ray_share is None else f" at {100 * ray_share:.0f} % of it"
+            return (
+                f"{less} Ray counts the memory of the whole machine, including other users', and kills{at} "
+                "(RAY_memory_usage_threshold)."
+            )
+        case "signal" | "unknown" if last is not None and (share_of(last) or 0.0) >= _NEARLY_FULL:
+            return (
+                "memory was nearly used up: a container runtime, a scheduler, systemd-oomd or earlyoom ends processes "
+                f"like this. {less}"
+            )
+        case "signal" | "restart":
+            return f"nothing of the configuration; {again}."
+        case _:
+            return f"{again}; if it happens again, watch it: vesuvius memcheck --watch 2."
+
+
 def _last_minute(moments: Sequence[MemorySample], end: float) -> tuple[MemorySample, ...]:
     return tuple(moment for moment in moments if end - LAST_S - _NOTICED_S <= moment.time <= end)
 
 
-def _memory_evidence(moments: Sequence[MemorySample], reader: int | None = None) -> list[str]:
-    """How full memory was at the last sample, and what the dead reader held."""
+def _memory_evidence(moments: Sequence[MemorySample], pid: int = 0) -> list[str]:
+    """How full memory was at the last sample, and what a dead reader held."""
     if not moments:
         return []
     last, lines = moments[-1], []
@@ -225,11 +300,6 @@ def _memory_evidence(moments: Sequence[MemorySample], reader: int | None = None)
             f"memory stood at {100 * share:.1f} % of where {last.killer or 'the first killer'} kills "
             f"({gib(last.killer_used_bytes)} of {gib(last.kills_at_bytes)} GiB) at {format_time(last.time)}"
         )
-    if reader is not None and reader in last.reader_bytes:
-        lines.append(f"the reader itself held {size_text(last.reader_bytes[reader])}")
+    if pid in last.reader_bytes:
+        lines.append(f"the reader itself held {size_text(last.reader_bytes[pid])}")
     return lines
-
-
-def _event_evidence(records: Sequence[dict[str, Any]], end: float) -> list[str]:
-    recent = [r for r in records if r.get("kind") == "event" and r["time"] >= end - LAST_S]
-    return [f"{end - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in recent[-_EVENTS_SHOWN:]]

@@ -49,6 +49,29 @@ class CgroupUse:
     oom_kills: int | None
 
 
+@dataclass(frozen=True)
+class _Names:
+    """How a version of the hierarchy calls what is read."""
+
+    prefix: str  # of the figures of `memory.stat` that hold for a cgroup with those below it
+    anon: str
+    file: str  # with shared memory in it
+    kills: str  # file that counts them
+    charged: str  # file of all that is charged
+    limits: tuple[tuple[str, bool], ...]  # files, and whether the kernel kills beyond them
+
+
+_V2 = _Names("", "anon", "file", "memory.events", "memory.current", (("memory.max", True), ("memory.high", False)))
+_V1 = _Names(
+    "total_",
+    "total_rss",
+    "total_cache",
+    "memory.oom_control",
+    "memory.usage_in_bytes",
+    (("memory.limit_in_bytes", True),),
+)
+
+
 def read_cgroup(pid: int) -> CgroupUse | None:
     """The memory cgroup of a process; None where there is none or it cannot be read.
 
@@ -61,98 +84,30 @@ def read_cgroup(pid: int) -> CgroupUse | None:
     Does I/O: some ten small files.
     """
     version, chain = cgroup_chain(pid, "memory")
-    return _read_v2(chain) if version == 2 else _read_v1(chain)
-
-
-def cgroup_chain(pid: int, controller: str) -> tuple[Literal[1, 2] | None, list[tuple[str, Path]]]:
-    """Version of the hierarchy that has a controller, and there the cgroup of a process and its visible ancestors.
-
-    Itself first, each with its path in the hierarchy and the directory where it can be read; none where it cannot.
-    """
-    version, path = _place(read_text(f"{psutil.PROCFS_PATH}/{pid}/cgroup") or "", controller)
-    if version is None:
-        return None, []
-    mountinfo = read_text(f"{psutil.PROCFS_PATH}/self/mountinfo") or ""
-    return version, _chain(path, _mounts(mountinfo, version, controller))
-
-
-def is_in_cgroup(pid: int, path: str) -> bool:
-    """Whether a process is in a memory cgroup or below it; also where `path` is no cgroup's that can be seen."""
-    own = _place(read_text(f"{psutil.PROCFS_PATH}/{pid}/cgroup") or "", "memory")[1]
-    return not path.startswith("/") or Path(own).is_relative_to(path)
-
-
-def _place(text: str, controller: str) -> tuple[Literal[1, 2] | None, str]:
-    """Version of the hierarchy that has a controller, and the path there, from /proc/PID/cgroup.
-
-    Where version 1 has the controller, version 2 may be mounted beside it, without any.
-    """
-    unified = None
-    for line in text.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controller in controllers.split(",") and path:
-            return 1, path
-        if line.startswith("0::/"):
-            unified = path
-    return (None, "") if unified is None else (2, unified)
-
-
-def _mounts(mountinfo: str, version: Literal[1, 2], controller: str) -> list[tuple[Path, str]]:
-    """Where this process sees the hierarchy: directories, and the path of the cgroup that each shows at its top.
-
-    Its own mounts, not those of the process looked at, which may be those of another container.
-    """
-    mounts = []
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, kind = before.split(), after.split()
-        if len(fields) < 5 or len(kind) < 3:
-            continue
-        if kind[0] == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or controller in kind[2].split(",")):
-            root, point = (field.replace("\\040", " ") for field in fields[3:5])
-            inside = Path(point).is_relative_to("/sys")
-            mounts.append((files.SYSFS_PATH / Path(point).relative_to("/sys") if inside else Path(point), root))
-    return mounts
-
-
-def _chain(path: str, mounts: Sequence[tuple[Path, str]]) -> list[tuple[str, Path]]:
-    """Paths and directories of a cgroup and its visible ancestors, itself first; empty where it cannot be seen."""
-    if path.startswith("/.."):  # outside of this container
-        return []
-    for top, root in mounts:
-        below = Path(path).relative_to(root).parts if Path(path).is_relative_to(root) else None
-        if below is not None and top.joinpath(*below).is_dir():
-            ends = range(len(below), -1, -1)
-            return [(str(Path(root, *below[:end])), top.joinpath(*below[:end])) for end in ends]
-    # In some containers a process has the name that its cgroup has outside, while the mount shows, without saying so,
-    # the container's own as its top.
-    return [(path, mounts[0][0])] if mounts else []
-
-
-def _read_v2(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
-    use, levels = None, []
+    names = _V2 if version == 2 else _V1
+    use, levels, used, hidden_limit = None, [], 0, None
     for number, (path, directory) in enumerate(chain):
         stat = read_counts(directory / "memory.stat")
-        if "anon" not in stat:  # the controller is not switched on so far down: an ancestor is charged
+        if names.anon not in stat:  # the controller is not switched on so far down: an ancestor is charged
             continue
-        anon, shmem = stat["anon"], stat.get("shmem", 0)
-        # Counts the victims that belonged to this cgroup or to one below, whoever's limit it was.  The ancestors'
-        # counts would add the deaths of strangers only.
-        use = use or CgroupUse(
-            path=path,
-            anon_bytes=anon,
-            shmem_bytes=shmem,
-            file_bytes=max(stat.get("file", 0) - shmem, 0),  # `file` has shared memory in it
-            levels=(),
-            oom_kills=read_counts(directory / "memory.events").get("oom_kill"),
-        )
-        used, charged = _unreclaimable_v2(stat), _without_files(directory / "memory.current", stat, "")
-        for file, kills in (("memory.max", True), ("memory.high", False)):
-            limit = _limit(read_text(directory / file))
-            if limit is not None:
-                is_top, swap_left = directory == chain[-1][1], _swap_left_v2([above for _, above in chain[number:]])
-                levels.append(CgroupLevel(path, file, limit, used, kills, is_top, charged, swap_left))
+        anon, shmem = stat[names.anon], stat.get(f"{names.prefix}shmem", 0)
+        used = _unreclaimable_v2(stat) if version == 2 else anon + shmem
+        if use is None:
+            # Counts the victims that belonged to this cgroup (version 2: or to one below), whoever's limit it was.  The
+            # ancestors' counts would add the deaths of strangers only.
+            kills = read_counts(directory / names.kills).get("oom_kill")
+            use = CgroupUse(path, anon, shmem, max(stat.get(names.file, 0) - shmem, 0), (), kills)
+            hidden_limit = _as_limit(str(stat.get("hierarchical_memory_limit")))  # of version 1
+        for file, kills_beyond in names.limits:
+            if (limit := _limit(directory / file)) is not None:
+                above = [each for _, each in chain[number:]]
+                swap_left = _swap_left_v2(above) if version == 2 else _swap_left_v1(directory, stat, limit)
+                is_top, charged = directory == chain[-1][1], _charged(directory, stat, names)
+                levels.append(CgroupLevel(path, file, limit, used, kills_beyond, is_top, charged, swap_left))
+    if use is not None and hidden_limit is not None and all(level.limit_bytes > hidden_limit for level in levels):
+        # A container sees its own part of the tree, but is told of a limit above it.
+        file, above_it = "memory.limit_in_bytes", f"an ancestor of {use.path}"
+        levels.append(CgroupLevel(above_it, file, hidden_limit, used, kills=True))
     return use and replace(use, levels=tuple(levels))
 
 
@@ -171,57 +126,86 @@ def _unreclaimable_v2(stat: Mapping[str, int]) -> int:
     return pages + max(kernel - stat.get("slab_reclaimable", 0), 0)
 
 
-def _without_files(usage: Path, stat: Mapping[str, int], prefix: str) -> int | None:
+def _charged(directory: Path, stat: Mapping[str, int], names: _Names) -> int | None:
     """All that is charged to a cgroup but the pages of files, as Ray counts; None where the kernel does not say."""
-    charged = _limit(read_text(usage))
-    files = [stat.get(f"{prefix}{name}") for name in ("inactive_file", "active_file")]
-    return None if charged is None or None in files else max(charged - sum(size or 0 for size in files), 0)
+    charged = _limit(directory / names.charged)
+    inactive, active = (stat.get(f"{names.prefix}{name}") for name in ("inactive_file", "active_file"))
+    return None if charged is None or inactive is None or active is None else max(charged - inactive - active, 0)
 
 
 def _swap_left_v2(directories: Sequence[Path]) -> int | None:
     """`directories`: of a cgroup and its ancestors; each may have a limit of its own."""
-    limits = [(directory, _limit(read_text(directory / "memory.swap.max"))) for directory in directories]
-    left = [
-        max(limit - (_limit(read_text(directory / "memory.swap.current")) or 0), 0)
-        for directory, limit in limits
-        if limit is not None
-    ]
+    limits = [(directory, _limit(directory / "memory.swap.max")) for directory in directories]
+    left = [max(most - (_limit(each / "memory.swap.current") or 0), 0) for each, most in limits if most is not None]
     return min(left, default=None)
 
 
-def _read_v1(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
-    use, levels, hidden_limit, used = None, [], None, 0
-    for path, directory in chain:
-        stat = read_counts(directory / "memory.stat")
-        if "total_rss" not in stat:
-            break
-        anon, shmem = stat["total_rss"], stat.get("total_shmem", 0)
-        if use is None:
-            use = CgroupUse(
-                path=path,
-                anon_bytes=anon,
-                shmem_bytes=shmem,
-                file_bytes=max(stat.get("total_cache", 0) - shmem, 0),  # `cache` has shared memory in it
-                levels=(),
-                # Of victims in this very cgroup, whoever's limit it was.
-                oom_kills=read_counts(directory / "memory.oom_control").get("oom_kill"),
-            )
-            hidden_limit, used = _limit(str(stat.get("hierarchical_memory_limit"))), anon + shmem
-        limit = _limit(read_text(directory / "memory.limit_in_bytes"))
-        if limit is not None:
-            used, is_top = anon + shmem, directory == chain[-1][1]
-            charged = _without_files(directory / "memory.usage_in_bytes", stat, "total_")
-            both = _limit(read_text(directory / "memory.memsw.limit_in_bytes"))  # of memory and swap together
-            swap_left = None if both is None else both - stat.get("total_swap", 0) - limit
-            levels.append(CgroupLevel(path, "memory.limit_in_bytes", limit, used, True, is_top, charged, swap_left))
-    if use is not None and hidden_limit is not None and all(level.limit_bytes > hidden_limit for level in levels):
-        # A container sees its own part of the tree, but is told of a limit above it.
-        file, above = "memory.limit_in_bytes", f"an ancestor of {use.path}"
-        levels.append(CgroupLevel(above, file, hidden_limit, used, kills=True))
-    return use and replace(use, levels=tuple(levels))
+def _swap_left_v1(directory: Path, stat: Mapping[str, int], limit: int) -> int | None:
+    both = _limit(directory / "memory.memsw.limit_in_bytes")  # of memory and swap together
+    return None if both is None else both - stat.get("total_swap", 0) - limit
 
 
-def _limit(text: str | None) -> int | None:
-    """A limit in bytes; None for `max`, for version 1's largest page count, and where there is no such file."""
-    figure = (text or "").strip()
-    return int(figure) if figure.isdigit() and int(figure) < _NO_LIMIT_BYTES else None
+def _limit(path: Path) -> int | None:
+    """The figure of a file; None for `max`, for version 1's largest page count, and where there is no such file."""
+    return _as_limit((read_text(path) or "").strip())
+
+
+def _as_limit(text: str) -> int | None:
+    return int(text) if text.isdigit() and int(text) < _NO_LIMIT_BYTES else None
+
+
+def cgroup_chain(pid: int, controller: str) -> tuple[Literal[1, 2] | None, list[tuple[str, Path]]]:
+    """Version of the hierarchy that has a controller, and there the cgroup of a process and its visible ancestors.
+
+    Itself first, each with its path in the hierarchy and the directory where it can be read; none where it cannot.
+    """
+    version, path = _place(pid, controller)
+    if version is None or path.startswith("/.."):  # the latter: outside of this container
+        return version, []
+    mounts = _mounts(version, controller)
+    for top, root in mounts:
+        below = Path(path).relative_to(root).parts if Path(path).is_relative_to(root) else None
+        if below is not None and top.joinpath(*below).is_dir():
+            ends = range(len(below), -1, -1)
+            return version, [(str(Path(root, *below[:end])), top.joinpath(*below[:end])) for end in ends]
+    # In some containers a process has the name that its cgroup has outside, while the mount shows, without saying so,
+    # the container's own as its top.
+    return version, [(path, mounts[0][0])] if mounts else []
+
+
+def is_in_cgroup(pid: int, path: str) -> bool:
+    """Whether a process is in a memory cgroup or below it; also where `path` is no cgroup's that can be seen."""
+    return not path.startswith("/") or Path(_place(pid, "memory")[1]).is_relative_to(path)
+
+
+def _place(pid: int, controller: str) -> tuple[Literal[1, 2] | None, str]:
+    """Version of the hierarchy that has a controller, and the path of a process there.
+
+    Where version 1 has the controller, version 2 may be mounted beside it, without any.
+    """
+    unified = ""
+    for line in (read_text(f"{psutil.PROCFS_PATH}/{pid}/cgroup") or "").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controller in controllers.split(",") and path:
+            return 1, path
+        if line.startswith("0::/"):
+            unified = path
+    return (2, unified) if unified else (None, "")
+
+
+def _mounts(version: Literal[1, 2], controller: str) -> list[tuple[Path, str]]:
+    """Where this process sees the hierarchy: directories, and the path of the cgroup that each shows at its top.
+
+    Its own mounts, not those of the process looked at, which may be those of another container.
+    """
+    mounts = []
+    for line in (read_text(f"{psutil.PROCFS_PATH}/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or controller in kind[2].split(",")):
+            root, point = (field.replace("\\040", " ") for field in fields[3:5])
+            inside = Path(point).is_relative_to("/sys")
+            mounts.append((files.SYSFS_PATH / Path(point).relative_to("/sys") if inside else Path(point), root))
+    return mounts

@@ -37,10 +37,9 @@ def usable_cores(pid: int) -> float:
 def cpu_quotas(pid: int) -> tuple[CpuQuota, ...]:
     """The quotas that hold for a process: of its cgroup and of those above that can be seen, the innermost first."""
     version, chain = cgroup_chain(pid, "cpu")
-    cores_of = _quota_v2 if version == 2 else _quota_v1
     quotas = []
     for path, directory in chain:
-        if (cores := cores_of(directory)) is not None:
+        if (cores := _cores(version, directory)) is not None:
             stat = read_counts(directory / "cpu.stat")
             quotas.append(CpuQuota(path, cores, stat.get("nr_periods", 0), stat.get("nr_throttled", 0)))
     return tuple(quotas)
@@ -65,20 +64,14 @@ def throttling(before: Iterable[CpuQuota], after: Iterable[CpuQuota]) -> tuple[f
     return max(shares, key=lambda found: found[0], default=None)
 
 
-def _quota_v2(directory: Path) -> float | None:
-    """`cpu.max`: microseconds of processor time in each period, or max."""
-    fields = (read_text(directory / "cpu.max") or "").split()
-    return _quotient(*fields) if len(fields) == 2 else None
+def _cores(version: int | None, directory: Path) -> float | None:
+    """Microseconds of processor time in each period (version 2 `cpu.max`), as processors; None where all may be used.
 
-
-def _quota_v1(directory: Path) -> float | None:
-    """-1 microseconds = none."""
-    return _quotient(*(read_text(directory / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")))
-
-
-def _quotient(quota: str, period: str) -> float | None:
-    try:
-        value = int(quota) / int(period)
-    except (ValueError, ZeroDivisionError):
+    `max` in version 2 and -1 in version 1 are no quota.
+    """
+    names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    figures = " ".join(read_text(directory / name) or "" for name in names).split()
+    if len(figures) != 2 or not all(figure.isdigit() for figure in figures):
         return None
-    return value if value > 0 else None
+    quota, period = map(int, figures)
+    return quota / period if quota and period else None

@@ -55,10 +55,8 @@ class Gpus:
 
     def __init__(self, nvml: ModuleType | None = None, within_s: float = 0.5) -> None:
         self.reason: str | None = None
-        self._sample_all = BoundedCall(
-            lambda: [use for gpu in self._gpus if (use := self._sample_one(*gpu)) is not None], within_s
-        )
         self._gpus: list[tuple[int, str, str, Any]] = []  # index, uuid, name, handle
+        self._sample_all = BoundedCall(lambda: [use for gpu in self._gpus if (use := self._sample_one(*gpu))], within_s)
         try:
             # Here, because a machine without GPUs need not have it.
             self._nvml: Any = nvml or importlib.import_module("pynvml")

@@ -15,13 +15,12 @@ from vesuvius.runlog.proc import STOPPED
 
 _BLOCK_BYTES = 512  # unit of st_blocks on every file system
 _NAME_LENGTH = 60
+_RESCAN_EVERY_S = 5.0
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _SHARED = ("/dev/shm/", "/memfd:")
 # Shared memory without a name: what CUDA pins is mapped like this.  Addresses are hexadecimal.
 _NAMELESS = re.compile(r"^(\w+)-(\w+) ...s .* /dev/zero \(deleted\)$", re.MULTILINE)
 _SIZE = re.compile(r"^(\w+):[ \t]+(\d+) kB$", re.MULTILINE)
-
-_FileId = tuple[int, int]  # device and inode
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,10 @@ class ProcessUse:
 class ProcessTree:
     """A process and its descendants, sampled again and again.
 
-    Each sample lists the machine's processes and asks new ones for their parents; all of them every `rescan_every_s`
-    seconds, when titles, mappings and open files of shared memory are read too, as whenever a process was found.  A
-    descendant stays one when its parent ends and it is handed to another.  A pid is given out again: whoever is taken
-    in must have a living member for its parent.
+    Each sample lists the machine's processes and asks new ones for their parents; all of them every five seconds, when
+    titles, mappings and open files of shared memory are read too, as whenever a process was found.  A descendant stays
+    one when its parent ends and it is handed to another.  A pid is given out again: whoever is taken in must have a
+    living member for its parent.
 
     A forked child shares its parent's pages until one of them writes, or the child executes another program within
     milliseconds.  A newcomer that is an image of its parent is therefore left out of its first sample; if it stays
@@ -64,14 +63,13 @@ class ProcessTree:
         ProcessLookupError: from `sample`, once the root has ended (a zombie has), also if its pid was reused.
     """
 
-    def __init__(self, pid: int, rescan_every_s: float = 5.0) -> None:
+    def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._rescan_every_s = rescan_every_s
         root = _find_member(pid)
         self._members = {pid: root} if root else {}
         self._also: dict[int, float | None] = {}  # pids, with the start of each once it was seen
         self._seen: set[int] = set()  # pids of the machine at the last sample
-        self._shared_files: dict[_FileId, list[str]] = {}
+        self._shared_files: dict[tuple[int, int], list[str]] = {}
         self._scanned_at = -float("inf")
         self._uses: list[ProcessUse] = []
 
@@ -82,17 +80,19 @@ class ProcessTree:
     def sample(self) -> list[ProcessUse]:
         """The root first, then its living descendants."""
         first, pids = not self._uses, set(psutil.pids())
-        due = time.monotonic() - self._scanned_at >= self._rescan_every_s
+        due = time.monotonic() - self._scanned_at >= _RESCAN_EVERY_S
         found = self._find_new((pids if due else pids - self._seen) | self._also.keys())
         found += self._find_new(pids) if found else []  # theirs may have been seen before them
         self._seen = pids
         if found or due:
-            self._rescan()
+            self._scanned_at = time.monotonic()
+            for member in self._members.values():
+                member.rescan()
+            self._shared_files = _find_shared_files(self._members)
         uses = {pid: use for pid, member in self._members.items() if (use := member.read()) is not None}
         if self._pid not in uses:
             raise ProcessLookupError(f"the process to watch must be alive; got {self._pid}, which is not")
-        for pid in self._members.keys() - uses.keys():
-            del self._members[pid]
+        self._members = {pid: self._members[pid] for pid in uses}
         young = [] if first else [pid for pid in found if pid in uses and _is_copy(uses[pid], uses)]
         self._uses = [use for pid, use in uses.items() if pid not in young]
         return self._uses
@@ -113,34 +113,20 @@ class ProcessTree:
         found: list[int] = []
         while children := [pid for pid, parent in parents.items() if parent in self._members or pid in self._also]:
             for pid in children:
-                if (member := self._take_in(pid, parents.pop(pid))) is not None:
+                above, member = self._members.get(parents.pop(pid)), _find_member(pid)
+                if member is None:
+                    continue
+                if pid in self._also:
+                    self._also[pid] = self._also[pid] or member.started_s
+                if self._also.get(pid) == member.started_s or (above is not None and above.process.is_running()):
                     self._members[pid] = member
                     found.append(pid)
         return found
 
-    def _take_in(self, pid: int, parent: int) -> _Member | None:
-        """A process that seems to belong here, if it does."""
-        member = _find_member(pid)
-        if member is None:
-            return None
-        if pid in self._also:
-            began_s = self._also[pid] = self._also[pid] or member.started_s
-            if began_s == member.started_s:
-                return member
-        return member if parent in self._members and self._members[parent].process.is_running() else None
-
-    def _rescan(self) -> None:
-        """Read all titles and open files of shared memory again."""
-        self._scanned_at = time.monotonic()
-        for member in self._members.values():
-            member.rescan()
-        self._shared_files = _find_shared_files(f"{psutil.PROCFS_PATH}/{pid}" for pid in self._members)
-
 
 def read_process(pid: int) -> ProcessUse | None:
     """One process; None if there is none, or only a zombie."""
-    member = _find_member(pid)
-    if member is None:
+    if (member := _find_member(pid)) is None:
         return None
     member.rescan()
     return member.read()
@@ -182,20 +168,12 @@ class _Member:
             if status in _ENDED:
                 return None
             anon, shmem, file, swap = _memory(process)
-            pinned = min(self.nameless_bytes, shmem)
         except psutil.Error:
             return None
+        pinned, cpu_s = min(self.nameless_bytes, shmem), cpu.user + cpu.system
         return ProcessUse(
-            pid=process.pid,
-            parent=parent,
-            name=self.name,
-            started_s=self.started_s,
-            status=status,
-            anon_bytes=anon + pinned,
-            shmem_bytes=shmem - pinned,
-            file_bytes=file,
-            swap_bytes=swap,
-            cpu_s=cpu.user + cpu.system,
+            *(process.pid, parent, self.name, self.started_s, status),
+            *(anon + pinned, shmem - pinned, file, swap, cpu_s),
         )
 
 
@@ -206,8 +184,7 @@ def _find_member(pid: int) -> _Member | None:
             if process.status() in _ENDED:
                 return None
             # Both parts follow the wall clock; their difference does not.
-            started_s = round(process.create_time() - psutil.boot_time(), 2)
-            return _Member(process, started_s)
+            return _Member(process, round(process.create_time() - psutil.boot_time(), 2))
     except psutil.Error:
         return None
 
@@ -227,32 +204,29 @@ def _is_copy(use: ProcessUse, uses: Mapping[int, ProcessUse]) -> bool:
     return abs(parent.anon_bytes - use.anon_bytes) * 16 <= parent.anon_bytes > 0
 
 
-def _sizes(text: str) -> dict[str, int]:
-    """Bytes by name, from lines such as `RssAnon:  123 kB`.  Pure."""
-    return {name: int(kib) * 1024 for name, kib in _SIZE.findall(text)}
-
-
 def _memory(process: psutil.Process) -> tuple[int, int, int, int]:
     """Private, shared, file and swapped bytes, which psutil does not tell apart without walking every page.
 
     Kernels that only look like Linux (gVisor) do not either; there psutil's figures are used, and all that is not
     private counts as file pages.
     """
-    status = _sizes(read_text(f"{psutil.PROCFS_PATH}/{process.pid}/status") or "")
-    swap = status.get("VmSwap", 0)
-    if "RssAnon" in status:
-        return status["RssAnon"], status.get("RssShmem", 0), status.get("RssFile", 0), swap
+    status = read_text(f"{psutil.PROCFS_PATH}/{process.pid}/status") or ""
+    sizes = {name: int(kib) * 1024 for name, kib in _SIZE.findall(status)}
+    swap = sizes.get("VmSwap", 0)
+    if "RssAnon" in sizes:
+        return sizes["RssAnon"], sizes.get("RssShmem", 0), sizes.get("RssFile", 0), swap
     memory = process.memory_info()
     file = min(memory.shared, memory.rss)
     return memory.rss - file, 0, file, swap
 
 
-def _find_shared_files(directories: Iterable[str]) -> dict[_FileId, list[str]]:
+def _find_shared_files(pids: Iterable[int]) -> dict[tuple[int, int], list[str]]:
     """Files of shared memory that processes hold open, with all links to each, by device and inode."""
-    files: dict[_FileId, list[str]] = {}
-    for directory in directories:
+    files: dict[tuple[int, int], list[str]] = {}
+    for pid in pids:
+        directory = f"{psutil.PROCFS_PATH}/{pid}/fd"
         try:
-            links = [f"{directory}/fd/{name}" for name in os.listdir(f"{directory}/fd")]
+            links = [f"{directory}/{name}" for name in os.listdir(directory)]
         except OSError:
             continue
         for link in links:
@@ -265,7 +239,7 @@ def _find_shared_files(directories: Iterable[str]) -> dict[_FileId, list[str]]:
     return files
 
 
-def _held_bytes(file: _FileId, links: Iterable[str]) -> int:
+def _held_bytes(file: tuple[int, int], links: Iterable[str]) -> int:
     """Memory that a file of shared memory has; 0 when none of the links leads to it any more."""
     for link in links:
         try:

@@ -3,13 +3,59 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from vesuvius.monitor.probes.cgroup import CgroupUse, read_cgroup
+from vesuvius.monitor.probes.files import read_counts
 from vesuvius.monitor.probes.gpus import Gpus, GpuUse
-from vesuvius.monitor.probes.machine import MachineUse, read_machine
 from vesuvius.monitor.probes.processes import ProcessTree, ProcessUse, largest_processes
+
+
+@dataclass(frozen=True)
+class MachineUse:
+    """Counters of the machine, the processes of others included."""
+
+    total_bytes: int  # memory of the machine
+    available_bytes: int  # memory that can be had without swapping: free memory and most of the page cache
+    page_cache_bytes: int  # files and reclaimable kernel memory, without shared memory
+    shmem_bytes: int  # tmpfs and shared memory, such as Ray's object store
+    # swap_used_bytes, swap_total_bytes: of all swap devices
+    swap_used_bytes: int
+    swap_total_bytes: int
+    oom_kills: int | None  # processes killed by the OOM killer since boot, including those killed for a cgroup's limit
+    # core_busy_s, core_total_s: seconds since boot that each core was busy, and existed
+    core_busy_s: tuple[float, ...]
+    core_total_s: tuple[float, ...]
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that cannot be reclaimed: total less available."""
+        return self.total_bytes - self.available_bytes
+
+
+def read_machine() -> MachineUse:
+    """Read the machine's counters once, with psutil.  Does I/O.  What the kernel does not count is 0 or None."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # psutil warns of figures that an unusual kernel lacks
+        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+        cores = psutil.cpu_times(percpu=True)
+    # /proc/stat counts the time of guests also as that of the user.
+    total = [sum(core) - core.guest - core.guest_nice for core in cores]
+    return MachineUse(
+        total_bytes=memory.total,
+        available_bytes=memory.available,
+        page_cache_bytes=max(memory.cached + memory.buffers - memory.shared, 0),  # `cached` includes shared memory
+        shmem_bytes=memory.shared,
+        swap_used_bytes=max(swap.used, 0),
+        swap_total_bytes=swap.total,
+        oom_kills=read_counts(f"{psutil.PROCFS_PATH}/vmstat").get("oom_kill"),
+        core_busy_s=tuple(t - core.idle - core.iowait for t, core in zip(total, cores, strict=True)),
+        core_total_s=tuple(total),
+    )
 
 
 @dataclass(frozen=True)
@@ -102,29 +148,22 @@ class Rates:
 def rates_between(before: SystemSample, after: SystemSample) -> Rates | None:
     """None where no time has passed or a counter ran backwards (the machine was suspended or restored).  Pure."""
     seconds = after.clock_s - before.clock_s
-    cores = _differences(before.machine.core_total_s, after.machine.core_total_s)
-    busy = _differences(before.machine.core_busy_s, after.machine.core_busy_s)
-    if seconds <= 0 or cores is None or busy is None:
+    early, late = before.machine, after.machine
+    if seconds <= 0 or len(early.core_total_s) != len(late.core_total_s):  # a core was switched on or off
         return None
+    whole = [b - a for a, b in zip(early.core_total_s, late.core_total_s, strict=True)]
+    busy = [b - a for a, b in zip(early.core_busy_s, late.core_busy_s, strict=True)]
+    if min([*whole, *busy], default=0.0) < 0:
+        return None
+    was = {(process.pid, process.started_s): process.cpu_s for process in before.processes}
     return Rates(
         # A look may come sooner than the next tick of the clock that counts them.
-        core_busy=tuple(min(work / whole, 1.0) if whole > 0 else 0.0 for work, whole in zip(busy, cores, strict=True)),
-        process_cores=_process_cores(before, after, seconds),
+        tuple(
+            min(work / all_of_it, 1.0) if all_of_it > 0 else 0.0 for work, all_of_it in zip(busy, whole, strict=True)
+        ),
+        {
+            process.pid: max(process.cpu_s - was[process.pid, process.started_s], 0.0) / seconds
+            for process in after.processes
+            if (process.pid, process.started_s) in was
+        },
     )
-
-
-def _differences(before: Sequence[float], after: Sequence[float]) -> list[float] | None:
-    """None where one fell, or where there are more or fewer than before: a core was switched on or off."""
-    if len(before) != len(after):
-        return None
-    differences = [late - early for early, late in zip(before, after, strict=True)]
-    return None if any(difference < 0 for difference in differences) else differences
-
-
-def _process_cores(before: SystemSample, after: SystemSample, seconds: float) -> dict[int, float]:
-    early = {(process.pid, process.started_s): process.cpu_s for process in before.processes}
-    return {
-        process.pid: max(process.cpu_s - early[process.pid, process.started_s], 0.0) / seconds
-        for process in after.processes
-        if (process.pid, process.started_s) in early
-    }

@@ -12,7 +12,6 @@ from functools import partial
 from vesuvius.config import Config
 from vesuvius.config.describe import flatten
 from vesuvius.errors import EXIT_ERROR
-from vesuvius.monitor.alerts.disk import DiskWatch
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import Limits, ray_memory, ray_share_from_environment
 from vesuvius.monitor.monitor import Monitor
@@ -41,8 +40,6 @@ def memory_limits(config: Config, ranks_here: int = 1) -> Limits:
         if config.training.workers
         else None,
         configured_bytes=None if monitor.ram_limit_gib is None else int(monitor.ram_limit_gib * GIB),
-        warn_at=monitor.warn_at,
-        shrink_at=monitor.shrink_at,
         exit_at=monitor.exit_at,
         ranks_here=ranks_here,
     )
@@ -111,12 +108,10 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
             Vram(device) if device.type == "cuda" else None,
             gpu_uuid=gpu_uuid(device),
             sample_every_s=monitor.sample_every_s,
-            write_every_s=monitor.write_every_s,
             guard=monitor.guard,
             on_exit=on_exit,
             on_record=run.metrics.share,
             on_event=run.metrics.write,
-            disk=DiskWatch(directory.path, directory.checkpoints),
             silence=run.watchdog.silence,
         ) as opened,
     ):
