@@ -13,8 +13,8 @@ from tests.training.checkpoint.test_format import as_nobody
 from vesuvius.errors import StorageError
 from vesuvius.generate import sample_zarr
 from vesuvius.generate.sample_zarr import published_when_whole, to_greys
+from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.training.checkpoint.files import sync
 from vesuvius.training.step.grey_values import grey_scales, normalised
 
 
@@ -101,10 +101,10 @@ def test_all_of_it_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatc
     out = tmp_path / "out"
 
     def note(path: Path) -> None:
-        sync(path)
+        flush_to_disk(path)
         flushed.append((path.name, out.exists()))
 
-    monkeypatch.setattr(sample_zarr, "sync", note)
+    monkeypatch.setattr(sample_zarr, "flush_to_disk", note)
     with published_when_whole(out) as staged:
         (staged / "array").mkdir()
         (staged / "array/chunk").write_text("voxels")

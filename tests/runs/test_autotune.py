@@ -53,7 +53,7 @@ def test_readers_that_come_and_go_while_a_run_trains_change_no_bit_of_it(
     expected = list(trained)
     trained.clear()
     changes = list(forced)
-    monkeypatch.setattr("vesuvius.training.autotune.changes_of", lambda *_: changes.pop(0) if changes else {})
+    monkeypatch.setattr("vesuvius.training.actions.changes_of", lambda *_: changes.pop(0) if changes else {})
     act = training | {"autotune": "act", "workers": 1}
     assert vesuvius_train(tiny_config("act", data=data, training=act, monitor={"verdict_every": 2})) == 0
     assert trained == expected

@@ -1,27 +1,48 @@
-"""What stands for a stream and for the monitor where a test has neither."""
+"""What stands for a stream, the monitor, or a whole session where a test has none."""
 
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 
 from vesuvius.config import Config
+from vesuvius.diffusion.randomness import stratified_timesteps
+from vesuvius.diffusion.schedule import Schedule
 from vesuvius.monitor.alerts.watchdog import Watchdog
+from vesuvius.monitor.clock import HostClock
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.session import SessionRecord
-from vesuvius.runlog.records import JsonLines
+from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.stream.feeder import FeederFigures
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.reader_figures import ReaderFigures, ReaderTotals
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.context import RunContext
 from vesuvius.training.ranks.part import part_of
+from vesuvius.training.ranks.ranks import SINGLE
+from vesuvius.training.replay import Diagnosis, diagnose
+from vesuvius.training.reporting.rank_news import RankNews
+from vesuvius.training.reporting.report import Launched, StepReporter
+from vesuvius.training.request import Request, RunContext
+from vesuvius.training.step.conditioning import Conditioner, volume_scalars
+from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.network import build_network
+from vesuvius.training.step.step import TrainStep
 from vesuvius.training.stop import StopRequest
+from vesuvius.training.validation.reference import measure_spectrum
+
+CPU = torch.device("cpu")
 
 
 def run_context(
@@ -29,9 +50,10 @@ def run_context(
 ) -> RunContext:
     """A session in a directory, whose memory has no limit but the machine's; `on` is the device."""
     progress, metrics = progress or Progress(), JsonLines(directory / "metrics.jsonl")
+    checked: Any = SimpleNamespace(directory=RunDir(directory))
     return RunContext(
-        config,
-        RunDir(directory),
+        Request(config, Path("tiny.yaml"), resume=False),
+        checked,
         torch.device(on),
         SessionRecord(config.name, "", "", os.getpid(), 0.0, 0.0, config.training.workers, Limits()),
         metrics,
@@ -39,6 +61,7 @@ def run_context(
         stop or StopRequest(None),
         Watchdog(0.0, directory / "stacks", metrics.write, lambda: (0, config.stop_step)),
         part_of(config, 0, 1),
+        SINGLE,
     )
 
 
@@ -77,3 +100,53 @@ class FixedMachine:
 
     def memory_is_short(self) -> bool:
         return self.short
+
+
+@dataclass
+class Session:
+    """The steps of a run on a CPU, with neither checkpoints nor validation.
+
+    `again` takes the place of what computes a step again; `kept` are the patches of its batches.
+    """
+
+    config: Config
+    directory: Path
+    clock: HostClock = field(default_factory=HostClock)
+    again: Callable[[Any], Diagnosis] | None = None
+    kept: list[weakref.ref[Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.data = prepare_data(config.seed, config.data)
+        greys, scalars = self.data.grey_ranges(config.data), volume_scalars(config, self.data)
+        schedule = Schedule.from_config(config.diffusion, measure_spectrum(self.data, config.data, greys))
+        self.step = TrainStep(config, build_network(config, CPU), schedule, CPU)
+        self.step.timed = self.clock.computing
+        conditioner = Conditioner(config.data.labels, greys.conditions, scalars, CPU)
+        options = StreamOptions.from_config(config.training, config.cluster)
+        self._feed = DeviceFeed(CPU, options, self.data.job, greys.volumes, conditioner)
+
+    def run(self, steps: int) -> list[dict[str, Any]]:
+        """Returns what was recorded.  Raises NonFiniteError as a run does."""
+        config, run = self.config, run_context(self.config, self.directory)
+        again = self.again or partial(diagnose, self.step, self._feed)
+        with self._feed.open() as stream:
+            reporter = StepReporter(run, self.clock, stream, FixedMachine(), again, RankNews(run))  # type: ignore[arg-type]
+            for number in range(steps):
+                batches = []
+                timesteps = stratified_timesteps(config.seed, number, config.global_batch, config.diffusion.timesteps)
+                for t in np.split(timesteps, config.training.accumulate_steps):
+                    batch = self._feed.next(self.clock)
+                    self.step.accumulate(batch.x_0, batch.indices, t, batch.condition)
+                    batches.append((batch.stored, t))
+                    self.kept.append(weakref.ref(batch.stored.patches))
+                result = self.step.apply(1e-3)
+                self.clock.step_done()
+                reporter.launched(Launched(number + 1, number * config.global_batch, 1e-3, result, batches))
+                del batches, batch
+                reporter.report()
+            reporter.finish()
+        return self.records()
+
+    def records(self, kind: str | None = None) -> list[dict[str, Any]]:
+        return [record for record in read_records(self.directory / "metrics.jsonl") if kind in (None, record["kind"])]

@@ -22,7 +22,7 @@ def test_a_stop_gives_data_a_minute_where_other_ranks_are_in_the_same_step(
     stop, ranks = StopRequest(None), Ranks(world=world)
     loop: Any = SimpleNamespace(run=SimpleNamespace(stop=stop, ranks=ranks), _in_step=True)
     seen = [TrainingLoop._gives_up(loop)]
-    stop.adopt(75, "SIGTERM")
+    stop.ask(75, "SIGTERM")
     seen.append(TrainingLoop._gives_up(loop))
     now[0] += 59
     assert TrainingLoop._gives_up(loop) is (world == 1)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,28 +14,22 @@ import torch
 import zarr
 
 from tests.conftest import textured, write_array
-from tests.training.stand_ins import FixedMachine, StillStream, run_context
+from tests.training.stand_ins import CPU, Session
 from vesuvius.commands import train
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.diffusion.randomness import stratified_timesteps
-from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import NonFiniteError
 from vesuvius.monitor.clock import HostClock, StepTimes
 from vesuvius.runlog.records import read_records
-from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
-from vesuvius.training.replay import diagnose
-from vesuvius.training.reporting.rank_news import RankNews
-from vesuvius.training.reporting.report import Launched, StepReporter
-from vesuvius.training.step.conditioning import Conditioner, volume_scalars
-from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.step import TrainStep
-from vesuvius.training.validation.data_spectrum import measure_spectrum
+from vesuvius.volumes.box import intersects
 
-CPU = torch.device("cpu")
 WriteConfig = Callable[..., Path]
 
 pytestmark = pytest.mark.usefixtures("of_two_micro_batches")
@@ -55,51 +47,6 @@ class LateClock(HostClock):
         count = len(self._late) if wait else max(len(self._late) - 2, 0)
         done, self._late = self._late[:count], self._late[count:]
         return done
-
-
-@dataclass
-class Session:
-    """The steps of a run, with neither checkpoints nor validation."""
-
-    config: Config
-    directory: Path
-    clock: HostClock = field(default_factory=HostClock)
-    kept: list[weakref.ref[Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        config = self.config
-        self.data: PreparedData = prepare_data(config.seed, config.data)
-        greys, scalars = self.data.grey_ranges(config.data), volume_scalars(config, self.data)
-        spectrum = measure_spectrum(self.data, config.data, greys)
-        schedule = Schedule.from_config(config.diffusion, spectrum)
-        self.step = TrainStep(config, build_network(config, CPU), schedule, CPU)
-        conditioner = Conditioner(config.data.labels, greys.conditions, scalars, CPU)
-        options = StreamOptions.from_config(config.training, config.cluster)
-        self._feed = DeviceFeed(CPU, options, self.data.job, greys.volumes, conditioner)
-        run, again = run_context(config, self.directory), partial(diagnose, self.step, self._feed)
-        self.reporter = StepReporter(run, self.clock, StillStream(options), FixedMachine(), again, RankNews(run))
-
-    def run(self, steps: int) -> None:
-        """Raises NonFiniteError as a run does."""
-        config = self.config
-        with self._feed.open():
-            for number in range(steps):
-                batches = []
-                timesteps = stratified_timesteps(config.seed, number, config.global_batch, config.diffusion.timesteps)
-                for t in np.split(timesteps, config.training.accumulate_steps):
-                    batch = self._feed.next(self.clock)
-                    self.step.accumulate(batch.x_0, batch.indices, t, batch.condition)
-                    batches.append((batch.stored, t))
-                    self.kept.append(weakref.ref(batch.stored.patches))
-                result = self.step.apply(1e-3)
-                self.clock.step_done()
-                self.reporter.launched(Launched(number + 1, number * config.global_batch, 1e-3, result, batches))
-                del batches, batch
-                self.reporter.report()
-            self.reporter.report(wait=True)
-
-    def events(self) -> list[dict[str, Any]]:
-        return [record for record in read_records(self.directory / "metrics.jsonl") if record["kind"] == "event"]
 
 
 def spoil(path: Path, data: PreparedData, sample: int, value: float) -> None:
@@ -174,13 +121,29 @@ def test_a_run_names_the_sample_the_box_and_the_layer_at_once_and_a_replay_is_th
         train.main(["--config", "tiny.yaml", "--replay", "2", "--resume"])
 
 
+def test_the_boxes_of_samples_that_other_ranks_hold_are_those_that_their_readers_deliver(
+    tiny_config: WriteConfig,
+) -> None:
+    config = read_config(tiny_config())
+    data = prepare_data(config.seed, config.data)
+    plan = data.plan
+    bad, attempts = plan.sample(2).box, range(20)
+    damaged = {"volume": "v", "number": 0, "box": [list(corner) for corner in bad]}
+    run = SimpleNamespace(checked=SimpleNamespace(data=data), progress=Progress(quarantined=[damaged]))
+    launched = SimpleNamespace(batches=[(SimpleNamespace(samples=[plan.sample(0, 1)]), None)])
+    boxes = StepReporter._boxes(SimpleNamespace(_run=run), launched, range(3))  # type: ignore[arg-type]
+    delivered = [next(s for a in attempts if not intersects((s := plan.sample(i, a)).region, bad)) for i in (1, 2)]
+    assert boxes == [plan.sample(0, 1).box, *(sample.box for sample in delivered)]
+    assert delivered[1] != plan.sample(2)
+
+
 def test_a_gradient_that_is_not_finite_is_told_from_a_loss_and_named(tiny_config: WriteConfig) -> None:
     session = Session(read_config(tiny_config()), Path.cwd())
     name, weight = next(iter(session.step.network.named_parameters()))
     weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(NonFiniteError, match="samples 0 to 3, each with a finite loss"):
         session.run(1)
-    (event,) = session.events()
+    (event,) = session.records("event")
     assert (event["cause"], event["offending"], event["grad_norm"]) == ("gradient", [], None)
     assert (event["layer"], event["gradients"]) == (None, [name])
 
@@ -204,18 +167,16 @@ def _lasting(step: TrainStep) -> list[Any]:
 
 
 def test_a_run_that_goes_on_after_a_bad_step_trains_as_if_that_had_not_been_computed_again(
-    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+    tiny_config: WriteConfig,
 ) -> None:
     config = spoiled_config(tiny_config, training={"max_nonfinite": 2})
     sessions = []
-    for name in ("again", "not"):
+    for name, again in (("again", None), ("not", lambda batches: 1 / 0)):
         Path(name).mkdir()
-        sessions.append(session := Session(config, Path(name)))
-        if name == "not":
-            monkeypatch.setattr(session.reporter, "_diagnose", lambda batches: 1 / 0)
+        sessions.append(session := Session(config, Path(name), again=again))
         session.run(4)
     torch.testing.assert_close(_lasting(sessions[0].step), _lasting(sessions[1].step), rtol=0, atol=0)
-    assert [session.events()[0]["layer"] is None for session in sessions] == [False, True]
+    assert [session.records("event")[0]["layer"] is None for session in sessions] == [False, True]
 
 
 def test_batches_are_let_go_once_their_step_is_reported(tiny_config: WriteConfig) -> None:

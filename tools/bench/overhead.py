@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -51,12 +52,17 @@ from vesuvius.commands.arguments.types import triple
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.verdict import Verdict
 from vesuvius.runlog.logfile import close_logs, log_to_terminal
 from vesuvius.stream.feeder import Batch
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.stream.stream import PatchStream
+from vesuvius.training.loop import TrainingLoop
+from vesuvius.training.reporting.report import StepReporter
+from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.step import autocast, choose_device, parameter_count, resolve_amp
 
@@ -179,6 +185,23 @@ class MonitorTurns(Turns):
         self._begun = self._now()
 
 
+class Between:
+    """Calls between two steps of the loop, where `training.autotune` acts."""
+
+    def __init__(self, call: Callable[[int], None], loop: TrainingLoop, reporter: StepReporter) -> None:
+        self._call, self._progress = call, loop.run.progress
+
+    def take(self, verdict: Verdict) -> None:
+        """A verdict changes nothing."""
+
+    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+        """Call with the number of the step that was made."""
+        self._call(self._progress.step)
+
+    def ended(self) -> None:
+        """Nothing is left to do."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write it as JSON where asked to."""
     arguments = _parser().parse_args(argv)
@@ -218,7 +241,8 @@ def _ours_against(config: Config, batches: Sequence[Batch], turns: Turns) -> Tur
     ):
         ended.callback(close_logs)
         log_to_terminal()
-        vesuvius.training.run.train(Request(config, source, resume=False), turns)
+        make = partial(Between, turns)
+        vesuvius.training.run.train(Request(config, source, resume=False, make_tuner=make))
     return turns
 
 

@@ -62,7 +62,7 @@ class Turns:
         self._made += 1
         turn, place = divmod(self._made, self._turn_steps)
         if turn == self._turns:
-            self._loop.run.stop.adopt(EXIT_OK, "all turns are made")
+            self._loop.run.stop.ask(EXIT_OK, "all turns are made")
         elif place == 0 and turn >= 0:
             on = is_profiled(turn)
             self._observer = self._new_observer() if on else None

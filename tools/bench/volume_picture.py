@@ -30,8 +30,8 @@ from vesuvius.generate.volume.network import Network
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
-from vesuvius.training.validation.montage import GAP as GAP_PX
-from vesuvius.training.validation.montage import PAPER, MontageCell, draw_grid
+from vesuvius.training.validation.pictures import GAP as GAP_PX
+from vesuvius.training.validation.pictures import PAPER, MontageCell, draw_grid
 from vesuvius.volumes.box import Box, shape_of, slices
 
 BOX: Box = ((0, 0, 0), (64, 256, 256))

@@ -17,8 +17,8 @@ import zarr
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, storage_errors
+from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.training.checkpoint.files import sync
 from vesuvius.volume_tools.ome_writer import move_into_place, new_array
 from vesuvius.volume_tools.partial import Kind
 from vesuvius.volume_tools.pyramid import multiscale
@@ -128,9 +128,9 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
             staged.mkdir()
             yield staged
             for path in (*staged.rglob("*"), staged):
-                sync(path)
+                flush_to_disk(path)
             move_into_place([staged], [out], scratch)
-            sync(out.parent)
+            flush_to_disk(out.parent)
         except BaseException:
             # zarr writes the files of one call side by side and reports the first that fails: another may still appear,
             # and make its directory again.

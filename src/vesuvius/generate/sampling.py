@@ -39,7 +39,7 @@ from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import AmpMode
 from vesuvius.training.stop import StopRequest
-from vesuvius.training.validation.montage import MontageCell, draw_grid, magnification, orthogonal_slices
+from vesuvius.training.validation.pictures import MontageCell, draw_grid, magnification, orthogonal_slices
 
 MAX_IN_MONTAGE = 64
 

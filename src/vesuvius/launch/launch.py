@@ -6,7 +6,6 @@ torch, which takes seconds to import, is imported where this process trains.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import yaml
@@ -19,12 +18,8 @@ from vesuvius.training.request import Request
 log = logging.getLogger(__name__)
 
 
-def launch(request: Request, on_step: Callable[[int], None] = lambda step: None) -> int:
-    """Train with `training.ranks` ranks, and return the exit code.  Raises as `training.run.train`.
-
-    Args:
-        on_step: called with the number of each step once it is logged, where rank 0 is this process.
-    """
+def launch(request: Request) -> int:
+    """Train with `training.ranks` ranks, and return the exit code.  Raises as `training.run.train`."""
     launched = launched_ranks()
     request = with_number_of_ranks(request, launched)
     if launched is None and request.config.training.ranks != 1:
@@ -33,7 +28,7 @@ def launch(request: Request, on_step: Callable[[int], None] = lambda step: None)
         return train_with_ray(request)
     from vesuvius.launch.rank import train_as_rank
 
-    return train_as_rank(request, on_step)
+    return train_as_rank(request)
 
 
 def with_number_of_ranks(request: Request, launched: int | None) -> Request:

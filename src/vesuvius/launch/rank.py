@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vesuvius.errors import EXIT_ERROR, VesuviusError
@@ -14,9 +12,7 @@ from vesuvius.training.run import train
 from vesuvius.training.stop import StopRequest
 
 
-def train_as_rank(
-    request: Request, on_step: Callable[[int], None] = lambda step: None, stop: StopRequest | None = None
-) -> int:
+def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
     """Train as the rank that the environment says this process is, the only one without it, and return its exit code.
 
     Args:
@@ -26,7 +22,7 @@ def train_as_rank(
     device_type = "cuda" if several and torch.cuda.is_available() else "cpu"
     with open_ranks(device_type, 60 * request.config.cluster.rank_timeout_minutes) as ranks:
         try:
-            exit_code = train(request, on_step, ranks=ranks, stop=stop)
+            exit_code = train(request, ranks=ranks, stop=stop)
         except Exception as error:
             cause = ranks.explain(error)  # also of the first collectives, and of those of the last checkpoint
             ranks.fail(cause)

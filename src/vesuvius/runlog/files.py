@@ -41,6 +41,15 @@ def write_whole(path: Path, data: bytes) -> None:
         beside.unlink(missing_ok=True)
 
 
+def flush_to_disk(path: Path) -> None:
+    """Flush a file or the names in a directory to disk.  Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class AppendFile:
     """An append-only text file that outlives a full disk.
 

@@ -20,18 +20,15 @@ from vesuvius.runlog.records import JsonLines
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.autotune import Autotuner
-from vesuvius.training.checkpoint.resume import run_state
+from vesuvius.training.actions import Autotuner, GuardActions
 from vesuvius.training.checkpoint.writer import CheckpointWriter
-from vesuvius.training.context import RunContext
-from vesuvius.training.forecast.preflight import Preflight
-from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.milestones import Milestones
 from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.replay import MicroBatch, diagnose
-from vesuvius.training.reporting.deaths import Deaths
+from vesuvius.training.reporting.deaths import reader_died
 from vesuvius.training.reporting.rank_news import RankNews
 from vesuvius.training.reporting.report import Launched, StepReporter
+from vesuvius.training.request import RunContext
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed
 from vesuvius.training.step.step import TrainStep, learning_rate
@@ -67,9 +64,7 @@ class TrainingLoop:
     """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due.
 
     Args:
-        checked: what the steps are fed with.
         writer: of checkpoints.
-        make_tuner: makes what tunes the readers; None = `training.autotune`.
 
     Attributes:
         job: of the stream.
@@ -79,25 +74,20 @@ class TrainingLoop:
     def __init__(
         self,
         run: RunContext,
-        checked: Preflight,
         train_step: TrainStep,
         writer: CheckpointWriter,
         monitor: Monitor,
         guard_actions: GuardActions,
-        make_tuner: MakeTuner | None,
     ) -> None:
-        config, facts = run.config, checked.facts
+        config, checked, facts = run.config, run.checked, run.checked.facts
         self.run, self.train_step, self.monitor, self.guard_actions = run, train_step, monitor, guard_actions
-        self.deaths = Deaths(run, monitor, guard_actions)
         self.job = replace(checked.data.job, notes_dir=str(run.directory.reading.absolute()))
         options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.part.micro_batch)
         conditioner = Conditioner(config.data.labels, facts.greys.conditions, facts.scalars, run.device)
         self.feed = DeviceFeed(run.device, options, self.job, facts.greys.volumes, conditioner)
         fixed = checked.fixed
         reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
-        state = partial(run_state, config, checked.data, facts, train_step, run.progress)
-        self.milestones = Milestones(run, train_step, reference, checked.spectrum, writer, state)
-        self._make_tuner = make_tuner or make_autotuner
+        self.milestones = Milestones(run, train_step, reference, writer)
         self._in_step = False
 
     def run_steps(self) -> None:
@@ -121,24 +111,10 @@ class TrainingLoop:
             clock, news = make_clock(self.run.device), RankNews(self.run)
             self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.feed)
             reporter = StepReporter(self.run, clock, stream, self.monitor, again, news)
-            tuner = self._make_tuner(self, reporter)
+            tuner = (self.run.request.make_tuner or make_autotuner)(self, reporter)
             reporter.verdicts.tell(tuner.take)
             try:
-                while progress.step < config.stop_step:
-                    # Awaited before the ranks agree on the step: where data do not come, all can still stop together.
-                    first = self._first_batch(clock)
-                    if self._stops(clock, news):
-                        break
-                    if first is None:
-                        assert self.run.ranks.failure is not None, "only a stop or a failure ends the wait"
-                        raise self.run.ranks.failure
-                    try:
-                        self._one_step(clock, reporter, first)
-                    except StreamInterrupted:
-                        if self.run.ranks.world > 1:  # the others are in the middle of the step
-                            raise self.run.ranks.failure or stop.error(self._given_up()) from None
-                        log.info("%s", self._given_up())
-                        break
+                while progress.step < config.stop_step and self._next_step(clock, news, reporter):
                     self._record_events(stream)
                     saves = False
                     with clock.pausing():
@@ -162,19 +138,34 @@ class TrainingLoop:
                 self._record_events(stream)
                 watchdog.expects("end of the readers", "them to end")
 
-    def _first_batch(self, clock: StepClock) -> DeviceBatch | None:
-        """The first micro-batch of the next step; None where a stop was requested, here or on another rank, and it is
-        not there."""
-        if self.run.stop.wanted():
-            return None
-        try:
-            return self._next_batch(clock)
-        except StreamInterrupted:
-            log.info("%s", self._given_up())
-            return None
+    def _next_step(self, clock: StepClock, news: RankNews, reporter: StepReporter) -> bool:
+        """Make one step, unless the run is to end before it; returns whether it was made.
 
-    def _given_up(self) -> str:
-        return f"step {self.run.progress.step + 1} was waiting for data and is abandoned; --resume does it"
+        Raises:
+            RankError: another rank has failed.
+        """
+        ranks, stop, progress = self.run.ranks, self.run.stop, self.run.progress
+        given_up = f"step {progress.step + 1} was waiting for data and is abandoned; --resume does it"
+        first = None
+        try:
+            # Awaited before the ranks agree on the step: where data do not come, all can still stop together.
+            if not stop.wanted():
+                first = self._next_batch(clock)
+        except StreamInterrupted:
+            log.info("%s", given_up)
+        if self._stops(clock, news):
+            return False
+        if first is None:
+            assert ranks.failure is not None, "only a stop or a failure ends the wait"
+            raise ranks.failure
+        try:
+            self._one_step(clock, reporter, first)
+        except StreamInterrupted:
+            if ranks.world > 1:  # the others are in the middle of the step
+                raise ranks.failure or stop.error(given_up) from None
+            log.info("%s", given_up)
+            return False
+        return True
 
     def _next_batch(self, clock: StepClock) -> DeviceBatch:
         self.run.watchdog.expects("batch", self.feed.stream.waiting_for)
@@ -214,7 +205,7 @@ class TrainingLoop:
         some time to come."""
         ranks, stop = self.run.ranks, self.run.stop
         if ranks.stopping is not None:
-            stop.adopt(*ranks.stopping)
+            stop.ask(*ranks.stopping)
         if ranks.failure is not None:
             return True
         return stop.wanted() and not (self._in_step and ranks.world > 1 and stop.wanted_for_s() <= _GRACE_S)
@@ -233,7 +224,7 @@ class TrainingLoop:
             agreement = ranks.agree(stop.asked, news.tell())
         news.take(agreement.told)
         if agreement.stop:
-            stop.adopt(*agreement.stop)
+            stop.ask(*agreement.stop)
         return agreement.stop is not None
 
     def _settle(self, reporter: StepReporter, error: Exception) -> None:
@@ -265,4 +256,4 @@ class TrainingLoop:
                     quarantine.write("region", step=step, **event.fields)
                 self.run.progress.quarantined.append(event.fields)
             elif event.kind == "reader_died":
-                self.deaths.of_reader(event)
+                reader_died(self.run, self.monitor, stream.options.workers, event)

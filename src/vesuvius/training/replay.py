@@ -6,7 +6,7 @@ A run does this at once (`diagnose`), `vesuvius train --replay STEP` later, from
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from vesuvius.config import Config
 from vesuvius.config.load import parse_stored
@@ -56,28 +56,44 @@ class Diagnosis:
         return self.layer is None and not self.gradients and bool(np.isfinite(self.losses).all())
 
     def __str__(self) -> str:
+        if self.layer is not None:
+            return (
+                f"first output that is not finite: {self.layer}, sample {', '.join(map(str, self.samples))}; largest "
+                f"finite |x| of its input {self.input_max:.4g}"
+            )
+        if not self.gradients:
+            return "computed again, every layer and gradient is finite"
         more = ", ..." if len(self.gradients) > _NAMES_SHOWN else ""
-        gradients = f"gradients that are not finite: {', '.join(self.gradients[:_NAMES_SHOWN])}{more}"
-        if self.layer is None:
-            return gradients if self.gradients else "computed again, every layer and gradient is finite"
-        samples = ", ".join(map(str, self.samples))
-        return (
-            f"first output that is not finite: {self.layer}, sample {samples}; largest finite |x| of its input "
-            f"{self.input_max:.4g}"
-        )
+        return f"gradients that are not finite: {', '.join(self.gradients[:_NAMES_SHOWN])}{more}"
 
 
 def diagnose(step: TrainStep, feed: DeviceFeed, batches: Sequence[MicroBatch]) -> Diagnosis:
     """Compute a step again with the present weights, and drop it.  Between two steps; waits for the device."""
-    watch, losses = _Watch(), list[Tensor]()
-    with step.set_aside(), watch.watching(step.network):
+    found: list[tuple[str, list[int], float]] = []
+    indices, losses = np.empty(0, np.int64), list[Tensor]()
+
+    @torch.no_grad()  # within blocks that are recomputed nothing may be saved beside
+    def look(name: str, arguments: tuple[Any, ...], output: Tensor) -> None:
+        """At the output of a layer, until one is not finite.  Each look waits for the device."""
+        if not found and (bad := ~torch.isfinite(output).flatten(1).all(1)).any():
+            inputs = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
+            largest = max((float(x.abs().where(torch.isfinite(x), 0).max()) for x in inputs), default=0.0)
+            found.append((name, indices[bad.cpu().numpy()].tolist(), largest))
+
+    with step.set_aside(), ExitStack() as hooks:
+        first = step.network.register_forward_pre_hook(lambda _, args: look("the input of the network", args, args[0]))
+        hooks.enter_context(first)
+        for name, module in step.network.named_modules():
+            hook = partial(lambda of, _, args, output: look(of, args, output), name or "the network")
+            hooks.enter_context(module.register_forward_hook(hook))
         for stored, t in batches:
             batch = feed.to_device(stored)
-            watch.indices = batch.indices
-            losses.append(step.accumulate(batch.x_0, batch.indices, t, batch.condition, last=False))
+            indices = batch.indices
+            losses.append(step.accumulate(batch.x_0, indices, t, batch.condition, last=False))
         parameters = step.network.named_parameters()
         bad = [name for name, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all()]
-    return Diagnosis(watch.layer, watch.samples, watch.input_max, bad, torch.cat(losses).tolist())
+    layer, samples, input_max = found[0] if found else (None, [], 0.0)
+    return Diagnosis(layer, samples, input_max, bad, torch.cat(losses).tolist())
 
 
 def replay(config: Config, number: int, overrides: Sequence[str] = ()) -> Iterator[str | int]:
@@ -92,10 +108,9 @@ def replay(config: Config, number: int, overrides: Sequence[str] = ()) -> Iterat
         DataError, StorageError: volumes or checkpoint cannot be read.
     """
     directory = run_dir(config).checkpoints
-    fitting = [path for path in list_checkpoints(directory) if step_of(path) <= number]
-    if not fitting:
+    *_, checkpoint = [None, *(path for path in list_checkpoints(directory) if step_of(path) <= number)]
+    if checkpoint is None:
         raise ConfigError(f"{directory} has no checkpoint up to step {number}; give --replay a later step")
-    checkpoint = max(fitting, key=step_of)
     state, device = load_checkpoint(checkpoint), choose_device()
     facts, config = DataFacts.from_state(state), parse_stored(state["config"], overrides, str(checkpoint))
     # Hooks must see every layer; one process computes the samples of all ranks.
@@ -129,41 +144,3 @@ def replay(config: Config, number: int, overrides: Sequence[str] = ()) -> Iterat
         yield f"sample {sample.index}  {volume} {format_box(sample.box)}  t {t}  loss {loss:.9g}"
     yield str(found)
     yield EXIT_OK if found.finite else EXIT_NONFINITE
-
-
-class _Watch:
-    """Looks at the output of each layer as it is computed, until one is not finite.  Each look waits for the device.
-
-    Attributes:
-        indices: of the samples that are computed at present.
-        layer, samples, input_max: as of `Diagnosis`.
-    """
-
-    def __init__(self) -> None:
-        self.indices = np.empty(0, np.int64)
-        self.layer: str | None = None
-        self.samples: list[int] = []
-        self.input_max = 0.0
-
-    @contextmanager
-    def watching(self, network: nn.Module) -> Iterator[None]:
-        """Have a network's layers looked at."""
-        with ExitStack() as hooks:
-            hooks.enter_context(
-                network.register_forward_pre_hook(
-                    lambda module, args: self._look("the input of the network", module, args, args[0])
-                )
-            )
-            for name, module in network.named_modules():
-                hooks.enter_context(module.register_forward_hook(partial(self._look, name or "the network")))
-            yield
-
-    @torch.no_grad()  # within blocks that are recomputed nothing may be saved beside
-    def _look(self, name: str, _: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-        if self.layer is not None:
-            return
-        bad = ~torch.isfinite(output).flatten(1).all(1)
-        if bad.any():
-            inputs = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
-            self.input_max = max((float(x.abs().where(torch.isfinite(x), 0).max()) for x in inputs), default=0.0)
-            self.layer, self.samples = name, self.indices[bad.cpu().numpy()].tolist()

@@ -1,4 +1,7 @@
-"""What `vesuvius train` was asked for.  Imports no torch: Ray starts while torch is imported."""
+"""What `vesuvius train` was asked for, and what every part of a session works with.
+
+Imports no torch: Ray starts while torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,18 @@ from typing import TYPE_CHECKING
 from vesuvius.config import Config
 
 if TYPE_CHECKING:
+    import torch
+
+    from vesuvius.monitor.alerts.watchdog import Watchdog
+    from vesuvius.monitor.session import SessionRecord
+    from vesuvius.runlog.records import JsonLines
+    from vesuvius.runlog.run_dir import RunDir
+    from vesuvius.training.checkpoint.progress import Progress
+    from vesuvius.training.forecast.preflight import Preflight
     from vesuvius.training.loop import MakeTuner
+    from vesuvius.training.ranks.part import Part
+    from vesuvius.training.ranks.ranks import Ranks
+    from vesuvius.training.stop import StopRequest
 
 
 @dataclass(frozen=True)
@@ -22,3 +36,29 @@ class Request:
     allow_drift: bool = False  # continue although the data or what the weights mean have changed
     make_tuner: MakeTuner | None = None  # makes what acts between two steps; None = `training.autotune`
     facts: Path | None = None  # a file in which runs on the same data share what they measure of these beforehand
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One session of a run."""
+
+    request: Request
+    checked: Preflight  # the data, and where everything is written
+    device: torch.device  # where the network is
+    session: SessionRecord  # what `session.json` says of it, with the memory limits
+    metrics: JsonLines  # writes `metrics.jsonl`
+    progress: Progress  # how far the run is; changed by the loop and by validations
+    stop: StopRequest  # the request to stop
+    watchdog: Watchdog  # is told what the loop waits for
+    part: Part  # what this rank computes of each step
+    ranks: Ranks  # the trainer processes of the run
+
+    @property
+    def config(self) -> Config:
+        """The experiment."""
+        return self.request.config
+
+    @property
+    def directory(self) -> RunDir:
+        """Where everything is written."""
+        return self.checked.directory

@@ -9,7 +9,8 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,30 +24,24 @@ from vesuvius.monitor.alerts.watchdog import Watchdog
 from vesuvius.runlog.logfile import close_logs, close_terminal, open_log
 from vesuvius.runlog.records import run_starts
 from vesuvius.runlog.run_dir import RunDir, run_dir
+from vesuvius.training.actions import GuardActions
 from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
-from vesuvius.training.checkpoint.format import newest_or_refuse
+from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.checkpoint.resume import (
-    ResumePoint,
-    check_same_config,
-    is_finished,
-    restore,
-)
+from vesuvius.training.checkpoint.resume import check_same_config, is_finished, restore
 from vesuvius.training.checkpoint.save import RetentionPolicy
 from vesuvius.training.checkpoint.writer import CheckpointWriter
-from vesuvius.training.context import RunContext
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.start_log import log_network, log_progress, log_ranks, log_start
-from vesuvius.training.guard_actions import GuardActions
-from vesuvius.training.loop import MakeTuner, TrainingLoop
+from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.quarantine import log_replaced, still_quarantined
 from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.reporting.deaths import log_killed_session
+from vesuvius.training.reporting.deaths import log_killed_session, run_died
 from vesuvius.training.reporting.monitoring import open_metrics, open_monitor, open_session
-from vesuvius.training.request import Request
+from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.self_test import check_kernels
 from vesuvius.training.step.step import TrainStep, choose_device, choose_kernels, resolve_amp
@@ -60,17 +55,10 @@ _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 _LOCK_WAIT_S = 120.0
 
 
-def train(
-    request: Request,
-    on_step: Callable[[int], None] = lambda step: None,
-    *,
-    ranks: Ranks = SINGLE,
-    stop: StopRequest | None = None,
-) -> int:
+def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None = None) -> int:
     """Train, or continue training, until the last step or a request to stop.
 
     Args:
-        on_step: called with the number of each step once it is logged.
         ranks: the trainer processes of the run, of which this is one.
         stop: a request that the caller may make; by default one that listens to signals and `training.max_hours`.
 
@@ -82,59 +70,90 @@ def train(
         DataError: a volume cannot be read.
         NonFiniteError, GpuMemoryError, StorageError: as they say.  The last checkpoint is whole.
     """
+    with stop or StopRequest(request.config.training.max_hours) as stop, contextlib.ExitStack() as held:
+        if not ranks.is_main:
+            request = replace(request, make_tuner=None)
+            checked = _begin_beside(request.config, ranks)
+        else:
+            checked = _begin(request, stop, ranks, held)
+        if isinstance(checked, int):  # an exit code: there is nothing to train
+            return checked
+        if not ranks.is_main:
+            request = replace(request, config=without_listeners(request.config))
+        return _train_session(request, of_rank(checked, ranks.rank, ranks.world), stop, ranks)
+
+
+def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.ExitStack) -> Preflight | int:
+    """Check everything, then lock the run directory and begin to write in it; other ranks are told what was found.
+
+    Returns an exit code where the run is finished, or was stopped before it began.
+    """
     config, resume = request.config, request.resume
-    if ranks.rank:
-        return _train_other_rank(config, ranks, stop or StopRequest(config.training.max_hours))
     directory, shared = run_dir(config), config.model_dump(mode="json")
     # A rank that is left alone of several waits, too, for what holds the lock of the start before.
     lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 or config.training.ranks != 1 else 0.0
     existed = directory.exists()
-    with stop or StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:
-        if resume and existed:  # first of all: another process may be writing the checkpoint to continue from
-            held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
-        try:
-            checked = unless_stopped(lambda: _before_the_run(request, directory, ranks.local_world), stop.wanted)
-        except StoppedError:
-            log.info("stopped before the run began")
-            assert stop.exit_code is not None
-            ranks.publish((shared, stop.exit_code, ""))
-            return stop.exit_code
-        if checked is None:
+    if resume and existed:  # first of all: another process may be writing the checkpoint to continue from
+        held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
+    try:
+        checked = unless_stopped(lambda: _check(request, directory, ranks.local_world), stop.wanted)
+    except StoppedError:
+        log.info("stopped before the run began")
+        assert stop.exit_code is not None
+        checked = stop.exit_code
+    if isinstance(checked, int):
+        if checked == EXIT_OK:
             log_killed_session(directory)
-            ranks.publish((shared, EXIT_OK, ""))
-            return EXIT_OK
-        _check_kernels(config, ranks)
-        held.enter_context(_nothing_left_of_a_failed_start(directory))
-        if not (resume and existed):
-            held.enter_context(directory.locked(new=not resume))
-        directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
-        with _run_is_writable(directory):
-            open_log(directory.log)
-        log_start(config, checked, ranks.world, lost=resume and existed)
-        log_killed_session(directory)
-        ranks.publish((shared, for_other_ranks(checked), directory.mark()))
-        checked = of_rank(checked, 0, ranks.world)
-        return _train_session(config, checked, stop, on_step, request.make_tuner, ranks)
+        ranks.publish((shared, checked, ""))
+        return checked
+    _check_kernels(config, ranks)
+    held.enter_context(_nothing_left_of_a_failed_start(directory))
+    if not (resume and existed):
+        held.enter_context(directory.locked(new=not resume))
+    directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
+    with _run_is_writable(directory):
+        open_log(directory.log)
+    log_start(config, checked, ranks.world, lost=resume and existed)
+    log_killed_session(directory)
+    ranks.publish((shared, for_other_ranks(checked), directory.mark()))
+    return checked
 
 
-def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
-    """The same as rank 0 does, but for what that does for all: checks, checkpoints, validations and pictures."""
-    with stop:
-        shared, checked, mark = ranks.await_main()
-        check_same_config(config, shared, ranks.rank)
-        if isinstance(checked, int):  # an exit code: there is nothing to train
-            return checked
-        checked.directory.refuse_other_path(mark)
-        checked = of_rank(checked, ranks.rank, ranks.world)
-        _check_kernels(config, ranks)
-        with _run_is_writable(checked.directory):
-            checked.directory.make_folders()
-            open_log(checked.directory.log)
-        close_terminal()  # rank 0 says what there is to say
-        log_killed_session(checked.directory)
-        if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
-            cache.prepare()
-        return _train_session(without_listeners(config), checked, stop, lambda step: None, None, ranks)
+def _begin_beside(config: Config, ranks: Ranks) -> Preflight | int:
+    """As `_begin` on the other ranks, which wait for what rank 0 has found."""
+    shared, checked, mark = ranks.await_main()
+    check_same_config(config, shared, ranks.rank)
+    if isinstance(checked, int):
+        return checked
+    found: Preflight = checked
+    found.directory.refuse_other_path(mark)
+    _check_kernels(config, ranks)
+    directory = found.directory.of_rank(ranks.rank)
+    with _run_is_writable(directory):
+        directory.make_folders()
+        open_log(directory.log)
+    close_terminal()  # rank 0 says what there is to say
+    log_killed_session(directory)
+    if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
+        cache.prepare()
+    return found
+
+
+def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | int:
+    """What the run continues from and needs; EXIT_OK where it is finished.  Raises as `train`."""
+    config, facts = request.config, request.facts
+    checkpoint = newest_checkpoint(directory.checkpoints) if request.resume else None
+    if checkpoint is not None and is_finished(checkpoint, config):
+        log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
+        return EXIT_OK
+    known = None if facts is None else read_facts(facts, config.data)
+    checked = preflight(config, request.resume, checkpoint, request.allow_drift, ranks_here=ranks_here, known=known)
+    if facts is not None and (known is None or known.volumes != checked.facts.volumes):
+        with contextlib.suppress(OSError):  # they save time, no more
+            write_facts(facts, config.data, checked.facts)
+    if cache := open_cache(config.data.store):
+        cache.prepare()
+    return checked
 
 
 def _check_kernels(config: Config, ranks: Ranks) -> None:
@@ -165,33 +184,9 @@ def _run_is_writable(directory: RunDir) -> contextlib.AbstractContextManager[Non
     return storage_errors("the run directory must be writable", "choose another place", f"in {directory.path}")
 
 
-def _before_the_run(request: Request, directory: RunDir, ranks_here: int) -> Preflight | None:
-    """What the run continues from and needs; None where it is finished.  Raises as `train`."""
-    config, facts = request.config, request.facts
-    checkpoint = newest_or_refuse(directory.checkpoints) if request.resume else None
-    if checkpoint is not None and is_finished(checkpoint, config):
-        log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
-        return None
-    known = None if facts is None else read_facts(facts, config.data)
-    checked = preflight(config, request.resume, checkpoint, request.allow_drift, ranks_here=ranks_here, known=known)
-    if facts is not None and (known is None or known.volumes != checked.facts.volumes):
-        with contextlib.suppress(OSError):  # they save time, no more
-            write_facts(facts, config.data, checked.facts)
-    if cache := open_cache(config.data.store):
-        cache.prepare()
-    return checked
-
-
-def _train_session(
-    config: Config,
-    checked: Preflight,
-    stop: StopRequest,
-    on_step: Callable[[int], None],
-    make_tuner: MakeTuner | None,
-    ranks: Ranks,
-) -> int:
+def _train_session(request: Request, checked: Preflight, stop: StopRequest, ranks: Ranks) -> int:
     """Run one session, and record how it began and how it ended, however it ends."""
-    directory, device = checked.directory, choose_device(ranks.local_rank)
+    config, directory, device = request.config, checked.directory, choose_device(ranks.local_rank)
     part = part_of(config, ranks.rank, ranks.world)
     log_ranks(config, part)
     with open_session(config, directory, ranks.local_world) as session, open_metrics(config, directory) as metrics:
@@ -206,11 +201,9 @@ def _train_session(
                 metrics.write,
                 lambda: (progress.step, config.stop_step),
             )
-            run = RunContext(
-                config, directory, device, session.record, metrics, progress, stop, watchdog, part, ranks, on_step
-            )
-            _record_start(run, checked.resumed)
-            session.exit_code = _train(run, checked, train_step, make_tuner)
+            run = RunContext(request, checked, device, session.record, metrics, progress, stop, watchdog, part, ranks)
+            _record_start(run)
+            session.exit_code = _train(run, train_step)
         except Exception as error:
             told = _told(error, directory)
             if is_gpu_memory_error(error):  # while the network was built
@@ -230,7 +223,7 @@ def _train_session(
 def build_step(config: Config, checked: Preflight, device: torch.device, part: Part, ranks: Ranks) -> TrainStep:
     """The network and its optimizer on the device."""
     network = build_network(config, device)
-    schedule = Schedule.from_config(config.diffusion, checked.spectrum)
+    schedule = Schedule.from_config(config.diffusion, checked.facts.spectrum)
     train_step = TrainStep(config, network, schedule, device, part, ranks)
     log_network(config, network, device, train_step.amp)
     return train_step
@@ -247,28 +240,9 @@ def load_weights(config: Config, checked: Preflight, train_step: TrainStep, devi
     return Progress()
 
 
-def _told(error: Exception, directory: RunDir) -> Exception:
-    """The error that a user is told of: that of a file of the run names its remedy, that of another one its place."""
-    if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError):  # of the network
-        return error
-    # A write names no file: it is taken for one of the run's if it fails for the disk.
-    of_run = error.errno in _OF_DISKS
-    if error.filename is not None:
-        named = Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, str | bytes) else None
-        of_run = named is not None and named.is_relative_to(directory.path.absolute())
-    if of_run:
-        return StorageError(
-            f"the run directory must be writable; got {error} in {directory.path}; free some space and continue with "
-            "--resume"
-        )
-    place = traceback.extract_tb(error.__traceback__)[-1:]
-    where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in place)
-    return VesuviusError(f"The system refused what the run needs: {error}{where}")
-
-
-def _record_start(run: RunContext, resumed: ResumePoint | None) -> None:
+def _record_start(run: RunContext) -> None:
     """Log and record where this session begins: what was recorded beyond that is void."""
-    progress = run.progress
+    progress, resumed = run.progress, run.checked.resumed
     log_progress(run.config, progress, run.stop.left_s())
     run.metrics.write(
         "run_start",
@@ -282,13 +256,13 @@ def _record_start(run: RunContext, resumed: ResumePoint | None) -> None:
     )
 
 
-def _train(run: RunContext, checked: Preflight, train_step: TrainStep, make_tuner: MakeTuner | None) -> int:
+def _train(run: RunContext, train_step: TrainStep) -> int:
     """Run steps until the last one or a request to stop, save, and return the exit code."""
-    config, progress, stop = run.config, run.progress, run.stop
-    guard_actions = GuardActions(run, checked.data.job.patch_bytes)
+    config, progress, stop, job = run.config, run.progress, run.stop, run.checked.data.job
+    guard = GuardActions(run, job.patch_bytes)
     with (
         run.watchdog,
-        open_monitor(run, guard_actions.exit) as monitor,
+        open_monitor(run, guard.exit) as monitor,
         CheckpointWriter(
             run.directory.checkpoints,
             RetentionPolicy(config.training.keep_last, config.training.keep_every),
@@ -296,8 +270,8 @@ def _train(run: RunContext, checked: Preflight, train_step: TrainStep, make_tune
             on_progress=lambda: run.watchdog.alive("checkpoint"),
         ) as writer,
     ):
-        loop = TrainingLoop(run, checked, train_step, writer, monitor, guard_actions, make_tuner)
-        milestones, deaths = loop.milestones, loop.deaths
+        loop = TrainingLoop(run, train_step, writer, monitor, guard)
+        milestones = loop.milestones
         try:
             if not stop.wanted() or run.ranks.world > 1:  # several stop together, which they do in the loop
                 loop.run_steps()
@@ -311,7 +285,7 @@ def _train(run: RunContext, checked: Preflight, train_step: TrainStep, make_tune
             saved = None if train_step.updating or behind_sum else milestones.save_after_error()
             if out_of_memory:
                 short = gpu_memory_error(config, run.device, error, saved)
-                deaths.of_run("gpu", str(short).splitlines()[0], short.remedy)
+                run_died(run, monitor, "gpu", str(short).splitlines()[0], short.remedy)
                 raise short from error
             if cause is error:
                 raise
@@ -319,17 +293,36 @@ def _train(run: RunContext, checked: Preflight, train_step: TrainStep, make_tune
         failure = milestones.save_last()
         # A stop requested in the last step, or while the last checkpoint is written, has nothing left to stop.
         finished = progress.step >= config.stop_step and not milestones.due()
-        if guard_actions.reason is not None and not finished:
-            guard_actions.record_exit()
-            deaths.of_run("guard", guard_actions.reason, guard_actions.remedy(monitor.risk.killers[0].name))
+        if guard.reason is not None and not finished:
+            run_died(run, monitor, "guard", *guard.ended(monitor.risk.killers[0].name))
     if failure is not None:
         raise failure
     if stop.exit_code is None or finished:
         log.info("done: step %d", progress.step)
-        log_replaced(checked.data.job.plan, progress.quarantined, progress.sample_index, config.name)
+        log_replaced(job.plan, progress.quarantined, progress.sample_index, config.name)
         return EXIT_OK
     if stop.exit_code == EXIT_OK:  # a profile, which is over
         log.info("ended after step %d: %s", progress.step, stop.reason)
     else:
         log.info("stopped at step %d of %d; continue with --resume", progress.step, config.stop_step)
     return stop.exit_code
+
+
+def _told(error: Exception, directory: RunDir) -> Exception:
+    """The error that a user is told of: that of a file of the run names its remedy, that of another one its place."""
+    if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError):  # of the network
+        return error
+    # A write names no file: it is taken for one of the run's if it fails for the disk.
+    of_run = error.errno in _OF_DISKS
+    if error.filename is not None:
+        known = isinstance(error.filename, str | bytes)  # else the number of an open file
+        named = Path(os.fsdecode(error.filename)) if known else Path("/")
+        of_run = named.absolute().is_relative_to(directory.path.absolute())
+    if of_run:
+        return StorageError(
+            f"the run directory must be writable; got {error} in {directory.path}; free some space and continue with "
+            "--resume"
+        )
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in place)
+    return VesuviusError(f"The system refused what the run needs: {error}{where}")

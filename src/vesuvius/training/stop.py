@@ -76,16 +76,14 @@ class StopRequest:
     def wanted(self) -> bool:
         """Whether the run should save and end now; `exit_code` then says how."""
         if self.exit_code is None and self._deadline is not None and time.monotonic() >= self._deadline:
-            self.exit_code = EXIT_STOPPED
-            self.reason = f"training.max_hours={self._max_hours:g} is reached"
-            log.info("%s", self.reason)
+            self.ask(EXIT_STOPPED, f"training.max_hours={self._max_hours:g} is reached")
         return self.exit_code is not None
 
-    def ask(self, exit_code: int, reason: str) -> None:
-        """Request a stop from within; any thread may.  The first request sets the exit code."""
+    def ask(self, exit_code: int, reason: str, level: int = logging.INFO) -> None:
+        """Request a stop, also as another rank was asked to; any thread may.  The first sets the exit code."""
         if self.exit_code is None:
             self.exit_code, self.reason = exit_code, reason
-            log.error("%s: stopping after the current step", reason)
+            log.log(level, "%s: stopping after the current step", reason)
 
     def wanted_for_s(self) -> float:
         """Seconds since a stop was first seen to be wanted; 0 where it is not."""
@@ -104,12 +102,6 @@ class StopRequest:
         error = VesuviusError(f"{self.reason}: {text}")
         error.exit_code = self.exit_code
         return error
-
-    def adopt(self, exit_code: int, reason: str) -> None:
-        """Stop as another rank was asked to."""
-        if self.exit_code is None:
-            self.exit_code, self.reason = exit_code, reason
-            log.info("%s: stopping", reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name, hangup = signal.Signals(number).name, number == signal.SIGHUP

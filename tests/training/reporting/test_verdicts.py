@@ -7,37 +7,25 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.support.chunk_server import ChunkServer
-from tests.training.stand_ins import FixedMachine, StillStream, run_context
+from tests.training.stand_ins import FixedMachine, Session, StillStream, run_context
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
-from vesuvius.diffusion.randomness import stratified_timesteps
-from vesuvius.diffusion.schedule import Schedule
-from vesuvius.monitor.clock import HostClock, StepTimes
+from vesuvius.monitor.clock import StepTimes
 from vesuvius.monitor.probes.cores import CpuQuota
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.feeder import FeederFigures
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.reader_figures import ReaderFigures
-from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.replay import diagnose
-from vesuvius.training.reporting.rank_news import RankNews
-from vesuvius.training.reporting.report import Launched, StepReporter
 from vesuvius.training.reporting.verdicts import Verdicts
-from vesuvius.training.step.conditioning import Conditioner, volume_scalars
-from vesuvius.training.step.device import DeviceFeed
-from vesuvius.training.step.network import build_network
-from vesuvius.training.step.step import TrainStep
 
 CPU = torch.device("cpu")
 QUOTAS = "vesuvius.training.reporting.verdicts.cpu_quotas"
@@ -50,41 +38,13 @@ def _captured(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vesuvius")
 
 
-def run_steps(config: Config, directory: Path, steps: int) -> list[dict[str, Any]]:
-    """The steps of a run as `Run` makes them, with neither checkpoints nor validation; returns what was recorded."""
-    data = prepare_data(config.seed, config.data)
-    greys, scalars = data.grey_ranges(config.data), volume_scalars(config, data)
-    conditioner = Conditioner(config.data.labels, greys.conditions, scalars, CPU)
-    step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
-    options = StreamOptions.from_config(config.training, config.cluster)
-    feed = DeviceFeed(CPU, options, data.job, greys.volumes, conditioner)
-    run, clock = run_context(config, directory), HostClock()
-    step.timed = clock.computing
-    with feed.open() as stream:
-        reporter = StepReporter(run, clock, stream, FixedMachine(), partial(diagnose, step, feed), RankNews(run))
-        for number in range(steps):
-            batches = []
-            timesteps = stratified_timesteps(config.seed, number, config.global_batch, config.diffusion.timesteps)
-            for t in np.split(timesteps, config.training.accumulate_steps):
-                batch = feed.next(clock)
-                step.accumulate(batch.x_0, batch.indices, t, batch.condition)
-                batches.append((batch.stored, t))
-            result = step.apply(1e-3)
-            clock.step_done()
-            reporter.launched(Launched(number + 1, number * config.global_batch, 1e-3, result, batches))
-            reporter.report()
-        reporter.finish()
-    run.metrics.close()
-    return read_records(directory / "metrics.jsonl")
-
-
 def test_a_run_that_computes_is_compute_bound_and_its_records_say_where_every_second_went(
     tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A network that is heavy for its patches: reading 16 of them takes milliseconds."""
     model = {"channels": [48, 96], "full_res_channels": 16, "norm_groups": 4}
     path = tiny_config(monitor={"verdict_every": 6}, model=model)
-    records = run_steps(read_config(path, ()), tmp_path, 12)
+    records = Session(read_config(path, ()), tmp_path).run(12)
     steps = [record for record in records if record["kind"] == "step"]
     for record in steps:
         parts = [record[f"{name}_s"] for name in ("data", "h2d", "forward", "backward", "optimizer", "other")]
@@ -116,8 +76,9 @@ def test_a_run_whose_store_is_slow_is_data_bound_by_its_latency(
         store = {"requests": 1}
         data = {"volumes": [{"path": server.url_of(volume)}], "store": store, "patches_per_region": 1}
         config = read_config(tiny_config(data=data, monitor={"verdict_every": 50}), ())
+        session = Session(config, tmp_path)
         server.set_faults([{"path": r"\.zarr/\d", "kind": "delay", "delay_s": 0.1}])
-        records = run_steps(config, tmp_path, 7)
+        records = session.run(7)
     (verdict,) = [record for record in records if record["kind"] == "verdict"]
     assert verdict["step"] == 7, "at the end of the run, though no multiple of verdict_every"
     assert (verdict["bound"], verdict["cause"]) == ("data-bound", "store latency")

@@ -23,7 +23,7 @@ from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
 from vesuvius.training.step.conditioning import Conditioner
-from vesuvius.training.validation.montage import GAP, HEADING
+from vesuvius.training.validation.pictures import GAP, HEADING
 from vesuvius.training.validation.preview import make_preview
 from vesuvius.training.validation.reference import Reference
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, measure_texture
@@ -155,7 +155,7 @@ def test_values_that_are_not_finite_are_shown_and_reported_and_have_no_distance(
     record = preview(tmp_path, denoise=broken)
     (warning,) = [record for record in caplog.records if record.name == "vesuvius.training.validation.preview"]
     assert warning.levelname == "WARNING"
-    assert "must be finite; got 512 of 4096 voxels that are not, at step 500;" in warning.getMessage()
+    assert "512 of 4096 generated voxels are not finite at step 500;" in warning.getMessage()
     generated = columns_of(pixels(tmp_path))[2]
     assert (generated[:90, 0] == 0).all(), "NaN is black"
     assert generated[:90, 18:90].std() > 10, "the rest is seen"

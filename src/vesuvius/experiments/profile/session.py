@@ -50,7 +50,7 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
     observed = Observed(ranks=1 if ranks == "auto" else ranks)
 
     def make_tuner(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
-        stop = partial(loop.run.stop.adopt, EXIT_OK, "the profile has its steps")
+        stop = partial(loop.run.stop.ask, EXIT_OK, "the profile has its steps")
         return Observer(loop, reporter, observed, steps, 0, folder / TRACE if trace else None, stop)
 
     before = os.environ.get("VESUVIUS_RUNS")

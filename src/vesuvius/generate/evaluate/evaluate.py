@@ -32,7 +32,7 @@ from vesuvius.report.page import FOLDER, new_folder, write_pages
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
-from vesuvius.training.validation.montage import draw_grid, magnification
+from vesuvius.training.validation.pictures import draw_grid, magnification
 from vesuvius.volume_tools.partial import finished_record
 
 log = logging.getLogger(__name__)

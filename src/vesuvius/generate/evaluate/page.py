@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vesuvius.generate.evaluate.figures import Figure, Judgement
 from vesuvius.report.content import RunReport, Table
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.training.validation.montage import MontageCell, middle_slice
+from vesuvius.training.validation.pictures import MontageCell, middle_slice
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES
 
 SHOWN = 24

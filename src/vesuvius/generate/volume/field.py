@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.generate.volume.tiling import Tiling, shared_part
-from vesuvius.runlog.files import write_whole
-from vesuvius.training.checkpoint.files import sync
+from vesuvius.runlog.files import flush_to_disk, write_whole
 from vesuvius.volumes.box import Box, shape_of
 
 
@@ -130,7 +129,7 @@ def write_renamed(file: Path, voxels: NDArray[Any], flush: bool = False) -> None
     temporary = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     voxels.tofile(temporary)
     if flush:
-        sync(temporary)
+        flush_to_disk(temporary)
     temporary.replace(file)
 
 

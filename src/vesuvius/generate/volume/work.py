@@ -32,9 +32,8 @@ from vesuvius.generate.volume.field import Field, Predictions
 from vesuvius.generate.volume.passes import START, STEP, Pass, advanced, block_noise, corrected, passes_of
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.watch import Watch
-from vesuvius.runlog.files import write_whole
+from vesuvius.runlog.files import flush_to_disk, write_whole
 from vesuvius.runlog.proc import boot_id
-from vesuvius.training.checkpoint.files import sync
 from vesuvius.volumes.box import Box, format_box
 
 _LISTED = 2**16  # blocks of a set that are listed at once
@@ -128,7 +127,7 @@ class State:
     def flush_names(self) -> None:
         """Flush the names of all blocks to the disk; their voxels were flushed when they were written."""
         for folder in (self.x_0.path, self.x.path, self.path, self.path.parent):
-            sync(folder)
+            flush_to_disk(folder)
 
     def delete(self) -> None:
         """Delete all of it."""

@@ -134,4 +134,4 @@ def _follow(mailbox: Any, stop: StopRequest, ended: threading.Event) -> None:
         except ray.exceptions.RayError:
             return
         if asked is not None:
-            stop.adopt(*asked)
+            stop.ask(*asked)

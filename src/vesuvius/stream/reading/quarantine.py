@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vesuvius.errors import ConfigError, DataError, one_line
-from vesuvius.plan.plan import Plan
+from vesuvius.plan.plan import Plan, Sample
 from vesuvius.volumes.box import Box, intersects
 from vesuvius.volumes.errors import UnreadableChunkError
 
 _COUNTED = 1000
+_ATTEMPTS = 100
 
 DamagedBox = tuple[int, Box]
 """Volume number and voxels that cannot be read."""
@@ -42,6 +43,12 @@ def damaged_box(record: Any, volumes: int) -> DamagedBox:
     return number, ((z0, y0, x0), (z1, y1, x1))
 
 
+def sample_beside(plan: Plan, index: int, damaged: Collection[DamagedBox]) -> Sample:
+    """Sample `index` as readers deliver it that know of this damage.  Pure."""
+    attempts = (plan.sample(index, attempt) for attempt in range(_ATTEMPTS))
+    return next((sample for sample in attempts if not _touches(sample, damaged)), plan.sample(index))
+
+
 def replaced_share(plan: Plan, records: Iterable[dict[str, Any]], samples: int) -> float:
     """Share of the first `samples` samples whose region is damaged, so that others are drawn in their place.
 
@@ -49,8 +56,12 @@ def replaced_share(plan: Plan, records: Iterable[dict[str, Any]], samples: int) 
     """
     damaged = {damaged_box(record, len(plan.volumes)) for record in records}
     counted = [plan.sample(index) for index in range(0, samples, -(-samples // _COUNTED) or 1)]
-    replaced = sum(any(s.volume == number and intersects(s.region, box) for number, box in damaged) for s in counted)
+    replaced = sum(_touches(sample, damaged) for sample in counted)
     return replaced / len(counted) if counted else 0.0
+
+
+def _touches(sample: Sample, damaged: Collection[DamagedBox]) -> bool:
+    return any(sample.volume == number and intersects(sample.region, box) for number, box in damaged)
 
 
 def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from vesuvius.config import DataConfig, Triple
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges, Kind, PreparedData
-from vesuvius.training.checkpoint.files import read_state, write_state
+from vesuvius.training.checkpoint.format import read_state
+from vesuvius.training.checkpoint.save import write_state
 from vesuvius.volumes.alignment import ONES, ZEROS, Fractions
 from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import FloatTriple
@@ -26,7 +27,6 @@ class TrainedVolume:
     name: str  # path and level
     dtype: np.dtype[Any]  # stored dtype of its voxels
     voxel_size_um: FloatTriple | None  # edge lengths (z, y, x), or None where unknown
-    # None in checkpoints of versions whose conditions all had the shape of their volume
     shape_zyx: Triple | None = None
     # condition_factors, condition_offsets: how its condition lies in it, as in `Alignment`
     condition_factors: Fractions = ONES
@@ -40,13 +40,8 @@ class DataFacts:
 
     volumes: tuple[TrainedVolume, ...]
     greys: GreyRanges  # their grey ranges
-    spectrum: Spectrum | None  # of their voxels; None in checkpoints of versions that knew no edm
+    spectrum: Spectrum  # of their voxels
     scalars: NDArray[np.float32]  # what the network is told of each volume, float32 [volumes, n]
-
-    @classmethod
-    def of(cls, data: PreparedData, greys: GreyRanges, spectrum: Spectrum | None, scalars: NDArray[np.float32]) -> Self:
-        """The facts of prepared data."""
-        return cls(trained_volumes(data), greys, spectrum, scalars)
 
     def state_dict(self) -> dict[str, Any]:
         """As tensors and plain data."""
@@ -60,7 +55,7 @@ class DataFacts:
         return {
             "volumes": volumes,
             **{key: [[grey.low, grey.high] for grey in ranges] for key, ranges in greys.items()},
-            **({} if self.spectrum is None else {"spectrum": self.spectrum.state_dict()}),
+            "spectrum": self.spectrum.state_dict(),
         }
 
     @classmethod
@@ -74,15 +69,15 @@ class DataFacts:
                     volume["name"],
                     np.dtype(volume["dtype"]),
                     volume["voxel_size_um"],
-                    volume.get("shape_zyx"),
-                    triple(map(Fraction, volume.get("condition_factors", (1, 1, 1)))),
-                    triple(map(Fraction, volume.get("condition_offsets", (0, 0, 0)))),
-                    volume.get("within"),
+                    volume["shape_zyx"],
+                    triple(map(Fraction, volume["condition_factors"])),
+                    triple(map(Fraction, volume["condition_offsets"])),
+                    volume["within"],
                 )
                 for volume in volumes
             ),
             GreyRanges(greys, conditions),
-            Spectrum.from_state(state["spectrum"]) if "spectrum" in state else None,
+            Spectrum.from_state(state["spectrum"]),
             np.array([volume["scalars"] for volume in volumes], np.float32).reshape(len(volumes), -1),
         )
 

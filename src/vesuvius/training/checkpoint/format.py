@@ -10,20 +10,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import pickle
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.run_dir import RunDir
-from vesuvius.training.checkpoint.files import digest, read_state
 
 log = logging.getLogger(__name__)
 
@@ -43,35 +47,56 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> dict[str, Any]:
     Raises:
         StorageError: a file is missing, or is not the one that was written.
     """
-    if not verified and (damage := find_damage(path)):
-        raise unreadable(path, damage)
-    state = _read(path / STATE)
+    if not verified:
+        check_files(path)
+    state = load_state(path)
     for name, average in state["averages"].items():
-        average["weights"] = load_file(path / weights_file(name))
+        average["weights"] = load_weights_file(path / weights_file(name))
     return state
 
 
-def map_state(checkpoint: Path) -> dict[str, Any]:
-    """What `state.pt` holds, with its tensors left on the disk until they are used.  Raises StorageError."""
-    return _read(checkpoint / STATE, mmap=True)
-
-
-def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
+def load_state(checkpoint: Path, mmap: bool = False) -> dict[str, Any]:
+    """What `state.pt` holds; with `mmap` tensors stay on the disk until they are used.  Raises StorageError."""
     try:
-        state: dict[str, Any] = read_state(path, mmap)
+        state: dict[str, Any] = read_state(checkpoint / STATE, mmap)
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
+        raise unreadable(checkpoint / STATE, error) from error
     return state
+
+
+def load_weights_file(path: Path) -> dict[str, Tensor]:
+    """Weights of a `.safetensors` file, by name, on the CPU.  Raises StorageError."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise unreadable(path, error) from error
+
+
+def read_state(path: Path, mmap: bool = False) -> Any:
+    """Tensors and plain data of a file that `torch.save` wrote, on the CPU.  Never runs code out of it.
+
+    Raises:
+        OSError: it is not there or cannot be read.
+        ValueError: it is not such a file, is damaged, or holds Python objects of other kinds.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's own words advise to load it all the same
+        raise ValueError("a file that holds more than tensors and plain data, which is not loaded") from error
+    except (RuntimeError, EOFError, IndexError) as error:
+        raise ValueError(one_line(error)) from error
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """The newest whole checkpoint, or None where there is none.  Warns of damaged ones that it passes over.
 
     Raises:
-        StorageError: one may not be read, or was written by another version; or they change faster than they are read.
+        StorageError: all are damaged, one may not be read or was written by another version, or they change faster than
+            they are read.
     """
     for _ in range(_MOST_LOOKS):
-        for path in reversed(list_with_replaced(directory)):
+        listed = list_checkpoints(directory)
+        for path in reversed(listed):
             looked_at = _inode(path)
             damage = find_damage(path)
             if damage is None:
@@ -80,48 +105,35 @@ def newest_checkpoint(directory: Path) -> Path | None:
                 break
             log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
         else:
-            return None
+            if not listed:
+                return None
+            raise StorageError(
+                f"all checkpoints in {directory} are damaged: {', '.join(path.name for path in listed)}; restore one "
+                "from a backup, or move them away and train again from step 0 with --resume"
+            )
     raise StorageError(
-        f"a checkpoint must not change while it is read; got {_MOST_LOOKS} in {directory} that were deleted or "
-        "replaced meanwhile; raise training.keep_last of the run that writes there, or copy one elsewhere"
+        f"checkpoints in {directory} were deleted or replaced while they were read, {_MOST_LOOKS} times; raise "
+        "training.keep_last of the run that writes there, or copy one elsewhere"
     )
 
 
-def newest_or_refuse(directory: Path) -> Path | None:
-    """As `newest_checkpoint`, but raises StorageError where there are checkpoints and all are damaged."""
-    newest = newest_checkpoint(directory)
-    if newest is None and (damaged := list_with_replaced(directory)):
-        names = ", ".join(path.name for path in damaged)
-        raise StorageError(
-            f"all checkpoints in {directory} are damaged: {names}; restore one from a backup, or move them away and "
-            "train again from step 0 with --resume"
-        )
-    return newest
-
-
 def list_checkpoints(directory: Path) -> list[Path]:
-    """All finished checkpoints, oldest first.  What else lies there (a copy that somebody made) is left alone.
+    """All finished checkpoints, oldest first, also one that was about to be replaced when the process was killed.
 
-    Raises:
-        StorageError: they may not be read.
+    What else lies there (a copy that somebody made) is left alone.  Raises StorageError: they may not be read.
     """
+    name = re.compile(rf"({re.escape(REPLACED)})?step_\d{{8,}}")
     with readable():
         try:
-            found = [path for path in directory.iterdir() if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
+            found = [path for path in directory.iterdir() if name.fullmatch(path.name) and path.is_dir()]
         except FileNotFoundError:
             return []
-    return sorted(found, key=step_of)
+    return sorted(found, key=lambda path: (step_of(path), not path.name.startswith(REPLACED)))
 
 
-def list_with_replaced(directory: Path) -> list[Path]:
-    """As `list_checkpoints`, and those that were about to be replaced when the process was killed.
-
-    They are only looked at: `vesuvius sample` comes by here beside a run.  The run's next save gives them their name.
-    """
-    listed = list_checkpoints(directory)
-    names = {path.name for path in listed}
-    replaced = [path for path in directory.glob(f"{REPLACED}step_*") if path.name.removeprefix(REPLACED) not in names]
-    return sorted([*listed, *replaced], key=step_of)
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was saved, from its name."""
+    return int(path.name.rpartition("step_")[2])
 
 
 def _inode(path: Path) -> int | None:
@@ -130,11 +142,6 @@ def _inode(path: Path) -> int | None:
         return path.stat().st_ino
     except FileNotFoundError:
         return None
-
-
-def step_of(path: Path) -> int:
-    """The step after which a checkpoint was saved, from its name."""
-    return int(path.name.rpartition("step_")[2])
 
 
 def find_damage(path: Path, names: Sequence[str] | None = None) -> str | None:
@@ -154,20 +161,9 @@ def find_damage(path: Path, names: Sequence[str] | None = None) -> str | None:
     return None
 
 
-def stored_averages(path: Path) -> list[str]:
-    """Names of the averages in a checkpoint whose manifest was found whole."""
-    files = (re.fullmatch(r"model(?:_(.+))?\.safetensors", name) for name in read_digests(path))
-    return [found[1] or "ema" for found in files if found]
-
-
-def weights_file(average: str) -> str:
-    """The file with the weights of an average."""
-    return "model.safetensors" if average == "ema" else f"model_{average}.safetensors"
-
-
 def check_files(checkpoint: Path, *names: str) -> None:
-    """Raises StorageError where the manifest, or a file of these names, is not as it was written.  Reads them."""
-    if damage := find_damage(checkpoint, names):
+    """Raises StorageError where a file of these names, by default any, is not as it was written.  Reads them."""
+    if damage := find_damage(checkpoint, names or None):
         raise unreadable(checkpoint.joinpath(*names), damage)
 
 
@@ -192,16 +188,13 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
             if any((directory / name).is_file() for name in (MANIFEST, STATE, weights_file("ema"))):
                 # What the link `best` points to now: it may point elsewhere before all is read.
                 linked = directory.parent / directory.readlink() if directory.is_symlink() else directory
-                check_files(linked)
+                if damage := find_damage(linked, ()):
+                    raise unreadable(linked, damage)
                 return linked
             if RunDir(path).checkpoints.is_dir():
-                newest = newest_or_refuse(RunDir(path).checkpoints)
-                if newest is None:
-                    raise ConfigError(
-                        f"a run must have a checkpoint; got {path}, which has none yet; wait "
-                        "for its first (training.save_every)"
-                    )
-                return newest
+                if newest := newest_checkpoint(RunDir(path).checkpoints):
+                    return newest
+                raise ConfigError(f"{path} has no checkpoint yet; wait for its first (training.save_every)")
         what = "which holds none of these" if given.exists() else "which is not there"
     raise ConfigError(
         f"{asked} must be a run directory, the name of one in runs/, a checkpoint directory, or the model.safetensors "
@@ -232,8 +225,8 @@ def read_digests(path: Path) -> dict[str, str]:
     """The manifest's sums by file.  Raises StorageError for another version's, many kinds for a damaged one."""
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     digests: dict[str, str] = manifest["files"]
-    written_by = manifest.get("format", 1 if "ema.safetensors" in digests else None)
-    if isinstance(written_by, int) and written_by != FORMAT:
+    written_by = manifest.get("format", 1)
+    if written_by != FORMAT:
         age = "an earlier" if written_by < FORMAT else "a later"
         raise StorageError(
             f"a checkpoint must be of format {FORMAT}; got {path}, written by {age} version of vesuvius; use that "
@@ -242,3 +235,20 @@ def read_digests(path: Path) -> dict[str, str]:
     if missing := {STATE, CONFIG, weights_file("ema")} - digests.keys():
         raise ValueError(f"{MANIFEST} does not name {', '.join(sorted(missing))}")
     return digests
+
+
+def stored_averages(path: Path) -> list[str]:
+    """Names of the averages in a checkpoint whose manifest was found whole."""
+    files = (re.fullmatch(r"model(?:_(.+))?\.safetensors", name) for name in read_digests(path))
+    return [found[1] or "ema" for found in files if found]
+
+
+def weights_file(average: str) -> str:
+    """The file with the weights of an average."""
+    return "model.safetensors" if average == "ema" else f"model_{average}.safetensors"
+
+
+def digest(path: Path) -> str:
+    """SHA-256 sum of a file.  Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -142,18 +142,14 @@ class Progress:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """What `state_dict` returned, at the start of the next session."""
-        best = state["best"]
-        pauses = {
-            what: known if isinstance(known, list) else [known] for what, known in state.get("pauses_s", {}).items()
-        }
         return cls(
             **{key: state[key] for key in _COUNTS},
             quarantined=list(state["quarantined"]),
-            best=Best(**best) if best and "relative_error" in best else None,  # earlier versions compared losses
+            best=Best(**state["best"]) if state["best"] else None,
             trained_s=state["trained_s"],
             sessions=state["sessions"] + 1,
             pace=deque(state["pace_s"], maxlen=_PACE_STEPS),
-            pauses={what: deque(known, maxlen=_PAUSES) for what, known in pauses.items()},  # earlier: none, or the last
+            pauses={what: deque(known, maxlen=_PAUSES) for what, known in state["pauses_s"].items()},
         )
 
 

@@ -19,12 +19,7 @@ from vesuvius.plan.plan import differences
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.checkpoint.data_facts import DataFacts, TrainedVolume, trained_volumes
-from vesuvius.training.checkpoint.format import (
-    STATE,
-    load_checkpoint,
-    map_state,
-    step_of,
-)
+from vesuvius.training.checkpoint.format import STATE, load_checkpoint, load_state, step_of
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
@@ -44,14 +39,9 @@ class ResumePoint:
 
     @property
     def other_data(self) -> bool:
-        """Whether the grey ranges are those of other data."""
-        other = [line for line in self.accepted if not line.startswith(_PLAN_VERSION)]
-        return any(line.startswith(("plan.", "data.", "dtype ")) for line in other)
-
-    @property
-    def other_plan(self) -> bool:
-        """Whether the list of unreadable regions is that of another plan."""
-        return self.other_data or any(line.startswith(_PLAN_VERSION) for line in self.accepted)
+        """Whether grey ranges and damaged places are those of other data; another version of the plan has the same."""
+        of_data = [line for line in self.accepted if line.startswith(("plan.", "data.", "dtype "))]
+        return any(not line.startswith(_PLAN_VERSION) for line in of_data)
 
     @property
     def comparable(self) -> bool:
@@ -60,11 +50,7 @@ class ResumePoint:
 
 
 def run_state(
-    config: Config,
-    data: PreparedData,
-    facts: DataFacts,
-    step: TrainStep,
-    progress: Progress,
+    config: Config, data: PreparedData, facts: DataFacts, step: TrainStep, progress: Progress
 ) -> dict[str, Any]:
     """All that a resume needs, and what sampling needs to know of the volumes, as tensors and plain data."""
     return {
@@ -83,7 +69,7 @@ def is_finished(checkpoint: Path, config: Config) -> bool:
     """Whether a whole checkpoint is that of the last step, with nothing left to make up for."""
     if step_of(checkpoint) < config.stop_step:
         return False
-    progress = Progress.from_state(map_state(checkpoint))
+    progress = Progress.from_state(load_state(checkpoint, mmap=True))
     return not (progress.validation_due(config) or progress.preview_due(config))
 
 
@@ -107,19 +93,11 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
     refused = [line for line in drift if line.startswith(OTHER_EXPERIMENT) and not line.startswith(DRAWS_SAMPLES)]
     if _without_paths(before["data"]["volumes"]) != _without_paths(now["data"]["volumes"]):
         refused += [line for line in drift if line.startswith("data.volumes")]
-    dtypes = [volume["dtype"] for volume in state["volumes"]], [volume.dtype.name for volume in data.volumes]
-    if dtypes[0] != dtypes[1]:
-        refused.append(f"dtype of the volumes: was {', '.join(dtypes[0])}, is {', '.join(dtypes[1])}")
-    if state["condition_dtype"] != data.job.condition_dtype:
-        refused.append(f"dtype of the conditions: was {state['condition_dtype']}, is {data.job.condition_dtype}")
-    lie = [_places(volumes) for volumes in (DataFacts.from_state(state).volumes, trained_volumes(data))]
-    if lie[0] != lie[1]:
-        refused.append(f"place of the conditions in their volumes (factors, offsets): was {lie[0]}, is {lie[1]}")
+    stored_voxels = _of_voxels(DataFacts.from_state(state).volumes, state["condition_dtype"])
+    refused += differences(stored_voxels, _of_voxels(trained_volumes(data), data.job.condition_dtype))
     if state["plan_hash"] != data.plan.hash:
         refused = _plan_changes(state["plan"], data.plan.describe()) + refused
     if refused and not allow_drift:
-        if refused[0].startswith(_PLAN_VERSION):
-            raise ConfigError(_other_version(path, refused))
         raise ConfigError(
             f"a resumed run must keep its data and its model; got differences to {path}:\n  "
             + "\n  ".join(refused)
@@ -176,29 +154,18 @@ def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     Plans of two versions draw other samples, and what they say of themselves does not compare key by key.
     """
-    versions = [plan.get("version", 1) for plan in (before, now)]
-    if versions[0] != versions[1]:
-        return [f"{_PLAN_VERSION}was {versions[0]}, is {versions[1]}"]
+    if before["version"] != now["version"]:
+        other = "of vesuvius draws other samples: use the one that started the run"
+        return [f"{_PLAN_VERSION}was {before['version']}, is {now['version']} (this version {other})"]
 
     def by_volume(plan: dict[str, Any]) -> dict[str, Any]:
-        volumes = enumerate(plan.get("volumes", ()))
+        volumes = enumerate(plan["volumes"])
         keys = {f"volumes[{number}].{key}": value for number, volume in volumes for key, value in volume.items()}
         return {key: value for key, value in plan.items() if key != "volumes"} | keys
 
     why = " (another mask or level, or other chunks are stored than when the run began)"
     lines = differences(by_volume(before), by_volume(now))
     return [f"plan.{line}{why if '.foreground:' in line else ''}" for line in lines]
-
-
-def _other_version(path: Path, refused: list[str]) -> str:
-    """Why a checkpoint of another version of the plan is refused, in one line."""
-    versions, *beside = (line.removeprefix(_PLAN_VERSION) for line in refused)
-    more = f", and beside {'; '.join(beside)}" if beside else ""
-    return (
-        f"a resumed run must keep its plan, which says which voxels sample i is; got another version of it in {path} "
-        f"({versions}){more}; continue with --allow-drift (weights, optimizer and step are kept, the order of "
-        "samples starts over), or use the version of vesuvius that started the run"
-    )
 
 
 def restore(found: ResumePoint, step: TrainStep, device: torch.device, threads: int | None = None) -> Progress:
@@ -212,7 +179,7 @@ def restore(found: ResumePoint, step: TrainStep, device: torch.device, threads: 
         # The order in which threads add up is part of a CPU result.
         torch.set_num_threads(threads or state["torch_threads"])
     progress = Progress.from_state(state)
-    if found.other_plan:
+    if found.other_data:
         progress.quarantined = []
     if not found.comparable:
         progress.best = None
@@ -220,9 +187,14 @@ def restore(found: ResumePoint, step: TrainStep, device: torch.device, threads: 
     return progress
 
 
-def _places(volumes: Sequence[TrainedVolume]) -> str:
-    """How the conditions lie in their volumes."""
-    return "; ".join(f"{format_sizes(v.condition_factors)} at {format_sizes(v.condition_offsets)}" for v in volumes)
+def _of_voxels(volumes: Sequence[TrainedVolume], condition_dtype: str | None) -> dict[str, Any]:
+    """What of the stored voxels a run depends on."""
+    lie = [f"{format_sizes(v.condition_factors)} at {format_sizes(v.condition_offsets)}" for v in volumes]
+    return {
+        "dtype of the volumes": ", ".join(volume.dtype.name for volume in volumes),
+        "dtype of the conditions": condition_dtype,
+        "place of the conditions in their volumes (factors, offsets)": "; ".join(lie),
+    }
 
 
 def _without_paths(tree: Any) -> Any:

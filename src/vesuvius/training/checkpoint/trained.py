@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from vesuvius.config import Config
@@ -26,11 +24,11 @@ from vesuvius.training.checkpoint.format import (
     STATE,
     check_files,
     find_checkpoint,
-    map_state,
+    load_state,
+    load_weights_file,
     read_digests,
     readable,
     stored_averages,
-    unreadable,
     weights_file,
 )
 from vesuvius.training.step.network import build_network
@@ -99,7 +97,7 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
         StorageError: the state cannot be read, or lacks what sampling needs.
     """
     path = checkpoint / STATE
-    state = map_state(checkpoint)
+    state = load_state(checkpoint, mmap=True)
     try:
         stored = state["config"]
         data, step = DataFacts.from_state(state), int(state["step"])
@@ -131,9 +129,9 @@ def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
     path = checkpoint / _file_of(weights)
     check_files(checkpoint, path.name)
     if weights == _LAST_WEIGHTS:
-        model: dict[str, Tensor] = map_state(checkpoint)["model"]
+        model: dict[str, Tensor] = load_state(checkpoint, mmap=True)["model"]
         return model
-    return _load_safetensors(path)
+    return load_weights_file(path)
 
 
 def check_weights(checkpoint: Path, weights: str) -> str:
@@ -165,16 +163,9 @@ def read_initial_weights(given: Path) -> InitialWeights:
     else:
         if (given.parent / MANIFEST).is_file():
             check_files(given.parent, given.name)
-        source, weights = given, _load_safetensors(given)
+        source, weights = given, load_weights_file(given)
     return InitialWeights({name: weight.float() for name, weight in weights.items()}, source)
 
 
 def _file_of(weights: str) -> str:
     return STATE if weights == _LAST_WEIGHTS else weights_file(weights)
-
-
-def _load_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise unreadable(path, error) from error

@@ -10,7 +10,7 @@ from vesuvius.config import Config
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration, gib
-from vesuvius.training.checkpoint.format import newest_or_refuse
+from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.forecast.machine import reachable_flops_s
 from vesuvius.training.forecast.preflight import Preflight, preflight
 from vesuvius.training.forecast.run_plan import plan_run
@@ -35,7 +35,7 @@ def dry_run(
         ConfigError: after all lines, where the run would not fit this machine or the GPU that was asked for.
         VesuviusError: what `preflight` raises.
     """
-    checkpoint = newest_or_refuse(run_dir(config).checkpoints) if resume else None
+    checkpoint = newest_checkpoint(run_dir(config).checkpoints) if resume else None
     device, asked = choose_device(), config.training.ranks
     ranks_here = max(torch.cuda.device_count(), 1) if asked == "auto" else asked
     checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=ranks_here)

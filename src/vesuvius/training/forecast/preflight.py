@@ -10,7 +10,6 @@ from pathlib import Path
 
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.network.unet import check_torch_version
-from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import StorageError
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.plan.plan import Plan
@@ -36,7 +35,7 @@ from vesuvius.training.forecast.limits import check_limits
 from vesuvius.training.step.conditioning import volume_scalars
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import check_initial_weights, parameter_count, saved_copies
-from vesuvius.training.validation.data_spectrum import measure_spectrum
+from vesuvius.training.validation.reference import measure_spectrum
 from vesuvius.volumes.store.object_store import open_cache
 
 READERS_PER_CORE = 4
@@ -56,12 +55,6 @@ class Preflight:
     parameters: int  # trainable weights of the network
     checkpoint_bytes: int  # size of one checkpoint on disk, estimated
     free_bytes: int  # free space where the run directory is or will be
-
-    @property
-    def spectrum(self) -> Spectrum:
-        """Of the data: measured where a checkpoint does not hold it."""
-        assert self.facts.spectrum is not None
-        return self.facts.spectrum
 
     def doubts(self, config: Config, world: int) -> list[str]:
         """What is allowed and seldom meant, a line each, for `world` ranks."""
@@ -162,9 +155,7 @@ def preflight(
     if resumed:
         facts = None if resumed.other_data else DataFacts.from_state(resumed.state)
     greys = facts.greys if facts else data.grey_ranges(config.data)
-    spectrum = facts.spectrum if facts else None
-    if spectrum is None:
-        spectrum = measure_spectrum(data, config.data, greys)
+    spectrum = facts.spectrum if facts else measure_spectrum(data, config.data, greys)
     # Read once, before a run starts, so that nothing fails weeks later.  A dry run says where they would lie.
     fixed = None
     if count := fixed_count(config.training, data):
@@ -176,7 +167,7 @@ def preflight(
     return Preflight(
         directory,
         data,
-        DataFacts.of(data, greys, spectrum, scalars),
+        DataFacts(trained_volumes(data), greys, spectrum, scalars),
         resumed,
         initial,
         fixed,

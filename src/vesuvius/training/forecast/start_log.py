@@ -66,7 +66,7 @@ def data_lines(config: Config, preflight: Preflight, world: int) -> list[str]:
     return [
         *lines,
         f"plan       {data.plan.hash}, {_mixing_text(data.job)}",
-        f"diffusion  {noise_text(config.diffusion, preflight.spectrum)}",
+        f"diffusion  {noise_text(config.diffusion, preflight.facts.spectrum)}",
     ]
 
 

@@ -12,36 +12,20 @@ from vesuvius.monitor.postmortem.post_mortem import ReaderEnd, ended_run, examin
 from vesuvius.runlog.plain import from_plain
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.stream.events import StreamEvent
-from vesuvius.training.context import RunContext
-from vesuvius.training.guard_actions import GuardActions
+from vesuvius.training.request import RunContext
 
 log = logging.getLogger(__name__)
 
 
-class Deaths:
-    """Examines the deaths of one session."""
+def reader_died(run: RunContext, monitor: Monitor, workers: int, event: StreamEvent) -> None:
+    """Examine a reader that was replaced, one of so many `workers`."""
+    session = replace(run.session, workers=workers)  # the guard may have dropped some
+    _keep(run, examine_reader(from_plain(ReaderEnd, event.fields), run.progress.step, session, monitor.moments()))
 
-    def __init__(self, run: RunContext, monitor: Monitor, guard_actions: GuardActions) -> None:
-        self._run = run
-        self._monitor = monitor
-        self._guard_actions = guard_actions
 
-    def of_reader(self, event: StreamEvent) -> None:
-        """Of a reader that was replaced."""
-        end = from_plain(ReaderEnd, event.fields)
-        session = replace(self._run.session, workers=self._guard_actions.workers)  # the guard may have dropped some
-        self._keep(examine_reader(end, self._run.progress.step, session, self._monitor.moments()))
-
-    def of_run(self, killer: Literal["gpu", "guard"], reason: str, remedy: str) -> None:
-        """Of this run, which ran out of GPU memory, or which the memory guard ended."""
-        self._keep(ended_run(killer, self._run.progress.step, reason, self._monitor.moments(), remedy))
-
-    def _keep(self, death: Death) -> None:
-        try:
-            append_death(self._run.directory.post_mortem, death)
-        except OSError as error:
-            log.warning("a post-mortem must be writable; got %s; it is in the log only", error)
-        _say(death)
+def run_died(run: RunContext, monitor: Monitor, killer: Literal["gpu", "guard"], reason: str, remedy: str) -> None:
+    """Keep how this run ended, which ran out of GPU memory, or which the memory guard ended."""
+    _keep(run, ended_run(killer, run.progress.step, reason, monitor.moments(), remedy))
 
 
 def log_killed_session(directory: RunDir) -> None:
@@ -49,10 +33,18 @@ def log_killed_session(directory: RunDir) -> None:
     try:
         death = record_run_death(directory.path)
     except OSError as error:
-        log.warning("a post-mortem must be writable; got %s; how the last session ended is not kept", error)
+        log.warning("how the last session ended cannot be written: %s", error)
         return
     if death is not None:
         _say(death)
+
+
+def _keep(run: RunContext, death: Death) -> None:
+    try:
+        append_death(run.directory.post_mortem, death)
+    except OSError as error:
+        log.warning("a post-mortem cannot be written and is in the log only: %s", error)
+    _say(death)
 
 
 def _say(death: Death) -> None:

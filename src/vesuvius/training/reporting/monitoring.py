@@ -25,7 +25,7 @@ from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import GIB
-from vesuvius.training.context import RunContext
+from vesuvius.training.request import RunContext
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from vesuvius.monitor.clock import StepTimes
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.runlog.records import JsonLines
 from vesuvius.stream.reading.quarantine import check_quarantine
-from vesuvius.training.context import RunContext
+from vesuvius.training.request import RunContext
 
 
 class RankNews:

@@ -17,19 +17,22 @@ from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.quantile import quantile
 from vesuvius.runlog.logfile import step_line
 from vesuvius.runlog.records import Record
+from vesuvius.stream.reading.quarantine import damaged_box, sample_beside
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.context import RunContext
 from vesuvius.training.forecast.mfu import seconds_at_peak
 from vesuvius.training.replay import Diagnosis, MicroBatch
 from vesuvius.training.reporting.rank_news import RankNews
-from vesuvius.training.reporting.verdicts import Verdicts, telemetry
+from vesuvius.training.reporting.verdicts import Verdicts
+from vesuvius.training.request import RunContext
 from vesuvius.training.step.outcome import StepOutcome, StepResult
+from vesuvius.volumes.box import Box
 
 log = logging.getLogger(__name__)
 
 # Behind the first of a session, which holds the start of the readers.
 _ROLLING_STEPS = 100
 _RECENT_STEPS = 10
+_NAMED = 4  # samples, of those whose loss is not finite
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,6 @@ class Launched:
     lr: float
     result: StepResult
     batches: Sequence[MicroBatch]
-
-
-def _name_samples(offending: list[tuple[int, int]], limit: int = 4) -> str:
-    """Which samples have no finite loss, the first few with their timesteps.  Pure."""
-    if not offending:
-        return "each with a finite loss"
-    more = f" and {len(offending) - limit} more" if len(offending) > limit else ""
-    return "not finite in " + ", ".join(f"{i} (t {t})" for i, t in offending[:limit]) + more
 
 
 class StepReporter:
@@ -73,18 +68,15 @@ class StepReporter:
         news: RankNews,
     ) -> None:
         self._run = run
-        self._news = news
-        self._config = run.config
-        self._progress = run.progress
-        self._metrics = run.metrics
         self._clock = clock
         self._stream = stream
         self._machine = machine
+        self._diagnose = diagnose
+        self._news = news
         self.verdicts = Verdicts(run, stream, machine)
         self._launched: deque[Launched] = deque()
         self._reported = 0
         self._work_s: deque[float] = deque(maxlen=_ROLLING_STEPS)
-        self._diagnose = diagnose
         self._seconds_at_peak = seconds_at_peak(run.config, run.device, run.part)
 
     def launched(self, step: Launched) -> None:
@@ -114,38 +106,40 @@ class StepReporter:
         self.verdicts.finish()
 
     def _report(self, launched: Launched, times: StepTimes) -> None:
-        outcome = launched.result.read()
+        run, outcome = self._run, launched.result.read()
         self._reported += 1
         if self._reported > 1:
             self._work_s.append(times.step_s - times.pause_s)
-            self._progress.note_step(times.step_s - times.pause_s)
+            run.progress.note_step(times.step_s - times.pause_s)
         record = self._record_of(launched, outcome, times)
         log.info(step_line(record))
-        self._metrics.write("step", **record)
+        run.metrics.write("step", **record)
         self.verdicts.add(launched.step, times, self._vram())
         self._news.times = launched.step, times
-        self._run.on_step(launched.step)
         if not (outcome.finite or outcome.overflowed):
             self._nonfinite(launched, outcome)
 
     def _nonfinite(self, launched: Launched, outcome: StepOutcome) -> None:
-        indices, timesteps = self._samples_of(launched)
-        offending = [place for place, loss in enumerate(outcome.losses) if not math.isfinite(loss)]
-        last = outcome.nonfinite_in_a_row >= self._config.training.max_nonfinite
+        config, first = self._run.config, launched.first_sample
+        indices = range(first, first + config.global_batch)
+        timesteps = stratified_timesteps(
+            config.seed, launched.step - 1, config.global_batch, config.diffusion.timesteps
+        ).tolist()
+        offending = [index for index, loss in zip(indices, outcome.losses, strict=True) if not math.isfinite(loss)]
         found = self._compute_again(launched)
-        self._metrics.write(
+        self._run.metrics.write(
             "event",
             event="nonfinite",
             step=launched.step,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
-            samples=(launched.first_sample, launched.first_sample + self._config.global_batch),
+            samples=(first, first + config.global_batch),
             cause="gradient" if math.isfinite(outcome.loss) else "loss",
-            offending=[indices[place] for place in offending],
-            indices=indices,
+            offending=offending,
+            indices=list(indices),
             timesteps=timesteps,
             losses=outcome.losses,
-            boxes=[sample.box for batch, _ in launched.batches for sample in batch.samples],
+            boxes=self._boxes(launched, indices),
             layer=found and found.layer,
             input_max=found and found.input_max,
             gradients=found and found.gradients,
@@ -153,13 +147,14 @@ class StepReporter:
         again = str(found or "it could not be computed again")
         if found and self._run.part.world > 1:
             again += " (of this rank's samples: see the logs of the other ranks)"
-        where = _name_samples([(indices[place], timesteps[place]) for place in offending])
+        named = ", ".join(f"{index} (t {timesteps[index - first]})" for index in offending[:_NAMED])
+        more = f" and {len(offending) - _NAMED} more" if len(offending) > _NAMED else ""
         text = (
             f"step {launched.step} was not applied: loss {outcome.loss}, gradient norm {outcome.grad_norm}, samples "
-            f"{indices[0]} to {indices[-1]}, {where}"
+            f"{indices[0]} to {indices[-1]}, {f'not finite in {named}{more}' if named else 'each with a finite loss'}"
         )
         log.error("%s; %s", text, again)
-        if last:
+        if outcome.nonfinite_in_a_row >= config.training.max_nonfinite:
             raise NonFiniteError(
                 f"loss and gradient must be finite; {text} ({outcome.nonfinite_in_a_row} in a row); "
                 f"{again}; `vesuvius train --config ... --replay {launched.step}` "
@@ -177,20 +172,18 @@ class StepReporter:
             log.warning("step %d could not be computed again: %s", launched.step, one_line(error))
             return None
 
-    def _samples_of(self, launched: Launched) -> tuple[list[int], list[int]]:
-        """Indices and timesteps of the global batch, in its order; this rank holds some of the samples."""
-        indices = [int(index) for batch, _ in launched.batches for index in batch.indices]
-        timesteps = [int(t) for _, part in launched.batches for t in part]
-        if self._run.part.world > 1:
-            config, total = self._config, self._config.global_batch
-            indices = list(range(launched.first_sample, launched.first_sample + total))
-            t = stratified_timesteps(config.seed, launched.step - 1, total, config.diffusion.timesteps)
-            timesteps = t.tolist()
-        return indices, timesteps
+    def _boxes(self, launched: Launched, indices: range) -> list[Box]:
+        """Of the samples of a global batch; those of other ranks follow from the plan and the damage that is known."""
+        own = {sample.index: sample.box for batch, _ in launched.batches for sample in batch.samples}
+        if len(own) == len(indices):
+            return list(own.values())
+        plan = self._run.checked.data.job.plan
+        damaged = [damaged_box(record, len(plan.volumes)) for record in self._run.progress.quarantined]
+        return [own[index] if index in own else sample_beside(plan, index, damaged).box for index in indices]
 
     def _record_of(self, launched: Launched, outcome: StepOutcome, times: StepTimes) -> Record:
         """Figures of a step, unrounded; None is not known."""
-        config, progress = self._config, self._progress
+        config, progress = self._run.config, self._run.progress
         peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._stream.readers.values())]
         ram_used_bytes, ram_limit_bytes = self._machine.ram()
         vram_used_bytes, vram_limit_bytes = self._vram() or (None, None)
@@ -223,7 +216,9 @@ class StepReporter:
             "total_s": progress.total_s,
             "step_p50_s": self._rolling(0.5),
             "step_p95_s": self._rolling(0.95),
-            **telemetry(self._stream),
+            # totals, which only grow within a session
+            "readers": asdict(self._stream.reader_totals),
+            "feeder": asdict(self._stream.feeder_figures),
             "finite": outcome.finite,
             "scaler_overflow": outcome.overflowed,
         }

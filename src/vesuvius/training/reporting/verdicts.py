@@ -7,13 +7,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from vesuvius.config import Config
 from vesuvius.monitor.clock import StepTimes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.cores import bound_cores, cpu_quotas, throttling, usable_cores
@@ -23,7 +22,7 @@ from vesuvius.monitor.verdict import Verdict, judge
 from vesuvius.monitor.window import Knobs, Window
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.context import RunContext
+from vesuvius.training.request import RunContext
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +50,10 @@ class Verdicts:
     """
 
     def __init__(self, run: RunContext, stream: PatchStream, machine: Monitor) -> None:
-        self._config = run.config
-        self._tune = run.directory.tune_command
-        self._ranks_here = run.ranks.local_world
-        self._device = run.device
-        self._metrics = run.metrics
+        self._run = run
         self._stream = stream
         self._machine = machine
-        self._listeners: list[Callable[[Verdict], None]] = []
+        self._listener: Callable[[Verdict], None] = lambda verdict: None
         self._options = stream.options
         self._left_out = _AT_START
         self._read_ahead_s: float | None = 0.0  # of steps that what was read before them has fed; None = none is left
@@ -70,7 +65,7 @@ class Verdicts:
 
     def tell(self, listener: Callable[[Verdict], None]) -> None:
         """Call this with each further verdict."""
-        self._listeners.append(listener)
+        self._listener = listener
 
     def _begin(self, step: int) -> None:
         """A new window, after this step."""
@@ -85,7 +80,7 @@ class Verdicts:
 
     def add(self, step: int, times: StepTimes, vram_bytes: tuple[int, int] | None) -> None:
         """Take in a step, counted from 1; `vram_bytes` is reserved and total."""
-        every = self._config.monitor.verdict_every
+        every = self._run.config.monitor.verdict_every
         if every == 0 and not self._held:
             return
         if self._stream.options is not self._options or self._stream.reader_deaths > self._reader_deaths:
@@ -142,14 +137,13 @@ class Verdicts:
 
     def _judge(self) -> None:
         window = self._window()
-        knobs = knobs_of(self._config, self._device, self._options, window, self._machine.memory_is_short())
-        verdict = judge(window, knobs)
-        command = f"; to find the best setting: {self._tune}" if verdict.overrides else ""
-        log.info("%s%s", verdict.line(self._step, self._config.stop_step), command)
-        self._metrics.write("verdict", step=self._step, **verdict.record())
+        run = self._run
+        verdict = judge(window, _knobs(run, self._options, window, self._machine.memory_is_short()))
+        command = f"; to find the best setting: {run.directory.tune_command}" if verdict.overrides else ""
+        log.info("%s%s", verdict.line(self._step, run.config.stop_step), command)
+        run.metrics.write("verdict", step=self._step, **verdict.record())
         self._begin(self._step)
-        for listener in self._listeners:
-            listener(verdict)
+        self._listener(verdict)
 
     def _look_at_rates(self) -> None:
         now = time.monotonic()
@@ -164,6 +158,7 @@ class Verdicts:
         """The figures of these steps.  Of the processors of a node each of its ranks counts its share: what a verdict
         advises is done by all of them."""
         readers, feeder = self._stream.reader_totals, self._stream.feeder_figures
+        ranks_here = self._run.ranks.local_world
         sums: dict[str, Any] = {name: math.fsum(getattr(times, name) for times in self._times) for name in _TIMES}
         sums |= {name: getattr(readers, name) - getattr(self._before[0], name) for name in _READERS}
         sums |= {f.name: getattr(feeder, f.name) - getattr(self._before[1], f.name) for f in fields(feeder)}
@@ -175,8 +170,8 @@ class Verdicts:
             step_p50_s=quantile(work_s, 0.5),
             step_p95_s=quantile(work_s, 0.95),
             read_s=None if readers.read_s is None else readers.read_s - (self._before[0].read_s or 0.0),
-            cores=usable_cores(os.getpid()) / self._ranks_here,
-            idle_cores=_mean([r.idle_cores(bound_cores()) / self._ranks_here for r in self._seen_rates]),
+            cores=usable_cores(os.getpid()) / ranks_here,
+            idle_cores=_mean([r.idle_cores(bound_cores()) / ranks_here for r in self._seen_rates]),
             own_cores=_mean([math.fsum(r.process_cores.values()) for r in self._seen_rates]),
             throttled_share=share,
             throttled_quota=None if quota is None else quota.cores,
@@ -192,23 +187,16 @@ _TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s",
 _READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 
 
-def telemetry(stream: PatchStream) -> dict[str, Any]:
-    """Totals of the readers and the feeder for the record of a step; they only grow within a session."""
-    return {"readers": asdict(stream.reader_totals), "feeder": asdict(stream.feeder_figures)}
-
-
-def knobs_of(
-    config: Config, device: torch.device, options: StreamOptions, window: Window, memory_is_short: bool
-) -> Knobs:
+def _knobs(run: RunContext, options: StreamOptions, window: Window, memory_is_short: bool) -> Knobs:
     """The present settings; the readers' come from the stream, as the memory guard or autotune may change them."""
-    training, store = config.training, config.data.store
+    training, store = run.config.training, run.config.data.store
     patch_bytes = window.delivered_bytes // max(window.batches * options.batch_size, 1)
     limit_mib = None
     if options.prefetch_bytes is not None and patch_bytes:
         limited = batches_ahead(patch_bytes, options) < max(options.workers, 1) * options.prefetch_factor
         limit_mib = max(options.prefetch_bytes // 2**20, 1) if limited else None
     return Knobs(
-        on_gpu=device.type == "cuda",
+        on_gpu=run.device.type == "cuda",
         amp=training.amp,
         compile=training.compile,
         channels_last=training.channels_last,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 from collections.abc import Callable
@@ -18,8 +19,15 @@ from vesuvius.diffusion.estimate import Denoise
 from vesuvius.diffusion.generate import generate
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.training.validation.charts import draw_charts
-from vesuvius.training.validation.montage import PAPER, MontageCell, draw_grid, magnification, orthogonal_slices
+from vesuvius.runlog.files import write_whole
+from vesuvius.training.validation.pictures import (
+    PAPER,
+    MontageCell,
+    draw_charts,
+    draw_grid,
+    magnification,
+    orthogonal_slices,
+)
 from vesuvius.training.validation.reference import Reference
 from vesuvius.training.validation.texture import (
     HISTOGRAM_EDGES,
@@ -62,28 +70,28 @@ def make_preview(
         stop: asked after each sampling step; where it says so, nothing is written and None returned.
 
     Returns:
-        The fields of the record: picture (relative to the run), `_figures` of both, and their distances, which are NaN
+        The fields of the record: picture (relative to the run), the figures of both and their distances, which are NaN
         where generated values are not finite; the log then has a warning.
     """
     rows = range(config.training.preview_count)
-    sight = "held out" if reference.held_out else "of training"
-    columns = [(f"real, {sight}", [_real(reference, row) for row in rows])]
+    assert len(reference) >= len(rows), (len(reference), len(rows))
+    real = [_real(reference, row) for row in range(len(reference))]
     shown = [greys for row in rows if (greys := reference.condition_greys(row)) is not None]
+    columns = {f"real, {'held out' if reference.held_out else 'of training'}": real[: len(rows)]}
     unconditional = None
     try:
-        generated = _generate(config, denoise, schedule, reference, stop)
-        columns += [("its condition", shown), ("drawn under it", generated)] if shown else [("generated", generated)]
+        # One after another: a batch of them could need more memory than a training step.
+        generated = [_draw(config, denoise, schedule, reference, stop, row) for row in rows]
+        columns |= {"its condition": shown, "drawn under it": generated} if shown else {"generated": generated}
         if shown and config.diffusion.condition_dropout > 0:
-            unconditional = _generate(config, denoise, schedule, reference, stop, left_out=True)
-            columns.append(("drawn without", unconditional))
+            unconditional = [_draw(config, denoise, schedule, reference, stop, row, left_out=True) for row in rows]
+            columns["drawn without"] = unconditional
     except _StopWantedError:
         return None
-    texture = measure_texture(generated)
-    real_texture = measure_texture(_real(reference, row) for row in range(len(reference)))
+    texture, real_texture = measure_texture(generated), measure_texture(real)
     if texture.nonfinite:
         log.warning(
-            "generated patches must be finite; got %d of %d voxels that are not, at step %d; check "
-            "loss and grad_norm of the steps before",
+            "%d of %d generated voxels are not finite at step %d; check loss and grad_norm of the steps before",
             texture.nonfinite,
             sum(patch.size for patch in generated),
             step,
@@ -91,12 +99,17 @@ def make_preview(
     scale = magnification(config.data.patch_size)
     cells = [
         MontageCell(name, np.vstack([orthogonal_slices(patch, scale) for patch in patches]))
-        for name, patches in columns
+        for name, patches in columns.items()
     ]
     montage = draw_grid(cells, f"{config.name} step {step}", len(cells))
-    picture = Path("samples") / f"step_{step:08d}.png"
     charts = draw_charts(max(montage.width, _LEAST_CHART_WIDTH), texture, real_texture)
-    _write_png(run / picture, _stacked(montage, charts))
+    image = Image.new("RGB", (charts.shape[1], montage.height + charts.shape[0]), (PAPER, PAPER, PAPER))
+    image.paste(montage, (0, 0))
+    image.paste(Image.fromarray(charts), (0, montage.height))
+    picture, png = Path("samples") / f"step_{step:08d}.png", io.BytesIO()
+    image.save(png, format="PNG")
+    (run / picture).parent.mkdir(parents=True, exist_ok=True)
+    write_whole(run / picture, png.getvalue())
     figures = _figures(texture, real_texture)
     if unconditional:
         without = measure_texture(unconditional)
@@ -104,59 +117,45 @@ def make_preview(
     return {"picture": picture.as_posix()} | figures
 
 
-def _generate(
+def _draw(
     config: Config,
     denoise: Denoise,
     schedule: Schedule,
     reference: Reference,
     stop: Callable[[], bool],
+    number: int,
     *,
     left_out: bool = False,
-) -> list[Patch]:
-    """`preview_count` patches, one after another: a batch of them could need more memory than a training step."""
-    assert len(reference) >= config.training.preview_count, (len(reference), config.training.preview_count)
-    diffusion = config.diffusion.model_copy(update={"sampler_guidance": 1.0}) if left_out else config.diffusion
+) -> Patch:
+    """Patch `number`, under the condition of that patch of the reference, or `left_out`, without it."""
+    condition, diffusion = reference.condition([number]), config.diffusion
+    if left_out:
+        condition, diffusion = condition.left_out(), diffusion.model_copy(update={"sampler_guidance": 1.0})
 
     def stop_if_wanted(step: int, x: Tensor) -> None:
         if stop():
             raise _StopWantedError
 
-    patches = []
-    for number in range(config.training.preview_count):
-        condition = reference.condition([number])
-        generated = generate(
-            denoise,
-            schedule,
-            diffusion,
-            config.seed,
-            [number],
-            (1, *config.data.patch_size),
-            schedule.device,
-            condition=condition.left_out() if left_out else condition,
-            purpose=Purpose.PREVIEW,
-            on_step=stop_if_wanted,
-        )
-        patches.append(generated.x_0[0, 0].cpu().numpy())
-    return patches
+    shape, device = (1, *config.data.patch_size), schedule.device
+    generated = generate(
+        denoise,
+        schedule,
+        diffusion,
+        config.seed,
+        [number],
+        shape,
+        device,
+        condition=condition,
+        purpose=Purpose.PREVIEW,
+        on_step=stop_if_wanted,
+    )
+    patch: Patch = generated.x_0[0, 0].cpu().numpy()
+    return patch
 
 
 def _real(reference: Reference, row: int) -> Patch:
     patch: Patch = reference.x_0([row])[0, 0].cpu().numpy()
     return patch
-
-
-def _stacked(montage: Image.Image, charts: NDArray[np.uint8]) -> Image.Image:
-    image = Image.new("RGB", (charts.shape[1], montage.height + charts.shape[0]), (PAPER, PAPER, PAPER))
-    image.paste(montage, (0, 0))
-    image.paste(Image.fromarray(charts), (0, montage.height))
-    return image
-
-
-def _write_png(path: Path, image: Image.Image) -> None:
-    partial = path.with_suffix(".partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image.save(partial, format="PNG")  # Pillow removes what it could not finish
-    partial.replace(path)
 
 
 def _figures(generated: Texture, real: Texture) -> dict[str, Any]:

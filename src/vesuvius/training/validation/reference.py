@@ -1,7 +1,8 @@
-"""The fixed patches as model values, with their conditions: what validation measures on and previews stand beside."""
+"""The fixed patches as model values: what validation measures on and previews stand beside; and the data's spectrum."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,13 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vesuvius.config import DataConfig
 from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.plan.plan import Augmentation
-from vesuvius.stream.start.fixed_patches import FixedPatches
-from vesuvius.stream.start.prepare import GreyRanges
+from vesuvius.stream.start.fixed_patches import FixedPatches, read_training_patches
+from vesuvius.stream.start.prepare import GreyRanges, PreparedData
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import model_values
 from vesuvius.training.step.grey_values import grey_scales, to_device
+
+_LEAST, _MOST, _VOXELS = 16, 64, 2**25  # of patches that the spectrum is measured of, and about how much they hold
 
 
 class Reference:
@@ -61,3 +66,15 @@ class Reference:
     def _raw(self, stored: NDArray[np.generic], rows: Sequence[int]) -> Tensor:
         """[len(rows), Z, Y, X] in the stored dtype, on the device."""
         return to_device(torch.from_numpy(stored[list(rows)]), self._device)
+
+
+def measure_spectrum(data: PreparedData, config: DataConfig, greys: GreyRanges) -> Spectrum:
+    """The spectrum that training sees: of 16 to 64 patches, always the same for the same data, in every augmentation.
+
+    Raises DataError where hardly any patch can be read.
+    """
+    count = min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST)
+    found = read_training_patches(data, config, count)
+    scales = grey_scales(greys.volumes)[list(found.volumes)]
+    values = model_values(torch.from_numpy(found.patches), [Augmentation()] * len(found.patches), scales)
+    return Spectrum.of(values[:, 0]).augmented(**dict(config.augment))

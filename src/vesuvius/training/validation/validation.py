@@ -70,21 +70,20 @@ class ValidationResult:
 
     def record(self) -> dict[str, Any]:
         """Plain data for metrics.jsonl."""
-        weights = {
-            name: {
-                "loss": found.loss,
-                "bins": list(found.bins),
-                "relative_error": found.relative_error,
-                "relative_bins": list(found.relative),
-            }
-            for name, found in self.weights.items()
-        }
         return {
             "loss": self.loss,
             "relative_error": self.relative_error,
             "patches": self.patches,
             "bin_edges": list(self.bin_edges),
-            "weights": weights,
+            "weights": {
+                name: {
+                    "loss": found.loss,
+                    "bins": list(found.bins),
+                    "relative_error": found.relative_error,
+                    "relative_bins": list(found.relative),
+                }
+                for name, found in self.weights.items()
+            },
         }
 
     def line(self, step: int, steps: int) -> str:
@@ -92,11 +91,8 @@ class ValidationResult:
         figures = [f"loss_{name} {found.loss:.5f}" for name, found in self.weights.items()]
         for name in (RAW, HEADLINE):
             figures += [f"bins_{name}", *(f"{loss:.5f}" for loss in self.weights[name].bins)]
-        of_linear = " ".join(
-            f"{ratio:.3f}" if math.isfinite(ratio) else "unknown" for ratio in self.weights[HEADLINE].relative
-        )
-        error = f"{self.relative_error:.4f}" if math.isfinite(self.relative_error) else "unknown"
-        figures.append(f"relative_error {error} relative_bins {of_linear}")
+        figures += ["relative_error", _known(self.relative_error, 4), "relative_bins"]
+        figures += [_known(ratio, 3) for ratio in self.weights[HEADLINE].relative]
         return f"Validation step {step}/{steps} {' '.join(figures)}"
 
 
@@ -176,3 +172,7 @@ class Validation:
 def _squared_error(guess: Tensor, x_0: Tensor) -> Tensor:
     """Of each sample, over its voxels: float32 [B]."""
     return (guess - x_0).square().mean(dim=(1, 2, 3, 4))
+
+
+def _known(figure: float, digits: int) -> str:
+    return f"{figure:.{digits}f}" if math.isfinite(figure) else "unknown"

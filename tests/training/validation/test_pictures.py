@@ -1,21 +1,27 @@
-"""Grids of pictures."""
+"""Grids of pictures, and the curves below them, as pixels."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from vesuvius.training.validation.montage import (
+from vesuvius.training.validation.pictures import (
     GAP,
     HEADING,
     PAPER,
     MontageCell,
+    draw_charts,
     draw_grid,
     magnification,
     orthogonal_slices,
 )
+from vesuvius.training.validation.texture import Texture, measure_texture
+
+ORANGE, BLUE = (255, 166, 43), (110, 198, 255)  # generated, real
 
 
 def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
@@ -52,9 +58,8 @@ def test_a_grid_shows_every_cell_once_and_is_no_ribbon(count: int) -> None:
     assert 0.3 < (height - HEADING) / width < 2
 
 
-@pytest.mark.parametrize("letter", ["W", "i"])
-@pytest.mark.parametrize("columns", [3, 7, 12])
-def test_no_text_is_cut_or_runs_into_the_next_at_any_width(columns: int, letter: str) -> None:
+@pytest.mark.parametrize(("letter", "columns"), [("W", 3), ("i", 12)])
+def test_no_text_is_cut_or_runs_into_the_next_at_any_width(letter: str, columns: int) -> None:
     """`W` is the widest letter: room by the count of letters would cut it off."""
     title, caption = 60 * letter, 20 * letter
     cells = [MontageCell(caption, np.zeros((20, 30), np.uint8))] * columns
@@ -78,3 +83,28 @@ def narrowest_gap(strip: NDArray[np.uint8]) -> int:
     lit = np.flatnonzero((strip > PAPER).any(0))
     gaps = np.diff(lit) - 1
     return int(gaps[gaps > GAP].min())
+
+
+def texture(scale: float) -> Texture:
+    return measure_texture(np.random.default_rng(0).normal(0, scale, (1, 8, 16, 16)).astype(np.float32))
+
+
+def count(picture: NDArray[np.uint8], colour: tuple[int, int, int]) -> tuple[int, int]:
+    """Pixels of exactly this colour in the left and the right half."""
+    left, right = np.array_split((picture == colour).all(-1), 2, axis=1)
+    return int(left.sum()), int(right.sum())
+
+
+@pytest.mark.filterwarnings("error")
+def test_both_charts_show_both_curves_but_for_a_spectrum_without_power() -> None:
+    picture = draw_charts(800, texture(0.2), texture(0.5))
+    assert picture.shape == (300, 800, 3)
+    assert picture.dtype == np.uint8
+    assert all(number > 100 for colour in (ORANGE, BLUE) for number in count(picture, colour))
+    in_legend = 50
+    for value in (math.nan, 0.0):
+        flat = measure_texture([np.full((8, 16, 16), value, np.float32)])
+        missing = draw_charts(800, flat, texture(0.5))
+        assert count(missing, ORANGE)[1] < in_legend
+        assert all(number > in_legend for number in count(missing, BLUE))
+    draw_charts(800, flat, flat)

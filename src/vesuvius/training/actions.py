@@ -1,0 +1,205 @@
+"""What changes the readers between two steps: the memory guard and, with `training.autotune: act`, a verdict.
+
+The stream is closed and reopened at the next sample: no batch changes.  When memory gets short, the run halves the
+prefetch and drops a reader once, then saves and exits with code 4; readers that leak are started anew; where it is
+others whose memory grows, it saves and goes on.  No verdict raises anything while memory is short, or where memory for
+it is not left before the guard would take it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vesuvius.errors import EXIT_GUARD, ConfigError
+from vesuvius.monitor.memory.guard import Order, Rung
+from vesuvius.monitor.memory.limits import CONFIGURED_NAME, left_bytes
+from vesuvius.monitor.monitor import LoopStatus, Monitor
+from vesuvius.monitor.verdict import Verdict
+from vesuvius.runlog.units import size_text
+from vesuvius.stream.options import (
+    StreamChanges,
+    StreamOptions,
+    batches_ahead,
+    check_store_need,
+    store_need_bytes,
+    with_less_prefetch,
+)
+from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.stream import PatchStream
+from vesuvius.training.request import RunContext
+from vesuvius.training.step.device import DeviceFeed
+
+log = logging.getLogger(__name__)
+
+# As many readers again live while one execution of Ray Data hands over to the next.
+_READERS_AT_ONCE = 2
+
+
+class GuardActions:
+    """Carries out the orders of the memory guard.
+
+    Attributes:
+        reason: why the guard ended the run; None while it has not.
+    """
+
+    def __init__(self, run: RunContext, patch_bytes: int) -> None:
+        self._run = run
+        self._patch_bytes = patch_bytes
+        self._options = StreamOptions.from_config(run.config.training, run.config.cluster)  # as last seen
+        self.reason: str | None = None
+
+    def exit(self, order: Order) -> None:
+        """Request a stop; called in the monitor's thread, so that it also cuts a validation short."""
+        self.reason = order.reason
+        self._run.stop.ask(EXIT_GUARD, f"memory guard: {order.reason}", logging.ERROR)
+
+    def obey(self, feed: DeviceFeed, monitor: Monitor, longest_step_s: float) -> bool:
+        """Carry out the guard's present order, and tell the monitor how far the run is.
+
+        Args:
+            longest_step_s: of the recent steps, without their pauses.
+
+        Returns:
+            Whether a checkpoint is to be saved now.
+        """
+        order, self._options = monitor.order, feed.stream.options
+        saves = order is not None and order.rung == "save"
+        if order is not None and saves:
+            log.warning("memory guard: saves a checkpoint, and the run goes on: %s", order.reason)
+            self._record(order.rung, order.reason)
+            monitor.saved()
+        elif order is not None and order.rung != "exit":
+            self._reopen(order, feed)
+            monitor.carried_out()
+        stream, workers, smaller = feed.stream, self._options.workers, self._smaller()
+        monitor.told = LoopStatus(
+            step=self._run.progress.step,
+            step_s=longest_step_s,
+            readers=stream.reader_memory() if workers else {},
+            readers_here=stream.readers_here(),
+            workers=workers,
+            can_shrink=(smaller.workers, smaller.prefetch_factor) != (workers, self._options.prefetch_factor),
+        )
+        return saves
+
+    def ended(self, killer: str) -> tuple[str, str]:
+        """Record that the guard ended the run; returns why, and how to continue with less memory or a higher limit."""
+        assert self.reason is not None
+        self._record("exit", self.reason)
+        workers = self._smaller().workers
+        remedy = f"continue with --resume training.workers={workers} training.prefetch_factor=1"
+        if workers == self._options.workers and self._options.prefetch_factor == 1:
+            remedy = (
+                "continue with --resume once more memory is free, or with a smaller data.reader_mib; "
+                f"training.workers={workers} and training.prefetch_factor=1 are already the least"
+            )
+        raised = ", or raise monitor.ram_limit_gib if the machine has more" if killer == CONFIGURED_NAME else ""
+        return self.reason, remedy + raised
+
+    def _smaller(self) -> StreamOptions:
+        """Half the prefetch and a reader fewer; never without readers: what they leak, or hold, the trainer would."""
+        workers = max(self._options.workers - 1, min(self._options.workers, 1))
+        return replace(with_less_prefetch(self._patch_bytes, self._options), workers=workers)
+
+    def _reopen(self, order: Order, feed: DeviceFeed) -> None:
+        leaks = order.rung == "restart"
+        options = self._options if leaks else self._smaller()
+        changes: StreamChanges = {"workers": options.workers, "prefetch_factor": options.prefetch_factor}
+        text = ", ".join(f"training.{key}={value}" for key, value in changes.items())
+        text = "restarts the readers, which leak" if leaks else text
+        log.warning("memory guard: before memory runs out: %s: %s", text, order.reason)
+        self._record(order.rung, order.reason, **changes)
+        began = time.monotonic()
+        feed.reconfigure(**changes)
+        self._options = feed.stream.options
+        log.info("memory guard: readers restarted in %.1f s", time.monotonic() - began)
+
+    def _record(self, rung: Rung, reason: str, **changes: int) -> None:
+        self._run.metrics.write("event", event="guard", step=self._run.progress.step, text=reason, rung=rung, **changes)
+
+
+class Autotuner:
+    """Applies what the verdicts of one session advise, as far as a running stream can.  A session starts from the
+    config.
+
+    Args:
+        job: of the stream.
+    """
+
+    def __init__(self, run: RunContext, job: ReaderJob) -> None:
+        self._run = run
+        self._acts = run.config.training.autotune == "act"
+        self._last_step = run.config.stop_step - run.config.monitor.verdict_every
+        self._job = job
+        self._verdict: Verdict | None = None
+        self._refused: set[tuple[str, ...]] = set()  # overrides that were refused, and are not tried again
+
+    def take(self, verdict: Verdict) -> None:
+        """Keep a verdict for the next `act`."""
+        self._verdict = verdict
+
+    def ended(self) -> None:
+        """Nothing is left to do."""
+
+    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+        """Make the change that the last verdict calls for; none without a new verdict or near the end."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is None or not self._acts or self._run.progress.step > self._last_step:
+            return
+        before, changes = stream.options, changes_of(verdict.overrides, stream.options)
+        if not changes or verdict.overrides in self._refused:
+            return
+        options = replace(before, **changes)
+        refused = self._refusal(options, stream, feed, monitor)
+        if not refused:
+            try:
+                check_store_need(self._job, options)
+                feed.reconfigure(**changes)
+                monitor.readers_changed()
+            except ConfigError as error:
+                if stream.options is not before:  # it is not as it was
+                    raise
+                refused = str(error)
+        override = " ".join(verdict.overrides)
+        text = f"autotune: {override}: {verdict.evidence}"
+        if refused:
+            self._refused.add(verdict.overrides)
+            text = f"autotune skipped {override}: {refused}; {verdict.evidence}"
+        log.info("%s", text)
+        fields = {"override": override, "refused": refused or None}
+        self._run.metrics.write("event", event="autotune", step=self._run.progress.step, text=text, **fields)
+
+    def _refusal(self, options: StreamOptions, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> str:
+        """Why there is no memory for the options; '' where there is."""
+        now, patch_bytes = stream.options, self._job.patch_bytes
+        peaks = [figures.rss_anon_peak_bytes or 0 for figures in list(stream.readers.values())]
+        readers = max(options.workers - now.workers, 0) * max(peaks, default=0)
+        store = max(store_need_bytes(self._job, options) - store_need_bytes(self._job, now), 0)
+        batches = batches_ahead(patch_bytes, options) - batches_ahead(patch_bytes, now)
+        need_bytes = _READERS_AT_ONCE * (readers + store) + max(batches, 0) * feed.memory_of_batch
+        # All ranks of a node may act at once.
+        left = left_bytes(monitor.risk.killers, self._run.session.limits) // self._run.ranks.local_world
+        if need_bytes <= max(left, 0):
+            return ""
+        return f"it would take {size_text(need_bytes)} more, and {size_text(max(left, 0))} are left for it"
+
+
+def changes_of(overrides: Sequence[str], options: StreamOptions) -> StreamChanges:
+    """What a running stream can change of a verdict's overrides; empty where it can change nothing.  Pure.
+
+    Readers are not started where the trainer reads itself: Ray does not run.  `training.prefetch_mib` is the user's own
+    limit, and stays.
+    """
+    changes: StreamChanges = {}
+    for key, _, value in (override.partition("=") for override in overrides):
+        match key:
+            case "training.workers" if options.workers:
+                changes["workers"] = int(value)
+            case "training.prefetch_factor":
+                changes["prefetch_factor"] = int(value)
+            case "data.store.requests":
+                changes["requests"] = int(value)
+    return changes

@@ -1,0 +1,459 @@
+"""What a run changes between two steps: on the guard's orders, and on a verdict; what it refuses or leaves alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.monitor.test_verdict import window
+from tests.support.runs import records_of, vesuvius_train
+from tests.training.stand_ins import run_context
+from vesuvius.config.load import read_config
+from vesuvius.errors import EXIT_GUARD, EXIT_OK, EXIT_STOPPED, ConfigError
+from vesuvius.monitor.memory.guard import Order
+from vesuvius.monitor.memory.limits import RAY_NAME, Limits, MemoryLimit, left_bytes
+from vesuvius.monitor.monitor import LoopStatus, Monitor
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.verdict import Cause, Verdict
+from vesuvius.runlog.records import read_records
+from vesuvius.stream.options import StreamOptions, store_need_bytes
+from vesuvius.stream.reading.reader_figures import ReaderFigures
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
+from vesuvius.training.actions import Autotuner, GuardActions, changes_of
+from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.ranks.ranks import Ranks
+from vesuvius.training.stop import StopRequest
+
+WriteConfig = Callable[..., Path]
+MIB, GIB = 2**20, 2**30
+
+
+class OrderingMonitor:
+    """Orders what the test says, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told = LoopStatus()
+        self.order: Order | None = None
+        self.obeyed = self.saves = 0
+
+    def carried_out(self) -> None:
+        self.obeyed += 1
+        self.order = None
+
+    def saved(self) -> None:
+        self.saves += 1
+        self.order = None
+
+
+class ShrinkingFeed:
+    """Stream and feed in one; notes how it is to change."""
+
+    def __init__(self, options: StreamOptions) -> None:
+        self.options = options
+        self.changes: list[dict[str, int]] = []
+
+    @property
+    def stream(self) -> ShrinkingFeed:
+        return self
+
+    def reconfigure(self, **changes: Any) -> None:
+        self.changes.append(changes)
+        self.options = replace(self.options, **changes)
+
+    def reader_memory(self) -> dict[int, int]:
+        return {41: 7}
+
+    def readers_here(self) -> frozenset[int]:
+        return frozenset({41})
+
+
+class GuardedRun:
+    """Acts of a run, and what is around them."""
+
+    def __init__(self, config_file: Path, metrics: Path) -> None:
+        self.stop = StopRequest(None)
+        self.metrics = metrics
+        config, progress = read_config(config_file, ()), Progress(step=3, sample_index=12)
+        self.acts = GuardActions(run_context(config, metrics.parent, progress, self.stop), 2048)
+        self.monitor: Any = OrderingMonitor()
+        self.feed: Any = ShrinkingFeed(StreamOptions.from_config(config.training, config.cluster))
+
+    def step(self, order: Order | None = None) -> bool:
+        self.monitor.order = order
+        return self.acts.obey(self.feed, self.monitor, 0.5)
+
+    def events(self) -> list[tuple[str, int]]:
+        return [(r["rung"], r["step"]) for r in read_records(self.metrics) if r["event"] == "guard"]
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, tiny_config: WriteConfig) -> Callable[..., GuardedRun]:
+    def make(**training: Any) -> GuardedRun:
+        return GuardedRun(tiny_config(training=training), tmp_path / "metrics.jsonl")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("training", "changes"),
+    [
+        ({"workers": 3, "prefetch_factor": 5}, {"workers": 2, "prefetch_factor": 2}),
+        ({"workers": 1, "prefetch_factor": 8}, {"workers": 1, "prefetch_factor": 4}),
+        # 2 MiB are 4 batches of 256 samples for 2 readers, though 16 are asked for: one for each is half.
+        (
+            {"workers": 2, "prefetch_factor": 8, "prefetch_mib": 2, "train_batch_size": 256},
+            {"workers": 1, "prefetch_factor": 1},
+        ),
+        ({"workers": 1, "prefetch_factor": 1}, None),
+        ({"workers": 0, "prefetch_factor": 1}, None),
+    ],
+)
+def test_shrinking_is_half_the_prefetch_and_a_reader_fewer_but_never_the_last(
+    guarded: Callable[..., GuardedRun], training: dict[str, int], changes: dict[str, int] | None
+) -> None:
+    run = guarded(**training)
+    run.step()
+    assert run.monitor.told.can_shrink == (changes is not None)
+    assert run.monitor.told.readers == ({41: 7} if training["workers"] else {})
+    if changes is not None:
+        assert not run.step(Order("shrink", "near out of memory"))
+        assert run.feed.changes == [changes]
+        assert (run.monitor.obeyed, run.monitor.told.workers) == (1, changes["workers"])
+        assert run.events() == [("shrink", 3)]
+        assert not run.stop.wanted()
+
+
+@pytest.mark.parametrize(("workers", "prefetch", "advised"), [(3, 2, 2), (2, 1, 1), (1, 2, 1), (0, 2, 0)])
+def test_the_advice_after_an_exit_takes_no_last_reader(
+    guarded: Callable[..., GuardedRun], workers: int, prefetch: int, advised: int
+) -> None:
+    """The trainer would read then, and leak what the reader did."""
+    run = guarded(workers=workers, prefetch_factor=prefetch)
+    run.step()
+    run.acts.exit(Order("exit", "near out of memory"))
+    remedy = f"continue with --resume training.workers={advised} training.prefetch_factor=1"
+    assert run.acts.ended("the machine") == ("near out of memory", remedy)
+    assert "raise monitor.ram_limit_gib" in run.acts.ended("monitor.ram_limit_gib")[1]
+
+
+def test_readers_that_leak_are_started_anew_as_they_are(guarded: Callable[..., GuardedRun]) -> None:
+    run = guarded(workers=1, prefetch_factor=1)
+    assert not run.step(Order("restart", "near out of memory"))
+    assert run.feed.changes == [{"workers": 1, "prefetch_factor": 1}]
+    assert run.events() == [("restart", 3)]
+    run.acts.exit(Order("exit", "near out of memory"))
+    remedy = run.acts.ended("the machine")[1]
+    assert "training.workers=1 and training.prefetch_factor=1 are already the least" in remedy
+
+
+def test_for_the_growth_of_others_a_checkpoint_is_saved_and_nothing_else_is_done(
+    guarded: Callable[..., GuardedRun],
+) -> None:
+    run = guarded(workers=2, prefetch_factor=2)
+    assert run.step(Order("save", "near out of memory"))
+    assert not run.step()
+    assert (run.feed.changes, run.monitor.obeyed, run.monitor.saves) == ([], 0, 1)
+    assert run.events() == [("save", 3)]
+    assert not run.stop.wanted()
+
+
+@pytest.mark.parametrize("signal_first", [None, True, False])
+def test_an_exit_order_stops_at_once_and_who_asked_first_says_how_the_run_ends(
+    guarded: Callable[..., GuardedRun], signal_first: bool | None
+) -> None:
+    run = guarded(workers=0)
+    order = Order("exit", "near out of memory")
+    with run.stop:
+        if signal_first:
+            signal.raise_signal(signal.SIGTERM)
+        run.acts.exit(order)
+        assert run.stop.wanted(), "a validation looks at it"
+        if signal_first is False:
+            signal.raise_signal(signal.SIGTERM)
+    assert run.stop.exit_code == (EXIT_STOPPED if signal_first else EXIT_GUARD)
+    assert run.stop.reason == ("SIGTERM" if signal_first else "memory guard: near out of memory")
+    run.step(order)
+    assert run.feed.changes == []
+    run.acts.ended("the machine")
+    assert run.events() == [("exit", 3)]
+
+
+def test_a_real_stream_that_is_made_smaller_delivers_the_same_batches(tmp_path: Path, tiny_config: WriteConfig) -> None:
+    """The guard's orders through a real monitor: memory stands above shrink_at, and later above exit_at."""
+    config = read_config(tiny_config(training={"prefetch_factor": 4}), ())
+    job, options = prepare_data(0, config.data).job, StreamOptions.from_config(config.training, config.cluster)
+    stop = StopRequest(None)
+    run = run_context(config, tmp_path, stop=stop)
+    acts = GuardActions(run, job.patch_bytes)
+    run.directory.make_folders()
+    watcher = Full(limit_bytes=100 * GIB)
+    with (
+        PatchStream(job, options) as plain,
+        PatchStream(job, options) as shrunk,
+        Monitor(
+            run.directory, Limits(configured_bytes=100 * GIB), watcher, sample_every_s=0.01, on_exit=acts.exit
+        ) as monitor,
+    ):
+        feed: Any = StreamAsFeed(shrunk)
+        deadline = time.monotonic() + 60
+        while not stop.wanted():
+            acts.obey(feed, monitor, 0.0)
+            expected, batch = next(plain), next(shrunk)
+            assert (batch.indices == expected.indices).all()
+            assert (batch.patches == expected.patches).all()
+            assert time.monotonic() < deadline
+            if shrunk.options.prefetch_factor == 2:
+                watcher.share = 0.97
+        assert stop.exit_code == EXIT_GUARD
+    assert [record["prefetch_factor"] for record in read_records(tmp_path / "metrics.jsonl")] == [2]
+    assert "97%" in str(acts.reason)
+
+
+class StreamAsFeed:
+    """Without a device."""
+
+    def __init__(self, stream: PatchStream) -> None:
+        self.stream = stream
+
+    def reconfigure(self, **changes: Any) -> None:
+        self.stream.reconfigure(**changes)
+
+
+class Full(Watcher):
+    """This process, as if it used a share of a limit."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(os.getpid())
+        self._limit_bytes = limit_bytes
+        self.share = 0.86
+
+    def sample(self) -> SystemSample:
+        real = super().sample()
+        root = replace(real.processes[0], anon_bytes=int(self.share * self._limit_bytes))
+        return replace(real, processes=(root,), shared_bytes=0)
+
+
+def test_a_run_that_saves_for_the_growth_of_others_goes_on_to_its_end(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard orders it after the third step; no other checkpoint is due but the last."""
+    monkeypatch.chdir(tmp_path)
+    orders = [Order("save", "near out of memory: the machine")]
+    order = property(lambda self: orders[0] if orders and self.told.step >= 3 else None, lambda self, order: None)
+    monkeypatch.setattr(Monitor, "order", order, raising=False)
+    monkeypatch.setattr(Monitor, "saved", lambda self: orders.clear())
+    config = tiny_config(training={"max_steps": 8, "save_every": 100})
+    assert vesuvius_train(config) == EXIT_OK
+    assert [record["step"] for record in records_of("checkpoint")] == [4, 8]
+    (event,) = [record for record in records_of("event") if record["event"] == "guard"]
+    assert (event["rung"], event["step"]) == ("save", 4)
+
+
+def says(cause: Cause | None, *overrides: str) -> Verdict:
+    return Verdict("data-bound" if cause else "compute-bound", cause, f"because of {cause}", overrides, "", window())
+
+
+TOO_SMALL = says("prefetch too small", "training.prefetch_factor=4")
+FEW_WORKERS = says("workers too few", "training.workers=4")
+
+
+@dataclass
+class NotedStream:
+    """Its readers have never taken more than 300 MiB."""
+
+    options: StreamOptions
+    refuses: str = ""
+    readers: dict[int, ReaderFigures] = field(
+        default_factory=lambda: {pid: ReaderFigures(rss_anon_peak_bytes=100 * MIB * pid) for pid in (1, 2, 3)}
+    )
+
+
+@dataclass
+class NotedFeed:
+    """Notes how the stream is to change, or refuses."""
+
+    stream: NotedStream
+    changes: list[dict[str, int]] = field(default_factory=list)
+    memory_of_batch: int = 4096
+
+    def reconfigure(self, **changes: Any) -> None:
+        self.changes.append(changes)
+        if self.stream.refuses:
+            raise ConfigError(self.stream.refuses)
+        self.stream.options = replace(self.stream.options, **changes)
+
+
+@dataclass
+class NotedMonitor:
+    """A machine of 64 GiB."""
+
+    used_bytes: int = 10 * GIB
+    restarts: int = 0
+
+    @property
+    def risk(self) -> Any:
+        return SimpleNamespace(killers=(MemoryLimit("the machine", self.used_bytes, 64 * GIB, 64 * GIB),))
+
+    def readers_changed(self) -> None:
+        self.restarts += 1
+
+
+class TunedRun:
+    """A session in which the test gives the verdicts."""
+
+    def __init__(self, config_file: Path, metrics: Path) -> None:
+        self.config, self._metrics = read_config(config_file, ()), metrics
+        self.job = prepare_data(0, self.config.data).job
+        self.progress = Progress(step=10)
+        self.tuner = Autotuner(run_context(self.config, metrics.parent, self.progress), self.job)
+        self.stream = NotedStream(StreamOptions.from_config(self.config.training, self.config.cluster))
+        self.feed, self.monitor = NotedFeed(self.stream), NotedMonitor()
+
+    def hears(self, *verdicts: Verdict) -> None:
+        for verdict in verdicts:
+            self.tuner.take(verdict)
+            self.act()
+
+    def act(self) -> None:
+        self.tuner.act(self.stream, self.feed, self.monitor)  # type: ignore[arg-type]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return read_records(self._metrics)
+
+
+@pytest.fixture
+def loop(tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixture) -> Callable[..., TunedRun]:
+    caplog.set_level(logging.INFO, "vesuvius")
+
+    def make(mode: str = "act", cluster: dict[str, Any] | None = None, **training: Any) -> TunedRun:
+        keys = {"autotune": mode, "workers": 2, "steps_per_epoch": 100} | training
+        path = tiny_config(training=keys, monitor={"verdict_every": 10}, cluster=cluster or {})
+        return TunedRun(path, tmp_path / "metrics.jsonl")
+
+    return make
+
+
+def test_off_does_nothing_and_advise_of_earlier_configs_is_off(loop: Callable[..., TunedRun]) -> None:
+    run = loop("advise")
+    assert run.config.training.autotune == "off"
+    run.hears(TOO_SMALL, FEW_WORKERS)
+    assert (run.events, run.feed.changes) == ([], [])
+
+
+def test_a_verdict_is_applied_once_and_the_event_says_why(
+    loop: Callable[..., TunedRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = loop()
+    run.act()
+    run.hears(TOO_SMALL)
+    run.act()
+    assert run.feed.changes == [{"prefetch_factor": 4}]
+    (event,) = run.events
+    assert (event["kind"], event["event"], event["step"]) == ("event", "autotune", 10)
+    assert (event["override"], event["refused"]) == ("training.prefetch_factor=4", None)
+    assert event["text"] == caplog.messages[0] == "autotune: training.prefetch_factor=4: because of prefetch too small"
+    assert run.monitor.restarts == 1, "what memory did before the readers were started anew says nothing"
+    run.hears(says(None), says("store latency", "data.store.requests=32"), FEW_WORKERS)
+    assert run.feed.changes[1:] == [{"requests": 32}, {"workers": 4}]
+
+
+def test_what_a_running_stream_cannot_change_is_left_alone() -> None:
+    two, none = StreamOptions(2, 2), StreamOptions(2, 0)
+    assert changes_of(("training.workers=2",), none) == {}, "Ray is not started while a run trains"
+    assert changes_of(("training.prefetch_mib=64",), two) == {}, "it is the user's own limit"
+    assert changes_of(("training.train_batch_size=2", "training.accumulate_steps=1"), two) == {}
+
+
+def test_what_would_bring_the_guard_in_is_refused_and_said_once(
+    loop: Callable[..., TunedRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reader counts as the largest there is, twice, with its part of the object store; ranks of a node share."""
+    run = loop()
+    store = store_need_bytes(run.job, StreamOptions(2, 4)) - store_need_bytes(run.job, StreamOptions(2, 2))
+    need = 2 * (2 * 300 * MIB + store) + 4 * 4096
+    run.monitor.used_bytes = int(0.84 * 64 * GIB) - need + 10
+    run.hears(FEW_WORKERS, FEW_WORKERS)
+    assert run.feed.changes == []
+    (event,) = run.events
+    assert "it would take 1.18 GiB more" in event["refused"]
+    assert "autotune skipped training.workers=4" in caplog.messages[0]
+    for word in ("killed", "oom", "out of memory", "warn", "error"):
+        assert word not in caplog.text.lower().replace("info", "")
+    other = loop()
+    other.tuner._run = replace(other.tuner._run, ranks=Ranks(1, 8, local_rank=1, local_world=2))
+    other.monitor.used_bytes = run.monitor.used_bytes - need
+    other.hears(FEW_WORKERS)
+    assert other.feed.changes == [], "the other rank may take as much"
+    third = loop()
+    third.monitor.used_bytes = run.monitor.used_bytes - 20
+    third.hears(FEW_WORKERS)
+    assert third.feed.changes == [{"workers": 4}]
+
+
+def test_a_change_that_cannot_be_had_is_said_and_not_tried_again(loop: Callable[..., TunedRun]) -> None:
+    run = loop()
+    run.stream.refuses = "the object store must fit in /dev/shm"
+    run.hears(FEW_WORKERS, FEW_WORKERS)
+    assert len(run.feed.changes) == 1
+    (event,) = run.events
+    assert event["refused"] == run.stream.refuses
+    assert run.monitor.restarts == 0
+    run.stream.refuses = ""
+    run.hears(FEW_WORKERS, TOO_SMALL)
+    assert run.feed.changes[1:] == [{"prefetch_factor": 4}], "it may still do something else"
+
+
+def test_an_error_behind_which_the_stream_is_not_as_it_was_is_not_passed_over(loop: Callable[..., TunedRun]) -> None:
+    run = loop()
+
+    def half_done(**changes: Any) -> None:
+        run.stream.options = replace(run.stream.options, **changes)
+        raise ConfigError("the cluster must answer")
+
+    run.feed.reconfigure = half_done  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="must answer"):
+        run.hears(FEW_WORKERS)
+
+
+def test_readers_that_an_object_store_of_the_config_is_too_small_for_are_not_added(
+    loop: Callable[..., TunedRun],
+) -> None:
+    run = loop(cluster={"object_store_gib": 0.009})
+    run.hears(FEW_WORKERS)
+    assert run.feed.changes == []
+    assert "cluster.object_store_gib must hold" in run.events[0]["refused"]
+
+
+def test_nothing_changes_when_no_window_is_left_to_gain_by_it(loop: Callable[..., TunedRun]) -> None:
+    run = loop(max_steps=40)
+    run.progress.step = 31
+    run.hears(TOO_SMALL)
+    assert run.feed.changes == []
+    run.progress.step = 30
+    run.hears(TOO_SMALL)
+    assert len(run.feed.changes) == 1
+
+
+def test_what_is_left_is_counted_by_the_tightest_killer_as_the_guard_does() -> None:
+    machine = MemoryLimit("the machine", 30 * GIB, 64 * GIB, 64 * GIB)
+    cgroup = MemoryLimit("memory.max of cgroup /x", 2 * GIB, 16 * GIB, 16 * GIB)
+    early = MemoryLimit(RAY_NAME, 30 * GIB, 64 * GIB, 32 * GIB)  # kills at half of it
+
+    def left(*killers: MemoryLimit) -> int:
+        return left_bytes(killers, Limits())
+
+    assert left(machine) == pytest.approx(0.84 * 64 * GIB - 30 * GIB, abs=1)
+    assert left(machine, cgroup) == pytest.approx(0.84 * 16 * GIB - 2 * GIB, abs=1)
+    assert left(early) == pytest.approx(0.84 / (0.95 / 0.5) * 64 * GIB - 30 * GIB, abs=1)
+    assert left(early) < 0
