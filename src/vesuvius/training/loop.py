@@ -111,7 +111,8 @@ class TrainingLoop:
             clock, news = make_clock(self.run.device), RankNews(self.run)
             self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.feed)
             reporter = StepReporter(self.run, clock, stream, self.monitor, again, news)
-            tuner = (self.run.request.make_tuner or make_autotuner)(self, reporter)
+            make: MakeTuner = self.run.request.make_tuner or make_autotuner
+            tuner = make(self, reporter)
             reporter.verdicts.tell(tuner.take)
             try:
                 while progress.step < config.stop_step and self._next_step(clock, news, reporter):

@@ -5,9 +5,10 @@ Imports no torch: Ray starts while torch is imported.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vesuvius.config import Config
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from vesuvius.runlog.run_dir import RunDir
     from vesuvius.training.checkpoint.progress import Progress
     from vesuvius.training.forecast.preflight import Preflight
-    from vesuvius.training.loop import MakeTuner
     from vesuvius.training.ranks.part import Part
     from vesuvius.training.ranks.ranks import Ranks
     from vesuvius.training.stop import StopRequest
@@ -34,7 +34,8 @@ class Request:
     source: Path  # the YAML file it came from, kept with the run
     resume: bool  # continue from the newest whole checkpoint of `runs/<name>`, if there is one
     allow_drift: bool = False  # continue although the data or what the weights mean have changed
-    make_tuner: MakeTuner | None = None  # makes what acts between two steps; None = `training.autotune`
+    # makes what acts between two steps, as `loop.MakeTuner`; None = `training.autotune`
+    make_tuner: Callable[..., Any] | None = None
     facts: Path | None = None  # a file in which runs on the same data share what they measure of these beforehand
 
 
