@@ -60,7 +60,7 @@ def measured(volume: str) -> Spectrum:
     array = found if isinstance(found, zarr.Array) else found["0"]
     starts = np.random.default_rng(0).integers(0, np.array(array.shape) - PATCH + 1, (COUNT, 3))
     cut = [array[tuple(slice(at, at + size) for at, size in zip(start, PATCH, strict=True))] for start in starts]
-    return Spectrum.of(torch.from_numpy(np.stack(cut)).float()).augmented(True, True, 0.0, 0.0)
+    return Spectrum.of(torch.from_numpy(np.stack(cut)).float()).augmented(True, True)
 
 
 def exact(power: Tensor):

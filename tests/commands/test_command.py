@@ -10,12 +10,12 @@ from tests.support import fork_server
 
 STUCK = """
 import sys, threading
-from vesuvius.commands import command
+from vesuvius.commands import cli
 def main(argv):
     threading.Thread(target=threading.Event().wait).start()  # as a read of a store that does not answer
     print("printed")
     return int(sys.argv[1])
-command.as_command(main)()
+cli.as_command(main)()
 """
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import REPOSITORY
-from vesuvius.commands import command
+from vesuvius.commands import cli
 
 PAGES = [*REPOSITORY.glob("*.md"), REPOSITORY / "Makefile", *REPOSITORY.glob("docs/*.md")]
 PAGES += [*REPOSITORY.glob("configs/*.yaml"), *REPOSITORY.glob("src/vesuvius/**/*.py")]
@@ -26,7 +26,7 @@ def test_a_documented_name_is_a_program_that_says_how_it_is_used(
 ) -> None:
     """That it can be imported is not enough: a package without `__main__` can be."""
     monkeypatch.setattr(sys, "argv", [name, "--help"])
-    monkeypatch.setattr(command, "end_soon", lambda exit_code: None)
+    monkeypatch.setattr(cli, "end_soon", lambda exit_code: None)
     monkeypatch.delitem(sys.modules, name, raising=False)  # else runpy warns
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(name, run_name="__main__", alter_sys=False)

@@ -10,11 +10,9 @@ import yaml
 
 from tests.support.config_text import MINIMAL
 from vesuvius.commands import train
-from vesuvius.commands.arguments.config import take_config
 from vesuvius.config import Config, VolumeConfig
 from vesuvius.config.describe import iter_keys
-from vesuvius.config.environment import key_of_variable
-from vesuvius.config.load import parse_config, read_config
+from vesuvius.config.load import key_of_variable, parse_config, read_config, take_config
 from vesuvius.errors import EXIT_OK, ConfigError
 
 BASE = f"{MINIMAL}training: {{lr: 1e-3, workers: 4, epochs: 5, warmup_steps: 6}}\n"
@@ -95,7 +93,7 @@ def test_a_name_of_no_key_is_refused_with_the_nearest_one() -> None:
 
 def test_each_problem_names_the_variable_it_comes_from() -> None:
     found = problems(TRAINING__WORKERS="two", SEED="", DATA__VOLUMES__1__LEVEL="2")
-    assert [line.removeprefix("environment variable VESUVIUS_") for line in found] == [
+    assert sorted(line.removeprefix("environment variable VESUVIUS_") for line in found) == [
         "DATA__VOLUMES__1__LEVEL: data.volumes has 1 entries, counted from 0; got index 1",
         "SEED: the value is missing; write null for none, or '' for empty text",
         "TRAINING__WORKERS: training.workers: must be an integer of at least 0; got 'two'",

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.support.recorded_runs import run_start, step, system, validation, verdict, write_preview, write_run
-from vesuvius.commands import report as command
+from vesuvius.commands import runs as command
 from vesuvius.errors import EXIT_OK
 
 _SPEC = importlib.util.spec_from_file_location("report_shots", REPOSITORY / "tools" / "report_shots.py")
@@ -34,7 +34,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         steps = [step(n, loss=1 / n) for n in range(1, 40)]
         metrics = [run_start(), *steps, validation(9, 0.5), verdict(9, text="word " * 90), write_preview(run, 9)]
         runs.append(str(write_run(run, metrics, [system(n) for n in range(1, 40)])))
-    assert command.main([*runs, "--out", str(folder / "out")]) == EXIT_OK
+    assert command.report([*runs, "--out", str(folder / "out")]) == EXIT_OK
     return folder / "out" / "report.html"
 
 

@@ -26,7 +26,7 @@ from tests.support.recorded_runs import (
     write_preview,
     write_run,
 )  # fmt: skip
-from vesuvius.commands import report as command
+from vesuvius.commands import runs as command
 from vesuvius.errors import EXIT_NO_RUN, EXIT_OK
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.postmortem.death import Death, append_death
@@ -298,7 +298,7 @@ def test_the_command_writes_a_folder_of_its_own_each_time(
     previews = [write_preview(run, n) for n in (1, 2)]
     (run / previews[0]["picture"]).write_bytes(b"no picture")
     write_run(run, [run_start(), step(1), step(2), *previews])
-    assert [command.main(["tiny"]), command.main(["tiny"])] == [EXIT_OK, EXIT_OK]
+    assert [command.report(["tiny"]), command.report(["tiny"])] == [EXIT_OK, EXIT_OK]
     pages = sorted(run.glob("reports/*/report.html"))
     assert len(pages) == 2
     assert str(pages[0]) in capsys.readouterr().out
@@ -309,7 +309,7 @@ def test_the_command_writes_a_folder_of_its_own_each_time(
     assert page.text.count("Pictures") == 1
     text = pages[0].with_name("report.md").read_text()
     assert "| steps | 2 of 100000 |" in text
-    assert command.main(["other"]) == EXIT_NO_RUN
+    assert command.report(["other"]) == EXIT_NO_RUN
 
 
 def _long_run(count: int) -> Iterator[dict[str, object]]:
@@ -329,7 +329,7 @@ def _check_long_run(tmp_path: Path, count: int, size: tuple[int, int]) -> float:
     metrics = [*_long_run(count), *(write_preview(run, n, size) for n in range(1, 9))]
     write_run(run, metrics, (system(n, used_gib=1 + n % 7) for n in range(1, count, 5)))
     began = time.process_time()
-    assert command.main([str(run), "--out", str(tmp_path / "out")]) == EXIT_OK
+    assert command.report([str(run), "--out", str(tmp_path / "out")]) == EXIT_OK
     took_s = time.process_time() - began
     html = (tmp_path / "out" / "report.html").read_bytes()
     assert len(html) < 2_000_000
@@ -354,7 +354,7 @@ def test_eight_runs_share_the_bytes_of_a_page(tmp_path: Path) -> None:
         validations = [validation(n, 1 + row[3]) for n, row in enumerate(noise.tolist(), 1)]
         systems = [system(n, readers=each, used_gib=1 + n % 7) for n, each in enumerate(sizes, 1)]
         runs.append(str(write_run(run, [run_start(), *steps, *validations, *previews], systems)))
-    assert command.main([*runs, "--out", str(tmp_path / "out")]) == EXIT_OK
+    assert command.report([*runs, "--out", str(tmp_path / "out")]) == EXIT_OK
     html = (tmp_path / "out" / "report.html").read_bytes()
     assert 700_000 < len(html) < 2_000_000  # not because it has left out the curves
     page = Page(html.decode())

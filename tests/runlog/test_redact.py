@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import WriteConfig
-from vesuvius.commands.command import say
+from vesuvius.commands.cli import say
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.report.report import write_report
 from vesuvius.runlog.logfile import close_logs, open_log

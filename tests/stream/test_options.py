@@ -49,8 +49,8 @@ def test_a_stream_that_begins_nowhere_is_refused(volume: Path, first: int, stop:
 def test_a_config_made_in_python_fails_with_one_line_of_ours() -> None:
     with pytest.raises(ConfigError) as raised:
         DataConfig(volumes=(VolumeConfig(path="v.zarr"),), patch_size=(1, 2, 0), level=3)  # type: ignore[call-arg]
-    assert str(raised.value).startswith("DataConfig must be valid: patch_size: ")
-    assert "level: Extra inputs are not permitted; got 3" in str(raised.value)
+    assert str(raised.value).startswith("DataConfig is not valid: patch_size: ")
+    assert "level: Extra inputs are not permitted" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

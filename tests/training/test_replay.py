@@ -68,7 +68,6 @@ def spoiled_config(tiny_config: WriteConfig, value: float = 1e30, **sections: An
     data = {
         "volumes": [{"path": str(path)}],
         "normalize": {"low": 0.0, "high": 200.0},
-        "augment": {"contrast": 0.2, "brightness": 0.1},
     }
     config = read_config(tiny_config(data=data, **sections))
     spoil(path, prepare_data(config.seed, config.data), 6, value)

@@ -4,7 +4,7 @@ does to the process that decodes it."""
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,10 +20,8 @@ from tests.conftest import textured, write_array
 from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
 from tests.support.poison import poison, write_volume
-from tests.support.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.commands import volume
-from vesuvius.commands.output.volume import verify_text
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volume_tools import verify
@@ -43,7 +41,7 @@ def causes(figures: VerifyFigures) -> dict[tuple[int, int, int], str]:
     return {broken.chunk: broken.cause for broken in figures.broken}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["v2-dots", "v3-sharded"])
 def test_a_whole_volume_is_read_once_and_found_whole(server: ChunkServer, tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     for address in (path, server.url_of(path)):
@@ -56,9 +54,9 @@ def test_a_whole_volume_is_read_once_and_found_whole(server: ChunkServer, tmp_pa
         assert len(asked) == CHUNKS
 
 
-@pytest.mark.parametrize("place", ["disk", "http", "s3"])
+@pytest.mark.parametrize("place", ["disk", "http"])
 def test_what_is_broken_is_listed_with_its_key_its_box_and_its_cause(
-    server: ChunkServer, s3: Any, tmp_path: Path, place: str
+    server: ChunkServer, tmp_path: Path, place: str
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "1/1/1").write_bytes(b"torn")
@@ -67,7 +65,6 @@ def test_what_is_broken_is_listed_with_its_key_its_box_and_its_cause(
     address = {
         "disk": lambda: path,
         "http": lambda: server.url_of(path),
-        "s3": lambda: upload(s3, path, "public", f"{tmp_path.name}/v.zarr"),
     }[place]()
     found = verified(address)
     assert [broken.chunk for broken in found.broken] == [(1, 1, 1), (2, 3, 3)]
@@ -137,16 +134,19 @@ def test_a_store_that_goes_away_ends_it_and_the_next_one_goes_on(
     monkeypatch.setattr(verify, "_CHUNKS_PER_TASK", 4)
     (tmp_path / "served").mkdir()
     path = write_array(tmp_path / "served" / "v.zarr", textured(SHAPE))
+    sound = (path / "0/0/0").read_bytes()
     (path / "0/0/0").write_bytes(b"torn")
+    (path / "0/0/3").write_bytes(b"torn")
     with ChunkServer(tmp_path / "served") as server:
         address = server.url_of(path)
         with pytest.raises(DataError, match="a store must answer within"):
             verified(address, on_progress=lambda figures: server.stop() if figures.done == 12 else None)
         server.start()
+        (path / "0/0/0").write_bytes(sound)
         found = verified(address)
-    assert 8 <= found.before < CHUNKS, "all but the task with the torn chunk"
-    assert found.done == CHUNKS
-    assert set(causes(found)) == {(0, 0, 0)}, "it is torn still"
+    assert 8 <= found.before < CHUNKS, "all but the task with the torn chunks"
+    assert found.before + found.chunks == found.done == CHUNKS
+    assert set(causes(found)) == {(0, 0, 3)}, "it is torn still, and the other one was restored"
 
 
 DOOR = (
@@ -165,7 +165,7 @@ def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
     server.set_faults([{"path": r"v\.zarr/\d", "kind": "delay", "delay_s": 0.1}])
     command = [sys.executable, "-c", DOOR, "verify", server.url_of(path), "--processes=2", "--requests=2", "--json"]
     with fork_server.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while not any(len(file.read_text().splitlines()) > 5 for file in cache_home.glob("vesuvius/verify/*")):
+        while not any(len(file.read_text().splitlines()) > 4 for file in cache_home.glob("vesuvius/verify/*")):
             assert process.poll() is None
             time.sleep(0.02)
         children = psutil.Process(process.pid).children(recursive=True)
@@ -177,7 +177,7 @@ def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
     assert not alive
     (journal,) = cache_home.glob("vesuvius/verify/*")
     with journal.open("a") as file:
-        file.write('{"number": 23, "chu')  # as a kill amid a line would leave it
+        file.write("<2")  # as a kill amid a number would leave it
     server.reset()
     done = fork_server.run(command, capture_output=True, text=True)
     assert done.returncode == 6, done.stderr
@@ -187,34 +187,6 @@ def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
     again = [key for key in server.reads_of(path) if key[0].isdigit()]
     assert len(again) == CHUNKS - found["before"], "what was read is not read again"
     assert not journal.exists()
-
-
-def interrupt(figures: VerifyFigures) -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_chunk_that_was_restored_before_it_goes_on_is_not_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verify, "_CHUNKS_PER_TASK", 4)
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    whole = (path / "0/0/0").read_bytes()
-    (path / "0/0/0").write_bytes(b"torn")
-    began = time.time()
-
-    def stop(figures: VerifyFigures) -> None:
-        if figures.done == 8:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        verified(path, on_progress=stop)
-    (path / "0/0/0").write_bytes(whole)
-    found = verified(path)
-    assert (found.before, found.chunks, found.broken) == (4, CHUNKS, [])
-    assert found.before_since is not None
-    assert began <= found.before_since <= time.time()
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.before_since))
-    assert f"(4 of 48 objects by earlier processes, since {since})" in verify_text(found)
 
 
 def test_the_command_ends_without_a_word_of_python(tmp_path: Path) -> None:
@@ -232,25 +204,12 @@ def test_the_command_ends_without_a_word_of_python(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_changed_volume_is_read_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_CHUNKS_PER_TASK", 4)
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-
-    with pytest.raises(KeyboardInterrupt):
-        verified(path, on_progress=interrupt)
-    (path / "0/0/0").unlink()
-    found = verified(path)
-    assert (found.before, found.chunks) == (0, CHUNKS - 1)
-
-
 def test_the_command_prints_what_is_broken_and_exits_with_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     assert volume.main(["verify", str(path), "--processes=1"]) == 0
-    assert "48 chunks read" in (out := capsys.readouterr().out)
-    assert "all are intact" in out
+    assert "all are intact" in capsys.readouterr().out
     (path / "1/1/1").write_bytes(b"torn")
     assert volume.main(["verify", str(path), "--processes=1"]) == 6
     out = capsys.readouterr().out
-    assert "1 are broken; restore them from their source" in out
-    assert "chunk [1, 1, 1]  1/1/1, voxels z 32:64, y 32:64, x 32:64: " in out
-    assert os.path.isdir(path)
+    assert "restore what is broken from its source" in out
+    assert re.search(r"\n  1x1x1  1/1/1  RuntimeError.*  z 32:64, y 32:64, x 32:64\n", out)

@@ -271,7 +271,6 @@ SHAPES = [
     ((50, 1000, 1000), (50, 32, 32), (1, 32, 32)),
     ((90, 120, 60), (30, 40, 20), (3, 3, 3)),
     ((64, 2000, 2000), (7, 200, 200), (10, 10, 10)),  # 9, too, would make 7 of 64; but not 200 of 2000
-    ((97, 130, 127), (97, 32, 63), (1, 4, 2)),
 ]
 
 
@@ -338,7 +337,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "a translation lost": ({"translation": (40, 0, 0)}, {"shape": RAW}, "only one has a translation"),
     "several factors fit": (
-        {"scale": None, "shape": (64, 32, 32)}, {"scale": None, "shape": (7, 32, 32)}, "64 voxels become 7 by every",
+        {"scale": None, "shape": (64, 32, 32)}, {"scale": None, "shape": (7, 32, 32)}, "of the volume divided by any",
+    ),
+    "two factors by shape alone": (
+        {"scale": None, "shape": (96, 128, 128)}, {"scale": None, "shape": (96, 32, 64)}, "by one whole factor",
     ),
     "finer by shape alone": ({"scale": None}, {"scale": None, "shape": (80, 144, 176)}, "its shape is not that of"),
 }  # fmt: skip

@@ -56,7 +56,7 @@ from gpu.networks import (
 )
 from gpu.report import GIB, cell, print_markdown
 
-from vesuvius.commands.arguments.types import triple
+from vesuvius.commands.cli import triple
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
 

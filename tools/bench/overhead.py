@@ -48,7 +48,7 @@ from torch import Tensor
 
 import vesuvius.training.run
 import vesuvius.training.step.device
-from vesuvius.commands.arguments.types import triple
+from vesuvius.commands.cli import triple
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule

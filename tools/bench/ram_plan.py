@@ -28,7 +28,7 @@ from pathlib import Path
 
 from machine import describe_machine
 
-from vesuvius.commands.arguments.types import naturals
+from vesuvius.commands.cli import naturals
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.monitor.memcheck.inspection import is_reader

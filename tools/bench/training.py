@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from vesuvius.commands.arguments.types import triple
+from vesuvius.commands.cli import triple
 from vesuvius.config import Config, ModelConfig, Triple
 from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.network.unet import UNet

@@ -6,10 +6,9 @@ import argparse
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.arguments.config import take_variables
-from vesuvius.commands.arguments.types import positive, positive_number
-from vesuvius.commands.command import as_command, say
+from vesuvius.commands.cli import as_command, positive, positive_number, say
 from vesuvius.commands.tune import duration
+from vesuvius.config.load import take_variables
 from vesuvius.errors import EXIT_ERROR, EXIT_OK
 
 _ROUNDS = 6

@@ -6,9 +6,9 @@ import argparse
 import logging
 from pathlib import Path
 
-from vesuvius.commands.arguments.config import take_config
-from vesuvius.commands.command import as_command, say
+from vesuvius.commands.cli import as_command, say
 from vesuvius.config import Config
+from vesuvius.config.load import take_config
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, ConfigError, one_line
 
 _EPILOG = "exit codes: 0 = every line is ok or warn, 1 = a line is fail, 2 = usage"

@@ -6,8 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.arguments.types import natural, positive, whole
-from vesuvius.commands.command import as_command, say
+from vesuvius.commands.cli import as_command, natural, positive, say, whole
 from vesuvius.commands.sample import add_keys, overrides_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress

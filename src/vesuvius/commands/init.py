@@ -8,8 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.arguments.types import natural, naturals
-from vesuvius.commands.command import as_command, say
+from vesuvius.commands.cli import as_command, natural, naturals, say
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import parse_config
 from vesuvius.errors import EXIT_OK, ConfigError, storage_errors

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from vesuvius.commands.arguments.types import positive_number
-from vesuvius.commands.command import as_command, say
+from vesuvius.commands.cli import as_command, positive_number, say
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_OK
 from vesuvius.monitor.memcheck.inspection import Inspection, as_json, machine_inspector, process_inspector
 from vesuvius.monitor.memcheck.run_inspector import RunInspector

@@ -7,9 +7,8 @@ import os
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.arguments.config import take_config
-from vesuvius.commands.arguments.types import whole
-from vesuvius.commands.command import as_command, say
+from vesuvius.commands.cli import as_command, say, whole
+from vesuvius.config.load import take_config
 from vesuvius.errors import EXIT_OK
 
 

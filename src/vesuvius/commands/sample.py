@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vesuvius.commands.arguments.types import natural, positive, triple
-from vesuvius.commands.command import as_command, say
+from vesuvius.commands.cli import as_command, natural, positive, say, triple
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress

@@ -10,11 +10,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from vesuvius.commands.arguments.config import take_config
-from vesuvius.commands.arguments.types import positive_number
-from vesuvius.commands.command import as_command, say
+from vesuvius.commands.cli import as_command, positive_number, say
 from vesuvius.config import Config
-from vesuvius.config.load import dump_config, read_config
+from vesuvius.config.load import dump_config, read_config, take_config
 from vesuvius.errors import EXIT_OK
 
 log = logging.getLogger(__name__)

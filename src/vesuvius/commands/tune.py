@@ -9,10 +9,8 @@ import shlex
 from pathlib import Path
 from typing import get_args
 
-from vesuvius.commands.arguments.config import take_config
-from vesuvius.commands.command import as_command, say
-from vesuvius.config.environment import variables
-from vesuvius.config.load import read_config
+from vesuvius.commands.cli import as_command, say
+from vesuvius.config.load import read_config, take_config, variables
 from vesuvius.errors import EXIT_OK
 from vesuvius.experiments.tune.measurement import Knob, key_of
 

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vesuvius.commands.arguments.types import natural, naturals, number_from_0, positive, triple
-from vesuvius.commands.command import as_command, say
-from vesuvius.commands.output.volume import (
-    alignment_json,
-    alignment_text,
-    copy_line,
-    copy_text,
-    info_json,
-    info_text,
-    sidecar_text,
-    synth_text,
-    verify_json,
-    verify_line,
-    verify_text,
-)
+from pydantic import BaseModel
+
+from vesuvius.commands.cli import as_command, natural, naturals, number_from_0, positive, say, triple
 from vesuvius.commands.sample import array
 from vesuvius.config import ArrayConfig, DataConfig, StoreConfig
 from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.runlog.progress import Progress
-from vesuvius.volume_tools.copy import CopyRequest, UnfinishedCopyError, copy_box
+from vesuvius.runlog.units import format_sizes, size_text
+from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
 from vesuvius.volume_tools.info import describe_volume, make_sidecar
 from vesuvius.volume_tools.partial import partial_path
 from vesuvius.volume_tools.phantom_zarr import MIN_SIZE_VOXELS, write_phantom
-from vesuvius.volume_tools.verify import verify_volume
-from vesuvius.volumes.alignment import align
+from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
+from vesuvius.volumes.alignment import align, geometry_words
+from vesuvius.volumes.box import format_box
 from vesuvius.volumes.volume import open_volume
 
 if TYPE_CHECKING:
@@ -52,18 +45,102 @@ _STORE = StoreConfig()
 def main(argv: list[str]) -> int:
     """Run `vesuvius volume ARGV`; the exit code.  A wrong command line raises SystemExit(2), as argparse does."""
     arguments = _parser().parse_args(argv)
-    match arguments.command:
-        case "synth":
-            say(_synth(arguments))
-        case "info":
-            say(_info(arguments))
-        case "copy":
-            say(_copy(arguments))
-        case "occupancy":
-            say(_occupancy(arguments))
-        case "verify":
-            return _verify(arguments)
+    exit_code: int = arguments.run(arguments)
+    return exit_code
+
+
+# ---- what is done
+
+
+def _synth(arguments: argparse.Namespace) -> int:
+    with redirect_stdout(sys.stderr), Progress("writing") as progress:
+        report = write_phantom(
+            arguments.out, arguments.shape, arguments.seed, chunk=arguments.chunk, on_progress=progress.tell
+        )
+    _print(asdict(report), arguments)
     return EXIT_OK
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    if arguments.other is not None:
+        with closing(open_volume(_source(arguments))) as volume, closing(open_volume(arguments.other)) as other:
+            found = align(volume, other, "the array")
+            facts = {
+                "volume": f"{volume.name}: {geometry_words(volume)}",
+                "array": f"{other.name}: {geometry_words(other)}",
+                "known_from": found.caveat or "scale and translation",
+                "factors": found.factors,  # voxels of the volume per voxel of the array
+                "offsets": found.offsets,  # where the array begins, in voxels of the volume
+                "covered": found.covered,  # where both exist
+            }
+    else:
+        with redirect_stdout(sys.stderr):  # log lines about a listing; stdout holds the result alone
+            found_facts = describe_volume(
+                _source(arguments), arguments.patch, listing=arguments.list, places=arguments.places
+            )
+        facts = asdict(found_facts)
+    _print(facts, arguments)
+    return EXIT_OK
+
+
+def _occupancy(arguments: argparse.Namespace) -> int:
+    with redirect_stdout(sys.stderr):
+        path, occupancy = make_sidecar(_source(arguments), arguments.out)
+    _print({"written": path} | asdict(occupancy), arguments)
+    return EXIT_OK
+
+
+def _copy(arguments: argparse.Namespace) -> int:
+    request = CopyRequest(
+        source=_source(arguments),
+        out=arguments.out,
+        start_zyx=arguments.start,
+        size_zyx=arguments.size,
+        levels=arguments.levels,
+    )
+
+    def line(figures: CopyFigures) -> str:
+        failed = f"{len(figures.failures)} FAILED, " if figures.failures else ""
+        return f"{failed}{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
+
+    def report(figures: CopyFigures) -> None:
+        there = figures.before == figures.chunks
+        told = {"out": f"{request.out}, {'is complete' if there else 'from ' + arguments.path}"}
+        _print(told | vars(figures) | {"failures": len(figures.failures)}, arguments)
+
+    try:
+        with redirect_stdout(sys.stderr), Progress("copying") as progress:
+            figures = copy_box(request, _store(arguments), lambda f: progress.tell("chunks", f.done, f.chunks, line(f)))
+    except UnfinishedCopyError as error:
+        report(error.figures)
+        raise
+    except KeyboardInterrupt:
+        if partial_path(arguments.out).exists():
+            log.warning("what is done is kept in %s; the same command continues", partial_path(arguments.out))
+        raise
+    report(figures)
+    return EXIT_OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    def line(figures: VerifyFigures) -> str:
+        return f"{figures.chunks} chunks read, {len(figures.broken)} broken"
+
+    try:
+        with redirect_stdout(sys.stderr), Progress("verifying") as progress:
+            figures = verify_volume(
+                _source(arguments),
+                _store(arguments),
+                arguments.processes,
+                lambda f: progress.tell("objects", f.done, f.objects, line(f)),
+            )
+    except KeyboardInterrupt:
+        log.warning("what was read is kept; the same command continues")
+        raise
+    _print(asdict(figures), arguments)
+    if not arguments.json:
+        say("restore what is broken from its source" if figures.broken else "all are intact")
+    return EXIT_DATA if figures.broken else EXIT_OK
 
 
 def _source(arguments: argparse.Namespace) -> ArrayConfig:
@@ -78,73 +155,63 @@ def _store(arguments: argparse.Namespace) -> StoreConfig:
     )
 
 
-def _synth(arguments: argparse.Namespace) -> str:
-    with redirect_stdout(sys.stderr), Progress("writing") as progress:
-        report = write_phantom(
-            arguments.out,
-            arguments.shape,
-            arguments.seed,
-            chunk=arguments.chunk,
-            overwrite=arguments.overwrite,
-            on_progress=progress.tell,
-        )
-    return synth_text(report)
+# ---- how facts are printed
 
 
-def _info(arguments: argparse.Namespace) -> str:
-    if arguments.other is not None:
-        with closing(open_volume(_source(arguments))) as volume, closing(open_volume(arguments.other)) as other:
-            found = align(volume, other, "the array")
-            return alignment_json(found) if arguments.json else alignment_text(volume, other, found)
-    with redirect_stdout(sys.stderr):  # log lines about a listing; stdout holds the result alone
-        facts = describe_volume(_source(arguments), arguments.patch, listing=arguments.list, places=arguments.places)
-    return info_json(facts) if arguments.json else info_text(facts)
+def _print(facts: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """As JSON, where null is unknown; or a fact a line, sections indented, lists of sections as tables."""
+    if getattr(arguments, "json", False):
+        say(json.dumps(facts, indent=2, default=_plain))
+    else:
+        say("\n".join(facts_text(facts)))
 
 
-def _occupancy(arguments: argparse.Namespace) -> str:
-    with redirect_stdout(sys.stderr):
-        return sidecar_text(make_sidecar(_source(arguments), arguments.out))
+def facts_text(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Lines with a fact each, for a person."""
+    width = max(map(len, facts), default=0)
+    for name, value in facts.items():
+        value = _plain(value) if isinstance(value, BaseModel) else value
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{name}"
+            yield from facts_text(value, indent + "  ")
+        elif isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
+            yield f"{indent}{name}"
+            rows = [list(value[0]), *([_shown(key, cell) for key, cell in row.items()] for row in value)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            for row in rows:
+                cells = "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True))
+                yield f"{indent}  {cells}".rstrip()
+        else:
+            yield f"{indent}{name.ljust(width)}  {_shown(name, value)}"
 
 
-def _copy(arguments: argparse.Namespace) -> str:
-    request = CopyRequest(
-        source=_source(arguments),
-        out=arguments.out,
-        start_zyx=arguments.start,
-        size_zyx=arguments.size,
-        levels=arguments.levels,
-        check_space=not arguments.no_space_check,
-    )
-    source = f"{arguments.path} level {arguments.level}"
-    try:
-        with redirect_stdout(sys.stderr), Progress("copying") as progress:
-            figures = copy_box(
-                request, _store(arguments), lambda f: progress.tell("chunks", f.done, f.chunks, copy_line(f))
-            )
-    except UnfinishedCopyError as error:
-        say(copy_text(error.figures, arguments.out, source))
-        raise
-    except KeyboardInterrupt:
-        if partial_path(arguments.out).exists():
-            log.warning("what is done is kept in %s; the same command continues", partial_path(arguments.out))
-        raise
-    return copy_text(figures, arguments.out, source)
+def _shown(name: str, value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case int() if name.endswith("_bytes"):
+            return size_text(value)
+        case float():
+            return f"{value:.6g}"
+        case ((_, _, _), (_, _, _)):
+            return format_box(value)
+        case tuple() | list() if any(isinstance(each, str) for each in value):
+            return ", ".join(map(str, value))
+        case tuple() | list():
+            return format_sizes(_shown("", each) for each in value) or "none"
+        case {}:
+            return "none"
+    return str(value)
 
 
-def _verify(arguments: argparse.Namespace) -> int:
-    try:
-        with redirect_stdout(sys.stderr), Progress("verifying") as progress:
-            figures = verify_volume(
-                _source(arguments),
-                _store(arguments),
-                arguments.processes,
-                lambda f: progress.tell("objects", f.done, f.objects, verify_line(f)),
-            )
-    except KeyboardInterrupt:
-        log.warning("what was read is kept; the same command continues")
-        raise
-    say(verify_json(figures) if arguments.json else verify_text(figures))
-    return EXIT_DATA if figures.broken else EXIT_OK
+def _plain(value: object) -> object:
+    """What JSON does not know: parts of configs, paths, ratios."""
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    return str(value) if isinstance(value, Path) else float(value)  # type: ignore[arg-type]
+
+
+# ---- arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -177,7 +244,7 @@ def _add_synth(commands: Commands) -> None:
     )
     synth.add_argument("--seed", type=natural, default=0, help="which scroll (default: 0)")
     synth.add_argument("--chunk", type=natural, default=128, help="edge of a chunk in voxels, even (default: 128)")
-    synth.add_argument("--overwrite", action="store_true", help="replace existing zarr volumes")
+    synth.set_defaults(run=_synth)
 
 
 def _add_info(commands: Commands) -> None:
@@ -201,6 +268,7 @@ def _add_info(commands: Commands) -> None:
     info.add_argument("--places", type=natural, default=16, help="boxes to sample grey values from (default: 16)")
     info.add_argument("--list", action="store_true", help="list the store to count its chunks, however long that takes")
     info.add_argument("--json", action="store_true", help="print JSON; null = unknown")
+    info.set_defaults(run=_info)
 
 
 def _add_copy(commands: Commands) -> None:
@@ -225,7 +293,7 @@ def _add_copy(commands: Commands) -> None:
         "--levels", type=natural, default=1, help="levels of the copy, each the mean of 2x2x2 voxels (default: 1)"
     )
     _add_store(copy)
-    copy.add_argument("--no-space-check", action="store_true", help="start even if the disk may be too small")
+    copy.set_defaults(run=_copy)
 
 
 def _add_occupancy(commands: Commands) -> None:
@@ -236,6 +304,7 @@ def _add_occupancy(commands: Commands) -> None:
         "(data.min_foreground) and `info` find it.",
     )
     _add_source(occupancy, "PATH", "zarr group or array: a folder, or an address s3:// or gs://")
+    occupancy.set_defaults(run=_occupancy)
     occupancy.add_argument("--out", type=Path, metavar="FILE", help="write it here instead; needed for an address")
 
 
@@ -269,6 +338,7 @@ def _add_verify(commands: Commands) -> None:
         help="that read and decode at once (default: the cores, at most 4)",
     )
     verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(run=_verify)
     _add_store(verify)
 
 

@@ -42,12 +42,6 @@ class AugmentConfig(Section):
 
     flip: bool = Field(True, description="mirror along z, y and x at random, each with probability 1/2")
     turn: bool = Field(True, description="turn by 0, 90, 180 or 270 degrees in the y-x plane; needs patch y = x")
-    contrast: float = Field(
-        0.0, ge=0, lt=1, description="model values times 1 + u, u uniform in -contrast..contrast; 0 = off"
-    )
-    brightness: float = Field(
-        0.0, ge=0, description="model values plus u, u uniform in -brightness..brightness; 0 = off"
-    )
 
 
 class NormalizeConfig(Section):

@@ -35,9 +35,34 @@ REMOVED = {
     "monitor.write_every_s": "a line of system.jsonl is of ten samples (monitor.sample_every_s), the first ones of one",
     "cluster.storage_path": "`aws s3 sync` copies a run, and VESUVIUS_RUNS may name a mounted bucket (docs/cluster.md)",
     "monitor.prometheus_address": "monitor.prometheus_port takes HOST:PORT, such as 0.0.0.0:9400",
+    "data.augment.contrast": "a generative model draws what it is trained on, random grey values too",
+    "data.augment.brightness": "a generative model draws what it is trained on, random grey values too",
     "monitor.webhook": "Prometheus alert rules (docs/prometheus) or W&B alerts (monitor.trackers) notify an operator",
 }
 """Keys of earlier versions, by what takes their place."""
+
+TRAINED_WITH: dict[str, Any] = {
+    "data.augment.brightness": 0.0,
+    "data.augment.contrast": 0.0,
+    "diffusion.loss": "l2",
+    "diffusion.zero_terminal_snr": False,
+}
+"""Those of them that a model depends on, with the value that this version trains with."""
+
+# What a changed key means for a run that goes on, by the beginnings of keys.
+
+# It becomes another experiment, whose weights would not fit or not mean the same; how samples are drawn may change.
+OTHER_EXPERIMENT = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")
+DRAWS_SAMPLES = ("diffusion.sampler",)
+# Allowed, yet what is learned from each step is no longer the same; `resume.drift_effects` begins its lines so.
+EFFECTS = ("learning rate", "effective batch", "average of the weights")
+CHANGES_TRAINING = ("data.", "training.clip_norm", "training.weight_decay", "training.amp", *EFFECTS)
+# What a step takes stays the same; pauses are left out of that.
+SAME_SPEED = (
+    "name", "monitor.", "training.max_", "training.lr", "training.warmup_steps", "training.epochs",
+    "training.steps_per_epoch", "training.save_every", "training.keep_", "training.validate_", "training.preview_",
+    "training.resume", "training.weight_decay", "training.clip_norm", "training.ema_decay", "diffusion.sampler",
+)  # fmt: skip
 
 _LONGEST_VALUE = 80  # characters of a received value that a message quotes
 _CORE_SCALARS = (
@@ -121,70 +146,42 @@ def _dumped(value: object, default_flow_style: bool) -> str:
     return dumped
 
 
-def explain(error: ErrorDetails) -> dict[KeyPath, str]:
-    """One pydantic error as texts by key path; entries of one list that are missing share one.  Pure."""
+def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
+    """Where one of pydantic's errors is, and what is wrong there; None for what another error says.  Pure."""
     path, value = error["loc"], error["input"]
     match error["type"]:
         case "missing" if isinstance(path[-1], str):
-            return dict.fromkeys(_required_below(path), "required key is missing")
+            return path, "required key is missing"
         case "missing":
             path = path[:-1]
         case "extra_forbidden" if removed := REMOVED.get(dotted(path, index="[]")):
-            return {path: f"was removed; {removed}; delete the key"}
+            return path, f"was removed; {removed}; delete the key"
         case "extra_forbidden":
-            return {path: f"unknown key; got {show(value)}{_suggest(path)}"}
+            return path, f"unknown key; got {show(value)}{_suggest(path)}"
         case "value_error":
             text = str(error["ctx"]["error"])
-            return {path: text if "; got " in text else f"{text}; got {show(value)}"}
-        case "finite_number":
-            return {path: f"must be a finite number; got {show(value)}"}
+            return path, text if "; got " in text else f"{text}; got {show(value)}"
         case "too_short" if len(value) >= error["ctx"]["min_length"]:
-            return {}  # pydantic counts only the good entries; the bad ones have errors of their own
-    schema = schema_at(path)
-    if not schema:  # a choice of several types: pydantic has an error for each, one level below the key
+            return None  # pydantic counts only the good entries; the bad ones have errors of their own
+    if not (schema := schema_at(path)):  # a choice of several types: pydantic has an error for each, one level below
         path, schema = path[:-1], schema_at(path[:-1])
-    return {path: f"must be {describe_type(schema)}; got {show(value)}{_hint(schema, value)}"}
-
-
-def _hint(schema: JsonSchema, value: object) -> str:
-    """What a value of the wrong type or spelling was probably meant to be.  Pure."""
-    kinds = {option.get("type") for option in schema.get("anyOf", [schema])}
-    choices = schema.get("enum", []) + [one["const"] for one in schema.get("anyOf", []) if "const" in one]
-    guess = None
-    match value:
-        case None if "object" in kinds:
-            guess = "{}"
-        case str() if "null" in kinds and value.lower() == "none":
-            guess = "null"
-        case str() if "boolean" in kinds and value.lower() in ("on", "yes", "off", "no"):
-            guess = to_yaml(value.lower() in ("on", "yes"))
-        case str() if close := difflib.get_close_matches(value.lower(), choices, n=1):
-            guess = f"'{close[0]}'"
-        case float() if "integer" in kinds and value.is_integer():
-            guess = str(int(value))
-        case bool() | int() | float() if "string" in kinds and not choices:
-            guess = f"'{to_yaml(value)}'"
-    return f"; did you mean {guess}?" if guess else ""
+    return path, f"must be {describe_type(schema)}; got {show(value)}"
 
 
 def _suggest(path: KeyPath) -> str:
     """The known key that an unknown one was probably meant to be, by its full name if it lives elsewhere.  Pure."""
-    section, key = dotted(path[:-1], index="[]"), str(path[-1]).lower()
-    if key == "extends":
-        return "; it goes at the top level of a file"
-    if "." in key:
-        return "; dots join keys in overrides only: write each part on a line of its own, indented"
-
-    likely: dict[str, float] = {}
+    section, wanted = dotted(path[:-1], index="[]"), str(path[-1])
+    homes: dict[str, str] = {}
     for known, _ in iter_keys():
         home, _, name = known.rpartition(".")
-        alike = difflib.SequenceMatcher(None, key, name).ratio() + 0.3 * (len(key) > 2 and key in name)
-        if alike >= 0.6:
-            likely[known] = alike + 0.2 * (home == section)
-    if likely:
-        home, _, name = (best := max(likely, key=lambda known: likely[known])).rpartition(".")
-        return f"; did you mean {name if home == section else best}?"
-    return f"; known here: {', '.join(_resolved(_not_null(schema_at(path[:-1])))['properties'])}"
+        homes[name] = home if name not in homes or home == section else homes[name]
+    here = [name for name, home in homes.items() if home == section]
+    for names in ([wanted] if wanted in homes else [], here, list(homes)):
+        if near := difflib.get_close_matches(wanted, names, n=1):
+            return (
+                f"; did you mean {near[0] if homes[near[0]] == section else f'{homes[near[0]]}.{near[0]}'.strip('.')}?"
+            )
+    return f"; known here: {', '.join(here)}"
 
 
 @functools.cache
@@ -216,15 +213,6 @@ def schema_at(path: KeyPath) -> JsonSchema:
         else:
             schema = _resolved(schema.get("properties", {}).get(step, {}))
     return schema
-
-
-def _required_below(path: KeyPath) -> Iterator[KeyPath]:
-    """The keys that a user has to write where `path` is absent."""
-    schema = schema_at(path)
-    if "properties" not in schema:
-        yield path
-    for name in schema.get("required", []):
-        yield from _required_below((*path, name))
 
 
 def dotted(path: KeyPath, index: str | None = None) -> str:

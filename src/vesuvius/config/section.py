@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vesuvius.errors import ConfigError, one_line
+from vesuvius.errors import ConfigError
 
 Triple = tuple[int, int, int]
 
@@ -46,11 +46,8 @@ class Section(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            found = (
-                f"{'.'.join(map(str, each['loc'])) or 'it'}: {each['msg']}; got {one_line(repr(each['input']), 80)}"
-                for each in error.errors(include_url=False)
-            )
-            raise ConfigError(f"{type(self).__name__} must be valid: {'; '.join(found)}") from None
+            found = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise ConfigError(f"{type(self).__name__} is not valid: {'; '.join(found)}") from None
 
     # As pydantic marks its own: sections within sections are made without it, which keeps the path to a wrong value.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

@@ -10,21 +10,11 @@ from vesuvius.config.experiment import Config
 # More steps than a run ever has; a period of them never comes round.
 NEVER = 10**9
 
-_LISTENERS_OFF = {"tensorboard": False, "prometheus_port": None, "trackers": ()}
-_STARTS_AFRESH_AND_SAVES_NOTHING = {
-    "max_hours": None,
-    "resume": "never",
-    "init_from": None,
-    "autotune": "off",
-    "save_every": NEVER,
-    "keep_every": None,
-    "preview_every": 0,
-}
-
 
 def without_listeners(config: Config) -> Config:
     """Return a config whose records stay in the run directory: nobody else is told of them."""
-    return config.model_copy(update={"monitor": config.monitor.model_copy(update=_LISTENERS_OFF)})
+    listeners_off = {"tensorboard": False, "prometheus_port": None, "trackers": ()}
+    return config.model_copy(update={"monitor": config.monitor.model_copy(update=listeners_off)})
 
 
 def trial_config(
@@ -39,13 +29,8 @@ def trial_config(
     Raises:
         ValidationError: what differs does not fit the rest.
     """
-    told_nobody = without_listeners(config)
-    changed = told_nobody.model_copy(
-        update={
-            "name": name,
-            "training": config.training.model_copy(update=_STARTS_AFRESH_AND_SAVES_NOTHING | dict(training)),
-            "monitor": told_nobody.monitor.model_copy(update=monitor or {}),
-            **keys,
-        }
-    )
-    return Config.model_validate(changed.model_dump())
+    changed = without_listeners(config).model_dump() | {"name": name} | keys
+    changed["training"] |= {"max_hours": None, "resume": "never", "init_from": None, "autotune": "off"}
+    changed["training"] |= {"save_every": NEVER, "keep_every": None, "preview_every": 0} | dict(training)
+    changed["monitor"] |= monitor or {}
+    return Config.model_validate(changed)

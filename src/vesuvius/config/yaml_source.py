@@ -71,7 +71,7 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
             found[key.value] = plain(value, inner)
         return found
 
-    line: int | None = None
+    line = 0
     try:
         root = yaml.compose(text, Loader=_CoreLoader)
         return None if root is None else plain(root, path)
@@ -79,15 +79,12 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
         line = text.count("\n", 0, error.position)
         what = f"the character {chr(error.character)!r} is not allowed"
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line if mark else None
-        begun = f" begun on line {error.context_mark.line + 1}" if error.context_mark else ""
-        what = f"{error.context}{begun}, {error.problem}" if error.context else f"{error.problem}"
-        if r"'\t'" in what:
-            what = "a tab cannot stand here; indent with spaces"
+        if mark := error.problem_mark or error.context_mark:
+            line = mark.line
+        what = f"{error.context}, {error.problem}" if error.context else f"{error.problem}"
     except RecursionError:
         what = "nested too deeply"
-    raise ConfigError(f"{source if line is None else where(line)}: not valid YAML: {what}")
+    raise ConfigError(f"{where(line)}: not valid YAML: {what}")
 
 
 def line_of(text: str, path: KeyPath) -> tuple[int, int, bool]:

@@ -42,21 +42,19 @@ class Spectrum:
             power += torch.fft.rfftn((patch.double() - mean) / std).abs().square()
         return cls(mean, std, (power / patches.numel()).float().numpy(), patches.shape[-1])
 
-    def augmented(self, flip: bool, turn: bool, contrast: float, brightness: float) -> Spectrum:
+    def augmented(self, flip: bool, turn: bool) -> Spectrum:
         """Return the spectrum of the same patches as `plan.augmentation_of` varies them.  Pure.
 
         Flips and turns move the patches' periodic covariance about its origin, so their mean over the whole group is
-        taken there.  Contrast and brightness are uniform: their variance is a third of the square of their range.
+        taken there.
         """
-        voxels = math.prod(self.power.shape[:-1]) * self.size_x
         covariance = torch.fft.irfftn(torch.from_numpy(self.power).double(), s=(*self.power.shape[:-1], self.size_x))
         if turn:  # by 180 degrees, then by 90
             covariance = (covariance + _mirrored(_mirrored(covariance, -1), -2)) / 2
             covariance = (covariance + _mirrored(covariance.transpose(-1, -2), -1)) / 2
         for axis in AXES if flip else ():
             covariance = (covariance + _mirrored(covariance, axis)) / 2
-        power = torch.fft.rfftn(covariance).real.clamp(min=0) * self.std**2 * (1 + contrast**2 / 3)
-        power[0, 0, 0] += voxels * (self.mean**2 * contrast**2 + brightness**2) / 3
+        power = torch.fft.rfftn(covariance).real.clamp(min=0) * self.std**2
         std = math.sqrt(float(torch.fft.irfftn(power, s=covariance.shape)[0, 0, 0])) or 1.0
         return Spectrum(self.mean, std, (power / std**2).float().numpy(), self.size_x)
 

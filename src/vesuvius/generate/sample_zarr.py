@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.volume_tools.ome_writer import move_into_place, new_array
-from vesuvius.volume_tools.partial import Kind
+from vesuvius.volume_tools.partial import Kind, new_array
 from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volumes.geometry import FloatTriple
 
@@ -129,7 +128,7 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
             yield staged
             for path in (*staged.rglob("*"), staged):
                 flush_to_disk(path)
-            move_into_place([staged], [out], scratch)
+            _move_into_place(staged, out, scratch / "old")
             flush_to_disk(out.parent)
         except BaseException:
             # zarr writes the files of one call side by side and reports the first that fails: another may still appear,
@@ -142,3 +141,15 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
         shutil.rmtree(scratch)
     except OSError as error:
         log.warning("%s is written; what it replaced could not be deleted (%s): delete %s by hand", out, error, scratch)
+
+
+def _move_into_place(staged: Path, out: Path, aside: Path) -> None:
+    """Rename what is there to `aside`, then `staged` to `out`; undone where that fails.  Raises OSError."""
+    try:
+        if os.path.lexists(out):
+            out.rename(aside)
+        staged.rename(out)
+    except BaseException:
+        if os.path.lexists(aside) and not os.path.lexists(out):
+            aside.rename(out)
+        raise

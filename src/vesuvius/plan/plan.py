@@ -70,21 +70,15 @@ class Augmentation:
     # flip_zyx, turns: mirror the axes that are set, then turn by `turns` x 90 degrees in the y-x plane
     flip_zyx: tuple[bool, bool, bool] = (False, False, False)
     turns: int = 0
-    # gain, offset: model values v become gain * v + offset
-    gain: float = 1.0
-    offset: float = 0.0
 
 
 def augmentation_of(seed: int, augment: AugmentConfig, index: int) -> Augmentation:
     """What is done to sample `index`, whichever patch it is.  Pure."""
     rng = np.random.default_rng((seed, _AUGMENT, index))
     flips, turns = rng.integers(0, 2, size=3).tolist(), int(rng.integers(0, 4))
-    gain, offset = rng.uniform(-1, 1, size=2).tolist()
     return Augmentation(
         flip_zyx=(bool(flips[0]), bool(flips[1]), bool(flips[2])) if augment.flip else (False, False, False),
         turns=turns if augment.turn else 0,
-        gain=1 + augment.contrast * gain,
-        offset=augment.brightness * offset,
     )
 
 
@@ -220,7 +214,7 @@ class Plan:
             "patch_size": list(self.patch_zyx),
             "patches_per_region": self.patches_per_region,
             "regions_in_flight": self.regions_in_flight,
-            "augment": self.augment.model_dump(),
+            "augment": self.augment.model_dump() | {"contrast": 0.0, "brightness": 0.0},  # as earlier versions hash it
             "volumes": [
                 {  # not its path: a volume may move to another disk between stop and resume
                     "weight": volume.weight,

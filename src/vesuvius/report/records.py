@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from vesuvius.config.drift import SAME_SPEED
+from vesuvius.config.describe import SAME_SPEED
 from vesuvius.monitor.postmortem.death import headline as death_headline
 from vesuvius.monitor.postmortem.death import read_deaths
 from vesuvius.monitor.probes.files import read_text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +98,7 @@ def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
         return list(map(triple, cells.tolist())), None
     total = math.prod(grid.counts_zyx)
     tried, found = 0, list[Triple]()
-    for number in _distinct(rng, total, min(count * _DRAWS_PER_BOX, total)):
+    for number in rng.choice(total, min(count * _DRAWS_PER_BOX, total), replace=False):
         chunk = triple(map(int, np.unravel_index(number, grid.counts_zyx)))
         tried += 1
         try:
@@ -115,16 +114,6 @@ def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
         if len(found) == count:
             break
     return found, tried
-
-
-def _distinct(rng: np.random.Generator, total: int, count: int) -> Iterator[int]:
-    """Distinct random numbers below `total`, without a table of all."""
-    seen: set[int] = set()
-    while len(seen) < count:
-        number = int(rng.integers(total))
-        if number not in seen:
-            seen.add(number)
-            yield number
 
 
 def _box_in(volume: Volume, chunk: Triple, patch_zyx: Triple, rng: np.random.Generator) -> Box:

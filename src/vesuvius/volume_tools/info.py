@@ -1,13 +1,14 @@
 """What a volume is, before anything is trained on it: levels, codec, stored chunks, grey values, and how to read it.
 
 `describe_volume` reads metadata, a sidecar or a listing, and the voxels of a few boxes; what could not be found out is
-None and comes with the reason, never 0.  The rest is pure.
+None and comes with the reason, never 0.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.split import split_volume
 from vesuvius.volume_tools.grey_statistics import GreyStatistics, grey_statistics
 from vesuvius.volumes.format.axes import Names
-from vesuvius.volumes.geometry import Geometry
+from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.listing import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -42,9 +43,11 @@ class LevelFacts:
     shard_zyx: Triple | None
     dtype: str
     raw_bytes: int
-    zarr_format: int
-    codec: str
-    geometry: Geometry | None  # None for a bare array, or where the metadata give no scale
+    # scale_zyx, translation_zyx, unit, voxel_size_um: None for a bare array, or where the metadata do not say
+    scale_zyx: FloatTriple | None
+    translation_zyx: FloatTriple | None
+    unit: str | None
+    voxel_size_um: FloatTriple | None
 
 
 @dataclass(frozen=True)
@@ -59,47 +62,26 @@ class Occupancy:
 
 
 @dataclass(frozen=True)
-class RegionFacts:
-    """How `data.*` would read the level with these patches."""
-
-    region_zyx: Triple  # the largest region
-    regions: int  # in the training part
-    patches_per_region: int
-    regions_in_flight: int
-    amplification: float  # bytes decoded per byte of patch
-    regions_bytes: int  # M decoded regions: what those in flight take
-    repeats: bool  # whether there are fewer regions than M, so that some are in flight twice
-
-
-@dataclass(frozen=True)
 class VolumeFacts:
     """Everything that `vesuvius volume info` says."""
 
     spec: ArrayConfig
-    patch_zyx: Triple
     # ome_version, title: None for a bare array
     ome_version: str | None
     title: str | None
-    # names of the chosen level's axes in stored order; None where the metadata do not name them.  Where none of them
-    # is z, y or x the last three are taken for these.
-    axes: Names | None
+    zarr_format: int
+    axes: Names | None  # of the chosen level, in stored order; None where the metadata do not name them
+    zyx: Triple  # which of them are z, y and x, counted from 0
     levels: tuple[LevelFacts, ...]
-    broken: tuple[tuple[str, str], ...]  # path of each level that cannot be opened, and why
+    broken: dict[str, str]  # path of each level that cannot be opened, and why
     chosen: LevelFacts  # the level that the rest is about
+    codec: str
     occupancy: Occupancy
     grey: GreyStatistics | None
-    # region, no_region: the one or the other: why these patches cannot be drawn from this level
-    region: RegionFacts | None
+    patch_zyx: Triple
+    # region, no_region: how `data.*` would read the level with these patches, or why they cannot be drawn from it
+    region: dict[str, Any] | None
     no_region: str | None
-
-
-@dataclass(frozen=True)
-class SidecarFacts:
-    """A sidecar that was written."""
-
-    path: Path
-    grid_zyx: tuple[int, ...]
-    occupancy: Occupancy
 
 
 def describe_volume(
@@ -115,52 +97,59 @@ def describe_volume(
     Raises:
         DataError: the level cannot be opened.
     """
-    volume = open_volume(spec, store)
-    try:
-        chosen = _level_facts(volume, spec.level)
-        levels, broken = _all_levels(spec, chosen, volume.level.paths if volume.level else ("",), store)
+    with closing(open_volume(spec, store)) as volume:
+        levels, broken = dict[int, LevelFacts](), dict[str, str]()
+        for level, path in enumerate(volume.level.paths if volume.level else ("",)):
+            if level == spec.level:
+                levels[level] = _level_facts(volume, level)
+                continue
+            try:
+                with closing(open_volume(spec.model_copy(update={"level": level}), store)) as other:
+                    levels[level] = _level_facts(other, level)
+            except DataError as error:
+                broken[path] = one_line(error)
         occupancy, stored = _occupancy(volume, listing)
-        grey = grey_statistics(volume, stored, patch_zyx, places) if places else None
-        region, no_region = _region_facts(volume, spec, patch_zyx)
-    finally:
-        volume.close()
-    return VolumeFacts(
-        spec=spec,
-        patch_zyx=patch_zyx,
-        ome_version=volume.level.version if volume.level else None,
-        title=volume.level.title if volume.level else None,
-        axes=volume.axis_names if any(volume.axis_names) else None,
-        levels=levels,
-        broken=broken,
-        chosen=chosen,
-        occupancy=occupancy,
-        grey=grey,
-        region=region,
-        no_region=no_region,
-    )
+        region = _region_facts(volume, spec, patch_zyx)
+        return VolumeFacts(
+            spec=spec,
+            ome_version=volume.level.version if volume.level else None,
+            title=volume.level.title if volume.level else None,
+            zarr_format=volume.array.metadata.zarr_format,
+            axes=volume.axis_names if any(volume.axis_names) else None,
+            zyx=volume.axes.zyx,
+            levels=tuple(levels.values()),
+            broken=broken,
+            chosen=levels[spec.level],
+            codec=codec_words(volume.array),
+            occupancy=occupancy,
+            grey=grey_statistics(volume, stored, patch_zyx, places) if places else None,
+            patch_zyx=patch_zyx,
+            region=None if isinstance(region, str) else region,
+            no_region=region if isinstance(region, str) else None,
+        )
 
 
-def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = StoreConfig()) -> SidecarFacts:
+def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = StoreConfig()) -> tuple[Path, Occupancy]:
     """List the chunks of a level and write down which are stored.
 
     Args:
         out: where to; None = beside the level, which must then be on a disk.
+
+    Returns:
+        Where it is, and what it says.
 
     Raises:
         ConfigError: the place must be given and is not.
         DataError: the volume cannot be opened or listed.
         StorageError: the file cannot be written.
     """
-    volume = open_volume(spec, store)
-    try:
+    with closing(open_volume(spec, store)) as volume:
         path = out or _beside(volume)
         occupancy = list_chunks(volume)
-    finally:
-        volume.close()
     with storage_errors("a sidecar needs a writable folder", "choose another with --out", f"for {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sidecar(path, occupancy, sidecar_signature(volume))
-    return SidecarFacts(path, occupancy.shape, _counted(volume, occupancy, "listing"))
+    return path, _counted(volume, occupancy, "listing")
 
 
 def codec_words(array: zarr.Array[Any]) -> str:
@@ -176,38 +165,21 @@ def codec_words(array: zarr.Array[Any]) -> str:
 
 
 def _level_facts(volume: Volume, level: int) -> LevelFacts:
-    array = volume.array
+    geometry = volume.geometry
+    units = {unit or "none" for unit in geometry.units_zyx} if geometry else set()
     return LevelFacts(
         level=level,
-        path=array.path,
-        shape=array.shape,
+        path=volume.array.path,
+        shape=volume.array.shape,
         chunk_zyx=volume.chunk_zyx,
         shard_zyx=volume.grid.shard_zyx,
         dtype=volume.dtype.name,
-        raw_bytes=math.prod(array.shape) * volume.dtype.itemsize,
-        zarr_format=array.metadata.zarr_format,
-        codec=codec_words(array),
-        geometry=volume.geometry,
+        raw_bytes=math.prod(volume.array.shape) * volume.dtype.itemsize,
+        scale_zyx=geometry.scale_zyx if geometry else None,
+        translation_zyx=geometry.translation_zyx if geometry else None,
+        unit=units.pop() if len(units) == 1 else str(geometry.units_zyx) if geometry else None,
+        voxel_size_um=volume.voxel_size_um,
     )
-
-
-def _all_levels(
-    spec: ArrayConfig, chosen: LevelFacts, paths: tuple[str, ...], store: StoreConfig
-) -> tuple[tuple[LevelFacts, ...], tuple[tuple[str, str], ...]]:
-    """The facts of the levels that can be opened, and what is wrong with the others."""
-    levels, broken = [], []
-    for level, path in enumerate(paths):
-        if level == spec.level:
-            levels.append(chosen)
-            continue
-        try:
-            volume = open_volume(spec.model_copy(update={"level": level}), store)
-        except DataError as error:
-            broken.append((path, one_line(error)))
-            continue
-        levels.append(_level_facts(volume, level))
-        volume.close()
-    return tuple(levels), tuple(broken)
 
 
 def _occupancy(volume: Volume, listing: bool) -> tuple[Occupancy, Bools | None]:
@@ -248,7 +220,7 @@ def _counted(volume: Volume, occupancy: Bools, source: Literal["sidecar", "listi
     return Occupancy(int(np.count_nonzero(occupancy)), occupancy.size, unit, source)
 
 
-def _region_facts(volume: Volume, spec: ArrayConfig, patch_zyx: Triple) -> tuple[RegionFacts, None] | tuple[None, str]:
+def _region_facts(volume: Volume, spec: ArrayConfig, patch_zyx: Triple) -> dict[str, Any] | str:
     """The plan that `data.*` defaults lay for these patches, or why they lay none.  Pure."""
     config = DataConfig(
         volumes=(VolumeConfig(path=spec.path, level=spec.level, select=spec.select),),
@@ -260,21 +232,17 @@ def _region_facts(volume: Volume, spec: ArrayConfig, patch_zyx: Triple) -> tuple
         split = split_volume(volume.name, shape, patch_zyx, config.validation)
         planned = plan_volume(volume.name, split, shape, chunk, dtype, 1.0, config)
     except DataError as error:
-        return None, str(error)
+        return str(error)
     plan = make_plan(0, config, [planned])
-    z, y, x = planned.cells.region_zyx(patch_zyx)
-    return (
-        RegionFacts(
-            region_zyx=(z, y, x),
-            regions=planned.visits_per_pass,
-            patches_per_region=plan.patches_per_region,
-            regions_in_flight=plan.regions_in_flight,
-            amplification=plan.read_amplification(0),
-            regions_bytes=plan.regions_in_flight * z * y * x * volume.dtype.itemsize,
-            repeats=plan.repeats,
-        ),
-        None,
-    )
+    region = planned.cells.region_zyx(patch_zyx)
+    return {
+        "region_zyx": region,  # the largest one
+        "regions": planned.visits_per_pass,  # in the training part
+        "patches_per_region": plan.patches_per_region,
+        "regions_in_flight": plan.regions_in_flight,
+        "amplification": plan.read_amplification(0),  # bytes decoded per byte of patch
+        "regions_bytes": plan.regions_in_flight * math.prod(region) * volume.dtype.itemsize,  # those in flight, decoded
+    }
 
 
 def _beside(volume: Volume) -> Path:

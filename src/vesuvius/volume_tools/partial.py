@@ -1,11 +1,11 @@
-"""A volume on disk that is not whole yet, a copy or a drawn one; its process may be killed at any instant.
+"""An OME-Zarr that is being written (copied, drawn, made up); its process may be killed at any instant, and continued.
 
     OUT.zarr.partial/copy.json      the arguments, with which it is resumed; drawing.json of a drawn volume
     OUT.zarr.partial/lock           locked by the process that writes
     OUT.zarr.partial/volume.zarr/   OUT.zarr without metadata, so that nothing unfinished can be opened as a volume
 
-Each chunk is written under a temporary name, synced and renamed: a file that is there is whole.  Air is not stored, and
-made again by the next process.
+Each chunk is written under a temporary name, synced and renamed: a file that is there is whole, and is skipped.  Air is
+not stored, and made again by the next process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +23,17 @@ from typing import Any
 
 import numpy as np
 import zarr
+from numcodecs import Blosc
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_whole
 from vesuvius.runlog.records import parsed
-from vesuvius.volume_tools.ome_writer import encoded, new_array
 from vesuvius.volume_tools.pyramid import Pyramid, halve
-from vesuvius.volumes.box import doubled, slices
+from vesuvius.volumes.box import Box, doubled, slices, triple
+
+_WRITERS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,52 @@ class PartialCopy:
         """OUT.zarr.partial."""
         return partial_path(self.out)
 
-    def is_done(self, level: int, chunk: Triple) -> bool:
-        """Whether a chunk is written; False for air."""
-        return self._file(level, chunk).exists()
+    def missing(self, level: int) -> list[Triple]:
+        """The chunks of a level that are not written; those of air too."""
+        return [
+            chunk for chunk in map(triple, np.ndindex(self.plan.counts[level])) if not self._file(level, chunk).exists()
+        ]
+
+    def fill(
+        self,
+        level: int,
+        read: Callable[[Box], NDArray[Any] | None],
+        on_chunk: Callable[[int], None] = lambda size: None,
+        ahead: Callable[[Sequence[Box]], None] = lambda boxes: None,
+    ) -> None:
+        """Write the missing chunks of a level, each while the next ones are read.
+
+        Args:
+            read: the voxels of a box, in this thread; None skips it.
+            on_chunk: told of the bytes of each chunk that is done, 0 = air, from this thread.
+            ahead: told of the boxes that come next before one of them is read.
+
+        Raises:
+            StorageError: the disk refuses.
+        """
+        chunks = self.missing(level)
+        boxes = [self.plan.box_of(level, chunk) for chunk in chunks]
+        writing = deque[Future[int]]()
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
+            for number, (chunk, box) in enumerate(zip(chunks, boxes, strict=True)):
+                ahead(boxes[number:])
+                if (voxels := read(box)) is None:
+                    continue
+                writing.append(writers.submit(self.write, level, chunk, voxels))
+                if len(writing) > _WRITERS:
+                    on_chunk(writing.popleft().result())
+            for written in writing:
+                on_chunk(written.result())
+
+    def fill_coarser(self, on_chunk: Callable[[int], None] = lambda size: None) -> None:
+        """Write the metadata of the finest level, whose chunks are all done, and each coarser one from the one before.
+
+        Raises StorageError.
+        """
+        finer = self._finish_level(0)
+        for level in range(1, self.plan.levels):
+            self.fill(level, lambda box, finer=finer: halve(np.asarray(finer[slices(doubled(box))])), on_chunk)  # type: ignore[misc]
+            finer = self._finish_level(level)
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any]) -> int:
         """Store a chunk, whole or not at all.  May be called from several threads.
@@ -88,24 +135,13 @@ class PartialCopy:
         fill = self.dtype.type(self.fill_value)
         if np.array_equal(voxels, np.broadcast_to(fill, voxels.shape), equal_nan=voxels.dtype.kind == "f"):
             return 0
-        data, file = encoded(voxels, self.plan.chunk_zyx, fill), self._file(level, chunk)
+        padded = np.full(self.plan.chunk_zyx, fill, voxels.dtype.newbyteorder("<"))
+        padded[tuple(map(slice, voxels.shape))] = voxels
+        data, file = bytes(_codec_for(voxels.dtype).encode(padded)), self._file(level, chunk)
         with _disk_errors(self.out, self.kind):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, data)
         return len(data)
-
-    def finish_level(self, level: int) -> zarr.Array[Any]:
-        """Write the metadata of a level whose chunks are all done; the array, to be read.  Raises StorageError."""
-        folder = self._volume / str(level)
-        with _disk_errors(self.out, self.kind):
-            if not (folder / ".zarray").exists():
-                shape, fill = self.plan.shapes[level], self.dtype.type(self.fill_value).item()
-                new_array(self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill)
-            return zarr.open_array(str(folder), mode="r")
-
-    def halved(self, level: int, chunk: Triple, finer: zarr.Array[Any]) -> NDArray[Any]:
-        """The voxels of a chunk from those of the level before.  Reads them."""
-        return halve(np.asarray(finer[slices(doubled(self.plan.box_of(level, chunk)))]))
 
     def publish(self, multiscale: dict[str, Any]) -> None:
         """Write the group's metadata and give the whole volume its name.  Raises StorageError."""
@@ -116,6 +152,15 @@ class PartialCopy:
             group.attrs.put({"multiscales": [multiscale], self.kind.attribute: self.record})
             self._volume.rename(self.out)
             shutil.rmtree(self.path)
+
+    def _finish_level(self, level: int) -> zarr.Array[Any]:
+        """Write the metadata of a level whose chunks are all done; the array, to be read."""
+        folder = self._volume / str(level)
+        with _disk_errors(self.out, self.kind):
+            if not (folder / ".zarray").exists():
+                shape, fill = self.plan.shapes[level], self.dtype.type(self.fill_value).item()
+                new_array(self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill)
+            return zarr.open_array(str(folder), mode="r")
 
     @property
     def _volume(self) -> Path:
@@ -178,6 +223,18 @@ def is_begun(out: Path, kind: Kind = COPY) -> bool:
     return (partial_path(out) / kind.file).exists()
 
 
+def is_finished(out: Path, record: dict[str, Any], kind: Kind = COPY) -> bool:
+    """Whether the whole volume is there, made with these arguments; removes what a kill has left beside it.
+
+    Raises ConfigError where something else is there.
+    """
+    if not os.path.lexists(out):
+        return False
+    check_record(out, finished_record(out, kind), record, kind)
+    shutil.rmtree(partial_path(out), ignore_errors=True)
+    return True
+
+
 def finished_record(out: Path, kind: Kind = COPY) -> Any:
     """The arguments that a finished volume was made with; None for any other volume."""
     try:
@@ -201,6 +258,36 @@ def check_record(path: Path, there: Any, wanted: dict[str, Any], kind: Kind = CO
             f"a {kind.name} continues with the arguments it was started with; got {got} for {path}; use the "
             "same ones, choose another name, or remove it"
         )
+
+
+def new_array(
+    root: Path,
+    name: str,
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    chunks: tuple[int, ...],
+    fill_value: Any = 0,
+    write_empty_chunks: bool = False,
+) -> zarr.Array[Any]:
+    """An array without voxels yet in the OME-Zarr 0.4 group at `root`.  Raises OSError."""
+    return zarr.create_array(
+        str(root),
+        name=name,
+        shape=tuple(shape),
+        dtype=dtype.newbyteorder("<"),
+        chunks=chunks,
+        compressors=_codec_for(dtype),
+        fill_value=fill_value,
+        order="C",
+        zarr_format=2,
+        chunk_key_encoding={"name": "v2", "separator": "/"},
+        config={"write_empty_chunks": write_empty_chunks},
+    )
+
+
+def _codec_for(dtype: np.dtype[Any]) -> Blosc:
+    """As the published scrolls are compressed."""
+    return Blosc(cname="zstd", clevel=3, shuffle=Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE)
 
 
 def _disk_errors(out: Path, kind: Kind) -> AbstractContextManager[None]:

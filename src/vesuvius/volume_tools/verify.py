@@ -1,45 +1,39 @@
 """Read every stored chunk of a level once, in several processes, and list those that are broken.
 
-What was read is written down task by task, so that an interrupted verification continues where it stopped:
+What was read and found whole is kept, so that an interrupted verification continues where it stopped:
 
-    ~/.cache/vesuvius/verify/ID.jsonl   first line: which volume, a digest of the objects to read, and when it began
-                                        then a line per task of whole chunks: its number and its chunks
+    ~/.cache/vesuvius/verify/ID.txt     numbers of chunks (or shards), <12><13>...: one that a kill has torn has no end
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
-from vesuvius.errors import ConfigError, DataError, storage_errors
-from vesuvius.runlog.files import take_lock
-from vesuvius.runlog.records import parsed, records_in
+from vesuvius.errors import DataError, storage_errors
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, triple
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.listing import Bools, list_objects, read_sidecar
 from vesuvius.volumes.missing import StoredChunks
-from vesuvius.volumes.volume import Nan, Volume, metadata_hash, open_volume
-
-log = logging.getLogger(__name__)
+from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 
 _CHUNKS_PER_TASK = 64
 _STAGED_AHEAD = 8
@@ -55,16 +49,6 @@ class BrokenChunk:
     box: Box  # the voxels that are lost with it, (start_zyx, stop_zyx)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What is read, by every process.  Picklable."""
-
-    spec: ArrayConfig
-    store: StoreConfig
-    stored: StoredChunks | None = None
-    nan: Nan = "air"
-
-
 @dataclass
 class VerifyFigures:
     """How far a verification is, and in the end the report of it."""
@@ -72,11 +56,27 @@ class VerifyFigures:
     volume: str  # path and level
     objects: int  # chunks to read, or shards
     before: int = 0  # of these, found whole by earlier processes
-    before_since: float | None = None  # when the first of those began, seconds since 1970; None where `before` is 0
     done: int = 0  # read so far, those included
-    chunks: int = 0  # chunks read so far; inner ones of shards
+    chunks: int = 0  # chunks that this process has read; of shards the inner ones
     broken: list[BrokenChunk] = field(default_factory=list)  # of these, those that cannot be read, in order
     seconds: float = 0.0  # of this process
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What every process reads.  Picklable."""
+
+    spec: ArrayConfig
+    store: StoreConfig
+    stored: StoredChunks | None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Objects that one process reads together."""
+
+    numbers: list[int]  # in the flat grid of objects
+    chunks: list[Triple]
 
 
 def verify_volume(
@@ -95,44 +95,31 @@ def verify_volume(
         on_progress: called after each task, from this thread.
 
     Raises:
-        ConfigError: another process verifies the same level.
         DataError: the volume cannot be opened or listed, or its store is away for longer than `outage_minutes`.
         StorageError: the file that keeps what was done cannot be written.
     """
     started = time.monotonic()
     with closing(open_volume(spec, store)) as volume:
         objects, stored = _objects(volume)
+        file = _file_of_whole(volume)
+        with _storage_errors(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            text = file.read_text() if file.exists() else ""
         numbers = np.flatnonzero(objects)
-        grid = volume.grid
-        per_task = max(_CHUNKS_PER_TASK // math.prod(grid_shape(grid.object_zyx, grid.chunk_zyx)), 1)
-        figures = VerifyFigures(volume.name, len(numbers))
-
-        def count(number: int, chunks: int) -> None:
-            figures.done += min(per_task, len(numbers) - number * per_task)
-            figures.chunks += chunks
-
-        path = _journal_path(volume)
-        with _journal(path, _identity(volume, objects, per_task)) as (journal, began, finished):
-            for number, chunks in finished.items():
-                count(number, chunks)
-            figures.before, figures.before_since = figures.done, began if finished else None
-            tasks = (
-                (number, _chunks_of(grid, numbers[number * per_task : (number + 1) * per_task]))
-                for number in range(-(-len(numbers) // per_task))
-                if number not in finished
-            )
-            reads = read_in_processes(Reading(spec, store, stored), volume, tasks, processes)
-            with closing(reads):  # type: ignore[type-var]
-                for number, read, broken in reads:
-                    if not broken:  # what is broken may have been restored next time
-                        with _storage_errors(path):
-                            journal.write(json.dumps({"number": number, "chunks": len(read)}).encode() + b"\n")
-                    count(number, len(read))
-                    figures.broken += broken
-                    figures.seconds = time.monotonic() - started
-                    on_progress(figures)
-            with suppress(OSError):  # all is done: the next time begins from the start
-                path.unlink()
+        left = np.setdiff1d(numbers, [int(number) for number in re.findall(r"<(\d+)>", text)])
+        before = len(numbers) - len(left)
+        figures = VerifyFigures(volume.name, len(numbers), before, before)
+        with closing(_read_tasks(Reading(spec, store, stored), volume, _tasks(volume.grid, left), processes)) as reads:
+            for task, broken in reads:
+                if not broken:  # what is broken may have been restored next time
+                    with _storage_errors(file), file.open("a") as kept:
+                        kept.write("".join(f"<{number}>" for number in task.numbers) + "\n")
+                figures.done += len(task.numbers)
+                figures.chunks += len(task.chunks)
+                figures.broken += broken
+                figures.seconds = time.monotonic() - started
+                on_progress(figures)
+        file.unlink(missing_ok=True)  # all is done: the next time begins from the start
     figures.broken.sort(key=lambda broken: broken.chunk)
     return figures
 
@@ -140,76 +127,69 @@ def verify_volume(
 # ---- processes
 
 
-def read_in_processes(
-    reading: Reading, volume: Volume, tasks: Iterable[tuple[int, list[Triple]]], processes: int
-) -> Iterator[tuple[int, list[Triple], list[BrokenChunk]]]:
-    """Read all chunks of all tasks.  Closing the iterator ends the processes.
+def _read_tasks(
+    reading: Reading, volume: Volume, tasks: Iterable[_Task], processes: int
+) -> Generator[tuple[_Task, list[BrokenChunk]], None, None]:
+    """Read all chunks of all tasks; yields each task with those that are broken.  Closing it ends the processes.
 
-    A chunk that ends the process that decodes it is broken: the tasks in hand are then read again, chunk by chunk.
+    Where a process dies of what it decodes, the tasks in hand are read again, chunk by chunk, in a process of their
+    own.
 
     Args:
         volume: the same one, opened here, to name keys and boxes; no chunk is read with it.
-        tasks: a number and the chunks, of each.
-        processes: at work at once.
-
-    Yields:
-        Number and chunks of a task, and those of them that are broken.
 
     Raises:
-        DataError: the volume as a whole cannot be read any more.
+        DataError: the volume as a whole cannot be read any more, or no process can be started.
     """
-    waiting, running = iter(tasks), dict[Future[list[BrokenChunk]], tuple[int, list[Triple]]]()
-    died: list[tuple[int, list[Triple]]] = []
-    with _pool(reading, processes) as pool:
-        while True:
-            while not died and len(running) < processes and (task := next(waiting, None)) is not None:
-                try:
-                    running[pool.submit(_read_chunks, task[1])] = task
-                except BrokenProcessPool:  # while the caller had the last result
-                    died.append(task)
-            if not running:
-                break
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                number, chunks = running.pop(future)
-                try:
-                    yield number, chunks, future.result()
-                except BrokenProcessPool:
-                    died.append((number, chunks))
-    for number, chunks in died:
-        yield number, chunks, _read_one_by_one(reading, volume, chunks)
-    if died:
-        yield from read_in_processes(reading, volume, waiting, processes)
+    waiting, is_over = iter(tasks), False
+    while not is_over:
+        running, died = dict[Future[list[BrokenChunk]], _Task](), list[_Task]()
+        with _pool(reading, processes) as pool:
+            while True:
+                while not died and len(running) < processes and (task := next(waiting, None)) is not None:
+                    try:
+                        running[pool.submit(_read_chunks, task.chunks)] = task
+                    except BrokenProcessPool:  # while the caller had the last result
+                        died.append(task)
+                if not running:
+                    break
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    task = running.pop(future)
+                    try:
+                        yield task, future.result()
+                    except BrokenProcessPool:
+                        died.append(task)
+        is_over = not died
+        for task in died:
+            yield task, _read_one_by_one(reading, volume, task.chunks)
 
 
 def _read_one_by_one(reading: Reading, volume: Volume, chunks: list[Triple]) -> list[BrokenChunk]:
     """In one process at a time; each that dies names the chunk that it died of."""
     broken, left = list[BrokenChunk](), list(chunks)
     while left:
-        with _pool(reading, 1) as pool, suppress(BrokenProcessPool):
+        with _pool(reading, 1) as pool:
             try:
-                pool.submit(_begun).result()
-            except BrokenProcessPool as error:
-                raise DataError(
-                    f"No process for the reading of {volume.name} can be started; check the machine's memory and its "
-                    "limit of processes"
-                ) from error
-            while left:
-                broken += pool.submit(_read_chunks, left[:1]).result()
-                left.pop(0)
-        if left:
-            chunk = left.pop(0)
-            box, key = volume.grid.box_of(chunk), volume.grid.key_of(chunk)
-            broken.append(
-                BrokenChunk(chunk, key, "decoding it ended the process (a codec that crashes, or a kill)", box)
-            )
+                while left:
+                    broken += pool.submit(_read_chunks, left[:1]).result()
+                    left.pop(0)
+            except BrokenProcessPool:
+                chunk, cause = left.pop(0), "decoding it ended the process (a codec that crashes, or a kill)"
+                broken.append(BrokenChunk(chunk, volume.grid.key_of(chunk), cause, volume.grid.box_of(chunk)))
     return broken
 
 
 @contextmanager
 def _pool(reading: Reading, processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that are ended with the context, whatever they do."""
+    """Processes that are ended with the context, whatever they do.  Raises DataError where none can be started."""
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (reading,))
     try:
+        try:
+            pool.submit(os.getpid).result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "No process that reads can be started; check the machine's memory and its limit of processes"
+            ) from error
         yield pool
     finally:
         started = list((pool._processes or {}).values())  # Python 3.14 has terminate_workers
@@ -234,11 +214,6 @@ def _begin(reading: Reading) -> None:
     # numcodecs makes a lock for blosc.  A spawned process gives it a name, and where it is terminated Python's resource
     # tracker complains of a leak; of the fork kind it has none.  No process is started from here.
     multiprocessing.set_start_method("fork", force=True)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backtraces of what ends the process
-
-
-def _begun() -> None:
-    """Say that this process of the pool has begun."""
 
 
 def _end_with_parent() -> None:
@@ -254,7 +229,7 @@ def _read_chunks(chunks: list[Triple]) -> list[BrokenChunk]:
     global _opened
     assert _reading is not None
     if _opened is None:
-        _opened = open_volume(_reading.spec, _reading.store, nan=_reading.nan, known=True, stored=_reading.stored)
+        _opened = open_volume(_reading.spec, _reading.store, known=True, stored=_reading.stored)
     volume, broken, lost = _opened, list[BrokenChunk](), None
     boxes = [volume.grid.box_of(chunk) for chunk in chunks]
     for place, box in enumerate(boxes):
@@ -287,59 +262,22 @@ def _objects(volume: Volume) -> tuple[Bools, StoredChunks | None]:
     return objects, StoredChunks.of(sidecar) if sidecar.shape == grid.counts_zyx else None
 
 
-def _chunks_of(grid: ChunkGrid, numbers: NDArray[np.int64]) -> list[Triple]:
-    """The chunks in objects of these flat numbers."""
-    places = np.stack(np.unravel_index(numbers, grid.object_counts_zyx), axis=1).tolist()
-    boxes = (chunk_box(triple(place), grid.object_zyx, grid.shape_zyx) for place in places)
-    return [chunk for box in boxes for chunk in grid.chunks_of(box)]
+def _tasks(grid: ChunkGrid, numbers: NDArray[np.int64]) -> Iterator[_Task]:
+    """Some objects each, of about as many chunks."""
+    per_task = max(_CHUNKS_PER_TASK // math.prod(grid_shape(grid.object_zyx, grid.chunk_zyx)), 1)
+    for first in range(0, len(numbers), per_task):
+        some = numbers[first : first + per_task]
+        places = np.stack(np.unravel_index(some, grid.object_counts_zyx), axis=1).tolist()
+        boxes = (chunk_box(triple(place), grid.object_zyx, grid.shape_zyx) for place in places)
+        yield _Task(some.tolist(), [chunk for box in boxes for chunk in grid.chunks_of(box)])
 
 
-def _identity(volume: Volume, objects: Bools, per_task: int) -> dict[str, Any]:
-    """What must be the same for a verification to continue: else the numbers of its tasks mean something else."""
-    return {
-        "volume": volume.name,
-        "metadata": metadata_hash(volume.array),
-        "objects": hashlib.sha256(np.packbits(objects).tobytes()).hexdigest()[:16],
-        "per_task": per_task,
-    }
-
-
-def _journal_path(volume: Volume) -> Path:
-    """The same for the same level, wherever the command is run."""
+def _file_of_whole(volume: Volume) -> Path:
+    """The same for the same level and its metadata, wherever the command is run."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
-    name = hashlib.sha256(f"{address}#{volume.array.path}#{volume.axes}".encode()).hexdigest()[:24]
-    return root / "vesuvius" / "verify" / f"{name}.jsonl"
-
-
-@contextmanager
-def _journal(path: Path, identity: dict[str, Any]) -> Iterator[tuple[IO[bytes], float, dict[int, int]]]:
-    """The file of what was done, for one process at a time; when it was begun; and the chunks of each finished task.
-
-    Raises ConfigError where another process has it, StorageError.
-    """
-    with _storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b", buffering=0)
-    with file:
-        with _storage_errors(path):
-            file.seek(0)
-            if not take_lock(file.fileno(), path):
-                raise ConfigError(
-                    f"one process verifies a level at a time; got another one that holds {path}; wait for it or stop it"
-                )
-            first, *lines = file.read().splitlines() or [b""]
-            head = parsed(first) or {}
-            if head == identity | {"began": head.get("began")}:
-                finished = {record["number"]: record["chunks"] for record in records_in(lines)}
-                file.write(b"\n")  # the last line is torn where the process was killed
-            else:
-                if first:
-                    log.info("the chunks to read have changed since last time: all are read from the start")
-                head, finished = identity | {"began": time.time()}, {}
-                file.truncate(0)
-                file.write(json.dumps(head).encode() + b"\n")
-        yield file, head["began"], finished
+    identity = f"{address}#{volume.array.path}#{volume.axes}#{metadata_hash(volume.array)}"
+    return root / "vesuvius" / "verify" / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.txt"
 
 
 def _storage_errors(path: Path) -> Any:

@@ -19,7 +19,7 @@ from vesuvius.config import Triple
 from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, box_along, format_box, intersects, shape_of, triple
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.geometry import MICROMETERS, Geometry
+from vesuvius.volumes.geometry import MICROMETERS, VOXELS, Geometry
 from vesuvius.volumes.volume import Volume
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ ONES: Fractions = (Fraction(1), Fraction(1), Fraction(1))
 ZEROS: Fractions = (Fraction(0), Fraction(0), Fraction(0))
 
 _POWERS = {2**n for n in range(16)}
-_VOXELS = Geometry((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (None, None, None))
 _EQUAL = 1e-3  # voxels: rests of two readings of a translation that differ by less are the same
 # Scales are rounded by whoever writes them: a factor is the first ratio of whole numbers with a denominator of at most
 # this that moves no voxel by more than half of one.
@@ -208,7 +207,7 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
     places a box whose translation is given; it does not tell a crop from a coarser level.
     """
     shapes = volume.shape_zyx, array.shape_zyx
-    same, geometries = shapes[0] == shapes[1], (volume.geometry or _VOXELS, array.geometry or _VOXELS)
+    same, geometries = shapes[0] == shapes[1], (volume.geometry or VOXELS, array.geometry or VOXELS)
     kinds = {_kind(volume), _kind(array)}
     lacking = [v.name for v in (volume, array) if _kind(v) != "scale"]
     if kinds <= {"none", "default"}:
@@ -298,28 +297,24 @@ def _nearest(value: float) -> int:
 
 
 def _by_shape(volume_zyx: Triple, array_zyx: Triple, lacking: list[str]) -> Alignment:
-    """Both begin and end together, by a whole factor per axis.  Raises _MisfitError.
+    """Both begin and end together, by one whole factor along all axes whose sizes differ.  Raises _MisfitError.
 
-    Sizes are ambiguous: 100 voxels become 4 by any factor from 21 to 33.  One factor for all axes is preferred, a power
-    of two if possible, as pyramids halve; then factors that divide.
+    Sizes are ambiguous: 100 voxels become 4 by any factor from 21 to 33.  A power of two is preferred, as pyramids
+    halve.
 
     Args:
         lacking: names of the volumes that give no scale.
     """
     fitting = [_whole_factors(size, count) for size, count in zip(volume_zyx, array_zyx, strict=True)]
-    if not all(fitting):
-        raise _MisfitError("its shape is not that of the volume divided by whole factors")
     common = set.intersection(*([factors for factors in fitting if factors != {1}] or [{1}]))
-    shared = {min(common & _POWERS)} if common & _POWERS else common if len(common) == 1 else set()
-    factors = []
-    for size, count, allowed in zip(volume_zyx, array_zyx, fitting, strict=True):
-        exact = {size // count} if size % count == 0 else set()
-        left = allowed & shared or allowed & _POWERS or exact or allowed
-        if len(left) > 1 and not left & _POWERS:
-            raise _MisfitError(f"{size} voxels become {count} by every factor from {min(left)} to {max(left)}")
-        factors.append(Fraction(min(left)))
+    if not common:
+        raise _MisfitError("its shape is not that of the volume divided by one whole factor")
+    if len(common) > 1 and not common & _POWERS:
+        raise _MisfitError(f"its shape is that of the volume divided by any of {', '.join(map(str, sorted(common)))}")
+    factor = Fraction(min(common & _POWERS or common))
+    factors = triple(Fraction(1) if allowed == {1} else factor for allowed in fitting)
     caveat = f"by shape alone, as {' and '.join(lacking)} {'give' if len(lacking) > 1 else 'gives'} no scale"
-    return Alignment(volume_zyx, array_zyx, triple(factors), caveat=caveat)
+    return Alignment(volume_zyx, array_zyx, factors, caveat=caveat)
 
 
 def _whole_factors(size: int, count: int) -> set[int]:

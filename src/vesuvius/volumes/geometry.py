@@ -41,6 +41,10 @@ class Geometry:
         return None if z is None or y is None or x is None else (z, y, x)
 
 
+VOXELS = Geometry((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (None, None, None))
+"""Of an array whose metadata do not say where it lies."""
+
+
 @dataclass(frozen=True)
 class Space:
     """What a level's metadata say of the axes of its array, in stored order."""

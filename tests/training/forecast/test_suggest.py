@@ -30,7 +30,6 @@ from vesuvius.training.forecast.suggest import (
 )
 from vesuvius.volume_tools.grey_statistics import GreyStatistics
 from vesuvius.volume_tools.info import LevelFacts, Occupancy, VolumeFacts
-from vesuvius.volumes.geometry import Geometry
 
 BOX = Machine(12, 170 * GIB, 64 * GIB, 900 * GIB, "NVIDIA A100", 80 * GIB, "bf16", 80e12)
 LAPTOP = Machine(2, 8 * GIB, 2 * GIB, 20 * GIB, None, None, "off", 40e9)
@@ -42,12 +41,14 @@ def volume(
 ) -> VolumeFacts:
     def level(n: int) -> LevelFacts:
         small = tuple(-(-size // 2**n) for size in shape)
-        return LevelFacts(n, str(n), small, (128, 128, 128), None, "uint8", 0, 2, "blosc", None)
+        return LevelFacts(n, str(n), small, (128, 128, 128), None, "uint8", 0, None, None, None, None)
 
     spec = ArrayConfig(path="volumes/a b: c.zarr")
     known = Occupancy(present, total, "chunks", "listing" if present is not None else None)
     all_levels = tuple(map(level, range(levels)))
-    facts = VolumeFacts(spec, PATCH, None, None, None, all_levels, (), all_levels[0], known, None, None, None)
+    facts = VolumeFacts(
+        spec, None, None, 2, None, (0, 1, 2), all_levels, {}, all_levels[0], "blosc", known, None, PATCH, None, None
+    )
     return replace(facts, **changes)
 
 
@@ -196,11 +197,10 @@ def test_a_remote_volume_gets_a_cache_that_the_disk_can_hold_and_more_readers() 
 
 def pyramid(um: float | None, shape: Triple = SCROLL, levels: int = 6) -> VolumeFacts:
     """A volume of voxels of `um` micrometers, in levels that halve; None = the metadata give no unit."""
-    facts, unit = volume(shape, levels=levels), None if um is None else "micrometer"
+    facts = volume(shape, levels=levels)
 
     def sized(level: LevelFacts) -> LevelFacts:
-        size = (um or 1.0) * 2**level.level
-        return replace(level, geometry=Geometry((size,) * 3, (0.0,) * 3, (unit,) * 3))  # type: ignore[arg-type]
+        return replace(level, voxel_size_um=None if um is None else (um * 2**level.level,) * 3)
 
     return replace(facts, levels=tuple(map(sized, facts.levels)), chosen=sized(facts.chosen))
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vesuvius.config import Config
-from vesuvius.config.environment import key_of_variable
-from vesuvius.config.load import dump_config, read_config
+from vesuvius.config.load import dump_config, key_of_variable, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.experiments.alone import locked, signals_to
 from vesuvius.experiments.ledger import Ledger

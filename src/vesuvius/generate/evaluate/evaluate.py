@@ -47,10 +47,6 @@ _SEARCHED = (
 _NO_PLACES = (
     "The places of the conditions of these samples are not known. If they are held-out ones, the AUC may be too low."
 )
-_ONE_DRAW = (
-    "Training varies contrast or brightness from patch to patch, and a volume is one draw of them: its grey values and "
-    "the standard deviation of patch means differ from those of real patches also if the model is perfect."
-)
 
 
 @dataclass(frozen=True)
@@ -113,8 +109,6 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
     seconds += time.monotonic() - started
     share = min(1.0, search.voxels / real.training_voxels)
     notes = [_SEARCHED.format(format_percent(share))]
-    if not generated.is_conditional and found.places is not None and (augment.contrast or augment.brightness):
-        notes.append(_ONE_DRAW)
     if config.has_condition and not generated.is_conditional:
         notes.append(_NO_PLACES)
     described = {

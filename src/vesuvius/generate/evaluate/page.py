@@ -21,8 +21,8 @@ _NAMES = {"generated": "generated", "held_out": "held out", "training": "trainin
 
 _HOW = (
     "Generated patches are compared with held-out ones, which training has never seen. The floor is the same "
-    "comparison with patches of training in their place: a perfect model comes out there. Real patches are mirrored, "
-    "turned and varied in contrast and brightness as training does. p: how often some figure of a table would be as "
+    "comparison with patches of training in their place: a perfect model comes out there. Real patches are mirrored "
+    "and turned as training does. p: how often some figure of a table would be as "
     "far off if patches changed places at random; those that overlap do so together. A figure is beyond the floor if "
     "that is below 5 %. What cannot be measured is unknown. Distances: of the histograms in model values "
     "(Wasserstein), of the power spectra in dB, of the two-point correlations; nearest training place: the median "

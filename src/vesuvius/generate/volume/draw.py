@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -39,7 +38,7 @@ from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, 
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import choose_device
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import check_record, finished_record, is_begun, open_partial, partial_path
+from vesuvius.volume_tools.partial import is_begun, is_finished, open_partial
 from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volumes.box import Box
 
@@ -86,9 +85,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
     with _prepared(request) as drawing:
         dtype, plan, out = drawing.greys.dtype, drawing.plan, request.out
         summary = VolumeSummary(out, drawing.tiling.shape_zyx, dtype.name, plan.levels, 0.0)
-        if os.path.lexists(out):
-            check_record(out, finished_record(out, DRAWING), drawing.record, DRAWING)
-            shutil.rmtree(partial_path(out), ignore_errors=True)
+        if is_finished(out, drawing.record, DRAWING):
             return replace(summary, already=True)
         with StopRequest(None) as stop, gpu_memory(request.batch_size):
             watch = Watch(stop, on_progress, resumable=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +18,7 @@ from vesuvius.generate.watch import Watch
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.volume_tools.partial import Kind, PartialCopy
 from vesuvius.volume_tools.pyramid import Pyramid
-from vesuvius.volumes.box import triple
+from vesuvius.volumes.box import Box, triple
 
 DRAWING = Kind("drawing", "vesuvius sample")
 
@@ -65,23 +63,22 @@ def write_volume(
         DataError: a given volume cannot be read any more.
         StorageError: the disk refuses.
     """
-    for chunk in _missing("chunks written", target, plan, 0, watch):
-        box = plan.box_of(0, chunk)
+    todo = sum(len(target.missing(level)) for level in range(plan.levels))
+    done = plan.chunk_count - todo
+
+    def read(box: Box) -> NDArray[Any]:
+        watch.check()
         voxels = greys.of(x.read(box, used))
-        if inputs.inpaint is not None:
-            voxels = np.where(inputs.gaps(box), voxels, inputs.read(inputs.inpaint, box))
-        target.write(0, chunk, voxels)
-    finer = target.finish_level(0)
-    for level in range(1, plan.levels):
-        for chunk in _missing(f"chunks of level {level} written", target, plan, level, watch):
-            target.write(level, chunk, target.halved(level, chunk, finer))
-        finer = target.finish_level(level)
+        if inputs.inpaint is None:
+            return voxels
+        return np.where(inputs.gaps(box), voxels, inputs.read(inputs.inpaint, box))
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += 1
+        watch.tell("chunks written", done, plan.chunk_count)
+        watch.check()
+
+    target.fill(0, read, count)
+    target.fill_coarser(count)
     target.publish(multiscale)
-
-
-def _missing(what: str, target: PartialCopy, plan: Pyramid, level: int, watch: Watch) -> Iterator[Triple]:
-    """The chunks of a level that are not written yet, one after another."""
-    counts = plan.counts[level]
-    for chunk in watch.over(what, map(triple, np.ndindex(counts)), math.prod(counts)):
-        if not target.is_done(level, chunk):
-            yield chunk

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from vesuvius.config import Config
-from vesuvius.config.describe import flatten
-from vesuvius.config.drift import DRAWS_SAMPLES, EFFECTS, OTHER_EXPERIMENT
+from vesuvius.config.describe import DRAWS_SAMPLES, EFFECTS, OTHER_EXPERIMENT, flatten
 from vesuvius.config.load import parse_stored
 from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import differences

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vesuvius.config import Config, DiffusionConfig
-from vesuvius.config.drift import CHANGES_TRAINING
+from vesuvius.config.describe import CHANGES_TRAINING
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.runlog.units import format_duration, format_sizes, size_text

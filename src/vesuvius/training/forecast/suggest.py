@@ -162,7 +162,7 @@ def suggest(
     training = _training(network, batch, micro or 1, step_s, held_out, _workers(machine, remote))
     data = _data(volume, patch, held_out, StoreConfig(**_cache(machine)) if remote else None)
     config = Config(name=name, seed=0, data=data, training=training, model=model)
-    size_um = None if volume.chosen.geometry is None else volume.chosen.geometry.voxel_size_um
+    size_um = volume.chosen.voxel_size_um
     width_um = None if size_um is None else min(n * um for n, um in zip(patch[1:], size_um[1:], strict=True))
     return Suggestion(config, network, step_s, patches[0], _stored_share(volume), width_um)
 

@@ -177,8 +177,7 @@ def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDA
 
     `scales` are the `grey_scales` of each sample's volume, float64 [B, 2].
     """
-    gains, shifts = [a.gain for a in augmentations], [a.offset for a in augmentations]
-    return normalised(apply_symmetries(raw, augmentations).unsqueeze(1), scales, gains, shifts)
+    return normalised(apply_symmetries(raw, augmentations).unsqueeze(1), scales)
 
 
 def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> Tensor:

@@ -30,10 +30,8 @@ def grey_scales(greys: Sequence[GreyRange]) -> NDArray[np.float64]:
     return np.array([(grey.low, grey.high / 2 - grey.low / 2) for grey in greys], np.float64).reshape(-1, 2)
 
 
-def normalised(
-    raw: Tensor, scales: NDArray[np.float64], gains: Sequence[float] = (1.0,), shifts: Sequence[float] = (0.0,)
-) -> Tensor:
-    """((raw - low) / half - 1) * gain + shift, each sample with its own figures.
+def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
+    """(raw - low) / half - 1, each sample with its own figures.
 
     Low is subtracted before anything is rounded, so a small range far from 0 keeps its steps.  Dtypes that float32 does
     not hold are computed in float64, and integers of 8 bytes, which float64 does not hold, in two halves.
@@ -41,7 +39,6 @@ def normalised(
     Args:
         raw: [B, ...] in any stored dtype.
         scales: `grey_scales` of each sample's volume, float64 [B, 2].
-        gains, shifts: of each sample, or one of all.
 
     Returns:
         float32 of the shape of `raw`, on its device; within a few roundings of float32.
@@ -56,8 +53,9 @@ def normalised(
     else:
         origin = low
         values = _double(raw) - _per_sample(low, torch.float64, raw)
-    summand = ((origin - low).astype(np.float64) / half - 1) * np.asarray(gains) + np.asarray(shifts)
-    summands, divisors = (_per_sample(f, values.dtype, raw) for f in (summand, half / np.asarray(gains)))
+    summands, divisors = (
+        _per_sample(f, values.dtype, raw) for f in ((origin - low).astype(np.float64) / half - 1, half)
+    )
     # In place: first touch of fresh memory takes longer than the sums.
     return values.div_(divisors).add_(summands).float()
 
