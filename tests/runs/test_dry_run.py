@@ -144,7 +144,7 @@ def test_a_dry_run_leaves_the_chunk_cache_as_it_is(
     config = tiny_config(data={"volumes": [{"path": server.url_of(volume)}], "store": store})
     assert vesuvius_train(config, "--dry-run") == 0
     assert not path.exists()
-    cache = DiskCache(path, 2**30)
+    cache = DiskCache(path / "vesuvius-chunk-cache", 2**30)
     cache.prepare()
     for number in range(20):
         cache.put(str(number), bytes(2**20))
@@ -158,8 +158,7 @@ def test_a_dry_run_leaves_the_chunk_cache_as_it_is(
 def test_a_dry_run_refuses_a_cache_that_a_run_would_refuse(
     tiny_config: WriteConfig, volume: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("not a chunk")
+    (tmp_path / "mine").write_text("no folder")
     config = tiny_config(data={"store": {"cache_dir": str(tmp_path / "mine")}})
     assert vesuvius_train(config, "--dry-run") == 2
-    assert "holds 'notes.txt'" in capsys.readouterr().err
+    assert "mine is no folder" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from vesuvius.volumes.errors import ClosedError
 from vesuvius.volumes.volume import open_volume
 
 SHAPE = (96, 128, 128)
-FAST = StoreConfig(max_pause_s=0.02)
+FAST = StoreConfig()
 CHUNK_KEYS = r"\.zarr/(c/)?\d"
 
 

@@ -30,7 +30,7 @@ from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
 
 SHAPE = (96, 128, 128)
 CHUNKS = 3 * 4 * 4
-QUICK = StoreConfig(requests=4, outage_minutes=0.01, max_pause_s=0.02)
+QUICK = StoreConfig(requests=4, outage_minutes=0.01)
 
 
 def verified(path: Path | str, **options: Any) -> VerifyFigures:

@@ -29,7 +29,7 @@ from vesuvius.volumes.chunks import ChunkGrid, Request
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.format.axes import Axes
 from vesuvius.volumes.listing import list_chunks
-from vesuvius.volumes.store.byte_range import ByteRange
+from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
 

@@ -29,7 +29,7 @@ SHAPE = (16, 16, 16)
 VOXELS = textured(SHAPE)
 WHOLE: Box = ((0, 0, 0), SHAPE)
 PART: Box = ((2, 3, 4), (15, 14, 13))  # touches all chunks, none of them whole
-FAST = StoreConfig(max_pause_s=0.02, outage_minutes=0.01)
+FAST = StoreConfig(outage_minutes=0.01)
 Address = Callable[[Path], str]
 
 

@@ -29,7 +29,7 @@ SHAPE = (64, 64, 96)
 WHOLE = ((0, 0, 0), SHAPE)
 CHUNK = {"v2": "1/0/2", "v3": "c/1/0/2"}
 CHUNK_BOX = ((32, 0, 64), (64, 32, 96))
-FAST = StoreConfig(max_pause_s=0.02, outage_minutes=0.01)
+FAST = StoreConfig(outage_minutes=0.01)
 Address = Callable[[Path], str]
 
 
@@ -174,7 +174,7 @@ def test_the_metadata_are_looked_at_once_a_second_not_for_every_region_of_air(
 def test_metadata_that_are_away_for_a_moment_are_an_outage(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "0/0/0").unlink()
-    volume = open_volume(ArrayConfig(path=server.url_of(path)), StoreConfig(max_pause_s=0.02, outage_minutes=1))
+    volume = open_volume(ArrayConfig(path=server.url_of(path)), StoreConfig(outage_minutes=1))
     server.set_faults([{"path": ".zarray", "kind": "status", "times": 20}])
     assert not volume.read(((0, 0, 0), (32, 32, 32))).any()
     assert volume.source.figures.retries == 20

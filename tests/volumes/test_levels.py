@@ -31,7 +31,7 @@ def write_collection(path: Path, images: int, zarr_format: int = 2) -> Path:
 
 def message_of(address: str) -> str:
     with pytest.raises(DataError) as refusal:
-        open_volume(ArrayConfig(path=address), StoreConfig(retries=0))
+        open_volume(ArrayConfig(path=address), StoreConfig())
     return str(refusal.value)
 
 

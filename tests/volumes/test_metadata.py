@@ -111,11 +111,15 @@ REFUSED: dict[str, tuple[int, Change, str]] = {
     "v3 unknown field": (3, set_to(encrypted={"name": "a"}), "encrypted"),
     "shards in shards": (3, shard_of(SHARDS), "shards inside or behind other codecs"),
     "v1": (2, set_to(zarr_format=1), "zarr_format is 1; convert"),
-    "chunks of 0": (2, set_to(chunks=[8, 8, 0]), r"chunks is \[8, 8, 0\], not numbers above 0"),
-    "no chunks": (2, lambda metadata: metadata.pop("chunks"), "chunks is missing"),
+    "chunks of 0": (
+        2,
+        set_to(chunks=[8, 8, 0]),
+        r"no chunks, or more than 1.1e\+12: .*chunks of \[8, 8, 0\]",
+    ),
+    "no chunks": (2, lambda metadata: metadata.pop("chunks"), "refuses them .*chunks"),
     "no node": (3, set_to(node_type="image"), "node_type is 'image'"),
-    "v3 attributes": (3, set_to(attributes=[1]), r"attributes is \[1\], not an object"),
-    "huge": (2, set_to(shape=[10**12] * 3), r"shape is \[10+, 10+, 10+\], 2e\+33 chunks of \[8, 8, 8\]; correct"),
+    "v3 attributes": (3, set_to(attributes=[1]), r"attributes is \[1\]"),
+    "huge": (2, set_to(shape=[10**12] * 3), r"shape \[10+, 10+, 10+\], chunks of \[8, 8, 8\]; correct"),
     "anything else": (2, set_to(fill_value="x"), r"zarr-python refuses them \(TypeError: .*\)"),
 }
 
@@ -139,7 +143,7 @@ NO_JSON: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "zeros": (lambda data: bytes(len(data)), "is empty"),
     "half": (lambda data: data[: len(data) // 2], "is not JSON, or only a part of it"),
     "random": (lambda _: b"\x93\xfe" * 9, "is not JSON"),
-    "list": (lambda _: b"[]", r"they are \[\], not an object"),
+    "list": (lambda _: b"[]", r"is \[\], not a JSON object"),
     "lfs": (lambda _: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
 }
 
@@ -196,11 +200,8 @@ NO_ZARR: dict[str, tuple[str, bytes, str]] = {
     "zip": ("v.zip", b"PK\x03\x04rest", "but a zip archive; unpack it"),
     "hdf5": ("v.h5", b"\x89HDF\r\n\x1a\n", "but an HDF5 file; convert"),
     "tiff": ("v.tif", b"II*\0rest", "but a TIFF file; convert"),
-    "n5": ("v.n5/attributes.json", b"{}", "but an N5 container; convert"),
-    "images": ("v/0001.tif", b"II*\0", r"but a folder of images \(1 .tif\); convert"),
-    "precomputed": ("v/info", b"{}", "but a neuroglancer precomputed volume; convert"),
-    "chunks": ("v/0/0/0", b"x", "but a folder of chunks without metadata; copy its .zarray"),
-    "parent": ("v/scan.zarr/.zarray", b"{}", r"but a folder that holds zarrs; set path to \S+/v/scan\.zarr$"),
+    "images": ("v/0001.tif", b"II*\0", r"but a folder of 0001\.tif; point path at the zarr itself"),
+    "parent": ("v/scan.zarr/.zarray", b"{}", r"but a folder of scan\.zarr; set path to \S+/v/scan\.zarr$"),
     "a file in it": ("v/.zarray", b"{}", r"but a file; point path at the zarr itself"),
 }
 

@@ -31,7 +31,7 @@ from vesuvius.volumes.volume import Volume, open_volume
 
 Voxels = np.ndarray[Any, Any]
 
-FAST = StoreConfig(max_pause_s=0.02, outage_minutes=0.01)
+FAST = StoreConfig(outage_minutes=0.01)
 SHAPE = (96, 128, 70)  # 3x4x3 chunks of 32, the last along x cut
 GRID = (3, 4, 3)
 

@@ -17,12 +17,12 @@ from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.volumes.errors import FetchError, OutageError, RefusedError
 from vesuvius.volumes.store import retry
-from vesuvius.volumes.store.byte_range import ByteRange
+from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
 
-FAST = StoreConfig(outage_minutes=0.02, max_pause_s=0.05)
-PATIENT = StoreConfig(outage_minutes=10, max_pause_s=0.05)
+FAST = StoreConfig(outage_minutes=0.02)
+PATIENT = StoreConfig(outage_minutes=10)
 DATA = bytes(range(256))
 
 
@@ -41,7 +41,7 @@ def source_at(address: str, config: StoreConfig = FAST) -> Source:
 @pytest.mark.parametrize("status", [429, 503])
 def test_an_outage_is_waited_for_however_many_tries_it_takes(server: ChunkServer, address: str, status: int) -> None:
     server.set_faults([{"path": "data", "kind": "status", "status": status, "times": 40}])
-    source = source_at(address, StoreConfig(outage_minutes=1, max_pause_s=0.01))
+    source = source_at(address, StoreConfig(outage_minutes=1))
     assert source.get("data") == DATA
     assert source.figures.retries == 40
     assert source.outage is None

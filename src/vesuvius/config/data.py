@@ -87,12 +87,6 @@ class StoreConfig(Section):
         ge=0,
         description="how long reads are retried while the network, the server or the mount is unavailable; then exit 6",
     )
-    max_pause_s: float = Field(
-        10.0, gt=0, description="longest pause between two such retries, seconds; the first ones are short"
-    )
-    retries: NonNegativeInt = Field(
-        2, description="how often a damaged chunk is fetched again before it is quarantined; at least once"
-    )
     timeout_s: float = Field(30.0, gt=0, description="seconds without a byte after which a request counts as failed")
     anonymous: bool | None = Field(None, description="s3 and gs without signing; null = where no credentials are found")
     forbidden_is_absent: bool = Field(

@@ -33,6 +33,8 @@ REMOVED = {
     "monitor.warn_at": "it follows from monitor.exit_at, in proportion: 0.80 for 0.92",
     "monitor.shrink_at": "it follows from monitor.exit_at, in proportion: 0.84 for 0.92",
     "monitor.write_every_s": "a line of system.jsonl is of ten samples (monitor.sample_every_s), the first ones of one",
+    "data.store.max_pause_s": "the pauses between retries grow to 10 s",
+    "data.store.retries": "a damaged chunk is fetched again twice",
     "cluster.storage_path": "`aws s3 sync` copies a run, and VESUVIUS_RUNS may name a mounted bucket (docs/cluster.md)",
     "monitor.prometheus_address": "monitor.prometheus_port takes HOST:PORT, such as 0.0.0.0:9400",
     "data.augment.contrast": "a generative model draws what it is trained on, random grey values too",

@@ -46,7 +46,7 @@ from vesuvius.training.step.network import build_network
 from vesuvius.training.step.self_test import check_kernels
 from vesuvius.training.step.step import TrainStep, choose_device, choose_kernels, resolve_amp
 from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
-from vesuvius.volumes.store.object_store import open_cache
+from vesuvius.volumes.store.cache import open_cache
 
 log = logging.getLogger(__name__)
 

@@ -32,16 +32,13 @@ Bools = NDArray[np.bool_]
 def chunk_occupancy(volume: Volume, max_damaged: int = 0) -> Bools:
     """Which chunks are stored: bool over the chunk grid (of a sharded array: of inner chunks, or of shards).
 
-    From the sidecar beside the array, else as `list_chunks`.
-
-    Args:
-        max_damaged: so many shards may have a damaged index.  Their chunks cannot be read and count as missing.
-
-    Raises:
-        DataError: the store cannot list, more shards are damaged, or the sidecar is not of this volume.
+    From the sidecar beside the array, else as `list_chunks`, whose parameter and errors it has.
     """
     sidecar = read_sidecar(volume)
     return list_chunks(volume, max_damaged) if sidecar is None else sidecar
+
+
+# ---- sidecars
 
 
 def read_sidecar(volume: Volume) -> Bools | None:
@@ -59,10 +56,14 @@ def read_sidecar(volume: Volume) -> Bools | None:
     if data is None:
         return None
     try:
-        occupancy, signature = _parse_sidecar(data)
-        problem = _sidecar_problem(volume, occupancy, signature)
-    except ValueError as error:
-        problem = f"is no npz with `occupancy` and `signature`: {one_line(error)}"
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            occupancy: Bools = found["occupancy"]
+            signature = str(found["signature"]) if "signature" in found else ""
+        problem = _problem(volume, occupancy, signature)
+    except DataError:
+        raise
+    except Exception as error:  # a flipped bit leads to nearly any type: zlib.error, BadZipFile, MemoryError, ...
+        problem = f"is no npz with `occupancy` and `signature`: {type(error).__name__}: {one_line(error)}"
     if problem:
         raise DataError(
             f"The sidecar {key} of {volume.name} {problem}; rebuild it with `vesuvius volume occupancy`, or remove it"
@@ -70,7 +71,7 @@ def read_sidecar(volume: Volume) -> Bools | None:
     return occupancy
 
 
-def _sidecar_problem(volume: Volume, occupancy: Bools, signature: str) -> str:
+def _problem(volume: Volume, occupancy: Bools, signature: str) -> str:
     """Why a sidecar is not one of a volume as it is now, as a few random objects tell; '' where nothing is found.
 
     One that was not made here may leave out on purpose what is stored, but not everything.
@@ -78,8 +79,8 @@ def _sidecar_problem(volume: Volume, occupancy: Bools, signature: str) -> str:
     grid, of_ours = volume.grid, sidecar_signature(volume)
     if signature.startswith("vesuvius:") and not signature.startswith(of_ours):
         return f"belongs to another array: its signature is {signature}, not {of_ours}"
-    if occupancy.shape not in (grid.counts_zyx, grid.object_counts_zyx):
-        return f"has not the shape of the chunk grid: {occupancy.shape}, not {grid.counts_zyx}"
+    if occupancy.dtype != bool or occupancy.shape not in (grid.counts_zyx, grid.object_counts_zyx):
+        return f"is not bool over the chunk grid: {occupancy.dtype} {occupancy.shape}, not {grid.counts_zyx}"
     if not occupancy.any():
         return "says that no chunk is stored, and some are"
     if not signature.startswith("vesuvius:"):
@@ -106,34 +107,48 @@ def sidecar_signature(volume: Volume) -> str:
     return f"vesuvius:{metadata_hash(volume.array)}"
 
 
+# ---- listings
+
+
 def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
     """List the chunks in the store.  Streams the listing, with a line of progress every few seconds.
 
     Of a sharded array the index of every shard is read.
 
     Args:
-        max_damaged: as `chunk_occupancy`.
+        max_damaged: so many shards may have a damaged index.  Their chunks cannot be read and count as missing.
 
     Raises:
         DataError: the store cannot list, or the index of more than `max_damaged` shards is damaged.
     """
-    objects = list_objects(volume)
-    if volume.grid.shard_zyx is None:
+    grid, objects = volume.grid, list_objects(volume)
+    if grid.shard_zyx is None:
         return objects
-    occupancy, damaged = _inner_occupancy(volume, objects)
-    if len(damaged) > max_damaged:
-        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-        raise DataError(
-            f"every shard's index must be readable; got {damaged[0]}{more} in {volume.name}; restore them (`vesuvius "
-            "volume verify` lists what is broken)"
-        )
+    per_shard = grid_shape(grid.shard_zyx, grid.chunk_zyx)
+    occupancy, damaged = np.zeros(grid.counts_zyx, bool), list[str]()
+    firsts = [times(triple(shard), per_shard) for shard in np.argwhere(objects).tolist()]
+
+    def present_in(first: Triple) -> Bools | str:
+        try:
+            return grid.present_in_shard(first)
+        except (FetchError, ValueError) as error:
+            return f"{grid.key_of(first)}: {one_line(error)}"
+
+    with ThreadPoolExecutor(volume.source.config.requests) as pool:
+        reading = f"reading the indices of the shards of {volume.name}"
+        found = with_progress(pool.map(present_in, firsts), reading, len(firsts))
+        for first, present in zip(firsts, found, strict=True):
+            if isinstance(present, str):
+                damaged.append(present)
+            else:
+                view = occupancy[slices(box_at(first, per_shard))]
+                view[...] = present[tuple(slice(n) for n in view.shape)]
     if damaged:
-        log.warning(
-            "%s: the index of %d of its shards cannot be read, the first: %s; no patch comes from there; restore them "
-            "(`vesuvius volume verify` lists what is broken) and start a new run: the plan then differs, "
-            "and --resume needs --allow-drift",
-            *(volume.name, len(damaged), damaged[0]),
-        )
+        what = f"The index of {len(damaged)} of the shards of {volume.name} cannot be read, the first: {damaged[0]}"
+        remedy = "restore them (`vesuvius volume verify` lists what is broken)"
+        if len(damaged) > max_damaged:
+            raise DataError(f"{what}; {remedy}")
+        log.warning("%s; no patch comes from there; %s and start a new run, as the plan then differs", what, remedy)
     return occupancy
 
 
@@ -143,33 +158,27 @@ def list_objects(volume: Volume) -> Bools:
     Raises:
         DataError: the store cannot list, or on a disk a folder of chunks is a broken link or a file.
     """
-    occupancy = np.zeros(volume.grid.object_counts_zyx, bool)
+    grid = volume.grid
+    occupancy = np.zeros(grid.object_counts_zyx, bool)
     keys = itertools.chain.from_iterable(_listed_keys(volume))
     for key in with_progress(keys, f"listing the chunks of {volume.name}"):
-        place = _place_of(volume, key)
-        if place is not None and all(i < n for i, n in zip(place, occupancy.shape, strict=True)):
+        if (place := grid.place_of(key)) is not None:
             occupancy[place] = True
+        elif not volume.source.remote and grid.leads_to_chunks(key):
+            path = Path(volume.source.address, key)
+            if not path.is_dir():
+                raise DataError(
+                    f"a folder of chunks must be a folder; got a {'broken link' if path.is_symlink() else 'file'}, "
+                    f"{path}; mount the disk that holds it, or restore it from its source"
+                )
     return occupancy
-
-
-def _place_of(volume: Volume, key: str) -> Triple | None:
-    """The place of a chunk's key; None for other keys.  Raises DataError where no folder is where chunks lie in one."""
-    place = volume.grid.place_of(key)
-    if place is None and not volume.source.remote and volume.grid.leads_to_chunks(key):
-        path = Path(volume.source.address, key)
-        if not path.is_dir():
-            raise DataError(
-                f"a folder of chunks must be a folder; got a {'broken link' if path.is_symlink() else 'file'}, {path}; "
-                "mount the disk that holds it, or restore it from its source"
-            )
-    return place
 
 
 def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
     """Keys below the array; from a remote store, where chunks lie in folders, several folders at once."""
     source = volume.source
     if not source.remote:
-        yield source.list_keys(volume.array.path, folders_too=True)
+        yield source.list_keys(volume.array.path)
         return
     folders = [volume.array.path]
     while len(folders) == 1:  # go down to where there are several folders to list at once
@@ -177,44 +186,3 @@ def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
         yield keys
     with ThreadPoolExecutor(source.config.requests) as pool:
         yield from pool.map(lambda folder: list(source.list_keys(folder)), folders)
-
-
-def _inner_occupancy(volume: Volume, shards: Bools) -> tuple[Bools, list[str]]:
-    """Which inner chunks are stored, from the index of each stored shard; and a line on each shard with a damaged one,
-    whose chunks count as missing."""
-    grid = volume.grid
-    assert grid.shard_zyx is not None
-    per_shard = grid_shape(grid.shard_zyx, grid.chunk_zyx)
-    occupancy = np.zeros(grid.counts_zyx, bool)
-    firsts = [times(triple(shard), per_shard) for shard in np.argwhere(shards).tolist()]
-
-    def present_in(first: Triple) -> Bools | str:
-        try:
-            return grid.present_in_shard(first)
-        except (FetchError, ValueError) as error:
-            return f"{grid.key_of(first)}: {one_line(error)}"
-
-    damaged: list[str] = []
-    with ThreadPoolExecutor(volume.source.config.requests) as pool:
-        found = with_progress(
-            pool.map(present_in, firsts), f"reading the indices of the shards of {volume.name}", len(firsts)
-        )
-        for first, present in zip(firsts, found, strict=True):
-            if isinstance(present, str):
-                damaged.append(present)
-                continue
-            view = occupancy[slices(box_at(first, per_shard))]
-            view[...] = present[tuple(slice(n) for n in view.shape)]
-    return occupancy, damaged
-
-
-def _parse_sidecar(data: bytes) -> tuple[Bools, str]:
-    """Occupancy and signature.  Raises ValueError where it is something else."""
-    try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as found:
-            occupancy, signature = found["occupancy"], str(found["signature"]) if "signature" in found else ""
-    except Exception as error:  # a flipped bit leads to nearly any type: zlib.error, BadZipFile, MemoryError, ...
-        raise ValueError(f"{type(error).__name__}: {one_line(error)}") from error
-    if occupancy.dtype != bool or occupancy.ndim != 3:
-        raise ValueError(f"occupancy of {occupancy.dtype} and {occupancy.ndim} axes")
-    return occupancy, signature

@@ -127,7 +127,7 @@ class MissingChunks:
             )
         # All of a shard is damaged if it is gone with one chunk that was there: the same for every box that touches it.
         grid = self._grid
-        whole = grid.shard_zyx is not None and grid.shard_index(grid.key_of(chunk)) is None
+        whole = grid.is_absent_with_its_object(chunk)
         damaged = grid.object_box(chunk) if whole else grid.box_of(chunk)
         chunks = chunk_ranges(damaged, grid.chunk_zyx)
         seen = bool(self._seen[slices(box_along((r.start, r.stop) for r in chunks))].any())
@@ -137,8 +137,7 @@ class MissingChunks:
             cause = f"{'read before' if seen else 'listed as stored'}, but missing"
             raise UnreadableChunkError(self._name, box, chunk, damaged, cause)
         place = grid.object_index(chunk)
-        unsure = place not in self._looked_for and len(self._looked_for) < _LOOKS
-        if unsure and (grid.shard_zyx is None or whole):
+        if whole and place not in self._looked_for and len(self._looked_for) < _LOOKS:
             if (other := other_key(grid, place)) is not None:
                 raise DataError(
                     f"Chunks of {self._name} are stored by two forms of key: {grid.key_of(chunk)} is absent, and "

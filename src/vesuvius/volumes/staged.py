@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.chunks import ChunkGrid, Request
 from vesuvius.volumes.errors import ClosedError
-from vesuvius.volumes.store.byte_range import ByteRange
+from vesuvius.volumes.store.objects import ByteRange
 
 
 class Staging:
@@ -19,7 +19,7 @@ class Staging:
 
     def __init__(self, grid: ChunkGrid) -> None:
         self._grid = grid
-        self._staged: dict[Request, tuple[Future[bytes | None], int]] = {}
+        self._staged: dict[Request, tuple[Future[bytes | None], int]] = {}  # with the number of boxes that need it
         self._stagings: dict[Box, Future[list[Request]]] = {}
         self._lock = threading.Lock()
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="stage")
@@ -29,9 +29,11 @@ class Staging:
         if box not in self._stagings:
             self._stagings[box] = self._stager.submit(self._stage, box)
 
-    def settle(self, box: Box) -> None:
-        """Wait until all requests of a staged box have begun."""
-        self._requests_of(box)
+    def settle(self, box: Box) -> list[Request]:
+        """Wait until all requests of a staged box have begun; none where that failed: the read meets the error again
+        and reports it."""
+        staging = self._stagings.get(box)
+        return staging.result() if staging is not None and staging.exception() is None else []
 
     def fetch(self, key: str, byte_range: ByteRange | None) -> bytes | None:
         """As `Source.get`; waits for what is being fetched.
@@ -56,7 +58,7 @@ class Staging:
 
     def release(self, box: Box) -> None:
         """Free the bytes of a staged box that no other box needs; called when it has been read."""
-        requests = self._requests_of(box)
+        requests = self.settle(box)
         self._stagings.pop(box, None)
         with self._lock:
             for request in requests:
@@ -78,8 +80,3 @@ class Staging:
                 future, uses = self._staged.get(request, (None, 0))
                 self._staged[request] = (future or self._grid.source.submit(*request), uses + 1)
         return requests
-
-    def _requests_of(self, box: Box) -> list[Request]:
-        """The requests staged for a box; none where staging failed: the read meets the error again and reports it."""
-        staging = self._stagings.get(box)
-        return staging.result() if staging is not None and staging.exception() is None else []

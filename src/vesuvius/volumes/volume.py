@@ -30,24 +30,26 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.box import Box, intersection, shape_of, slices
-from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
+from vesuvius.volumes.chunks import ChunkGrid, KeyForm, ShardIndexError, key_form
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
 from vesuvius.volumes.format.axes import Axes, Names, find_axes
 from vesuvius.volumes.format.decode import ChunkDecoder
 from vesuvius.volumes.format.levels import Level, no_zarr_error, pick_level
 from vesuvius.volumes.format.metadata import Node, open_array, read_node
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
-from vesuvius.volumes.key_form import KeyForm, as_stored, key_form, with_key_form
+from vesuvius.volumes.key_form import as_stored, with_key_form
 from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks
 from vesuvius.volumes.staged import Staging
-from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.object_store import is_remote
+from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
 
 log = logging.getLogger(__name__)
 
 # Chunks of a disk whose bytes are fetched while another one is decoded: enough to hide the latency of a network mount.
 _AHEAD = 4
+# A damaged chunk is fetched again, past all caches, before it is quarantined.
+_TRIES = 3
 
 _SAID: set[str] = set()
 
@@ -274,7 +276,7 @@ class Volume:
 
         A chunk that seems damaged is fetched again, past all caches.  Raises as `read`.
         """
-        for tries_left in reversed(range(max(self.source.config.retries, 1) + 1)):
+        for tries_left in reversed(range(_TRIES)):
             try:
                 data = fetch()
                 if data is None:
@@ -363,7 +365,7 @@ def open_volume(
             array = open_array(source, node, level.path if level else "")
             space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
             axes, axis_names = find_axes(name, array, space.names if space else None, spec.select)
-            array = with_key_form(array, form) if form else as_stored(name, array, axes, source, quiet=known)
+            array = with_key_form(array, form) if form else as_stored(name, array, axes, source)
             geometry = space.geometry(axes.zyx) if space else None
             _check_nan(nan, array, name)
             return Volume(name, array, axes, axis_names, geometry, level, source, node, missing_chunk, nan, stored)

@@ -15,7 +15,6 @@ from tests.conftest import run_vesuvius, textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
 from tests.support.chunk_server import ChunkServer
 from vesuvius.commands import train
-from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.events import EventRecorder
@@ -27,7 +26,6 @@ from vesuvius.volumes.box import intersects
 SHAPE = (96, 128, 128)
 BAD_CHUNK = ((32, 32, 32), (64, 64, 64))
 BATCHES = 24
-FAST = StoreConfig(max_pause_s=0.02)
 
 
 @pytest.fixture
@@ -105,7 +103,7 @@ def test_samples_of_an_unreadable_region_come_from_another_and_no_other_sample_c
 
 
 def test_a_list_handed_on_gives_the_same_bytes_without_another_try(server: ChunkServer, torn: Path) -> None:
-    job = make_job(server.url_of(torn), store=FAST)
+    job = make_job(server.url_of(torn))
     expected, records = patches_of(job)
     assert server.asked_for(torn)["1/1/1"] > 0
     server.reset()
@@ -129,14 +127,14 @@ def test_damage_puts_the_region_into_quarantine_with_its_cause(
     expected, records = patches_of(make_job(torn))
     server.set_faults([rule | {"path": "sound.zarr/1/1/1"}])
     server.reset()
-    patches, found = patches_of(make_job(server.url_of(sound), store=FAST))
+    patches, found = patches_of(make_job(server.url_of(sound)))
     assert patches == expected
     assert [record["box"] for record in found] == [record["box"] for record in records]
     for record in found:
         assert (record["volume"], record["number"], record["chunk"]) == (server.url_of(sound), 0, [1, 1, 1])
         assert re.search(words, record["cause"])
     tries = 2 if cause == "too short" else 1  # what may be a fault of the protocol is asked for once more
-    assert server.reads_of(sound)["1/1/1"] <= tries + FAST.retries, "with its region, then by itself; never again"
+    assert server.reads_of(sound)["1/1/1"] <= tries + 2, "with its region, then by itself; never again"
 
 
 @pytest.mark.parametrize("limit", [0, 2])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import textured, write_array
-from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, StoreConfig, ValidationConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
@@ -22,12 +22,11 @@ SHAPE = (96, 128, 128)
 PATCH = (8, 16, 16)
 # Of SHAPE, a slab of one patch is held out across z, the axis that is longest in patches; chunks are 32^3.
 SLAB_START = 88
-FAST = StoreConfig(max_pause_s=0.02)
 
 
 def data_config(*paths: Path, **options: Any) -> DataConfig:
     volumes = options.pop("volumes", tuple(VolumeConfig(path=str(path)) for path in paths))
-    return DataConfig(**{"volumes": volumes, "patch_size": PATCH, "regions_per_task": 4, "store": FAST} | options)
+    return DataConfig(**{"volumes": volumes, "patch_size": PATCH, "regions_per_task": 4} | options)
 
 
 def fixed(config: DataConfig, count: int = 16, seed: int = 0) -> FixedPatches:

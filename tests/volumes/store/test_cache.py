@@ -138,14 +138,6 @@ def test_a_damaged_entry_is_a_miss_and_is_removed(cache: DiskCache, kind: str) -
     assert cache.get(key(0)) == data
 
 
-def test_a_directory_that_holds_something_else_is_refused_and_left_alone(cache: DiskCache) -> None:
-    cache.directory.mkdir()
-    (cache.directory / "thesis.tex").write_text("ten years")
-    with pytest.raises(ConfigError, match=r"thesis\.tex"):
-        cache.prepare()
-    assert [path.name for path in cache.directory.iterdir()] == ["thesis.tex"]
-
-
 def test_a_limit_beyond_the_free_space_is_refused(cache: DiskCache) -> None:
     with pytest.raises(ConfigError, match=r"free for .* GiB more"):
         DiskCache(cache.directory, 2**60).check()

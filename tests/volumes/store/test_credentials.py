@@ -103,9 +103,6 @@ def set_up(monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> Iterator[Callab
                 monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(cache_home / "token"))
                 url = serve(lambda asked: sized("200 OK", temporary("CONTAINER"), "Content-Type: application/json"))
                 monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/keys")
-            case "container without a token":
-                url = serve(lambda asked: sized("200 OK", temporary("CONTAINER"), "Content-Type: application/json"))
-                monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/keys")
             case "instance":
                 monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
                 monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", serve(metadata("t", "role")))
@@ -126,7 +123,6 @@ CHAIN = {
     "named profile": "OTHER us-east-1",
     "process": "PROCESS us-east-1",
     "container": "CONTAINER us-east-1",
-    "container without a token": "CONTAINER us-east-1",
     "instance": "INSTANCE us-east-1",
     "instance without a role": None,
     "settings only": None,
@@ -195,19 +191,11 @@ def test_a_machine_without_metadata_service_is_found_out_and_does_not_sign(
     assert {key_of(asked) for asked in s3_requests.asked} == {None}
 
 
-def test_the_machine_of_another_maker_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-    monkeypatch.setattr(credentials, "_MAKERS", tmp_path / "sys_vendor")
-    (tmp_path / "sys_vendor").write_text("LENOVO\n")
-    monkeypatch.setattr(credentials, "_ask", lambda *_: pytest.fail("asked a metadata service"))
-    assert find_signing("s3", None).options == {"skip_signature": True}
-
-
 def test_a_refusal_says_what_was_looked_for(monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> None:
     with odd_server(lambda asked: sized("403 Forbidden", b"")) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         source = Source("s3://bucket/v", StoreConfig())
-        words = f"no AWS_.* no profile default in {cache_home}/aws-credentials and .*no role of container or instance"
+        words = f"no AWS_.* no profile default in {cache_home}/aws-config and .*no role of container or instance"
         with pytest.raises(
             RefusedError, match=rf"403 Forbidden for data in s3://bucket/v \(not signed: there is {words}"
         ):
@@ -223,7 +211,7 @@ def test_a_profile_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_a_profile_that_needs_boto3_says_so(set_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     set_up("process")
-    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    monkeypatch.setitem(sys.modules, "obstore.auth.boto3", None)
     with pytest.raises(DataError, match=r"profile default, .* needs boto3; install it, or export keys: eval"):
         open_store("s3://bucket/v", StoreConfig())
 

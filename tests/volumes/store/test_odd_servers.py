@@ -26,7 +26,7 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.errors import OutageError, RefusedError, is_outage, is_protocol_error
 from vesuvius.volumes.listing import list_chunks
 from vesuvius.volumes.store import retry
-from vesuvius.volumes.store.byte_range import ByteRange
+from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -162,7 +162,7 @@ def test_a_body_that_always_breaks_off_at_the_same_byte_is_named_and_another_one
     monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     monkeypatch.setattr(retry, "_SAME_BREAK_S", 0.1)
-    config = StoreConfig(anonymous=True, max_pause_s=0.05)
+    config = StoreConfig(anonymous=True)
     came = itertools.cycle([5])
     with odd_server(lambda asked: answer("200 OK", DATA[: next(came)], f"Content-Length: {len(DATA)}")) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
@@ -282,7 +282,7 @@ def test_a_list_that_breaks_off_goes_on_where_it_was_without_a_gap_or_a_key_twic
     faults = dict.fromkeys((0, 3, 4, 7), BROKEN_LISTS[kind])
     with odd_server(listing(keys, faults)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        source = Source("s3://bucket/v", StoreConfig(anonymous=True, max_pause_s=0.01))
+        source = Source("s3://bucket/v", StoreConfig(anonymous=True))
         assert list(source.list_keys("")) == [f"{number:02}" for number in range(17)]
     assert source.figures.retries == 4
     assert source.outage is None
@@ -319,7 +319,5 @@ def test_the_chunks_of_a_volume_are_listed_through_an_outage(tmp_path: Path, mon
 
     with odd_server(reply) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        volume: Volume = open_volume(
-            ArrayConfig(path="s3://bucket/v.zarr"), StoreConfig(anonymous=True, max_pause_s=0.01)
-        )
+        volume: Volume = open_volume(ArrayConfig(path="s3://bucket/v.zarr"), StoreConfig(anonymous=True))
         np.testing.assert_array_equal(list_chunks(volume), list_chunks(open_volume(ArrayConfig(path=str(path)))))

@@ -7,8 +7,6 @@ checks between runs and not within one, fails.
 from __future__ import annotations
 
 import itertools
-import random
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
@@ -23,7 +21,6 @@ from tests.support.object_server import objects_of, serving
 from tests.support.s3 import upload
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.volumes.errors import RefusedError
-from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import Volume, open_volume
 
 OLD, NEW = textured((32, 32, 32)), textured((32, 32, 32), seed=1)
@@ -46,11 +43,10 @@ HEADERS: dict[str, Callable[[bytes], Mapping[str, str]]] = {
     "time only": lambda body: {"Last-Modified": time_of(body)},
     "neither": lambda body: {},
 }
-_requests, _random = itertools.count(), random.Random(0)
+_requests = itertools.count()
 # Of servers behind one address that take turns, each with ETags of its own.
 BALANCED: dict[str, Callable[[bytes], Mapping[str, str]]] = {
     "etags of 2 servers": lambda body: {"ETag": f'"{next(_requests) % 2}-{zlib.crc32(body):08x}"'},
-    "etags of 8 servers": lambda body: {"ETag": f'"{_random.randrange(8)}-{zlib.crc32(body):08x}"'},
     "etags of 3 servers": lambda body: {"ETag": f'"{next(_requests) % 3}-{zlib.crc32(body):08x}"'},
 }
 HALF = ((0, 0, 0), (32, 32, 16))
@@ -81,10 +77,10 @@ def test_a_cache_gives_what_the_store_has_now(tmp_path: Path, layout: str, heade
         np.testing.assert_array_equal(read(f"{web}/v", tmp_path / "cache", HALF)[0], OLD[:, :, :16])
         same, figures = read(f"{web}/v", tmp_path / "cache", HALF)
         np.testing.assert_array_equal(same, OLD[:, :, :16])
-        if headers == "neither":
-            assert figures.cache_hits == 0, "what cannot be checked is not kept"
-        else:
+        if headers == "etag":
             assert figures.cache_misses == 0
+        else:
+            assert figures.cache_hits == 0, "what cannot be checked is not kept: a second holds several versions"
         objects |= versions[1]
         np.testing.assert_array_equal(read(f"{web}/v", tmp_path / "cache")[0], NEW)
         chunk = next(key for key in objects if key.endswith(("/0.0.0", "/0/0/0")))
@@ -118,8 +114,7 @@ def test_each_object_is_checked_once_however_many_parts_are_read(tmp_path: Path)
     assert len([path for path in asked if "/c/" in path]) <= 1, "the look at its index, at the start, may have done it"
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("headers", ["etag", "time only", "etags of 2 servers"])
+@pytest.mark.parametrize(("headers", "cached"), [("etag", True), ("time only", False), ("etags of 2 servers", False)])
 def test_a_shard_that_is_replaced_while_it_is_read_is_one_version_or_the_other(
     tmp_path: Path, headers: str, cached: bool
 ) -> None:
@@ -129,9 +124,9 @@ def test_a_shard_that_is_replaced_while_it_is_read_is_one_version_or_the_other(
     moved[:16, :16, :16] = 0  # not stored, so that all others move
     new = write_array(tmp_path / "b", np.where(moved > 0, NEW, 0).astype("u1"), 16, **LAYOUTS["shards"])
     corners = list(itertools.product((0, 16), (0, 16), (0, 16)))[1:]
-    boxes = [(corner, tuple(c + 16 for c in corner)) for corner in corners[: 3 if headers in BALANCED else None]]
+    boxes = [(corner, tuple(c + 16 for c in corner)) for corner in corners]
     kinds = set()
-    for after in range(len(boxes)):
+    for after in (0, 1, 5):
         objects = objects_of(old, "/v")
         with serving(objects, headers=(HEADERS | BALANCED)[headers]) as web:
             volume = opened(f"{web}/v", tmp_path / f"cache{after}" if cached else None)
@@ -157,47 +152,14 @@ def test_etags_that_differ_per_server_are_no_damage(tmp_path: Path, headers: str
         volume.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (False, r'c/0/0/0 in http.* has another ETag at each request \(now "\d+"\)'),
-        (True, r'c/0/0/0 was replaced .*its stamp is now "\w+".* again and again: http.* is being written'),
-    ],
-)
-def test_what_changes_at_each_request_is_refused_and_not_called_damaged(
-    tmp_path: Path, changes: bool, words: str
-) -> None:
-    """The ETag alone, or the object too."""
-    half = np.where(np.arange(32)[:, None, None] < 16, 0, NEW).astype("u1")
+def test_what_has_another_etag_at_each_request_is_refused_and_not_called_damaged(tmp_path: Path) -> None:
     objects = objects_of(write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"]), "/v")
-    others = objects_of(write_array(tmp_path / "b", half, 16, **LAYOUTS["shards"]), "/v")
-
-    def headers(body: bytes) -> Mapping[str, str]:
-        if not changes:
-            return {"ETag": f'"{next(_requests)}"'}
-        for key in objects:  # after each request
-            objects[key], others[key] = others[key], objects[key]
-        return {"ETag": etag(body)}
-
-    with serving(objects, headers=headers) as web:
+    with serving(objects, headers=lambda body: {"ETag": f'"{next(_requests)}"'}) as web:
         volume = opened(f"{web}/v", None)
-        with pytest.raises(RefusedError, match=words):
+        words = r'c/0/0/0 was replaced .*its stamp is now "\d+"\), or its server sends ETags that'
+        with pytest.raises(RefusedError, match=rf"{words}.* again and again: http.* is being written"):
             volume.read(((16, 0, 0), (32, 16, 16)))
         volume.close()
-
-
-@pytest.mark.parametrize("age_s", [0, 10, 100])
-def test_a_time_of_change_is_believed_only_once_it_is_past(tmp_path: Path, age_s: int) -> None:
-    """An object may change again within the second that its time names, by a clock that is not ours."""
-    date = formatdate(time.time() - age_s, usegmt=True)
-    with serving(objects := {"/data": b"old"}, headers=lambda body: {"Last-Modified": date}) as web:
-        for body in (b"old", b"new"):
-            objects["/data"] = body
-            source = Source(web, StoreConfig(cache_dir=str(tmp_path / "cache"), cache_gib=0.1))
-            data = source.get("data")
-            assert data == body or (age_s == 100 and data == b"old"), "a copy that cannot be told from what is there"
-            source.close()
-    assert source.figures.cache_hits == (age_s == 100)
 
 
 def test_a_whole_shard_is_cut_by_its_own_index(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from vesuvius.stream.reading.quarantine import DamagedBox, record_of
 from vesuvius.stream.reading.reader_figures import BlockReport, ReaderTotals
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
+from vesuvius.volumes.chunks import KeyForm
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.key_form import KeyForm
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.retry import Outage
 from vesuvius.volumes.volume import Volume, open_volume

@@ -36,7 +36,7 @@ from vesuvius.training.step.conditioning import volume_scalars
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import check_initial_weights, parameter_count, saved_copies
 from vesuvius.training.validation.reference import measure_spectrum
-from vesuvius.volumes.store.object_store import open_cache
+from vesuvius.volumes.store.cache import open_cache
 
 READERS_PER_CORE = 4
 """Readers of a remote store mostly wait, so more of them than processors are useful, but not more than these."""

@@ -80,26 +80,35 @@ def find_axes(
     """
     own_names = _own_names(array)
     names = ome_names or own_names
+    words = f"{f'axes {_listed(names)}' if names else f'{array.ndim} axes'} of shape {array.shape} in {name}"
     if array.ndim < 3:
+        raise DataError(f"a volume has three axes z, y, x; got {words}; stack its slices into one array (Z, Y, X)")
+    pairs = zip(_letters(ome_names or ()), _letters(own_names or ()), strict=False)
+    if any(own in _SPACE and own != ome for ome, own in pairs):
         raise DataError(
-            f"a volume has three axes z, y, x; got {_words(array, names)} in {name}; stack its slices into one array "
-            "(Z, Y, X)"
+            f"the axes of an OME-Zarr and the dimension_names of its arrays must agree; got {_listed(ome_names or ())} "
+            f"and {_listed(own_names or ())} in {name}; correct the wrong one"
         )
-    named = ome_names is not None or (own_names is not None and spatial(own_names))
-    zyx = _places(name, array, names) if names and named else _unnamed(array.shape)
-    if ome_names and own_names and not _agree(ome_names, own_names):
+    end = array.ndim
+    if end > 3 and array.shape[-1] <= _MOST_CHANNELS < min(array.shape[-4:-1]):
+        end -= 1
+    zyx = (end - 3, end - 2, end - 1)
+    if names and (ome_names or spatial(names)):
+        letters = _letters(names)
+        if any(letters.count(letter) != 1 for letter in _SPACE):
+            raise DataError(
+                f"a volume has three axes z, y, x, each once; got {words}; correct the names of the axes in its "
+                "metadata (`axes`, `coordinateSystems` or `dimension_names`)"
+            )
+        zyx = triple(map(letters.index, _SPACE))
+    axes, extra = Axes(zyx, select), array.ndim - 3
+    if len(select) != extra or any(i >= n for i, n in zip(select, axes.others_of(array.shape), strict=True)):
         raise DataError(
-            f"the axes of an OME-Zarr and the dimension_names of its arrays must agree; got {_listed(ome_names)} and "
-            f"{_listed(own_names)} in {name}; correct the wrong one"
+            f"a volume has three axes z, y, x, and `select` fixes each other axis inside the array; got {words} with "
+            f"select={list(select)}; set data.volumes[].select to {extra} {'index' if extra == 1 else 'indices'}, e.g. "
+            f"{[0] * extra}"
         )
-    axes = Axes(zyx, select)
-    _check_select(name, array, names, axes)
     return axes, names or (None,) * array.ndim
-
-
-def _unnamed(shape: Sequence[int]) -> Triple:
-    end = len(shape) - (len(shape) > 3 and shape[-1] <= _MOST_CHANNELS < min(shape[-4:-1]))
-    return end - 3, end - 2, end - 1
 
 
 def _own_names(array: zarr.Array[Any]) -> Names | None:
@@ -114,48 +123,13 @@ def _own_names(array: zarr.Array[Any]) -> Names | None:
 
 def spatial(names: Names) -> bool:
     """Whether one of these names is z, y or x: if none is, the last three axes are taken for them."""
-    return any(letter_of(one) in _SPACE for one in names)
+    return not set(_SPACE).isdisjoint(_letters(names))
 
 
-def _agree(ome_names: Names, own_names: Names) -> bool:
-    """Whether an axis that calls itself z, y or x is the one of the group."""
-    pairs = ((letter_of(ome), letter_of(own)) for ome, own in zip(ome_names, own_names, strict=True))
-    return all(ome == own or own not in _SPACE for ome, own in pairs)
-
-
-def letter_of(name: str | None) -> str:
-    """The name of an axis in lower case; z, y and x for depth, height and width."""
-    lower = (name or "").strip().lower()
-    return _WORDS.get(lower, lower)
-
-
-def _places(name: str, array: zarr.Array[Any], names: Names) -> Triple:
-    """Where z, y and x are.  Raises DataError where one is missing or there twice."""
-    letters = [letter_of(one) for one in names]
-    if any(letters.count(letter) != 1 for letter in _SPACE):
-        raise DataError(
-            f"a volume has three axes z, y, x, each once; got {_words(array, names)} in {name}; correct the names of "
-            "the axes in its metadata (`axes`, `coordinateSystems` or `dimension_names`)"
-        )
-    return triple(map(letters.index, _SPACE))
-
-
-def _check_select(name: str, array: zarr.Array[Any], names: Names | None, axes: Axes) -> None:
-    extra = array.ndim - 3
-    if len(axes.select) != extra:
-        raise DataError(
-            f"a volume has three axes z, y, x, and `select` fixes each other axis; got {_words(array, names)} in "
-            f"{name} with select={list(axes.select)}; set data.volumes[].select to {extra} "
-            f"{'index' if extra == 1 else 'indices'}, e.g. {[0] * extra}"
-        )
-    if any(index >= size for index, size in zip(axes.select, axes.others_of(array.shape), strict=True)):
-        raise DataError(
-            f"select must lie inside the array; got {list(axes.select)} for {_words(array, names)} in {name}; lower it"
-        )
-
-
-def _words(array: zarr.Array[Any], names: Names | None) -> str:
-    return f"{f'axes {_listed(names)}' if names else f'{array.ndim} axes'} of shape {array.shape}"
+def _letters(names: Names) -> list[str]:
+    """Names of axes in lower case; z, y and x for depth, height and width."""
+    lower = [(name or "").strip().lower() for name in names]
+    return [_WORDS.get(name, name) for name in lower]
 
 
 def _listed(names: Names) -> str:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.errors import FetchError
 from vesuvius.volumes.format.metadata import kind_of
 from vesuvius.volumes.store.source import Source
 
-_NAMES = 1000
 _NAMED = 8
-_CONVERT = "convert it to OME-Zarr"
 _METADATA = (".zarray", ".zgroup", "zarr.json")
-_IMAGES = {".tif", ".tiff", ".png", ".jpg", ".jpeg", ".jp2", ".bmp", ".dcm"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ def pick_level(source: Source, attributes: dict[str, Any], spec: ArrayConfig) ->
         place = source.shown.rstrip("/")
         raise DataError(
             f"a volume is an array or an OME-Zarr image; got {place}, which is {what} without multiscales metadata; "
-            f"{_to_one_in(source) or f'set path to an array or image in it: {place}/NAME'}"
+            f"{_choice(source) or f'set path to an array or image in it: {place}/NAME'}"
         ) from error
     if spec.level >= len(paths):
         raise DataError(
@@ -75,62 +68,36 @@ def no_zarr_error(source: Source) -> DataError:
             f"a volume's store must answer; got {source.forbidden} for {source.shown}; check the address and the "
             "credentials"
         )
-    what, remedy = _found(source)
+    path = Path(source.address)
+    what, remedy = "", "point path at the zarr itself (it holds .zarray, .zgroup or zarr.json)"
+    if not source.remote and path.is_file():
+        with path.open("rb") as file:
+            what, remedy = kind_of(file.read(64)) or ("a file", remedy)
+    elif found := _names(source):
+        names = sorted((*found[0], *found[1]))
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        what = f"a folder of {', '.join(names[:_NAMED])}{more}" if names else "" if source.remote else "an empty folder"
+        remedy = _choice(source) or remedy
     return DataError(
         f"a volume must be a zarr array or group; got {source.shown}, which is neither{what and f' but {what}'}; "
-        f"{remedy or 'point path at the zarr itself (it holds .zarray, .zgroup or zarr.json)'}"
+        f"{remedy}"
     )
 
 
-def _found(source: Source) -> tuple[str, str]:
-    """What it is, and the remedy; '' where unknown."""
-    path = Path(source.address)
-    if not source.remote and path.is_file():
-        with path.open("rb") as file:
-            return kind_of(file.read(64)) or ("a file", "")
-    for key, what in (("attributes.json", "an N5 container"), ("info", "a neuroglancer precomputed volume")):
-        try:
-            if source.exists(key, probing=True):
-                return what, _CONVERT
-        except (DataError, FetchError):
-            continue
-    return ("", "") if source.remote else _in_folder(source)
-
-
-def _in_folder(source: Source) -> tuple[str, str]:
-    """What a folder is, from the names in it."""
-    try:
-        names = _names_in(Path(source.address))
-    except OSError as error:
-        return f"a folder that cannot be listed ({error.strerror})", "change its permissions"
-    if not names:
-        return "an empty folder", ""
-    suffix, count = Counter(Path(name).suffix.lower() for name in names).most_common(1)[0]
-    if suffix in _IMAGES:
-        return f"a folder of images ({count} {suffix})", _CONVERT
-    if inside := _to_one_in(source):
-        return "a folder that holds zarrs", inside
-    if names[0] == "c" or all(part.isdigit() for part in names[0].split(".")):
-        return "a folder of chunks without metadata", "copy its .zarray or zarr.json too"
-    return "", ""
-
-
-def _to_one_in(source: Source) -> str:
-    """'set path to A or B', of the zarrs in a folder; '' where there are none, or none can be listed."""
-    root = Path(source.address)
-    try:
-        if source.remote:
-            names = source.list_one_level("")[1]
-        else:
-            names = [name for name in _names_in(root) if any((root / name / each).is_file() for each in _METADATA)]
-    except (OSError, DataError):
-        return ""
-    names = sorted({*names} - {"OME"}, key=lambda name: (not name.isdigit(), len(name) * name.isdigit(), name))
+def _choice(source: Source) -> str:
+    """'set path to A or B', of the zarrs in a group or folder; '' where there are none, or none can be listed."""
+    folders = (_names(source) or ([], []))[1]
+    if not source.remote:
+        folders = [name for name in folders if any(Path(source.address, name, each).is_file() for each in _METADATA)]
+    names = sorted({*folders} - {"OME"}, key=lambda name: (not name.isdigit(), len(name) * name.isdigit(), name))
     more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
     places = [f"{source.shown.rstrip('/')}/{name}" for name in names[:_NAMED]]
     return f"set path to {' or '.join(places)}{more}" if names else ""
 
 
-def _names_in(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in itertools.islice(entries, _NAMES))
+def _names(source: Source) -> tuple[list[str], list[str]] | None:
+    """Files and folders at an address; None where they cannot be listed."""
+    try:
+        return source.list_one_level("")
+    except DataError:
+        return None

@@ -26,7 +26,6 @@ from vesuvius.volumes.store.source import Source
 
 _MOST_CHUNKS = 2**40  # lists of a volume hold a byte for each, in memory that is taken as it is used
 _INNER = ("codecs", "index_codecs")  # of a shard
-_REQUIRED = {2: ("shape", "chunks", "dtype"), 3: ("shape", "chunk_grid", "data_type", "codecs")}
 _CONVERT = "convert it to OME-Zarr"
 _MAGIC = {
     b"\x1f\x8b": ("gzip data", "store it uncompressed, or have the server send it without Content-Encoding"),
@@ -59,8 +58,7 @@ def read_node(source: Source, path: str) -> Node | None:
     Raises:
         DataError: they are no JSON object; as `Source.get`.
     """
-    prefix = f"{path}/" if path else ""
-    keys = [prefix + name for name in ("zarr.json", ".zarray", ".zgroup", ".zattrs")]
+    keys = [f"{path}/{name}".lstrip("/") for name in ("zarr.json", ".zarray", ".zgroup", ".zattrs")]
     try:
         if source.remote:
             stored = [future.result() for future in [source.submit(key, probing=True) for key in keys]]
@@ -68,21 +66,20 @@ def read_node(source: Source, path: str) -> Node | None:
             stored = [source.get(key) for key in keys]
     except FetchError as error:
         raise DataError(f"The metadata of {source.shown} cannot be read: {error}; restore them") from error
-    v3, array, group, attributes = stored
-    if v3 is not None:
-        document = _parsed(source, keys[0], v3, 3)
-        kind = document.get("node_type")
-        if kind not in ("array", "group"):
-            raise _wrong(source, keys[0], f"node_type is {kind!r}", "correct it to array or group")
-        document["attributes"] = document.get("attributes") or {}
-        if not isinstance(document["attributes"], dict):
-            raise _wrong(source, keys[0], f"attributes is {document['attributes']!r}, not an object", "correct it")
-        return Node(keys[0], v3, document, kind == "array")
-    for key, data in zip(keys[1:3], (array, group), strict=True):
-        if data is not None:
-            document = _parsed(source, key, data, 2)
-            document["attributes"] = {} if attributes is None else _parsed(source, keys[3], attributes, None)
+    for key, data, zarr_format in zip(keys[:3], stored, (3, 2, 2), strict=False):
+        if data is None:
+            continue
+        document = _parsed(source, key, data)
+        if (found := document.get("zarr_format")) != zarr_format:
+            raise _wrong(source, key, f"zarr_format is {found!r}", "convert the volume to zarr v2 or v3")
+        if zarr_format == 2:
+            document["attributes"] = _parsed(source, keys[3], stored[3]) if stored[3] is not None else {}
             return Node(key, data, document, key == keys[1])
+        kind, attributes = document.get("node_type"), document.get("attributes") or {}
+        if kind not in ("array", "group") or not isinstance(attributes, dict):
+            cause = f"node_type is {kind!r}, and attributes is {one_line(repr(attributes), 40)}"
+            raise _wrong(source, key, cause, "make them array or group, and an object")
+        return Node(key, data, document | {"attributes": attributes}, kind == "array")
     return None
 
 
@@ -93,42 +90,38 @@ def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
         DataError: zarr-python or this program cannot read it.
     """
     document = _normalised(node.document)
-    zarr_format = document["zarr_format"]
-    if missing := [key for key in _REQUIRED[zarr_format] if document.get(key) is None]:
-        raise _wrong(source, node.key, f"{', '.join(missing)} is missing", "restore them")
-    dtype = document["dtype" if zarr_format == 2 else "data_type"]
+    is_v3 = document["zarr_format"] == 3
+    dtype = document.get("data_type" if is_v3 else "dtype")
+    cause, remedy = "", "correct them, or convert the volume"
     try:
         array = zarr.Array(AsyncArray(document, StorePath(MemoryStore(), path)))  # type: ignore[call-overload]
         for name, settings in _codecs_in(document.get("codecs")):
             if name.startswith("numcodecs."):  # zarr looks for it when the first chunk is decoded
                 numcodecs.registry.get_codec(dict(settings, id=name.removeprefix("numcodecs.")))
-        supported = array.dtype.kind in "buif" and array.dtype.itemsize <= 8
-        sizes = (*array.shape, *array.chunks)
+        if array.dtype.kind not in "buif" or array.dtype.itemsize > 8:
+            cause = f"its dtype {dtype} is not bool, nor an integer or float of up to 8 bytes"
+        elif is_v3 and not is_supported(array.metadata.codecs):  # type: ignore[union-attr]
+            cause = "shards inside or behind other codecs, or with an index in another form, are not supported"
+        elif min(*array.shape, *array.chunks) < 1 or _chunks(array) > _MOST_CHUNKS:
+            sizes = f"shape {list(array.shape)}, chunks of {list(array.chunks)}"
+            cause = f"it has no chunks, or more than {_MOST_CHUNKS:.2g}: {sizes}"
     except (UnknownCodecError, UnknownCodecV3Error) as error:
+        cause = f"a codec is not installed ({one_line(error)})"
         remedy = "install the package that provides it, or store the volume with blosc, zstd or gzip"
-        raise _wrong(source, node.key, f"a codec is not installed ({one_line(error)})", remedy) from error
     except Exception as error:  # malformed metadata raise many types
         cause = f"zarr-python refuses them ({type(error).__name__}: {one_line(error)}; the dtype is {dtype})"
-        raise _wrong(source, node.key, cause, "correct them, or convert the volume") from error
-    if not supported:
-        cause = f"its dtype {dtype} is not bool, nor an integer or float of up to 8 bytes"
-        raise _wrong(source, node.key, cause, "convert the volume")
-    if zarr_format == 3 and not is_supported(array.metadata.codecs):  # type: ignore[union-attr]
-        cause = "shards inside or behind other codecs, or with an index in another form, are not supported"
-        raise _wrong(source, node.key, cause, "rewrite the volume with plain shards")
-    if min(sizes) < 1:
-        cause = f"shape is {list(array.shape)}, chunks is {list(array.chunks)}, not numbers above 0"
-        raise _wrong(source, node.key, cause, "correct them")
-    chunks = math.prod(-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True))
-    if chunks > _MOST_CHUNKS:
-        cause = f"shape is {list(array.shape)}, {chunks:.2g} chunks of {list(array.chunks)}"
-        raise _wrong(source, node.key, cause, f"correct it, or store the volume in less than {_MOST_CHUNKS:.2g} chunks")
+    if cause:
+        raise _wrong(source, node.key, cause, remedy)
     return array
 
 
 def kind_of(data: bytes) -> tuple[str, str] | None:
     """What an object is by its first bytes, and the remedy; None where unknown.  Pure."""
     return next((words for magic, words in _MAGIC.items() if data.lstrip(b" \t\r\n").startswith(magic)), None)
+
+
+def _chunks(array: zarr.Array[Any]) -> int:
+    return math.prod(-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True))
 
 
 def _codecs_in(codecs: Any) -> Iterator[tuple[str, Any]]:
@@ -144,26 +137,25 @@ def _wrong(source: Source, key: str, cause: str, remedy: str) -> DataError:
     return DataError(f"The metadata {key} of {source.shown} cannot be read: {cause}; {remedy}")
 
 
-def _parsed(source: Source, key: str, data: bytes, zarr_format: int | None) -> dict[str, Any]:
+def _parsed(source: Source, key: str, data: bytes) -> dict[str, Any]:
     """A JSON object.  Raises DataError that says what it is instead."""
-    if not data.strip(b" \t\r\n\0"):
-        raise _wrong(source, key, f"the object is empty ({len(data)} bytes)", "restore it")
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        what, remedy = kind_of(data) or (f"not JSON, or only a part of it ({one_line(error)})", "restore it")
-        raise _wrong(source, key, f"the object is {what}", remedy) from None
-    if not isinstance(document, dict):
-        raise _wrong(source, key, f"they are {one_line(repr(document), 40)}, not an object", "restore them")
-    if zarr_format is not None and (found := document.get("zarr_format")) != zarr_format:
-        raise _wrong(source, key, f"zarr_format is {found!r}", "convert the volume to zarr v2 or v3")
-    return document
+    what, remedy = f"the object is empty ({len(data)} bytes)", "restore it"
+    if data.strip(b" \t\r\n\0"):
+        try:
+            document = json.loads(data)
+            if isinstance(document, dict):
+                return document
+            what = f"the object is {one_line(repr(document), 40)}, not a JSON object"
+        except (ValueError, RecursionError) as error:
+            found = kind_of(data) or (f"not JSON, or only a part of it ({one_line(error)})", remedy)
+            what, remedy = f"the object is {found[0]}", found[1]
+    raise _wrong(source, key, what, remedy)
 
 
 def _normalised(document: dict[str, Any]) -> dict[str, Any]:
     """The same metadata in the spelling of zarr-python.  Pure."""
     found = dict(document)
-    if found.get("zarr_format") == 2:
+    if found["zarr_format"] == 2:
         found["dtype"] = _dtype_v2(found.get("dtype"))
         if found.get("dimension_separator", "") is None:
             del found["dimension_separator"]
@@ -171,12 +163,11 @@ def _normalised(document: dict[str, Any]) -> dict[str, Any]:
     found.pop("consolidated_metadata", None)  # of groups; some writers give arrays a null
     axes = len(found["shape"]) if isinstance(found.get("shape"), list) else 0
     found["codecs"] = _codecs(found.get("codecs"), axes)
-    for key in ("data_type", "chunk_key_encoding"):
-        match found.get(key), key:
-            case str(name), "chunk_key_encoding":
-                found[key] = {"name": name}
-            case {"name": str(name), **more}, "data_type" if not any(more.values()):
-                found[key] = name
+    if isinstance(encoding := found.get("chunk_key_encoding"), str):
+        found["chunk_key_encoding"] = {"name": encoding}
+    match found.get("data_type"):
+        case {"name": str(name), **more} if not any(more.values()):
+            found["data_type"] = name
     return found
 
 

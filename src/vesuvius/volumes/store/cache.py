@@ -1,19 +1,16 @@
-"""A disk cache of fetched bytes: a folder of files, of which the least recently used go first.
+"""A disk cache of fetched bytes: DIRECTORY/vesuvius-chunk-cache/3f/9c0a..., of which the least recently used go first.
 
-    DIRECTORY/vesuvius-chunk-cache   marks the directory as ours
-    DIRECTORY/3f/9c0a...             entries, named by a hash of their key: CRC-32C and bytes
-
-Any number of processes and threads may share a directory without a lock: entries are renamed into place when they are
-complete.  Each process lists the directory once per 64th of the limit that it writes, and removes the oldest entries
-beyond 85 %; so up to 16 writers at full speed stay within a tenth of the limit.
+Entries are named by a hash of their key, and hold a CRC-32C and the bytes.  Any number of processes and threads may
+share a directory without a lock: entries are renamed into place when they are complete.  About 64 times while as many
+bytes as the limit are written, one of the writers lists the directory and removes the oldest entries beyond 85 %.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
+import random
 import shutil
 import threading
 import time
@@ -23,20 +20,27 @@ from pathlib import Path
 
 import google_crc32c
 
+from vesuvius.config import StoreConfig
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.files import nearest_existing
 
 log = logging.getLogger(__name__)
 
-MARK = "vesuvius-chunk-cache"
 _CRC_BYTES = 4
 _KEPT = 0.85  # share of the limit that a removal leaves
-_WRITES_PER_TRIM = 64
+_TRIMS_PER_LIMIT = 64  # while as many bytes as the limit are written
 _TOUCH_S = 60.0  # `get` marks an entry as used at most this often: a write of metadata for each read would cost more
+_PARTIAL = ".partial"
+_ABANDONED_S = 3600.0  # after which a file that is not complete is one of a process that has died
 
 _warned: set[Path] = set()
-_written: dict[Path, int] = {}  # bytes that this process has written since it last listed a directory
-_lock = threading.Lock()
+
+
+def open_cache(config: StoreConfig) -> DiskCache | None:
+    """The disk cache, where one is configured."""
+    if config.cache_dir is None:
+        return None
+    return DiskCache(Path(config.cache_dir) / "vesuvius-chunk-cache", int(config.cache_gib * 2**30))
 
 
 @dataclass(frozen=True)
@@ -47,46 +51,35 @@ class DiskCache:
     misses, `put` stores nothing, and the log says so once per process.
     """
 
-    directory: Path  # created where absent; holds nothing but the cache
+    directory: Path  # created where absent
     limit_bytes: int  # on disk, within 10 %
 
     def check(self) -> None:
         """Look whether `prepare` can do its work.  Changes nothing.
 
         Raises:
-            ConfigError: the directory could not be created or written, holds foreign files, or has too little free
-                space for the limit.
+            ConfigError: the directory could not be created or written, or has too little free space for the limit.
         """
+        there = nearest_existing(self.directory)
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise self._unusable(f"{there} is no folder, or cannot be written")
         try:
-            there = nearest_existing(self.directory)
-            names = os.listdir(there)
-            if not os.access(there, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
-            missing = self.limit_bytes - sum(size for _, _, size in self._entries())
             free = shutil.disk_usage(there).free
+            needed = self.limit_bytes - sum(size for _, _, size in self._entries())
         except OSError as error:
-            raise self._refused(error) from error
-        if there == self.directory.absolute() and names and MARK not in names:
-            raise ConfigError(
-                f"the disk cache needs an empty or new directory; got {self.directory}, which holds {min(names)!r} "
-                "and was not made by it; set data.store.cache_dir to a folder of its own"
-            )
-        if free < missing:
-            raise ConfigError(
-                f"the disk of the cache must hold all of it; got {free / 2**30:.2f} GiB free for "
-                f"{missing / 2**30:.2f} GiB more at {self.directory}; lower data.store.cache_gib, free space, or set "
-                "data.store.cache_dir to another disk"
-            )
+            raise self._unusable(error) from error
+        if free < needed:
+            raise self._unusable(f"{free / 2**30:.2f} GiB free for {needed / 2**30:.2f} GiB more; lower cache_gib")
 
     def prepare(self) -> None:
         """Create the directory and shrink it to the limit; once per run, before the readers start.  Raises as
         `check`."""
         self.check()
         try:
-            self._create()
-            self._trim(0)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._trim()
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._unusable(error) from error
 
     def get(self, key: str) -> bytes | None:
         """The bytes stored under `key`, None where there are none.  Removes an entry that is damaged."""
@@ -114,17 +107,12 @@ class DiskCache:
         """
         if len(data) > _KEPT * self.limit_bytes:
             return self.drop(key)
+        entry = self._entry(key)
+        partial = entry.with_name(f"{entry.name}.{os.getpid()}.{threading.get_ident()}{_PARTIAL}")
         try:
-            with _lock:
-                written = _written.get(self.directory)
-                due = written is None or written + len(data) > self.limit_bytes / _WRITES_PER_TRIM
-                _written[self.directory] = len(data) + (0 if written is None or due else written)
-            if due:
-                self._create()
-                self._trim(len(data))
-            entry = self._entry(key)
             entry.parent.mkdir(parents=True, exist_ok=True)
-            partial = entry.with_name(f"{entry.name}.{os.getpid()}.{threading.get_ident()}")
+            if random.random() < _TRIMS_PER_LIMIT * len(data) / self.limit_bytes:
+                self._trim()
             partial.write_bytes(_crc(data) + data)
             partial.replace(entry)
         except OSError as error:
@@ -137,17 +125,12 @@ class DiskCache:
         except OSError as error:
             self._warn_once(error)
 
-    def _create(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / MARK).touch()
-
     def _entry(self, key: str) -> Path:
         name = hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
         return self.directory / name[:2] / name[2:]
 
     def _entries(self) -> list[tuple[int, str, int]]:
-        """(last use in ns, path, bytes on disk) of each entry, and of those that a killed process has left unfinished.
-        Foreign files are not looked at."""
+        """(last use in ns, path, bytes on disk) of each entry, complete or not.  Foreign files are not looked at."""
         entries = []
         for number in range(256):
             with suppress(FileNotFoundError), os.scandir(os.path.join(self.directory, f"{number:02x}")) as files:
@@ -157,30 +140,32 @@ class DiskCache:
                         entries.append((found.st_mtime_ns, file.path, found.st_blocks * 512))
         return entries
 
-    def _trim(self, need: int) -> None:
-        """Remove the least recently used entries beyond 85 % of the limit, less `need` bytes.  Raises OSError."""
+    def _trim(self) -> None:
+        """Remove the least recently used entries beyond 85 % of the limit.  Raises OSError."""
         entries = self._entries()
-        total = sum(size for _, _, size in entries) + need
-        for _, path, size in sorted(entries):
+        total = sum(size for _, _, size in entries)
+        abandoned_ns = time.time_ns() - int(_ABANDONED_S * 1e9)
+        for used_ns, path, size in sorted(entries):
             if total <= _KEPT * self.limit_bytes:
                 break
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-            total -= size
+            if not path.endswith(_PARTIAL) or used_ns < abandoned_ns:  # else another process is writing it
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                total -= size
 
-    def _refused(self, error: OSError) -> ConfigError:
+    def _unusable(self, cause: OSError | str) -> ConfigError:
         return ConfigError(
-            f"the disk cache needs a directory that it can create and write; got {type(error).__name__}: {error} at "
-            f"{self.directory}; set data.store.cache_dir to a folder of yours on a local disk, or to null for no cache"
+            f"Cannot use {self.directory} for the disk cache: {cause}; set data.store.cache_dir to a folder on a local "
+            "disk with room for data.store.cache_gib, or to null for no cache"
         )
 
     def _warn_once(self, error: Exception) -> None:
         if self.directory not in _warned:
             _warned.add(self.directory)
             log.warning(
-                "the disk cache must be readable and writable; got %s: %s at %s; the run continues, refetching "
-                "what cannot be kept; free space there or change data.store.cache_dir (said once per process)",
-                *(type(error).__name__, error, self.directory),
+                "Cannot use %s for the disk cache: %s; the run continues without what cannot be kept; free space "
+                "there or change data.store.cache_dir (said once per process)",
+                *(self.directory, error),
             )
 
 

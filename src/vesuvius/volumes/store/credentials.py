@@ -10,7 +10,6 @@ import configparser
 import functools
 import http.client
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,17 +21,7 @@ from vesuvius.errors import DataError, one_line
 # A metadata service is one hop away; where there is none, as on a laptop, every process waits for this.
 _PROBE_S = 0.5
 _REREAD = timedelta(minutes=5)  # tools that renew a profile's keys write them into the same file
-_MAKERS = Path("/sys/class/dmi/id/sys_vendor")
-_WEB_IDENTITY = ("AWS_WEB_IDENTITY_TOKEN_FILE",)
-_TOKEN_FILE = "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"
-_CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
-_GOOGLE = (
-    "GOOGLE_SERVICE_ACCOUNT",
-    "GOOGLE_SERVICE_ACCOUNT_PATH",
-    "GOOGLE_SERVICE_ACCOUNT_KEY",
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    "GOOGLE_BEARER_TOKEN",
-)
+_NEEDS_BOTO3 = {"role_arn", "sso_session", "sso_start_url", "credential_process", "web_identity_token_file"}
 
 
 @dataclass(frozen=True)
@@ -71,30 +60,28 @@ def find_signing(scheme: str, anonymous: bool | None) -> Signing:
 
 
 def _aws() -> tuple[Signing | None, str]:
-    if os.environ.get("AWS_ACCESS_KEY_ID"):
-        return Signing("signed with AWS_ACCESS_KEY_ID of the environment"), ""
-    if name := _first_set(_WEB_IDENTITY):
+    if name := _first_set("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return Signing(f"signed with {name} of the environment"), ""
+    profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+    if found := _profile(profile):
+        return found, ""
+    # Of AWS_CONTAINER_CREDENTIALS_FULL_URI obstore knows the kind with a token in a file.
+    if name := _first_set("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"):
         return Signing(f"signed with {name}"), ""
-    if profile := _profile():
-        return profile, ""
-    if name := _first_set(_CONTAINER):
-        # What obstore does not know itself: it would ask for an instance's role.
-        knows = name == _CONTAINER[0] or os.environ.get(_TOKEN_FILE)
-        return Signing(f"signed with {name}", {} if knows else {"credential_provider": _keys_of_botocore(name)}), ""
-    endpoint = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or os.environ.get("AWS_METADATA_ENDPOINT")
-    disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
-    if not disabled and _has_instance_role(endpoint):
-        return Signing("signed with the instance's role", {"metadata_endpoint": endpoint} if endpoint else {}), ""
+    set_by = _first_set("AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_METADATA_ENDPOINT")
+    endpoint = os.environ[set_by] if set_by else "http://169.254.169.254"
+    if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true" and _has_instance_role(endpoint):
+        return Signing("signed with the instance's role", {"metadata_endpoint": endpoint}), ""
     where = " and ".join(map(str, _profile_files()))
-    missing = f"no AWS_* in the environment, no profile {_profile_name()} in {where}, no role of container or instance"
-    return None, missing
+    return None, f"no AWS_* in the environment, no profile {profile} in {where}, no role of container or instance"
 
 
 def _google() -> tuple[Signing | None, str]:
-    if name := _first_set(_GOOGLE):
+    names = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
+    if name := _first_set(*names, "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN"):
         return Signing(f"signed with {name} of the environment"), ""
-    folder = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config/gcloud"
-    login = Path(folder) / "application_default_credentials.json"
+    login = Path(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
+    login /= "application_default_credentials.json"
     if login.exists():
         return Signing(f"signed with {login}", {"application_credentials": str(login)}), ""
     if os.environ.get("NO_GCE_CHECK", "").lower() != "true" and _has_service_account():
@@ -102,61 +89,59 @@ def _google() -> tuple[Signing | None, str]:
     return None, f"no GOOGLE_* in the environment, no {login}, no service account of the machine"
 
 
-def _first_set(names: tuple[str, ...]) -> str | None:
+def _first_set(*names: str) -> str | None:
     return next((name for name in names if os.environ.get(name)), None)
 
 
 # ---- profiles of the AWS command
 
 
-def _profile_name() -> str:
-    return os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
-
-
 def _profile_files() -> tuple[Path, Path]:
-    """The files with keys and with settings."""
+    """The files with settings and with keys."""
     return (
-        Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser(),
         Path(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser(),
+        Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser(),
     )
 
 
-def _read_profile() -> dict[str, str]:
-    """The settings of the profile, of both files; empty where there is none."""
-    name, found = _profile_name(), dict[str, str]()
-    credentials, config = _profile_files()
-    for file, section in ((config, name if name == "default" else f"profile {name}"), (credentials, name)):
-        parser = configparser.RawConfigParser(strict=False)
-        try:
-            parser.read(file)
-        except (configparser.Error, UnicodeError) as error:
-            raise DataError(f"Cannot read {file}: {one_line(error)}; correct it, or set AWS_ACCESS_KEY_ID") from error
-        found |= dict(parser[section]) if parser.has_section(section) else {}
-    return found
+def _read_profile(name: str) -> dict[str, str]:
+    """The settings of a profile, of both files; empty where there is none."""
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read(_profile_files())
+    except (configparser.Error, UnicodeError) as error:
+        raise DataError(f"Cannot read the AWS profile {name}: {one_line(error)}; correct the file") from error
+    return {key: text for part in (f"profile {name}", name) if part in parser for key, text in parser[part].items()}
 
 
-def _profile() -> Signing | None:
-    """Signing with the profile's keys; None where there is no profile, or one of settings only."""
-    settings, name = _read_profile(), _profile_name()
+def _profile(name: str) -> Signing | None:
+    """Signing with a profile's keys; None where there is no profile, or one of settings only."""
+    settings = _read_profile(name)
     if not settings and name != "default":
         raise DataError(
             f"AWS_PROFILE {name} is in none of {' and '.join(map(str, _profile_files()))}; correct or unset it, or set "
             "data.store.anonymous=true"
         )
-    region = {"region": settings["region"]} if "region" in settings and not os.environ.get("AWS_REGION") else {}
-    words = f"signed with the AWS profile {name}"
-    if "aws_access_key_id" in settings and "role_arn" not in settings:
-        return Signing(words, {"credential_provider": _keys_of_profile, **region})
-    if not {"role_arn", "sso_session", "sso_start_url", "credential_process", "web_identity_token_file"} & set(
-        settings
-    ):
+    if _NEEDS_BOTO3 & settings.keys():
+        try:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+        except ImportError:
+            raise DataError(
+                f"The AWS profile {name}, which holds no keys but a role, a login or a process, needs boto3; install "
+                "it, or export keys: eval $(aws configure export-credentials --format env)"
+            ) from None
+        options: dict[str, Any] = {"credential_provider": Boto3CredentialProvider(ttl=_REREAD)}
+    elif "aws_access_key_id" in settings:
+        options = {"credential_provider": functools.partial(_keys_of_profile, name)}
+    else:
         return None
-    provider = _keys_of_botocore(f"The AWS profile {name}, which holds no keys but a role, a login or a process,")
-    return Signing(words, {"credential_provider": provider, **region})
+    if "region" in settings and not os.environ.get("AWS_REGION"):
+        options["region"] = settings["region"]
+    return Signing(f"signed with the AWS profile {name}", options)
 
 
-def _keys_of_profile() -> dict[str, Any]:
-    settings = _read_profile()
+def _keys_of_profile(name: str) -> dict[str, Any]:
+    settings = _read_profile(name)
     return {
         "access_key_id": settings["aws_access_key_id"],
         "secret_access_key": settings["aws_secret_access_key"],
@@ -165,63 +150,21 @@ def _keys_of_profile() -> dict[str, Any]:
     }
 
 
-def _keys_of_botocore(what: str) -> Callable[[], dict[str, Any]]:
-    """What obstore calls for keys, from the credentials that botocore finds and renews.
-
-    Args:
-        what: needs it, for messages.
-    """
-    try:
-        from botocore.session import Session
-    except ImportError:
-        raise DataError(
-            f"{what} needs boto3; install it, or export keys: eval $(aws configure export-credentials --format env)"
-        ) from None
-    credentials = Session().get_credentials()
-
-    def keys() -> dict[str, Any]:
-        frozen = credentials.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(UTC) + _REREAD,
-        }
-
-    return keys
-
-
 # ---- roles of the machine
 
 
 @functools.cache
-def _has_instance_role(endpoint: str | None) -> bool:
-    if endpoint is None and not _may_be_made_by("Amazon"):
-        return False
-    endpoint = endpoint or "http://169.254.169.254"
+def _has_instance_role(endpoint: str) -> bool:
     token = _ask(endpoint, "PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"})
-    if token is None:
-        return False
-    return bool(
-        _ask(endpoint, "GET", "/latest/meta-data/iam/security-credentials/", {"X-aws-ec2-metadata-token": token})
-    )
+    path = "/latest/meta-data/iam/security-credentials/"
+    return token is not None and bool(_ask(endpoint, "GET", path, {"X-aws-ec2-metadata-token": token}))
 
 
 @functools.cache
 def _has_service_account() -> bool:
-    host = os.environ.get("GCE_METADATA_HOST") or os.environ.get("GCE_METADATA_ROOT")
-    if host is None and not _may_be_made_by("Google"):
-        return False
+    host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
     path = "/computeMetadata/v1/instance/service-accounts/default/email"
-    return bool(_ask(f"http://{host or '169.254.169.254'}", "GET", path, {"Metadata-Flavor": "Google"}))
-
-
-def _may_be_made_by(maker: str) -> bool:
-    """Whether this machine may be one of a cloud; False only where it says that it is another one's."""
-    try:
-        return maker in _MAKERS.read_text()
-    except OSError:
-        return True
+    return bool(_ask(f"http://{host}", "GET", path, {"Metadata-Flavor": "Google"}))
 
 
 def _ask(endpoint: str, method: str, path: str, headers: dict[str, str]) -> str | None:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
 # A store that has never answered is more likely a wrong address than an outage.
 _FIRST_ANSWER_S = 60.0
 # A body that breaks off at one byte for as long, at three tries or more, is no outage: it is all that the server has.
@@ -68,14 +69,14 @@ class Retrier:
     ) -> None:
         self.outage: Outage | None = None
         self._address = address
-        self._config = config
+        self._outage_s = 60 * config.outage_minutes
         self._patient = patient
         self._may_pass = may_pass
         self._count = count
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._failing: dict[int, Outage] = {}  # by thread
-        self._said: float | None = None
+        self._said: float | None = None  # when a line last told of this outage
 
     def run(self, key: str, read: Callable[[], T]) -> T:
         """What `read` returns.
@@ -88,12 +89,9 @@ class Retrier:
             ClosedError: another thread has called `close`.
             Exception: whatever else `read` raises.
         """
-        pause_s, tries = min(_FIRST_PAUSE_S, self._config.max_pause_s), 0
-        is_second_answer = False  # after one that broke the protocol
-        since: float | None = None
-        began = 0.0
+        pause_s, tries, answered, broke_protocol = _FIRST_PAUSE_S, 0, True, False
+        began: float | None = None
         breaks: list[tuple[int, float]] = []  # bytes that came, and when, while these are as many at each try
-        answered = True
         try:
             while not self._closed.is_set():
                 tries += 1
@@ -101,25 +99,24 @@ class Retrier:
                 try:
                     return read()
                 except (BaseError, OSError, ProtocolError) as error:
-                    if is_protocol_error(error) and not is_second_answer:
-                        is_second_answer = True
+                    now = time.monotonic()
+                    if is_protocol_error(error) and not broke_protocol:
+                        broke_protocol = True
                     elif not self._may_pass(error):
                         raise
                     else:
                         if isinstance(error, BrokenOffError):
-                            alike = [each for each in breaks if each[0] == error.after]
-                            breaks = [*alike, (error.after, time.monotonic())]
-                            if error.after and len(breaks) > 2 and breaks[-1][1] - breaks[0][1] >= _SAME_BREAK_S:
+                            breaks = [each for each in breaks if each[0] == error.after] + [(error.after, now)]
+                            if len(breaks) > 2 and now - breaks[0][1] >= _SAME_BREAK_S:
                                 raise ProtocolError(f"{error} at each of {len(breaks)} tries") from error
-                        if since is None:
-                            since, began = time.time(), time.monotonic()
-                        if time.monotonic() - began >= self._patience_s:
+                        began = now if began is None else began
+                        failing = self._note_failure(error)
+                        if now - began >= self._patience_s:
                             answered = False
-                            raise self._outage_error(key, error, since, tries) from error
-                        self._note_failure(Outage(since, reason(error), self._address))
+                            raise self._outage_error(failing, f"{tries} tries of {key} in {self._address}") from error
                 self._count(retries=1)
                 self._closed.wait(random.uniform(0, pause_s))  # at random, so that many readers do not ask at once
-                pause_s = min(2 * pause_s, self._config.max_pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             answered = False
             raise ClosedError(self._address)
         finally:
@@ -137,49 +134,44 @@ class Retrier:
     @property
     def _patience_s(self) -> float:
         """Seconds for which a read is tried again."""
-        outage_s = 60 * self._config.outage_minutes
-        return outage_s if self._patient else min(outage_s, _FIRST_ANSWER_S)
+        return self._outage_s if self._patient else min(self._outage_s, _FIRST_ANSWER_S)
 
-    @property
-    def _patience_words(self) -> str:
-        if self._patience_s < 60 * self._config.outage_minutes:
-            return f"{self._patience_s:g} s, as it has never answered: check the address"
-        return f"{self._config.outage_minutes:g} minutes (data.store.outage_minutes)"
-
-    def _note_failure(self, failing: Outage) -> None:
-        now = time.time()
+    def _note_failure(self, error: BaseException) -> Outage:
+        """Take down, and say every minute, that the read of this thread fails; since when it does."""
+        moment, thread = time.time(), threading.get_ident()
         with self._lock:
-            self._failing[threading.get_ident()] = failing
-            self.outage = outage = min(self._failing.values(), key=lambda failing: failing.since)
-            say = now - outage.since >= _SAID_AFTER_S and now - (self._said or 0) >= _SAID_EVERY_S
-            if say:
-                self._said = now
+            since = self._failing[thread].since if thread in self._failing else moment
+            failing = self._failing[thread] = Outage(since, reason(error), self._address)
+            outage = self.outage = min(self._failing.values(), key=lambda failing: failing.since)
+            say = moment - outage.since >= _SAID_AFTER_S and moment - (self._said or 0) >= _SAID_EVERY_S
+            self._said = moment if say else self._said
         if say:
-            lasted = _duration(now - outage.since)
-            log.warning("%s (for %s); trying again for up to %s", outage, lasted, self._patience_words)
+            wait = f"{self._outage_s / 60:g} minutes (data.store.outage_minutes)"
+            if self._patience_s < self._outage_s:
+                wait = f"{self._patience_s:g} s, as it has never answered: check the address"
+            log.warning("%s (for %s); trying again for up to %s", outage, _duration(moment - outage.since), wait)
+        return failing
 
     def _end_failing(self, answered: bool) -> None:
         """A read of this thread has ended: with an answer of the store, or without."""
         self._patient |= answered
         with self._lock:
-            outage = self.outage
+            before, said = self.outage, self._said
             if self._failing.pop(threading.get_ident(), None) is None:
                 return
             self.outage = min(self._failing.values(), key=lambda failing: failing.since, default=None)
-            over = self.outage is None and self._said is not None
-            if self.outage is None:
-                self._said = None
-        if over and answered and outage is not None:
-            log.info("%s answers again after %s", self._address, _duration(time.time() - outage.since))
+            over = self.outage is None
+            self._said = None if over else said
+        if over and said and answered and before:
+            log.info("%s answers again after %s", self._address, _duration(time.time() - before.since))
 
-    def _outage_error(self, key: str, error: BaseException, since: float, tries: int) -> OutageError:
-        what = f"({tries} {'try' if tries == 1 else 'tries'} of {key} in {self._address})"
+    def _outage_error(self, outage: Outage, tries: str) -> OutageError:
         if not self._patient:
-            return OutageError(f"a store must answer; got {reason(error)} {what}; check the address and the network")
+            return OutageError(f"a store must answer; got {outage.cause} ({tries}); check the address and the network")
         return OutageError(
-            f"a store must answer within data.store.outage_minutes={self._config.outage_minutes:g}; got "
-            f"{reason(error)} since {_clock(since)} {what}; check the network "
-            "and the server, then continue a run with --resume, or run another command again"
+            f"a store must answer within data.store.outage_minutes={self._outage_s / 60:g}; got {outage.cause} since "
+            f"{_clock(outage.since)} ({tries}); check the network and the server, then continue a run with --resume, "
+            "or run another command again"
         )
 
 

@@ -8,11 +8,10 @@ where one is configured.  `Source` knows keys and byte ranges; that they are chu
 from __future__ import annotations
 
 import errno
-import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,42 +20,16 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.errors import (
-    ProtocolError,
-    RefusedError,
-    ReplacedError,
-    is_outage,
-    reason,
-    refusal,
-    status_of,
-)
-from vesuvius.volumes.store.byte_range import ByteRange
-from vesuvius.volumes.store.local_files import check_file, list_files, read_file
-from vesuvius.volumes.store.object_store import is_remote, open_cache, shown_address
-from vesuvius.volumes.store.remote import Answer, RemoteStore, warn_once
+from vesuvius.volumes.errors import ProtocolError, ReplacedError, is_outage, reason, refusal, status_of
+from vesuvius.volumes.store.cache import open_cache
+from vesuvius.volumes.store.object_store import RemoteStore, is_remote, shown_address, warn_once
+from vesuvius.volumes.store.objects import Answer, ByteRange, LocalFiles
 from vesuvius.volumes.store.retry import Outage, Retrier
 
 T = TypeVar("T")
 
-_VERSIONS_MAX = 2**18  # some 100 MB
-_ROUNDS = 8  # of looking for two parts with one stamp; enough for dozens of servers
-
-
-@dataclass
-class _Version:
-    """What tells one version of an object from others.
-
-    Servers behind one address may each make up their own ETags: a version may have several stamps, and is known again
-    by the part that was read first, which of a shard is the index.
-    """
-
-    stamps: set[str | None]
-    part: ByteRange | None = None
-    digest: bytes | None = None  # of that part; None before one was read
-
-    def learn(self, part: ByteRange | None, data: bytes) -> None:
-        if self.digest is None and part is not None:
-            self.part, self.digest = part, _digest(data)
+_VERSIONS_MAX = 2**18  # some 60 MB
+_SERVERS = 8  # behind one address, each with ETags of its own, of which one that answered before is found again
 
 
 @dataclass
@@ -80,6 +53,7 @@ class Source:
 
     Attributes:
         remote: whether the address is a URL.
+        can_list: whether the store can list its objects, which plain web servers cannot.
         shown: the address as messages name it.
         forbidden: what the store said of the last read that it forbade to `probing`; else None.
     """
@@ -91,10 +65,11 @@ class Source:
         self.figures = SourceFigures()
         self.forbidden: str | None = None
         self.shown = shown_address(address)
-        self._store = RemoteStore(address, config) if self.remote else None
         self._root = Path(address).absolute()  # where it is a folder
+        self._store = RemoteStore(address, config) if self.remote else LocalFiles(self._root)
+        self.can_list = self._store.can_list
         self._cache = open_cache(config) if self.remote else None
-        self._versions: dict[str, _Version] = {}  # of objects of which a part was read, or the cache holds something
+        self._versions: dict[str, str] = {}  # stamps of objects of which a part was read, or the cache holds something
         self._retrier = Retrier(self.shown, config, known or not self.remote, self._may_pass, self.count)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -105,14 +80,9 @@ class Source:
         return self._retrier.outage
 
     @property
-    def can_list(self) -> bool:
-        """Whether the store can list its objects, which plain web servers cannot."""
-        return self._store is None or self._store.can_list
-
-    @property
     def signing(self) -> str:
         """How requests are signed, for messages; empty where they never are."""
-        return "" if self._store is None else self._store.signing.words
+        return self._store.signing
 
     def get(
         self,
@@ -120,18 +90,18 @@ class Source:
         byte_range: ByteRange | None = None,
         cached: bool = True,
         probing: bool = False,
-        version: _Version | None = None,
+        version: str | None = None,
     ) -> bytes | None:
         """The object, or a range of it; None where there is none.
 
-        What the disk cache holds is used if it has the stamp (ETag, or time of the last change) that the object has in
-        the store, which is asked once for each object.
+        What the disk cache holds is used if it has the stamp (ETag) that the object has in the store, which is asked
+        once for each object.
 
         Args:
             cached: False for what may change at its address while it is read.
             probing: whether what is forbidden (403) counts as absent, as while metadata are looked for: S3 answers so
                 for absent keys where one may not list.
-            version: of the object of which other parts were read; by default that of the last part.
+            version: the stamp of the object of which other parts were read; by default that of the last part.
 
         Raises:
             FetchError: it is damaged.
@@ -139,42 +109,35 @@ class Source:
             OutageError: the store has not answered for `data.store.outage_minutes`.
             RefusedError: the store refuses access, or cannot deliver byte ranges.
         """
-        if self._store is None:
-            found = self._tried(key, lambda: read_file(self._root, key, byte_range), probing)
-            self.count(bytes_fetched=len(found or b""))
-            return found
-        cache, name = self._cache if cached else None, f"{self.address.rstrip('/')}/{key}"
-        if byte_range is not None:
-            name += f"?{byte_range.start}:{byte_range.stop}"
+        cache, name = self._cache if cached else None, self._entry(key, byte_range)
         version = version or self._versions.get(key)
         if cache is not None and (kept := cache.get(name)) is not None:
-            of, _, data = kept.partition(b"\n")
-            if version is None:  # of an earlier run, or of another process of this one
-                stamp = self._tried(key, lambda: self._checked_store.stamp(key))
-                version = None if stamp is None else self._note(key, stamp)
-            if version is not None and of.decode() in version.stamps:
+            stamp, _, data = kept.partition(b"\n")
+            if version is None and (now := self._tried(key, lambda: self._store.stamp(key))) is not None:
+                version = self._note(key, now)  # of an earlier run, or of another process of this one
+            if stamp.decode() == version:
                 self.count(cache_hits=1)
-                version.learn(byte_range, data)
                 return data
         answer = self._fetch(key, byte_range, probing)
+        tries = 1
+        while answer is not None and byte_range is not None and version is not None and answer.stamp != version:
+            if tries == _SERVERS:
+                raise ReplacedError(
+                    f"{key} was replaced while parts of it were read (its stamp is now {answer.stamp}), or its server "
+                    "sends ETags that do not depend on the content"
+                )
+            answer = self._fetch(key, byte_range, probing)
+            tries += 1
         if answer is None:
             return None
-        if byte_range is not None or cache is not None:  # a whole object is of one version, and need not be known again
-            if version is None or version.digest is None:
-                version = self._note(key, answer.stamp)
-            elif byte_range is not None:
-                answer = self._of_version(key, byte_range, answer, version)
-            version.learn(byte_range, answer.data)
+        if answer.stamp is not None and (byte_range is not None or cache is not None):
+            self._note(key, answer.stamp)  # a whole object is of one version, and need not be known again
         if cache is not None:
             self.count(cache_misses=1)
-            if answer.stamp is not None and answer.lasting:
-                cache.put(name, answer.stamp.encode() + b"\n" + answer.data)
+            if answer.lasting:
+                cache.put(name, f"{answer.stamp}\n".encode() + answer.data)
             else:
-                warn_once(
-                    "%s has told neither by an ETag nor by a Last-Modified of a minute ago or more whether an object "
-                    "has changed: what comes so is not kept in data.store.cache_dir",
-                    self.shown,
-                )
+                warn_once("%s sends no ETags: what comes so is not kept in data.store.cache_dir", self.shown)
         return answer.data
 
     def submit(self, key: str, byte_range: ByteRange | None = None, probing: bool = False) -> Future[bytes | None]:
@@ -186,53 +149,48 @@ class Source:
         """Remove from the cache what turned out to be damaged, and take the object for a new one."""
         self._versions.pop(key, None)
         if self._cache is not None:
-            part = f"?{byte_range.start}:{byte_range.stop}" if byte_range else ""
-            self._cache.drop(f"{self.address.rstrip('/')}/{key}{part}")
+            self._cache.drop(self._entry(key, byte_range))
+
+    def exists(self, key: str, probing: bool = False) -> bool:
+        """Whether there is such an object.  `probing` and errors as `get`."""
+
+        def look() -> bool:
+            self._store.stamp(key)
+            return True
+
+        return self._tried(key, look, probing) is not None
 
     def absent(self, keys: list[str], probing: bool = False) -> list[str]:
         """Those for which there is no object; asks for many at once.  `probing` and errors as `get`."""
         found = [self.start(self.exists, key, probing) for key in keys]
         return [key for key, there in zip(keys, found, strict=True) if not there.result()]
 
-    def exists(self, key: str, probing: bool = False) -> bool:
-        """Whether there is such an object.  `probing` and errors as `get`."""
-        return self._tried(key, lambda: self._look(key), probing) is not None
-
-    def list_keys(self, prefix: str, folders_too: bool = False) -> Iterator[str]:
-        """Keys below a prefix (whole path segments), in any order.  On a disk links to folders are followed.
-
-        Args:
-            folders_too: list folders of a disk as well: one that has the key of a chunk is damage, not air.
+    def list_keys(self, prefix: str) -> Iterator[str]:
+        """Keys below a prefix (whole path segments), in any order; on a disk also those of folders, some perhaps twice.
 
         Raises:
             DataError: the store cannot list, or access is refused, if only to one folder.
         """
-        with self._listing_errors():
-            if self._store is None:  # obstore would look at the size of each file
-                yield from list_files(self._root, prefix, folders_too)
-                return
-            pages: Iterator[list[str]] | None = None
-            last: str | None = None
+        pages: Iterator[Iterable[str]] | None = None
+        last: str | None = None
 
-            def next_page() -> list[str] | None:
-                """The objects behind `last`; asked for anew where the listing has broken off."""
-                nonlocal pages
-                pages = pages or self._checked_store.pages(prefix, last)
-                try:
-                    return next(pages, None)
-                except BaseException:
-                    pages = None
-                    raise
+        def next_page() -> Iterable[str] | None:
+            """The objects behind `last`; asked for anew where the listing has broken off."""
+            nonlocal pages
+            pages = pages or self._store.pages(prefix, last)
+            try:
+                return next(pages, None)
+            except BaseException:
+                pages = None
+                raise
 
-            while (page := self._retrier.run(f"the list of {prefix or 'all keys'}", next_page)) is not None:
-                yield from page
-                last = page[-1] if page else last
+        while (page := self._listed(prefix, next_page)) is not None:
+            for last in page:  # which is where `next_page` goes on
+                yield last
 
     def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
-        """Keys and prefixes one segment below `prefix`, of a remote store; errors as `list_keys`."""
-        with self._listing_errors():
-            what = f"the list of {prefix or 'all keys'}"
-            return self._retrier.run(what, lambda: self._checked_store.list_one_level(prefix))
+        """Keys and prefixes one segment below `prefix`, in any order; errors as `list_keys`."""
+        return self._listed(prefix, lambda: self._store.list_one_level(prefix))
 
     def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call a function on one of the `config.requests` threads."""
@@ -255,74 +213,40 @@ class Source:
             for name, value in figures.items():
                 setattr(self.figures, name, getattr(self.figures, name) + value)
 
-    @property
-    def _checked_store(self) -> RemoteStore:
-        assert self._store is not None
-        return self._store
-
-    def _fetch(self, key: str, byte_range: ByteRange | None, probing: bool = False) -> Answer | None:
-        """From the remote store itself; None where there is no such object.  Raises as `get`."""
-        answer = self._tried(key, lambda: self._checked_store.read(key, byte_range), probing)
-        if answer is not None:
-            self.count(bytes_fetched=len(answer.data))
+    def _fetch(self, key: str, byte_range: ByteRange | None, probing: bool) -> Answer | None:
+        answer = self._tried(key, lambda: self._store.read(key, byte_range), probing)
+        self.count(bytes_fetched=0 if answer is None else len(answer.data))
         return answer
 
-    def _of_version(self, key: str, byte_range: ByteRange, answer: Answer, version: _Version) -> Answer:
-        """A part of the version of which other parts were read: this answer, or another one to the same request.
+    def _entry(self, key: str, byte_range: ByteRange | None) -> str:
+        """The name of an object, or a part of one, in the cache."""
+        part = f"?{byte_range.start}:{byte_range.stop}" if byte_range else ""
+        return f"{self.address.rstrip('/')}/{key}{part}"
 
-        A stamp is one of that version if the part by which it is known comes with it, unchanged.  Raises ReplacedError
-        where it has changed, RefusedError where each answer has a stamp of its own, else as `get`.
-        """
-        for number in range(_ROUNDS):
-            for _ in range(1 + number % 2):  # one and two in turn: servers may take turns too
-                if answer.stamp in version.stamps:
-                    return answer
-                known = answer if byte_range == version.part else self._fetch(key, version.part)
-                if known is None or _digest(known.data) != version.digest:
-                    raise ReplacedError(
-                        f"{key} was replaced while parts of it were read (its stamp is now {answer.stamp})"
-                    )
-                version.stamps.add(known.stamp)
-            if answer.stamp not in version.stamps:
-                answer = self._fetch(key, byte_range) or answer
-        raise RefusedError(
-            f"{key} in {self.shown} has another ETag at each request (now {answer.stamp}): parts of it cannot be "
-            "told from those of an object that replaces it; have the server send ETags that depend on the content, "
-            "or none, or copy the volume to a disk"
-        )
-
-    def _note(self, key: str, stamp: str | None) -> _Version:
+    def _note(self, key: str, stamp: str) -> str:
         with self._lock:
-            version = self._versions[key] = _Version({stamp})
+            self._versions[key] = stamp
             if len(self._versions) > _VERSIONS_MAX:
                 del self._versions[next(iter(self._versions))]
-        return version
+        return stamp
 
-    @contextmanager
-    def _listing_errors(self) -> Iterator[None]:
+    def _listed(self, prefix: str, read: Callable[[], T]) -> T:
         if not self.can_list:
             raise DataError(
                 f"a listing of chunks needs a store that can list; got {self.shown}, a web server; put a "
                 "`.chunk_occupancy.npz` beside level 0, or set data.foreground.source=level"
             )
+        what = f"the list of {prefix or 'all keys'}"
         try:
-            yield
+            return self._retrier.run(what, read)
         except (BaseError, OSError, ProtocolError) as error:
             if status_of(error) in (None, 400) and not isinstance(error, OSError):
-                raise refusal(error, "the list of its keys", self.shown, self.remote, self.signing) from error
+                raise refusal(error, what, self.shown, self.remote, self.signing) from error
             signing = f" ({self.signing})" if self.signing else ""
             raise DataError(
                 f"the chunks of a volume must be listable; got {reason(error)} from {self.shown}{signing}; allow "
                 "listing, or set data.foreground.source=level"
             ) from error
-
-    def _look(self, key: str) -> bool:
-        """Raises FileNotFoundError where there is no such object."""
-        if self._store is None:
-            check_file(self._root, key)
-        else:
-            self._store.stamp(key)
-        return True
 
     def _tried(self, key: str, read: Callable[[], T], probing: bool = False) -> T | None:
         """What `read` returns, tried again for as long as an outage may last; None where there is no such object."""
@@ -337,22 +261,11 @@ class Source:
             raise refusal(error, key, self.shown, self.remote, self.signing) from error
 
     def _may_pass(self, error: BaseException) -> bool:
-        """Whether an error may pass by itself; an I/O error of the disk under one chunk does not."""
-        if not self.remote and isinstance(error, OSError) and error.errno == errno.EIO and self._metadata_readable():
-            return False
+        """Whether an error may pass by itself; an I/O error of the disk under one chunk does not, where the metadata
+        can be read."""
+        if not self.remote and isinstance(error, OSError) and error.errno == errno.EIO:
+            for name in ("zarr.json", ".zarray", ".zgroup"):
+                with suppress(OSError):
+                    if (self._root / name).read_bytes():
+                        return False
         return is_outage(error, self.remote)
-
-    def _metadata_readable(self) -> bool:
-        """Whether the file system as such is there: an I/O error is then one of the disk, under that chunk alone."""
-        for name in ("zarr.json", ".zarray", ".zgroup"):
-            try:
-                return (self._root / name).read_bytes() != b""
-            except FileNotFoundError:
-                continue
-            except OSError:
-                return False
-        return False
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
