@@ -258,14 +258,9 @@ class ChunkGrid:
             return
         with self._lock:
             missing = [key for key in keys if key not in self._indices]
-        readings = [self.source.start(self.shard_index, key) for key in missing]
-        errors = {key: error for key, reading in zip(missing, readings, strict=True) if (error := reading.exception())}
-        for key in errors:  # whoever reads the chunks asks again
-            self.source.forget(key, self.index_range)
-            self.source.count(retries=1)
-        for error in errors.values():
-            if not isinstance(error, ShardIndexError):
-                raise error
+        for reading in [self.source.start(self.shard_index, key) for key in missing]:
+            with suppress(ShardIndexError):  # whoever reads the chunks asks again
+                reading.result()
 
     def _index_in(self, key: str, shard: bytes | None) -> Index | None:
         """The index in a whole shard, which may be of another version than the kept one; None in an absent one.

@@ -21,19 +21,9 @@ _OUTAGE_SIGNS = re.compile(
 )
 # What a network file system says while its server is away, and a process that is short of something for a while.
 _OUTAGE_ERRNOS = {
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.ENOTCONN,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.ECONNRESET,
-    errno.ECONNREFUSED,
-    errno.EAGAIN,
-    errno.ENFILE,
-    errno.EMFILE,
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNREFUSED),
+    *(errno.EAGAIN, errno.ENFILE, errno.EMFILE),
 }
 
 BREAK_OFF = re.compile(r"IncompleteBody|kind: UnexpectedEof")

@@ -144,7 +144,8 @@ def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
                 view = occupancy[slices(box_at(first, per_shard))]
                 view[...] = present[tuple(slice(n) for n in view.shape)]
     if damaged:
-        what = f"The index of {len(damaged)} of the shards of {volume.name} cannot be read, the first: {damaged[0]}"
+        more = f" (and of {len(damaged) - 1} more shards)" if len(damaged) > 1 else ""
+        what = f"Cannot read the index of {damaged[0]}{more} in {volume.name}"
         remedy = "restore them (`vesuvius volume verify` lists what is broken)"
         if len(damaged) > max_damaged:
             raise DataError(f"{what}; {remedy}")

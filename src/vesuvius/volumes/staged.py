@@ -50,12 +50,6 @@ class Staging:
         except CancelledError:
             raise ClosedError(self._grid.source.shown) from None
 
-    def renew(self, key: str) -> None:
-        """Fetch a whole shard again, if it is staged: where a part of it came damaged, others may have."""
-        with self._lock:
-            if self._grid.shard_zyx is not None and (key, None) in self._staged:
-                self._staged[key, None] = self._grid.source.submit(key), self._staged[key, None][1]
-
     def release(self, box: Box) -> None:
         """Free the bytes of a staged box that no other box needs; called when it has been read."""
         requests = self.settle(box)

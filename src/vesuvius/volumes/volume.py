@@ -303,8 +303,6 @@ class Volume:
                 self.source.count(retries=1)
                 self.metadata.check(at_once=True)  # of a volume that is gone no chunk is to blame
                 self.grid.forget(self.grid.box_of(chunk))
-                if self._staging is not None:
-                    self._staging.renew(self.grid.key_of(chunk))
                 fetch = partial(self.grid.fetch, chunk, self.source.get)
         raise AssertionError("the last try returns or raises")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,15 +88,12 @@ def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
     Raises:
         DataError: zarr-python or this program cannot read it.
     """
-    document = _normalised(node.document)
-    is_v3 = document["zarr_format"] == 3
-    dtype = document.get("data_type" if is_v3 else "dtype")
+    is_v3 = node.document["zarr_format"] == 3
+    dtype = node.document.get("data_type" if is_v3 else "dtype")
     cause, remedy = "", "correct them, or convert the volume"
     try:
+        document = _normalised(node.document)
         array = zarr.Array(AsyncArray(document, StorePath(MemoryStore(), path)))  # type: ignore[call-overload]
-        for name, settings in _codecs_in(document.get("codecs")):
-            if name.startswith("numcodecs."):  # zarr looks for it when the first chunk is decoded
-                numcodecs.registry.get_codec(dict(settings, id=name.removeprefix("numcodecs.")))
         if array.dtype.kind not in "buif" or array.dtype.itemsize > 8:
             cause = f"its dtype {dtype} is not bool, nor an integer or float of up to 8 bytes"
         elif is_v3 and not is_supported(array.metadata.codecs):  # type: ignore[union-attr]
@@ -124,15 +120,6 @@ def _chunks(array: zarr.Array[Any]) -> int:
     return math.prod(-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True))
 
 
-def _codecs_in(codecs: Any) -> Iterator[tuple[str, Any]]:
-    """Name and configuration of each codec, and of those inside of shards."""
-    for codec in codecs or ():
-        settings = codec.get("configuration") or {}
-        yield str(codec["name"]), settings
-        for key in _INNER:
-            yield from _codecs_in(settings.get(key))
-
-
 def _wrong(source: Source, key: str, cause: str, remedy: str) -> DataError:
     return DataError(f"The metadata {key} of {source.shown} cannot be read: {cause}; {remedy}")
 
@@ -153,7 +140,7 @@ def _parsed(source: Source, key: str, data: bytes) -> dict[str, Any]:
 
 
 def _normalised(document: dict[str, Any]) -> dict[str, Any]:
-    """The same metadata in the spelling of zarr-python.  Pure."""
+    """The same metadata in the spelling of zarr-python.  Raises as `_codecs`."""
     found = dict(document)
     if found["zarr_format"] == 2:
         found["dtype"] = _dtype_v2(found.get("dtype"))
@@ -181,7 +168,10 @@ def _dtype_v2(dtype: Any) -> Any:
 
 
 def _codecs(codecs: Any, axes: int) -> Any:
-    """Each codec as an object with a configuration, an order of axes as numbers."""
+    """Each codec as an object with a configuration, an order of axes as numbers.
+
+    Raises UnknownCodecError for one of numcodecs that is not installed: zarr looks for it at the first chunk.
+    """
     if not isinstance(codecs, list):
         return codecs
     found = list[Any]()
@@ -195,5 +185,7 @@ def _codecs(codecs: Any, axes: int) -> Any:
                     configuration = {"order": list(reversed(range(axes)))}
             inner = {key: _codecs(configuration[key], axes) for key in _INNER if key in configuration}
             codec = {"name": codec.get("name"), "configuration": configuration | inner}
+            if str(codec["name"]).startswith("numcodecs."):
+                numcodecs.registry.get_codec(dict(configuration, id=codec["name"].removeprefix("numcodecs.")))
         found.append(codec)
     return found
