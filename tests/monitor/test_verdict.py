@@ -25,7 +25,6 @@ GPU = Knobs(
     accumulate_steps=1,
     workers=2,
     prefetch_factor=2,
-    prefetch_limit_mib=None,
     requests=16,
     cached=False,
 )
@@ -170,11 +169,6 @@ RULES: list[tuple[Window, dict[str, Any], str, str | None, str, str]] = [
         hungry(**BURSTS),
         {},
         *("data-bound", "prefetch too small", "training.prefetch_factor=4", "full for 40.0 % of it and empty for 45"),
-    ),
-    (
-        hungry(**BURSTS),
-        {"prefetch_limit_mib": 512},  # the factor would change nothing
-        *("data-bound", "prefetch too small", "training.prefetch_mib=1024", ""),
     ),
     (hungry(**BURSTS), {"memory_is_short": True}, "data-bound", "prefetch too small", "", "memory is short"),
     (
@@ -390,7 +384,6 @@ def seconds(most: float = 300.0) -> st.SearchStrategy[float]:
         accumulate_steps=st.integers(1, 8),
         workers=st.integers(0, 16),
         prefetch_factor=st.integers(1, 8),
-        prefetch_limit_mib=st.none() | st.integers(1, 4096),
         requests=st.integers(1, 256),
         cached=st.booleans(),
     ),

@@ -30,7 +30,7 @@ LAYOUTS = {
     "u8": Layout(BIG, (72, 136, 136), (128, 128, 128)),
     "u8 with a split": Layout(BIG, (72, 136, 136), (128, 128, 128), options={"validation": ValidationConfig()}),
     "u8 160^3": Layout(BIG, (160, 160, 160), (128, 128, 128)),
-    "u16, little memory": Layout(BIG, (128, 128, 128), (128, 128, 128), "uint16", {"reader_mib": 128}),
+    "u16, little memory": Layout(BIG, (128, 128, 128), (128, 128, 128), "uint16", {"regions_per_task": 16}),
     "f32 144^3": Layout(BIG, (144, 144, 144), (128, 128, 128), "float32"),
     "4096^3, 64^3": Layout((4096, 4096, 4096), (64, 64, 64), (128, 128, 128)),
     "the largest scroll": Layout((75784, 32693, 32693), (72, 136, 136), (128, 128, 128)),

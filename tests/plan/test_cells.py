@@ -129,7 +129,7 @@ def test_decoded_voxels_are_those_of_the_chunks_touched_on_average_over_all_star
 
 def test_regions_stay_within_their_memory_and_small_volumes_have_enough_cells() -> None:
     for layout in LAYOUTS.values():
-        limit = layout.options.get("reader_mib", 256) * 2**20 // 8
+        limit = 2**28 // layout.options.get("regions_per_task", 8)
         cells = planned(layout).cells
         item = np.dtype(layout.dtype).itemsize
         if "region_size" not in layout.options:

@@ -202,15 +202,12 @@ def test_held_out_voxels_are_never_cut() -> None:
     assert starts_of(plan, 5000)[:, 0].max() + 4 == plan.volumes[0].train[1][0], "up to the last voxel, and no further"
 
 
-def test_independent_patches_are_uniform_and_share_nothing() -> None:
-    layout = TINY._replace(options={"order": "independent"})
+def test_patches_with_a_region_each_are_uniform_and_share_nothing() -> None:
+    layout = TINY._replace(options={"patches_per_region": 1, "region_size": TINY.patch})
     plan = plan_of(layout)
-    assert plan.patches_per_region == 1
-    assert plan.sample(5).region == (
-        plan.sample(5).start_zyx,
-        tuple(s + p for s, p in zip(plan.sample(5).start_zyx, layout.patch, strict=True)),
-    )
-    starts = starts_of(plan, 10_000)  # in a row: each is independent of all others
+    assert len({plan.mixing.slot_of(index) for index in range(500)}) == 500
+    assert plan.sample(5).region == plan.sample(5).box
+    starts = starts_of(plan, 10_000)
     counts = np.bincount(np.ravel_multi_index(tuple(starts.T), (9, 11, 13)), minlength=9 * 11 * 13)
     assert chi_square_p(counts, np.full(counts.size, 10_000 / counts.size)) > 0.01
 
@@ -288,8 +285,10 @@ def test_starts_of_several_volumes_are_drawn_alike_within_each_and_by_weight() -
     assert chi_square_p(counts, expected) > 0.01
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 6, 8, 12, 16, 32, 64, 100])
-@pytest.mark.parametrize("options", [{}, {"regions_in_flight": 24}, {"regions_in_flight": 5}, {"order": "independent"}])
+@pytest.mark.parametrize("world", [1, 3, 8, 32, 100])
+@pytest.mark.parametrize(
+    "options", [{}, {"regions_in_flight": 24}, {"regions_in_flight": 5}, {"patches_per_region": 1}]
+)
 def test_a_rank_reads_the_regions_of_its_samples_once_and_no_other(world: int, options: dict[str, Any]) -> None:
     """Against the samples themselves, from the middle of a round to the middle of another."""
     plan, first, stop = plan_of(SMALL._replace(options=SMALL.options | options)), 50, 1203
@@ -297,17 +296,15 @@ def test_a_rank_reads_the_regions_of_its_samples_once_and_no_other(world: int, o
     read = []
     for rank in range(world):
         tasks = list(plan.tasks(first, stop, rank, world))
-        slots = [slot for task in tasks for slot in task.slots]
+        slots = [slot for task in tasks for slot in task]
         assert slots == sorted(slots), "in the order of the plan"
-        assert all(len({slot // plan.regions_per_task for slot in task.slots}) == 1 for task in tasks)
+        assert all(len({slot // plan.regions_per_task for slot in task}) == 1 for task in tasks)
         read += [(rank, slot) for slot in slots]
     assert len(read) == len(set(read)), "none twice"
     assert set(read) == needed
 
 
-@pytest.mark.parametrize(
-    ("world", "reads"), [(1, 1), (2, 1), (3, 3), (4, 1), (8, 1), (16, 2), (24, 3), (32, 4), (64, 7.75), (128, 13.18)]
-)
+@pytest.mark.parametrize(("world", "reads"), [(1, 1), (3, 3), (8, 1), (24, 3), (32, 4), (64, 7.75), (128, 13.18)])
 def test_reads_per_region_of_a_long_run(world: int, reads: float) -> None:
     """What `--dry-run` and the log say, with K = 26 and M = 64; counted here over other slots.
 
@@ -327,12 +324,12 @@ def test_reads_per_region_of_a_long_run(world: int, reads: float) -> None:
 
 def test_tasks_are_the_same_wherever_a_stream_starts() -> None:
     plan = plan_of(SMALL)
-    whole = {task.slots for task in plan.tasks(0, 4000)}
-    later = [task.slots for task in plan.tasks(1003, 4000)]
+    whole = set(plan.tasks(0, 4000))
+    later = list(plan.tasks(1003, 4000))
     cut = [slots for slots in later if slots not in whole]
     assert len(cut) <= 64 // 8, "only those whose regions are in flight at the start"
     assert len(later) > 90
-    assert next(plan.tasks(0, 2**62)).slots == tuple(range(8)), "an endless stream begins at once"
+    assert next(plan.tasks(0, 2**62)) == tuple(range(8)), "an endless stream begins at once"
 
 
 def test_the_seed_changes_the_order_and_symmetries_can_be_switched_off() -> None:

@@ -174,7 +174,9 @@ def test_readers_of_two_ranks_run_on_a_node_beside_them_and_deliver_what_one_ran
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 2**28})
 
     def nodes_of_readers() -> set[int]:
-        return raylets_of(note.pid for part in parts for note in read_notes(part / "reading") if note.is_alive())
+        return raylets_of(
+            note.pid for part in parts for note in read_notes(part / "reading") if psutil.pid_exists(note.pid)
+        )
 
     try:
         add_node(nodes)

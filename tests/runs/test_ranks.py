@@ -253,7 +253,7 @@ from vesuvius.training.ranks import ranks
 ranks._CAUSE_S = ranks._LEAVE_S = 1.0
 mailbox = worker.Mailbox()
 if "--again" in sys.argv:
-    mailbox.start()
+    mailbox.start(0)
 
 def ask():
     while not Path("stop").exists():

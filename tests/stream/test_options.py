@@ -25,7 +25,6 @@ WRONG: list[dict[str, Any]] = [
     {"batch_size": 4, "workers": -1},
     {"batch_size": 4, "workers": None},
     {"batch_size": 4, "prefetch_factor": 0},
-    {"batch_size": 4, "prefetch_bytes": -1},
     {"batch_size": 4, "requests": 0},
 ]
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
-from vesuvius.config import ArrayConfig, ClusterConfig, DataConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.stream.events import StreamEvent
 from vesuvius.stream.options import (
@@ -28,7 +28,6 @@ from vesuvius.stream.options import (
     batches_ahead,
     check_cluster,
     check_store,
-    check_store_need,
 )
 from vesuvius.stream.ray import blocks as ray_stream
 from vesuvius.stream.ray.watch import exit_of
@@ -84,7 +83,7 @@ def test_real_scrolls_stream_alike_with_and_without_ray(store: str) -> None:
     assert patches.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8, 40])
+@pytest.mark.parametrize("batch_size", [3, 40])
 def test_the_batch_size_cuts_the_same_order(job: ReaderJob, batch_size: int) -> None:
     with open_stream(job, batch_size=4) as stream:
         expected, _ = collect(stream, 30)
@@ -95,7 +94,7 @@ def test_the_batch_size_cuts_the_same_order(job: ReaderJob, batch_size: int) -> 
     np.testing.assert_array_equal(patches, expected)
 
 
-@pytest.mark.parametrize("first", [1, 16, 37, 60])
+@pytest.mark.parametrize("first", [1, 37])
 def test_a_stream_goes_on_at_any_sample(job: ReaderJob, first: int) -> None:
     with open_stream(job, batch_size=1) as stream:
         expected, _ = collect(stream, 61)
@@ -115,13 +114,13 @@ def ragged_job(tmp_path: Path) -> ReaderJob:
     return job
 
 
-@pytest.mark.parametrize("world", [2, 3, 16, 48])
+@pytest.mark.parametrize("world", [2, 3, 48])
 def test_the_ranks_of_a_step_deliver_together_the_samples_of_one_rank(job: ReaderJob, world: int) -> None:
     """By the hashes of indices and voxels of each global batch: none is missing, none there twice."""
 
     def hashes(rank: int, world: int) -> list[list[str]]:
         with open_stream(replace(job, rank=rank, world=world), batch_size=48 // world) as stream:
-            batches = [next(stream) for _ in range(6)]
+            batches = [next(stream) for _ in range(3)]
             return [[_hash(*one) for one in zip(batch.indices, batch.patches, strict=True)] for batch in batches]
 
     expected = [sorted(batch) for batch in hashes(0, 1)]
@@ -173,27 +172,37 @@ def test_what_a_running_stream_cannot_change_is_refused_and_it_goes_on(job: Read
     short = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(2)]
     with open_stream(job) as stream:
         before = stream.options
-        with pytest.raises(TypeError, match=r"can change workers, prefetch_factor, .*; got batch_size"):
+        with pytest.raises(TypeError, match="cannot change batch_size, only workers, prefetch_factor"):
             stream.reconfigure(batch_size=3)  # type: ignore[call-arg]
-        with pytest.raises(ConfigError, match="a ring of buffers must have at least 3"):
+        with pytest.raises(ConfigError, match="too small, as 2 stay untouched; give at least 3"):
             stream.reconfigure(prefetch_factor=5, buffers=short)
         assert stream.options is before
         assert next(stream).indices.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_chain_of_executions_is_one_sequence_from_any_sample_with_regions_of_different_sizes(
+def test_a_chain_of_executions_is_one_sequence_and_its_readers_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From any sample, with regions of different sizes.  Readers end once all is read, though batches remain."""
     job = ragged_job(tmp_path)
-    monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 8)
+    monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 3)
     with open_stream(job, first=7) as stream:
-        expected, _ = collect(stream, 40)
-    with open_stream(job, workers=1, first=7, stop=167) as stream:
-        patches, indices = collect(stream, 40)
+        expected, _ = collect(stream, 25)
+    with open_stream(job, workers=1, first=7, stop=107) as stream:
+        patches, indices = collect(stream, 5)
+        assert stream.readers_alive == 1
+        deadline = time.monotonic() + 60
+        while stream.readers_alive and time.monotonic() < deadline:
+            more, numbers = collect(stream, 1)
+            patches, indices = np.concatenate([patches, more]), np.concatenate([indices, numbers])
+        assert (stream.readers_alive, stream.readers_with_work) == (0, 0), "never 0 while one reads"
+        rest = list(stream)
+        assert rest, "batches that lay ready"
         assert stream.reader_deaths == 0, "those of an execution that is over have not died"
-    assert indices.tolist() == list(range(7, 167))
-    np.testing.assert_array_equal(patches, expected)
+    indices = np.concatenate([indices, *(batch.indices for batch in rest)])
+    assert indices.tolist() == list(range(7, 107))
+    np.testing.assert_array_equal(np.concatenate([patches, *(batch.patches for batch in rest)]), expected)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -214,9 +223,9 @@ def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: R
                 victims.append(int(rng.choice([pid for pid in stream.readers if psutil.pid_exists(pid)])))
                 os.kill(victims[-1], signal.SIGKILL)
         deadline, died = time.monotonic() + 60, list[StreamEvent]()
-        while not died:
+        while not died:  # said once another process has taken over
             assert time.monotonic() < deadline
-            time.sleep(0.05)
+            next(stream)
             died = [event for event in tuple(stream.events) if event.kind == "reader_died"]
     assert got.hexdigest() == expected.hexdigest()
     for ended in died:
@@ -227,13 +236,17 @@ def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: R
         assert abs(ended.fields["exit_time"] - time.time()) < 600
         said = f"reader {ended.fields['pid']} on {socket.gethostname()} was killed or died (SYSTEM_ERROR: Worker"
         assert said in ended.text
-        assert exit_of(ended.fields["pid"], b"another machine") is None
+        assert exit_of(ended.fields["pid"], "another machine") == {}
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_work_is_remembered(job: ReaderJob) -> None:
+def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_work_is_remembered(
+    job: ReaderJob, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ray that is up keeps the memory that it has once used, so /dev/shm may have no room for a second store."""
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
     with open_stream(job) as stream:
-        expected, expected_indices = collect(stream, 33)
+        expected, expected_indices = collect(stream, 23)
     with open_stream(job, workers=0) as stream:
         parts = [collect(stream, 5)]
         stream.reconfigure(workers=2)
@@ -244,27 +257,23 @@ def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_wor
         assert all(psutil.Process(pid).nice() == niceness for pid in stream.readers), (
             "no reader starves on a busy machine"
         )
+        with pytest.raises(ConfigError, match="the object store must fit in /dev/shm"):
+            stream.reconfigure(workers=1000)
         before = stream.reader_totals
-        stream.reconfigure(workers=1, prefetch_factor=4, prefetch_bytes=100_000)
+        assert before.decode_s > 0
+        assert before.read_s is None, "null, not 0: on disk nobody can tell reading from decoding"
+        stream.reconfigure(workers=0, prefetch_factor=4)
         assert stream.readers == {}
         assert stream.reader_totals.bytes_read >= before.bytes_read > 0, "what was read ahead may still have come"
-        assert stream.options.workers == 1
-        parts.append(collect(stream, 10))
-        after = stream.reader_totals
-        assert after.bytes_read > before.bytes_read
-        assert after.decode_s > before.decode_s
-        assert after.read_s is None, "null, not 0: on disk nobody can tell reading from decoding"
-        stream.reconfigure(workers=0)
         parts.append(collect(stream, 11))
-        assert [event.kind for event in stream.events] == ["reconfigured"] * 3
+        assert stream.reader_totals.bytes_read > before.bytes_read
+        assert [event.kind for event in stream.events] == ["reconfigured"] * 2
     np.testing.assert_array_equal(np.concatenate([indices for _, indices in parts]), expected_indices)
     assert b"".join(patches.tobytes() for patches, _ in parts) == expected.tobytes()
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(
-    ("workers", "batches"), [(0, 5), *(pytest.param(2, batches, marks=pytest.mark.long) for batches in (1, 4, 5, 11))]
-)
+@pytest.mark.parametrize(("workers", "batches"), [(0, 5), pytest.param(2, 11, marks=pytest.mark.long)])
 def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
     volume: Path, job: ReaderJob, workers: int, batches: int
 ) -> None:
@@ -286,15 +295,13 @@ def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
         read = stream.reader_totals.blocks
     assert read == len({job.plan.mixing.slot_of(index) for index in range(4 * batches, stop)}), "and no other region"
     other = make_job(volume, patches_per_region=8)
-    with open_stream(other) as stream, pytest.raises(ConfigError, match="continues with the plan it began with"):
+    with open_stream(other) as stream, pytest.raises(ConfigError, match=r"The state is of plan .*, and the stream has"):
         stream.load_state_dict(state)
 
 
-def test_a_byte_budget_limits_what_is_read_ahead(job: ReaderJob) -> None:
+def test_the_prefetch_limits_what_is_read_ahead(job: ReaderJob) -> None:
     free = StreamOptions(4, workers=2, prefetch_factor=100)
-    assert batches_ahead(job.patch_bytes, free) == 200
-    assert batches_ahead(job.patch_bytes, replace(free, prefetch_bytes=3 * 4 * job.patch_bytes + 1)) == 3
-    assert batches_ahead(job.patch_bytes, replace(free, prefetch_bytes=1)) == 1
+    assert batches_ahead(free) == 200
     with open_stream(job, stop=400) as stream:
         next(stream)
         time.sleep(0.5)
@@ -374,34 +381,11 @@ def test_an_unreadable_chunk_ends_the_stream_with_volume_and_region(tmp_path: Pa
 
 def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) -> None:
     with pytest.raises(ConfigError, match=r"must fit in /dev/shm.*--shm-size"):
-        check_store(job, StreamOptions(4, workers=1, cluster=ClusterConfig(object_store_gib=1e6)))
-    check_store(job, StreamOptions(4, workers=0, cluster=ClusterConfig(object_store_gib=1e6)))
+        check_store(job, StreamOptions(4, workers=10**6))
+    check_store(job, StreamOptions(4, workers=0), ranks=10**6)
     check_store(job, StreamOptions(4, workers=1), ranks=2)
     with pytest.raises(ConfigError, match=r"GiB needed by 1000000 ranks and"):
         check_store(job, StreamOptions(4, workers=1), ranks=10**6)
-
-
-def test_a_stream_uses_the_store_of_a_ray_that_is_up_and_a_larger_one_has_to_fit(
-    job: ReaderJob, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store keeps the memory that it has once used, so /dev/shm may have no room for a second one."""
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
-    with open_stream(job) as stream:
-        stream.reconfigure(workers=1)
-        next(stream)
-    with open_stream(job, workers=1) as stream:
-        with pytest.raises(ConfigError, match="the object store must fit in /dev/shm"):
-            stream.reconfigure(workers=1000)
-        next(stream)
-
-
-def test_a_store_below_what_is_in_flight_is_refused_before_it_spills(job: ReaderJob) -> None:
-    tiny = ClusterConfig(object_store_gib=1e-6)
-    with pytest.raises(ConfigError, match=r"must hold what the readers have in flight; got 1e-06 GiB and .* needed"):
-        check_store_need(job, StreamOptions(4, workers=2, cluster=tiny))
-    check_store_need(job, StreamOptions(4, workers=0, cluster=tiny))
-    check_store_need(job, StreamOptions(4, workers=2, cluster=ClusterConfig(object_store_gib=1.0)))
 
 
 def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:

@@ -84,7 +84,7 @@ class GuardedRun:
         self.stop = StopRequest(None)
         self.metrics = metrics
         config, progress = read_config(config_file, ()), Progress(step=3, sample_index=12)
-        self.acts = GuardActions(run_context(config, metrics.parent, progress, self.stop), 2048)
+        self.acts = GuardActions(run_context(config, metrics.parent, progress, self.stop))
         self.monitor: Any = OrderingMonitor()
         self.feed: Any = ShrinkingFeed(StreamOptions.from_config(config.training, config.cluster))
 
@@ -109,11 +109,6 @@ def guarded(tmp_path: Path, tiny_config: WriteConfig) -> Callable[..., GuardedRu
     [
         ({"workers": 3, "prefetch_factor": 5}, {"workers": 2, "prefetch_factor": 2}),
         ({"workers": 1, "prefetch_factor": 8}, {"workers": 1, "prefetch_factor": 4}),
-        # 2 MiB are 4 batches of 256 samples for 2 readers, though 16 are asked for: one for each is half.
-        (
-            {"workers": 2, "prefetch_factor": 8, "prefetch_mib": 2, "train_batch_size": 256},
-            {"workers": 1, "prefetch_factor": 1},
-        ),
         ({"workers": 1, "prefetch_factor": 1}, None),
         ({"workers": 0, "prefetch_factor": 1}, None),
     ],
@@ -194,7 +189,7 @@ def test_a_real_stream_that_is_made_smaller_delivers_the_same_batches(tmp_path: 
     job, options = prepare_data(0, config.data).job, StreamOptions.from_config(config.training, config.cluster)
     stop = StopRequest(None)
     run = run_context(config, tmp_path, stop=stop)
-    acts = GuardActions(run, job.patch_bytes)
+    acts = GuardActions(run)
     run.directory.make_folders()
     watcher = Full(limit_bytes=100 * GIB)
     with (
@@ -371,7 +366,6 @@ def test_a_verdict_is_applied_once_and_the_event_says_why(
 def test_what_a_running_stream_cannot_change_is_left_alone() -> None:
     two, none = StreamOptions(2, 2), StreamOptions(2, 0)
     assert changes_of(("training.workers=2",), none) == {}, "Ray is not started while a run trains"
-    assert changes_of(("training.prefetch_mib=64",), two) == {}, "it is the user's own limit"
     assert changes_of(("training.train_batch_size=2", "training.accumulate_steps=1"), two) == {}
 
 
@@ -424,15 +418,6 @@ def test_an_error_behind_which_the_stream_is_not_as_it_was_is_not_passed_over(lo
     run.feed.reconfigure = half_done  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="must answer"):
         run.hears(FEW_WORKERS)
-
-
-def test_readers_that_an_object_store_of_the_config_is_too_small_for_are_not_added(
-    loop: Callable[..., TunedRun],
-) -> None:
-    run = loop(cluster={"object_store_gib": 0.009})
-    run.hears(FEW_WORKERS)
-    assert run.feed.changes == []
-    assert "cluster.object_store_gib must hold" in run.events[0]["refused"]
 
 
 def test_nothing_changes_when_no_window_is_left_to_gain_by_it(loop: Callable[..., TunedRun]) -> None:

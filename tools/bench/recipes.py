@@ -3,7 +3,7 @@
     python tools/bench/recipes.py --volume volumes/demo.zarr --volume scroll.zarr --seeds 3 --steps 600 \
         --recipe adamw --recipe "muon training.optimizer=muon training.steps_per_epoch=550" --json recipes.json
     python tools/bench/recipes.py --volume volumes/demo.zarr --seeds 5 --steps 120 \
-        --recipe "independent data.order=independent" --recipe "regions data.order=regions"
+        --recipe "independent data.patches_per_region=1" --recipe "regions data.patches_per_region=null"
 
 A recipe is a name and keys of the config; without any, those of the project's past and present are compared.  For each
 volume and seed the demo's network is trained for the same number of steps with each recipe, and tested on the same

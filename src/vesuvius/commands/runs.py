@@ -46,7 +46,7 @@ def quarantine(argv: list[str]) -> int:
     what.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     run = find_run(args.run)
-    from vesuvius.stream.reading.notes import forget_crashes  # these import numpy
+    from vesuvius.stream.reading.notes import forget_notes  # these import numpy
     from vesuvius.training.quarantine import as_json, box_of, clear, read_quarantine
     from vesuvius.volumes.box import format_box
 
@@ -59,7 +59,7 @@ def quarantine(argv: list[str]) -> int:
         if records:
             with storage_errors("the run directory must be writable", "free some space"):
                 clear(path, records)
-                forget_crashes(run / "reading")  # else readers would not try what has crashed them
+                forget_notes(run / "reading", crashes=True)  # else readers would not try what has crashed them
         say(f"run {run.name}: {count} cleared; the next --resume reads them again")
     else:
         say(f"run {run.name}: {count} in quarantine")

@@ -103,20 +103,16 @@ class DataConfig(Section):
     patch_size: SizeZYX = Field((72, 136, 136), description="voxels (z, y, x) of one training example")
     patches_per_region: PositiveInt | None = Field(
         None,
-        description="K, patches cut from each region read; null = 4 to 64, chosen to keep read amplification at 0.95",
+        description="K, patches cut from each region read; null = 4 to 64, chosen to keep read amplification at 0.95; "
+        "1 = a region of its own for every patch",
     )
     regions_in_flight: PositiveInt | None = Field(
         None, description="M, regions that samples are mixed from, in the object store; null = 64, fewer beyond 1.5 GiB"
     )
     regions_per_task: PositiveInt = Field(8, description="R, regions that a reader reads in one task")
-    order: Literal["regions", "independent"] = Field(
-        "regions",
-        description="independent = a region of its own for every patch: slow, to measure what sharing regions costs",
-    )
     region_size: SizeZYX | None = Field(
-        None, description="voxels (z, y, x) read and decoded at once; null = from chunks, patch and reader_mib"
+        None, description="voxels (z, y, x) read and decoded at once; null = from chunks and patch"
     )
-    reader_mib: PositiveInt = Field(256, description="MiB of the R decoded regions of a task; bounds the region")
     min_foreground: float = Field(
         0.0, ge=0, le=1, description="minimum share of foreground in every patch; 0 = patches from everywhere"
     )
@@ -131,9 +127,6 @@ class DataConfig(Section):
     )
     max_quarantined: NonNegativeInt = Field(
         32, description="unreadable regions to replace with others; one more ends the run with exit 6"
-    )
-    max_reader_deaths: NonNegativeInt = Field(
-        32, description="reader deaths to tolerate in one session; one more ends the run with exit 6"
     )
     store: StoreConfig = Field(StoreConfig(), description="how chunks are fetched")
     augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")

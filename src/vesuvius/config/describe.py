@@ -19,6 +19,11 @@ JsonSchema = dict[str, Any]
 
 REMOVED = {
     "training.cuda_allocator": "torch reads it from the environment: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "data.order": "data.patches_per_region=1 gives every patch a region of its own",
+    "data.reader_mib": "the regions of a task take at most 256 MiB; data.region_size makes them smaller",
+    "data.max_reader_deaths": "up to 32 readers may die in one session",
+    "cluster.object_store_gib": "the object store gets the size that the readers need",
+    "training.prefetch_mib": "training.prefetch_factor alone sets the batches ahead",
     "diffusion.zero_terminal_snr": "diffusion.noise=edm, the default, reaches the noise that the data need",
     "diffusion.loss": "the loss is the squared error, weighted by level",
     "diffusion.huber_delta": "the loss is the squared error, weighted by level",

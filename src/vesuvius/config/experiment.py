@@ -84,9 +84,6 @@ class ClusterConfig(Section):
         gt=0,
         description="longest time a rank waits for another one, for rank 0's validation, or for nodes to run on",
     )
-    object_store_gib: float | None = Field(
-        None, gt=0, description="size of a private Ray's object store; null = computed need"
-    )
 
 
 class Config(Section):

@@ -29,9 +29,6 @@ class TrainingConfig(Section):
         description="processors that the trainer computes with on a CPU; null = as many as torch finds, and as before "
         "on resume; fewer are faster where other programs use the rest",
     )
-    prefetch_mib: PositiveInt | None = Field(
-        None, description="upper limit on prefetched batches, MiB over all workers of a rank; null = none"
-    )
     steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps in an epoch; bookkeeping only")
     epochs: PositiveInt = Field(
         1, description="epochs x steps_per_epoch = length of the run and horizon of the LR schedule"

@@ -96,7 +96,7 @@ def look_at_shm(need_bytes: int) -> Finding:
     free = shutil.disk_usage(shared).free
     value = f"{size_text(free)} free in /dev/shm, {size_text(need_bytes)} needed"
     if need_bytes > free:
-        lower = "lower data.regions_in_flight, training.workers or data.reader_mib"
+        lower = "lower data.regions_in_flight or training.workers"
         return Finding("fail", value, f"start the container with {option}, or {lower}")
     return Finding("ok", f"{value} (docker run {option})")
 

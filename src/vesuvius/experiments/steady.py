@@ -34,7 +34,7 @@ class Warmup:
     @classmethod
     def of(cls, job: ReaderJob, options: StreamOptions, accumulate: int, batch: int) -> Self:
         """Return the warm-up of a run with steps of `batch` samples, of `accumulate` micro-batches on each rank."""
-        least = KERNEL_STEPS + -(-batches_ahead(job.patch_bytes, options) // accumulate)
+        least = KERNEL_STEPS + -(-batches_ahead(options) // accumulate)
         return cls(least, max(least, -(-job.plan.regions_in_flight // batch)))
 
     def is_over(self, steps: int, elapsed_s: float, most_s: float) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from vesuvius.errors import EXIT_ERROR, VesuviusError
-from vesuvius.training.ranks.join import open_ranks
 from vesuvius.training.ranks.part import launched_ranks
+from vesuvius.training.ranks.ranks import open_ranks
 from vesuvius.training.request import Request
 from vesuvius.training.run import train
 from vesuvius.training.stop import StopRequest

@@ -217,7 +217,7 @@ class _Judgement:
         return self._nothing_to_try(evidence, advice, "data-bound", cause)
 
     def _short_of_memory(self, cause: Cause, evidence: str, what: str) -> Verdict:
-        advice = f"more {what} would help, but memory is short; lower data.reader_mib first"
+        advice = f"more {what} would help, but memory is short; lower data.regions_in_flight first"
         return self._no_key_helps(cause, evidence, advice)
 
     def _data_bound(self, waited: str) -> Verdict:
@@ -234,8 +234,6 @@ class _Judgement:
             if k.memory_is_short:
                 return self._short_of_memory("prefetch too small", evidence, "batches ahead")
             override = f"training.prefetch_factor={2 * k.prefetch_factor}"
-            if k.prefetch_limit_mib is not None:
-                override = f"training.prefetch_mib={2 * k.prefetch_limit_mib}"
             return self._try("data-bound", "prefetch too small", evidence, override)
         if w.cut_s > w.starved_s:
             evidence = f"{waited}, cutting patches into batches took {_percent(w.cut_s / w.working_s)}"

@@ -124,8 +124,6 @@ class Knobs:
     accumulate_steps: int
     workers: int
     prefetch_factor: int
-    # `training.prefetch_mib` where it, not the factor, limits the batches ahead; else None
-    prefetch_limit_mib: int | None
     requests: int
     cached: bool  # whether `data.store.cache_dir` is set
     threads: int | None = None  # that a trainer on a CPU computes with; None = not known

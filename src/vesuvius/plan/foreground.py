@@ -164,8 +164,6 @@ def qualifying_starts(
     Args:
         cell_zyx: largest cell of the plan; blocks are about as large.
 
-    Raises:
-        ValueError: `min_fraction` is not above 0 and at most 1.
     """
     bright = -(-_least_sum(min_fraction, patch_zyx) // math.prod(patch_zyx))
     edges = triple(2 ** (edge.bit_length() - 1) for edge in cell_zyx)  # powers of 2, to be halved
@@ -227,8 +225,7 @@ def _overlap(start: int, patch: int, cell: int) -> tuple[slice, NDArray[np.float
 
 def _least_sum(min_fraction: float, patch_zyx: Triple) -> int:
     """The least foreground in 255ths of a voxel whose share of the patch, as a float, is at least `min_fraction`."""
-    if not 0 < min_fraction <= 1:
-        raise ValueError(f"min_fraction must be above 0 and at most 1; got {min_fraction}")
+    assert 0 < min_fraction <= 1, min_fraction
     full = _FULL * math.prod(patch_zyx)
     assert full < 2**52, "sums must be exact in float64"
     least = int(min_fraction * full)

@@ -20,6 +20,8 @@ from vesuvius.volumes.occupancy import ForegroundMap
 # Patches per region follow from the bytes decoded per byte of patch, within bounds.
 _READ_AMPLIFICATION = 0.95
 _PATCHES_PER_REGION = (4, 64)
+# The decoded regions of a task take at most so much.
+_TASK_BYTES = 2**28
 # Regions in flight by default: 64, fewer where they would take more than 1.5 GiB, at least one of each group.
 _REGIONS_IN_FLIGHT = 64
 _IN_FLIGHT_BYTES = 3 * 2**29
@@ -28,17 +30,15 @@ _IN_FLIGHT_BYTES = 3 * 2**29
 def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> Plan:
     """The plan of a run.  Pure."""
     patch = config.patch_size
-    independent = config.order == "independent"
     region_bytes = max(math.prod(v.cells.region_zyx(patch)) * v.voxel_bytes for v in volumes)
     fitting = max(min(_IN_FLIGHT_BYTES // region_bytes, _REGIONS_IN_FLIGHT) // GROUPS, 1) * GROUPS
-    patches = 1 if independent else config.patches_per_region or _patches_per_region(patch, volumes)
+    patches = config.patches_per_region or _patches_per_region(patch, volumes)
     return Plan(
         seed=seed,
         patch_zyx=patch,
         mixing=Mixing(seed, config.regions_in_flight or fitting, patches),
         regions_per_task=config.regions_per_task,
         augment=config.augment,
-        independent=independent,
         volumes=tuple(volumes),
     )
 
@@ -57,7 +57,7 @@ def plan_volume(
 ) -> PlanVolume:
     """Partition the starts in the training box of a volume into cells (`cells.lay_cells`).  Pure.
 
-    R regions fit `data.reader_mib`, and the volume has at least as many cells as regions in flight where its starts
+    R regions fit into 256 MiB, and the volume has at least as many cells as regions in flight where its starts
     allow it.  `data.region_size` overrides both.
 
     Args:
@@ -73,12 +73,10 @@ def plan_volume(
             f"a region must hold a patch; got data.region_size {list(config.region_size)} for patch {list(patch)}; "
             "enlarge it or set it to null"
         )
-    if config.order == "independent":
-        cells = cells_of_region_size(split.train, patch, patch)
-    elif config.region_size is not None:
+    if config.region_size is not None:
         cells = cells_of_region_size(split.train, patch, config.region_size)
     else:
-        region_bytes_max = config.reader_mib * 2**20 // config.regions_per_task
+        region_bytes_max = _TASK_BYTES // config.regions_per_task
         wanted = config.regions_in_flight or _REGIONS_IN_FLIGHT
         cells = lay_cells(split.train, patch, chunk_zyx, voxel_bytes, region_bytes_max, wanted)
     planned = PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, voxel_bytes, cells)

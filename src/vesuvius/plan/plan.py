@@ -111,11 +111,8 @@ class Sample:
         return self.box[0]
 
 
-@dataclass(frozen=True)
-class Task:
-    """The unit of work of one reader: the slots whose regions it reads, rising."""
-
-    slots: tuple[int, ...]
+Task = tuple[int, ...]
+"""The unit of work of one reader: the slots whose regions it reads, rising."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,6 @@ class Plan:
     mixing: Mixing
     regions_per_task: int
     augment: AugmentConfig
-    independent: bool  # every sample has a region of its own and a start drawn independently of all others
     volumes: tuple[PlanVolume, ...]
 
     @property
@@ -175,8 +171,8 @@ class Plan:
         number, count = volume_of_slot(self.seed, tuple(volume.weight for volume in self.volumes), slot)
         volume = self.volumes[number]
         again, place = divmod(count, volume.visits_per_pass)
-        phases, first = self._pass(number, again)
-        if attempt or self.independent:
+        phases, first = _draw_pass(self.seed, number, again, volume.cells, volume.positions)
+        if attempt:
             anchor = self._drawn_start(number, (self.seed, _SUBSTITUTE, slot, attempt))
         else:
             turn = permuted(place, volume.visits_per_pass, (self.seed, _ORDER, number, again))
@@ -199,7 +195,7 @@ class Plan:
             within = range(max(begin, slots.start), min(begin + size, slots.stop))
             needed = tuple(slot for slot in within if self._is_needed(slot, first, stop, rank, world))
             if needed:
-                yield Task(needed)
+                yield needed
 
     def describe(self) -> dict[str, Any]:
         """Everything that the order of samples depends on, as plain data.
@@ -210,7 +206,7 @@ class Plan:
         return {
             "version": _VERSION,
             "seed": self.seed,
-            "order": "independent" if self.independent else "regions",
+            "order": "regions",
             "patch_size": list(self.patch_zyx),
             "patches_per_region": self.patches_per_region,
             "regions_in_flight": self.regions_in_flight,
@@ -249,10 +245,6 @@ class Plan:
         slots = range(self.regions_in_flight, self.regions_in_flight + _COUNTED_SLOTS)
         return sum(len({index % world for index in self.mixing.samples_of(slot)}) for slot in slots) / len(slots)
 
-    def _pass(self, number: int, again: int) -> tuple[Triple, int]:
-        """The phases of pass `again` over a volume, and the position of its first visit, times the visits."""
-        return _draw_pass(self.seed, number, again, self.volumes[number].cells, self.volumes[number].positions)
-
     def _drawn_start(self, number: int, seed: tuple[int, ...]) -> Triple:
         """A start that is uniform over those of the volume that qualify."""
         rng, volume = np.random.default_rng(seed), self.volumes[number]
@@ -267,8 +259,6 @@ class Plan:
         The starts of a visit are a lattice, shifted by a uniform vector and wrapped: each is uniform in the cell, and
         together they are spread over it.
         """
-        if self.independent:
-            return visit.anchor_zyx
         seed = (self.seed, _START, visit.slot, visit.attempt)
         shifts = np.random.default_rng(seed).integers(*visit.cell).tolist()
         turn = self.mixing.turn_of(index)
@@ -301,5 +291,6 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _draw_pass(seed: int, number: int, again: int, cells: Cells, positions: int) -> tuple[Triple, int]:
+    """The phases of pass `again` over a volume, and the position of its first visit, times the visits."""
     rng = np.random.default_rng((seed, _PASS, number, again))
     return cells.draw_phases(rng), int(rng.integers(positions))

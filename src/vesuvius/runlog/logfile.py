@@ -36,13 +36,14 @@ def step_line(record: Record) -> str:
     ranks = "" if f.ranks == 1 else f" comm_s {f.comm_s:.3f} ranks {f.ranks} slowest {slowest}"
     mfu = "" if f.mfu is None else f" mfu_pct {100 * f.mfu:.1f}"
     worker_max = "-" if f.worker_max_bytes is None else f"{f.worker_max_bytes / GIB:.1f}"
-    idle = "" if f.working is None or f.working >= f.workers else f" ({f.working} with work)"
+    workers = "-" if f.workers is None else f.workers
+    idle = "" if None in (f.working, f.workers) or f.working >= f.workers else f" ({f.working} with work)"
     return (
         f"Train step {f.step}/{f.steps} epoch {f.epoch}/{f.epochs} loss {f.loss:.5f} lr {f.lr:.1e} "
         f"step_s {f.step_s:.3f} data_s {f.data_s:.3f} h2d_s {f.h2d_s:.3f} gpu_s {f.gpu_s:.3f} other_s {f.other_s:.3f} "
         f"data_pct {100 * f.data_s / f.step_s:.1f} samples_s {f.samples / f.step_s:.2f}{mfu} "
         f"vram_gib {vram} ram_gib {f.ram_used_bytes / GIB:.1f}/{f.ram_limit_bytes / GIB:.1f} "
-        f"workers {f.workers}{idle} worker_max_gib {worker_max} eta {eta}{ranks}{pause}"
+        f"workers {workers}{idle} worker_max_gib {worker_max} eta {eta}{ranks}{pause}"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -44,12 +43,8 @@ class WaitTime:
         return total if since is None else total + time.perf_counter() - since
 
 
-@dataclass(frozen=True)
-class Patch:
-    """A sample and its voxels: views (Z, Y, X) into the region of the volume, and into that of the condition if any."""
-
-    sample: Sample
-    voxels: list[NDArray[Any]]
+Patch = tuple[Sample, list[NDArray[Any]]]
+"""A sample and its voxels: views (Z, Y, X) into the region of the volume, and into that of the condition if any."""
 
 
 class Cutter:
@@ -102,7 +97,7 @@ class Cutter:
                 visit, regions = self._in_flight[slot]
                 sample = plan.sample_of(visit, index)
                 part = slices(sample.box, visit.region[0])
-                yield Patch(sample, [region[part] for region in regions])
+                yield sample, [region[part] for region in regions]
         finally:
             self._in_flight.clear()  # views into the object store: held, they would keep it full
 
@@ -111,15 +106,12 @@ class Cutter:
         with self._starved:
             block = next(self._blocks, None)
         if block is None:
-            raise StreamOrderError(
-                f"readers must deliver every region; got the end, where slot {wanted} is needed; report this as a bug"
-            )
+            raise StreamOrderError(f"the readers ended before slot {wanted} came; report this as a bug")
         head = head_of(block)
         visit = head.visit
         if not self._last_slot < visit.slot <= wanted:
             raise StreamOrderError(
-                f"regions must come in the order of the plan; got slot {visit.slot} after {self._last_slot}, where "
-                f"{wanted} is needed; report this as a bug"
+                f"slot {visit.slot} came after {self._last_slot}, where {wanted} is needed; report this as a bug"
             )
         self._last_slot = visit.slot
         self._on_report(head.report)

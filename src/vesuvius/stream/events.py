@@ -6,19 +6,17 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from vesuvius.errors import DataError
 from vesuvius.stream.reading.quarantine import check_quarantine, damaged_box
 from vesuvius.stream.reading.reader import ReaderJob
 
-if TYPE_CHECKING:
-    from vesuvius.stream.ray.watch import ReaderDeath  # Ray is not needed with workers: 0
-
 log = logging.getLogger(__name__)
 
 EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured"]
 
+DEATHS_MAX = 32  # readers that are replaced in one session
 _EVENTS_KEPT = 10_000
 
 
@@ -81,19 +79,14 @@ class EventRecorder:
         self.record("quarantine", text, record)
         check_quarantine(len(self.quarantined), self._data.max_quarantined, record)
 
-    def reader_died(self, death: ReaderDeath, other_pid: int | None) -> DataError | None:
-        """Record a death; returns the error that ends the stream where there were too many.
-
-        Args:
-            other_pid: a living reader of the same machine.
-        """
+    def reader_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
+        """Record a death; returns the error that ends the stream where there were too many."""
         self.reader_deaths += 1
-        self.record("reader_died", f"{death}; another reader repeats its task", death.fields(other_pid))
-        limit = self._data.max_reader_deaths
-        if self.reader_deaths <= limit:
+        self.record("reader_died", f"{text}; another reader repeats its task", fields)
+        if self.reader_deaths <= DEATHS_MAX:
             return None
         return DataError(
-            f"at most data.max_reader_deaths={limit} readers may die in one session; got {self.reader_deaths}, the "
-            f"last: {death}; restore the volume if readers crash, lower training.workers or data.reader_mib if memory "
-            "is short, or raise the limit"
+            f"{self.reader_deaths} readers died in one session, more than the {DEATHS_MAX} that are replaced; the "
+            f"last: {text}; restore the volume if readers crash; if memory is short, lower training.workers or "
+            "data.regions_in_flight"
         )

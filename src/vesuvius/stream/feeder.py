@@ -84,8 +84,8 @@ def check_rings(rings: Sequence[Sequence[NDArray[Any]]]) -> None:
     """Raises ConfigError where a ring has fewer than three buffers; none at all is fine."""
     if any(0 < len(ring) <= HELD for ring in rings):
         raise ConfigError(
-            f"a ring of buffers must have at least {HELD + 1}, of which {HELD} stay untouched; got "
-            f"{[len(ring) for ring in rings]}; give more, or none"
+            f"rings of {[len(ring) for ring in rings]} buffers are too small, as {HELD} stay untouched; give at "
+            f"least {HELD + 1}, or none"
         )
 
 
@@ -119,9 +119,7 @@ class Feeder:
         self._cutter = cutter
         self._patches = cutter.patches()
         self._clock = clock
-        self._rings = [
-            itertools.islice(itertools.cycle(ring), delivered % len(ring), None) if ring else iter(()) for ring in rings
-        ]
+        self._rings = [itertools.islice(itertools.cycle(ring), delivered % max(len(ring), 1), None) for ring in rings]
         size = min([HELD + ahead, *(len(ring) for ring in rings if ring)])
         # Both are queues in C.  A lock of Python, which a semaphore has too, would stay held if Ctrl-C came in it.
         self._free: SimpleQueue[None] = SimpleQueue()
@@ -137,8 +135,7 @@ class Feeder:
     def next_batch(self) -> Batch | None:
         """The next batch, or None at the end.
 
-        Raises what reading and cutting raise.  Raises StreamInterrupted where none is ready and `interrupted` says so;
-        nothing is lost by that.
+        Raises what reading and cutting raise, and StreamInterrupted where none is ready and `interrupted` says so.
         """
         if self._ended:
             return None
@@ -211,12 +208,12 @@ class Feeder:
             for ring, (shape, dtype) in zip(self._rings, self._layout, strict=False)
         ]
         samples: list[Sample] = []
-        for patch in itertools.islice(self._patches, self._batch_size):
+        for sample, views in itertools.islice(self._patches, self._batch_size):
             if self._stopped.is_set():
                 return None
-            for array, voxels in zip(arrays, patch.voxels, strict=True):
+            for array, voxels in zip(arrays, views, strict=True):
                 array[len(samples)] = voxels
-            samples.append(patch.sample)
+            samples.append(sample)
         if not samples:
             return None
         patches, *conditions = (array[: len(samples)] for array in arrays)

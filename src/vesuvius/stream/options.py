@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Self, TypedDict
@@ -33,15 +33,14 @@ class StreamOptions:
     batch_size: int  # samples per batch of this rank
     workers: int = 2  # Ray reader processes; 0 reads in this process, without Ray
     prefetch_factor: int = 2  # batches assembled ahead per worker (or for this process with `workers: 0`)
-    prefetch_bytes: int | None = None  # upper limit on all of them; None = none
     requests: int | None = None  # in flight per reader on remote stores; None = as the job's store section says
     cluster: ClusterConfig = ClusterConfig()  # where Ray runs
 
     def __post_init__(self) -> None:
-        least = {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "prefetch_bytes": 0, "requests": 1}
+        least = {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "requests": 1}
         for name, minimum in least.items():
             value = getattr(self, name)
-            if name in ("prefetch_bytes", "requests") and value is None:
+            if name == "requests" and value is None:
                 continue
             if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < minimum:
                 raise ConfigError(f"{name} must be an integer of at least {minimum}; got {value!r}; change it")
@@ -49,17 +48,10 @@ class StreamOptions:
     @classmethod
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
         """The options of a config."""
-        mib = training.prefetch_mib
         if training.ranks != 1 and cluster.reader_nodes == "auto":
             # Also of the one rank that `min_ranks: 1` may leave: it has reserved the processors of its readers.
             cluster = cluster.model_copy(update={"reader_nodes": "same"})
-        return cls(
-            training.train_batch_size,
-            training.workers,
-            training.prefetch_factor,
-            None if mib is None else mib * 2**20,
-            cluster=cluster,
-        )
+        return cls(training.train_batch_size, training.workers, training.prefetch_factor, cluster=cluster)
 
 
 class StreamChanges(TypedDict, total=False):
@@ -67,7 +59,6 @@ class StreamChanges(TypedDict, total=False):
 
     workers: int
     prefetch_factor: int
-    prefetch_bytes: int
     requests: int
 
 
@@ -93,18 +84,9 @@ def store_ahead_bytes(job: ReaderJob, options: StreamOptions) -> int:
     return (options.workers * per_worker + job.plan.regions_per_task) * job.block_bytes
 
 
-def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:
-    """Batches assembled ahead of the trainer, at least one.  Pure."""
-    wanted = max(options.workers, 1) * options.prefetch_factor
-    if options.prefetch_bytes is not None:
-        wanted = min(wanted, options.prefetch_bytes // (options.batch_size * patch_bytes))
-    return max(wanted, 1)
-
-
-def with_less_prefetch(patch_bytes: int, options: StreamOptions) -> StreamOptions:
-    """The options with half as many batches ahead per reader, at least one; also where bytes limit them.  Pure."""
-    per_reader = min(options.prefetch_factor, batches_ahead(patch_bytes, options) // max(options.workers, 1))
-    return replace(options, prefetch_factor=max(per_reader // 2, 1))
+def batches_ahead(options: StreamOptions) -> int:
+    """Batches assembled ahead of the trainer.  Pure."""
+    return max(options.workers, 1) * options.prefetch_factor
 
 
 def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
@@ -115,21 +97,8 @@ def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """
     if options.workers == 0:
         return 0
-    if options.cluster.object_store_gib is not None:
-        return int(options.cluster.object_store_gib * 2**30)
     need = store_need_bytes(job, options) + store_ahead_bytes(job, options)
     return max(5 * need // 4, 2**28) + job.plan.map_bytes
-
-
-def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
-    """Raises ConfigError where the configured object store is below the need: it would spill to disk all the time."""
-    need, configured = store_need_bytes(job, options), options.cluster.object_store_gib
-    if configured is not None and configured * 2**30 < need:
-        raise ConfigError(
-            f"cluster.object_store_gib must hold what the readers have in flight; got {configured:g} GiB and "
-            f"{need / 2**30:.2f} GiB needed; raise it or set it to null, or lower training.workers, "
-            "data.regions_in_flight or data.reader_mib"
-        )
 
 
 def store_is_there() -> bool:
@@ -152,8 +121,7 @@ def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
         raise ConfigError(
             f"the object store must fit in /dev/shm; got {size / 2**30:.2f} GiB needed"
             f"{f' by {ranks} ranks' if ranks > 1 else ''} and {free / 2**30:.2f} GiB free; start the container with a "
-            f"larger --shm-size, or lower data.regions_in_flight (now {job.plan.regions_in_flight}), training.workers, "
-            "data.reader_mib or cluster.object_store_gib"
+            f"larger --shm-size, or lower data.regions_in_flight (now {job.plan.regions_in_flight}) or training.workers"
         )
 
 

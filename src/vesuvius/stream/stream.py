@@ -6,14 +6,12 @@ The content of batch n depends on the plan alone: not on the number of workers, 
 from __future__ import annotations
 
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +20,6 @@ from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.stream.cutter import Cutter, StreamOrderError
 from vesuvius.stream.events import EventRecorder
 from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederFigures, check_rings
-from vesuvius.stream.local_blocks import LocalBlocks
 from vesuvius.stream.options import (
     StreamChanges,
     StreamOptions,
@@ -32,26 +29,15 @@ from vesuvius.stream.options import (
     store_bytes,
     store_is_there,
 )
-from vesuvius.stream.reading.notes import claim_folder
-from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.reading.reader import LocalBlocks, ReaderJob
 from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
 
 if TYPE_CHECKING:
     from vesuvius.stream.ray.blocks import RayBlocks  # Ray is not needed with workers: 0
     from vesuvius.stream.ray.session import Session
-    from vesuvius.stream.ray.watch import ReaderDeath
 
 _ENDLESS = 2**62
 _open = set["PatchStream"]()
-
-
-class StreamState(TypedDict):
-    """The state of a stream, as plain data: enough to continue with any workers, prefetch or cache."""
-
-    seed: int
-    sample_index: int
-    plan_hash: str
-    quarantined: list[dict[str, Any]]
 
 
 class PatchStream(Iterator[Batch]):
@@ -105,15 +91,13 @@ class PatchStream(Iterator[Batch]):
         self.readers = self._readers.living
         self._session: Session | None = None
         self._source: LocalBlocks | RayBlocks | None = None
+        self._replaced: Callable[[str, int, str], None] | None = None  # told of readers that died
         self._feeder: Feeder | None = None
         self._clock = FeederClock()
         self._delivered = 0  # into the present ring
         self._held: list[Batch] = []
         self._failure: BaseException | None = None
         self._closed = False
-        self._temporary_notes: tempfile.TemporaryDirectory[str] | None = None
-        if job.notes_dir is not None:
-            claim_folder(Path(job.notes_dir))
         _close_at_exit()
         _open.add(self)
         try:
@@ -138,10 +122,8 @@ class PatchStream(Iterator[Batch]):
             raise StopIteration
         count, world = len(batch.samples), self._job.world
         if not np.array_equal(batch.indices, self._next_sample + self._job.rank + world * np.arange(count)):
-            raise StreamOrderError(
-                f"samples must come in the order of the plan; got {batch.indices.tolist()} at {self._next_sample}; "
-                "report this as a bug"
-            )
+            got = batch.indices.tolist()
+            raise StreamOrderError(f"samples {got} came at {self._next_sample}, out of order; report this as a bug")
         self._next_sample += world * count
         self._delivered += 1
         return batch
@@ -160,12 +142,12 @@ class PatchStream(Iterator[Batch]):
             if self._session is not None:
                 self._session.close()
                 self._session = None
-            if self._temporary_notes is not None:
-                self._temporary_notes.cleanup()
-                self._temporary_notes = None
 
-    def state_dict(self) -> StreamState:
-        """The position of the stream, as plain data.  Call it between two batches."""
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the stream, as plain data: enough to continue with any workers, prefetch or cache.
+
+        Call it between two batches.
+        """
         return {
             "seed": self._job.plan.seed,
             "sample_index": self._next_sample,
@@ -173,7 +155,7 @@ class PatchStream(Iterator[Batch]):
             "quarantined": list(self.quarantined),
         }
 
-    def load_state_dict(self, state: StreamState) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where another stream over the same plan was.
 
         Reads the regions in flight again, at most `plan.regions_in_flight`: the next samples are cut from them.
@@ -185,8 +167,8 @@ class PatchStream(Iterator[Batch]):
         _check_state(state)
         if state["plan_hash"] != self._job.plan.hash:
             raise ConfigError(
-                f"a stream continues with the plan it began with; got plan {state['plan_hash']} for "
-                f"{self._job.plan.hash}; use the same seed, data section and volumes"
+                f"The state is of plan {state['plan_hash']}, and the stream has {self._job.plan.hash}; use the same "
+                "seed, data section and volumes"
             )
         _check_place(state["sample_index"], None, self._job.world)
         self._events.know(state["quarantined"])
@@ -218,14 +200,11 @@ class PatchStream(Iterator[Batch]):
         """
         self._check_open()
         if unknown := changes.keys() - StreamChanges.__annotations__.keys():
-            raise TypeError(
-                f"a running stream can change {', '.join(StreamChanges.__annotations__)}; got {', '.join(unknown)}; "
-                "make another stream"
-            )
+            can = ", ".join(StreamChanges.__annotations__)
+            raise TypeError(f"a running stream cannot change {', '.join(unknown)}, only {can}; make another stream")
         check_rings((buffers or (), condition_buffers))
         options = replace(self.options, **changes)
-        need = (options.workers, self._job.world, store_bytes(self._job, options))
-        if not store_is_there() or (self._session is not None and not self._session.fits(*need)):
+        if not store_is_there() or not self._fits(options):
             check_store(self._job, options)
         self.options = options
         self._close_readers()
@@ -245,13 +224,12 @@ class PatchStream(Iterator[Batch]):
 
     def readers_here(self) -> frozenset[int]:
         """The reader processes on this machine, by pid; children of this process only where it started Ray itself."""
-        host = socket.gethostname()
-        return frozenset(pid for pid, figures in self.readers.copy().items() if figures.node == host)
+        return frozenset(self._readers.on_node(socket.gethostname()))
 
     def reader_memory(self) -> dict[int, int]:
         """Bytes of private memory of each reader process, by pid, as last reported."""
-        memory = {pid: figures.rss_anon_bytes for pid, figures in self.readers.copy().items()}
-        return {pid: value for pid, value in memory.items() if value is not None}
+        readers = self.readers.copy().items()
+        return {pid: figures.rss_anon_bytes for pid, figures in readers if figures.rss_anon_bytes is not None}
 
     @property
     def reader_deaths(self) -> int:
@@ -264,15 +242,14 @@ class PatchStream(Iterator[Batch]):
         return min(self.options.workers, self._source.tasks_left) if self._source else self.options.workers
 
     @property
-    def readers_alive(self) -> int:
-        """Reader processes at the moment: they end once all that is left has been read."""
-        return self._source.readers_alive if self._source else 0
+    def readers_alive(self) -> int | None:
+        """Reader processes whose blocks come: they end once all that is left has been read.  None before the first."""
+        return (len(self.readers) or None) if self.readers_with_work else 0
 
     @property
     def blocks_ahead(self) -> int:
         """Blocks that readers may have made and nobody has taken; 0 with `workers: 0`."""
-        ahead_bytes = store_ahead_bytes(self._job, self.options) if self.options.workers else 0
-        return ahead_bytes // self._job.block_bytes
+        return store_ahead_bytes(self._job, self.options) // self._job.block_bytes if self.options.workers else 0
 
     @property
     def reader_totals(self) -> ReaderTotals:
@@ -286,7 +263,7 @@ class PatchStream(Iterator[Batch]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError("a stream must be open to be changed; got a closed one; open another PatchStream")
+            raise ConfigError("a closed stream cannot be changed; open another PatchStream")
 
     def _open_readers(self) -> None:
         job = replace(self._job, quarantined=frozenset(self._events.damaged))
@@ -295,91 +272,78 @@ class PatchStream(Iterator[Batch]):
         self._readers.clear()
         try:
             self._source = self._open_source(job)
-            report, starved = self._take_report, self._clock.starved
-            cutter = Cutter(job, self._source, report, starved, self._next_sample, self._stop)
-            self._feeder = Feeder(
-                job.batch_layout(self.options.batch_size),
-                cutter,
-                self._clock,
-                batches_ahead(job.patch_bytes, self.options),
-                self._buffers,
-                self._delivered,
-                self._held,
-                self._interrupted,
-            )
+            cutter = Cutter(job, self._source, self._take_report, self._clock.starved, self._next_sample, self._stop)
+            layout, ahead = job.batch_layout(self.options.batch_size), batches_ahead(self.options)
+            ring = self._buffers, self._delivered, self._held
+            self._feeder = Feeder(layout, cutter, self._clock, ahead, *ring, self._interrupted)
         except BaseException as error:
             self._failure = error  # or the next batch would look like the end of the stream
             raise
         self._failure = None
 
     def _close_readers(self) -> None:
-        if self._feeder is not None:
-            self._feeder.stop()
-        if self._source is not None:
-            self._source.interrupt()
-        if self._feeder is not None:
-            self._feeder.join()
-        if self._source is not None:
-            self._source.close()
-        if self._feeder is not None:
-            self._held = list(self._feeder.held)
+        feeder, source = self._feeder, self._source
+        if feeder is not None:
+            feeder.stop()
+        if source is not None:
+            source.interrupt()
+        if feeder is not None:
+            feeder.join()
+            self._held = list(feeder.held)
+        if source is not None:
+            source.close()
         self._feeder = self._source = None
 
     def _open_source(self, job: ReaderJob) -> LocalBlocks | RayBlocks:
         options = self.options
         if options.workers == 0:
             return LocalBlocks(job, self._next_sample, self._stop)
-        if job.notes_dir is None:
-            self._temporary_notes = self._temporary_notes or tempfile.TemporaryDirectory(
-                prefix="vesuvius-notes-", ignore_cleanup_errors=True
-            )
-            job = replace(job, notes_dir=self._temporary_notes.name)
         # Ray takes a second to import and is not needed with workers: 0
         from vesuvius.stream.ray.blocks import RayBlocks
         from vesuvius.stream.ray.session import Session
 
-        need = (options.workers, job.world, store_bytes(job, options))
-        if self._session is not None and not self._session.fits(*need):
+        if self._session is not None and not self._fits(options):
             self._session.close()
             self._session = None
         if self._session is None:
             if not store_is_there():
                 check_store(job, options)
-            self._session = Session(options.cluster, *need)
-        return RayBlocks(
-            job,
-            self._next_sample,
-            self._stop,
-            options,
-            lambda text, fields: self._events.record("spill", text, fields),
-            self._reader_died,
-        )
+            self._session = Session(options.cluster, options.workers, job.world, store_bytes(job, options))
+        on_spill = partial(self._events.record, "spill")
+        blocks = RayBlocks(job, self._next_sample, self._stop, options, on_spill, self._reader_died)
+        self._replaced = blocks.replaced
+        return blocks
+
+    def _fits(self, options: StreamOptions) -> bool:
+        """Whether the Ray in use has room for readers of these options."""
+        need = options.workers, self._job.world, store_bytes(self._job, options)
+        return self._session is None or self._session.fits(*need)
 
     def _take_report(self, report: BlockReport) -> None:
         """On the feeder's thread."""
-        self._readers.take(report, 2 * max(self.options.workers, 1))  # while one execution hands over to the next
+        # Blocks come in order: once one of the next execution does, readers of the last one have no more to read.
+        died = self._readers.take(report, max(self.options.workers, 1))
+        if died is not None and self._replaced is not None:
+            self._replaced(report.actor, *died)
         for record in report.quarantined:
             self._events.quarantine(record)
         for found in report.nonfinite:
             found.say()
 
-    def _reader_died(self, death: ReaderDeath) -> DataError | None:
-        """On the thread of the watch; returns what ends the stream."""
-        self.readers.pop(death.pid, None)
-        others = [pid for pid, reader in self.readers.copy().items() if reader.node == death.node]
-        return self._events.reader_died(death, others[0] if others else None)
+    def _reader_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
+        """On any thread; returns what ends the stream."""
+        self.readers.pop(fields["pid"], None)
+        other = next(iter(self._readers.on_node(fields["node"])), None)
+        return self._events.reader_died(text, fields | {"new_pid": other})
 
 
 def _check_state(state: Any) -> None:
     """Raises ConfigError for anything but what `state_dict` returns."""
-    wanted = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
-    for key, kind in wanted.items():
-        got = state.get(key) if isinstance(state, dict) else None
-        if not isinstance(got, kind) or isinstance(got, bool) or (isinstance(got, int) and got < 0):
-            raise ConfigError(
-                f"a stream's state must be what state_dict() returned; got {one_line(repr(state))}, where {key} is no "
-                f"{kind.__name__}; pass it on unchanged"
-            )
+    kinds = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
+    if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in kinds.items()):
+        raise ConfigError(
+            f"{one_line(repr(state))} is no state that state_dict() of a stream returned; pass that on unchanged"
+        )
 
 
 def _check_place(first: int, stop: int | None, world: int) -> None:

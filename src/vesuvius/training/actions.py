@@ -23,9 +23,7 @@ from vesuvius.stream.options import (
     StreamChanges,
     StreamOptions,
     batches_ahead,
-    check_store_need,
     store_need_bytes,
-    with_less_prefetch,
 )
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.stream import PatchStream
@@ -45,9 +43,8 @@ class GuardActions:
         reason: why the guard ended the run; None while it has not.
     """
 
-    def __init__(self, run: RunContext, patch_bytes: int) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._patch_bytes = patch_bytes
         self._options = StreamOptions.from_config(run.config.training, run.config.cluster)  # as last seen
         self.reason: str | None = None
 
@@ -93,7 +90,7 @@ class GuardActions:
         remedy = f"continue with --resume training.workers={workers} training.prefetch_factor=1"
         if workers == self._options.workers and self._options.prefetch_factor == 1:
             remedy = (
-                "continue with --resume once more memory is free, or with a smaller data.reader_mib; "
+                "continue with --resume once more memory is free, or with a smaller data.regions_in_flight; "
                 f"training.workers={workers} and training.prefetch_factor=1 are already the least"
             )
         raised = ", or raise monitor.ram_limit_gib if the machine has more" if killer == CONFIGURED_NAME else ""
@@ -102,7 +99,7 @@ class GuardActions:
     def _smaller(self) -> StreamOptions:
         """Half the prefetch and a reader fewer; never without readers: what they leak, or hold, the trainer would."""
         workers = max(self._options.workers - 1, min(self._options.workers, 1))
-        return replace(with_less_prefetch(self._patch_bytes, self._options), workers=workers)
+        return replace(self._options, workers=workers, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
 
     def _reopen(self, order: Order, feed: DeviceFeed) -> None:
         leaks = order.rung == "restart"
@@ -156,7 +153,6 @@ class Autotuner:
         refused = self._refusal(options, stream, feed, monitor)
         if not refused:
             try:
-                check_store_need(self._job, options)
                 feed.reconfigure(**changes)
                 monitor.readers_changed()
             except ConfigError as error:
@@ -174,11 +170,11 @@ class Autotuner:
 
     def _refusal(self, options: StreamOptions, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> str:
         """Why there is no memory for the options; '' where there is."""
-        now, patch_bytes = stream.options, self._job.patch_bytes
+        now = stream.options
         peaks = [figures.rss_anon_peak_bytes or 0 for figures in list(stream.readers.values())]
         readers = max(options.workers - now.workers, 0) * max(peaks, default=0)
         store = max(store_need_bytes(self._job, options) - store_need_bytes(self._job, now), 0)
-        batches = batches_ahead(patch_bytes, options) - batches_ahead(patch_bytes, now)
+        batches = batches_ahead(options) - batches_ahead(now)
         need_bytes = _READERS_AT_ONCE * (readers + store) + max(batches, 0) * feed.memory_of_batch
         # All ranks of a node may act at once.
         left = left_bytes(monitor.risk.killers, self._run.session.limits) // self._run.ranks.local_world
@@ -190,8 +186,7 @@ class Autotuner:
 def changes_of(overrides: Sequence[str], options: StreamOptions) -> StreamChanges:
     """What a running stream can change of a verdict's overrides; empty where it can change nothing.  Pure.
 
-    Readers are not started where the trainer reads itself: Ray does not run.  `training.prefetch_mib` is the user's own
-    limit, and stays.
+    Readers are not started where the trainer reads itself: Ray does not run.
     """
     changes: StreamChanges = {}
     for key, _, value in (override.partition("=") for override in overrides):

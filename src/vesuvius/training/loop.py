@@ -23,7 +23,7 @@ from vesuvius.stream.stream import PatchStream
 from vesuvius.training.actions import Autotuner, GuardActions
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.milestones import Milestones
-from vesuvius.training.ranks.errors import RankError
+from vesuvius.training.ranks.ranks import RankError
 from vesuvius.training.replay import MicroBatch, diagnose
 from vesuvius.training.reporting.deaths import reader_died
 from vesuvius.training.reporting.rank_news import RankNews

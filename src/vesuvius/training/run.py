@@ -36,9 +36,8 @@ from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_
 from vesuvius.training.forecast.start_log import log_network, log_progress, log_ranks, log_start
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.quarantine import log_replaced, still_quarantined
-from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.ranks.part import Part, part_of
-from vesuvius.training.ranks.ranks import SINGLE, Ranks
+from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks
 from vesuvius.training.reporting.deaths import log_killed_session, run_died
 from vesuvius.training.reporting.monitoring import open_metrics, open_monitor, open_session
 from vesuvius.training.request import Request, RunContext
@@ -259,7 +258,7 @@ def _record_start(run: RunContext) -> None:
 def _train(run: RunContext, train_step: TrainStep) -> int:
     """Run steps until the last one or a request to stop, save, and return the exit code."""
     config, progress, stop, job = run.config, run.progress, run.stop, run.checked.data.job
-    guard = GuardActions(run, job.patch_bytes)
+    guard = GuardActions(run)
     with (
         run.watchdog,
         open_monitor(run, guard.exit) as monitor,

@@ -178,7 +178,7 @@ def test_the_rate_of_readers_is_that_of_their_requests(
     volume = write_array(tmp_path / "fine.zarr", textured((96, 128, 128)), chunk=16)
     with ChunkServer(tmp_path) as server:
         data = {"volumes": [{"path": server.url_of(volume)}], "store": {"requests": 4}, "regions_in_flight": 4}
-        config = read_config(tiny_config(data=data, cluster={"object_store_gib": 0.0001}))
+        config = read_config(tiny_config(data=data))
         setting = Setting.of(config)
         plan = prepare_data(trainer_config(config, 0).seed, config.data).plan
         boxes = [plan.visit(slot).region for slot in range(40)]
@@ -186,7 +186,6 @@ def test_the_rate_of_readers_is_that_of_their_requests(
         server.set_faults(slow)
         with TrialRunner(config, trials) as lab:
             few = lab.measure(setting, "readers", 2.5, _HANG_S)
-            refused = lab.measure(replace(setting, workers=1), "readers", 2.5, _HANG_S)
             server.reset()
             many = lab.measure(replace(setting, requests=16), "readers", 1.5, _HANG_S)
             assert server.stats()["max_in_flight"] == 16
@@ -198,8 +197,6 @@ def test_the_rate_of_readers_is_that_of_their_requests(
     assert starved.data_share is not None
     assert starved.data_share > 0.3, "the network computes several times as fast"
     assert starved.text.startswith("data-bound")
-    assert refused.ended == "failed"
-    assert "cluster.object_store_gib" in refused.cause
     assert len(list(trials.glob("*.yaml"))) == 1, "the trainer lives on"
 
 

@@ -64,12 +64,6 @@ def test_micro_batches_stay_within_the_effective_batch_unless_it_may_grow(tiny_c
     assert surveyed(config, scale_batch=True).most_batch > 4
 
 
-def test_prefetch_is_not_raised_where_the_config_limits_its_bytes(tiny_config: WriteConfig) -> None:
-    assert surveyed(read_config(tiny_config())).most_prefetch == 16
-    limited = read_config(tiny_config(training={"prefetch_mib": 1}))
-    assert surveyed(limited).most_prefetch == limited.training.prefetch_factor
-
-
 def test_the_planner_knows_readers_batches_and_that_a_long_run_takes_more(tiny_config: WriteConfig) -> None:
     long = {"steps_per_epoch": 100_000, "warmup_steps": 3}
     config = read_config(tiny_config(training=long))

@@ -72,7 +72,7 @@ def test_a_value_as_it_was_is_not_written(tmp_path: Path) -> None:
     [
         ["data.volumes.0.level=1"],
         ["data.volumes=[{path: other.zarr}]", "training.lr=2e-3"],
-        ["cluster={address: auto}"],  # in place of the section, so that object_store_gib is the default again
+        ["cluster={address: auto}"],  # in place of the section, so that max_restarts is the default again
         ["data.normalize={low: 0, high: 200}", "data.augment.turn=false"],
         [" training . workers = 3", "name='- a'"],
         ["model={channels: [16, 32]}", "training.checkpoint_levels=[]"],
@@ -80,8 +80,7 @@ def test_a_value_as_it_was_is_not_written(tmp_path: Path) -> None:
 )
 def test_what_the_command_line_has_set_is_read_back_whatever_its_form(tmp_path: Path, overrides: list[str]) -> None:
     source = (
-        TOP
-        + "    - path: b.zarr\n      weight: 2\ncluster: {object_store_gib: 2}\ntraining: {checkpoint_levels: [1]}\n"
+        TOP + "    - path: b.zarr\n      weight: 2\ncluster: {max_restarts: 2}\ntraining: {checkpoint_levels: [1]}\n"
     )
     overrides = [override.replace("'- a'", "a") for override in overrides]
     assert tuned(tmp_path, source, *overrides) == parse_config(source, overrides)
@@ -201,7 +200,7 @@ VALUES = {
     "data.store.requests": st.integers(1, 64),
     "data.store.cache_dir": st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
     "data.volumes.0.level": st.integers(0, 3),
-    "cluster": st.fixed_dictionaries({}, optional={"address": st.just("auto"), "object_store_gib": st.floats(1, 9)}),
+    "cluster": st.fixed_dictionaries({}, optional={"address": st.just("auto"), "max_restarts": st.integers(1, 9)}),
     "model.norm_groups": st.integers(1, 8),
 }
 CHANGES = st.fixed_dictionaries({}, optional=VALUES)

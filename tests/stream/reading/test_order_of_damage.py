@@ -75,7 +75,7 @@ def read(reader: Reader, job: ReaderJob, task: Task) -> tuple[Slots, list[dict[s
     """What comes for each slot of a task: the visit and its voxels; and the damage that is reported."""
     found: Slots = {}
     records = []
-    for slot, block in zip(task.slots, reader.blocks(task), strict=True):
+    for slot, block in zip(task, reader.blocks(task), strict=True):
         head = head_of(block)
         voxels = regions_in(block, job, shape_of(head.visit.region))
         found[slot] = head.visit, b"".join(part.tobytes() for part in voxels)
@@ -87,9 +87,9 @@ def alone(job: ReaderJob, tasks: Iterable[Task]) -> Slots:
     """Each slot read by a reader that knows of no damage."""
     found: Slots = {}
     for task in tasks:
-        for slot in task.slots:
+        for slot in task:
             reader = Reader(job, ring=2)
-            found |= read(reader, job, Task((slot,)))[0]
+            found |= read(reader, job, (slot,))[0]
             reader.close()
     return found
 
@@ -105,7 +105,7 @@ def test_slots_do_not_depend_on_who_reads_them_or_on_what_is_known(job: ReaderJo
         for task in tasks:
             found, new = read(rng.choice(at_work), job, task)
             records += new
-            assert found == {slot: expected[slot] for slot in task.slots}, f"{readers} readers"
+            assert found == {slot: expected[slot] for slot in task}, f"{readers} readers"
         for reader in at_work:
             reader.close()
     causes = " ".join(record["cause"] for record in records)
@@ -114,7 +114,7 @@ def test_slots_do_not_depend_on_who_reads_them_or_on_what_is_known(job: ReaderJo
         known = frozenset(damaged_box(one, 1) for one in rng.sample(records, rng.randrange(len(records) + 1)))
         resumed = Reader(ReaderJob(**{**vars(job), "quarantined": known}), ring=3)
         for task in tasks[first : first + 6]:
-            assert read(resumed, job, task)[0] == {slot: expected[slot] for slot in task.slots}
+            assert read(resumed, job, task)[0] == {slot: expected[slot] for slot in task}
         resumed.close()
 
 

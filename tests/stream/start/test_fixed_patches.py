@@ -89,7 +89,7 @@ def test_patches_hold_the_voxels_of_their_places_as_they_are_stored(volume: Path
 @pytest.mark.parametrize(
     "other",
     [
-        {"patches_per_region": 9, "regions_per_task": 2, "region_size": (32, 32, 32), "reader_mib": 1},
+        {"patches_per_region": 9, "regions_per_task": 2, "region_size": (32, 32, 32)},
         {"augment": AugmentConfig(flip=False, turn=False), "max_quarantined": 0},
     ],
 )

@@ -142,7 +142,7 @@ def test_a_plan_above_its_share_of_the_limit_is_warned_of_with_workers_that_fit(
     ("name", "remedy"),
     [
         ("training step", "lower training.train_batch_size and raise training.accumulate_steps"),
-        ("regions in flight and ahead", "lower data.regions_in_flight, data.reader_mib or data.region_size"),
+        ("regions in flight and ahead", "lower data.regions_in_flight or data.region_size"),
         ("batches", "lower training.prefetch_factor or training.train_batch_size"),
     ],
 )

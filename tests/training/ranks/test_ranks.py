@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,8 @@ import torch.distributed as dist
 from tests.support.rank_runs import output_of, started_ranks
 from vesuvius.errors import EXIT_ERROR, DataError
 from vesuvius.training.ranks import ranks as module
-from vesuvius.training.ranks.errors import RankError, RankLostError
-from vesuvius.training.ranks.join import launched_ranks, open_ranks
-from vesuvius.training.ranks.ranks import Ranks
+from vesuvius.training.ranks.part import launched_ranks
+from vesuvius.training.ranks.ranks import RankError, RankLostError, Ranks, open_ranks
 
 WORLD = 3
 
@@ -108,6 +108,26 @@ def test_an_error_of_the_network_without_a_cause_is_a_lost_rank_and_a_defect_sta
     assert isinstance(found[2], RankLostError), "the group was ended under this rank"
 
 
+@pytest.mark.parametrize(("gaps", "is_ended"), [([0.5, 0.5, 400.0, 0.5, 0.5], False), ([0.5] * 800, True)])
+def test_a_stopped_rank_0_ends_a_rank_and_a_stop_of_its_own_does_not(
+    monkeypatch: pytest.MonkeyPatch, gaps: list[float], is_ended: bool
+) -> None:
+    """SIGSTOP, or a debugger: the process has not looked at the store either."""
+    now, left, ended = [0.0], iter(gaps), []
+    rank = Ranks(1, 2, _answered_s=0.0)
+
+    def wait(_: float) -> bool:
+        gap = next(left, None)
+        now[0] += gap or 0.0
+        return gap is None or bool(ended)
+
+    rank._ended = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    rank._watch_store()
+    assert ended == ([EXIT_ERROR] if is_ended else [])
+
+
 def test_ranks_close_though_ray_train_has_ended_their_process_group(ranks: list[Ranks]) -> None:
     """Else an error of that hides the lost rank, for which they are to be started again."""
     assert not dist.is_initialized()
@@ -185,7 +205,7 @@ def test_the_checks_of_rank_0_may_take_longer_than_a_step(ranks: list[Ranks]) ->
 HANGS = """
 import os, signal, sys, threading, time
 from vesuvius.training.ranks import ranks as module
-from vesuvius.training.ranks.join import open_ranks
+from vesuvius.training.ranks.ranks import open_ranks
 module._UNWIND_S = 1.0
 with open_ranks("cpu", float(sys.argv[1])) as ranks:
     ranks.agree(lambda: None, {})

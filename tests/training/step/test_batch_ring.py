@@ -76,7 +76,7 @@ def test_batches_stay_what_they_are_when_the_ring_gets_larger_and_smaller_in_bet
                 ahead = sizes[number] - HELD
                 ring = exchange(stream, ring, sizes[number], prefetch_factor=ahead)
                 assert (len(ring), len(ring.buffers), len(ring.condition_buffers)) == (sizes[number],) * 3
-                assert batches_ahead(job.patch_bytes, stream.options) == ahead
+                assert batches_ahead(stream.options) == ahead
                 assert all(copy.values for copy in copies), "all copies are over before a buffer is used again"
             copies.append(one_batch(stream, ring))
     for copy in copies[-len(ring) :]:

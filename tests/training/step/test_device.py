@@ -185,7 +185,7 @@ def test_model_values_do_not_depend_on_how_many_batches_are_put_together_ahead(
             if number % 4 == 3:
                 ahead = (1, 6, 3)[number // 4 % 3]
                 feed.reconfigure(prefetch_factor=ahead)
-                assert batches_ahead(data.job.patch_bytes, stream.options) == ahead
+                assert batches_ahead(stream.options) == ahead
                 assert _ring_size(feed) == (2 + ahead if device.type == "cuda" else 0)
             got.append(feed.next(clock).x_0)
     for mine, theirs in zip(got, expected, strict=True):

@@ -19,7 +19,7 @@ from vesuvius.experiments.tune.measurement import Evidence, Knob, SearchSpace, S
 from vesuvius.monitor.probes.cores import bound_cores, others_text, usable_cores
 from vesuvius.runlog.records import records_in
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.stream.options import StreamOptions, check_store, check_store_need
+from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.memory_plan import LARGEST_PLANNED_BATCH, indexable_batch
 from vesuvius.training.forecast.preflight import READERS_PER_CORE
@@ -48,7 +48,6 @@ def survey(
     """
     source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", local_ranks(config)
     cores = usable_cores(os.getpid()) / ranks
-    is_capped = config.training.prefetch_mib is not None  # then the factor hardly matters
     most_batch = LARGEST_PLANNED_BATCH if scale_batch else source.global_batch
     remote = any(volume.source.remote for volume in (*data.volumes, *data.conditions))
     return SearchSpace(
@@ -58,7 +57,7 @@ def survey(
         block_s=min(max(budget_s / _BLOCKS, _SHORTEST_BLOCK_S), _LONGEST_BLOCK_S),
         on_gpu=on_gpu,
         most_workers=_most_workers(config, data, cores, remote, ranks),
-        most_prefetch=source.prefetch_factor if is_capped else max(_MOST_PREFETCH, source.prefetch_factor),
+        most_prefetch=max(_MOST_PREFETCH, source.prefetch_factor),
         remote=remote,
         most_requests=max(_MOST_REQUESTS, source.requests),
         most_batch=min(most_batch, max(indexable_batch(config), source.train_batch_size)),
@@ -104,7 +103,6 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
     while most > source:
         options = replace(StreamOptions.from_config(config.training, config.cluster), workers=most)
         try:
-            check_store_need(data.job, options)
             check_store(data.job, options, ranks)
             return most
         except ConfigError:

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -30,7 +30,7 @@ from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.stream.feeder import StreamInterrupted
-from vesuvius.stream.options import batches_ahead, check_store_need
+from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.reading.reader_figures import ReaderTotals
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
@@ -137,7 +137,6 @@ class TuneWorker:
         if now == (workers, prefetch_factor, requests):
             return ""
         try:
-            check_store_need(loop.job, replace(options, workers=workers))
             loop.run.watchdog.expects("batch", "the readers to start")
             loop.feed.reconfigure(workers=workers, prefetch_factor=prefetch_factor, requests=requests)
         except ConfigError as error:
@@ -269,7 +268,7 @@ class TuneWorker:
     def _buffered(self) -> int:
         """Samples of the batches ahead, and of one more."""
         options = self._stream.options
-        return (batches_ahead(self._loop.job.patch_bytes, options) + 1) * options.batch_size
+        return (batches_ahead(options) + 1) * options.batch_size
 
     def _fill(self) -> None:
         """Take batches until new readers have read all regions in flight: at first each sample needs another one."""

@@ -46,10 +46,7 @@ _LEAST_STORE_BYTES = 2**28  # for what Ray itself needs
 
 
 def train_with_ray(request: Request) -> int:
-    """Start `training.ranks` ranks and wait for them.
-
-    Returns:
-        The exit code of rank 0.
+    """Start `training.ranks` ranks and wait for them.  Returns the exit code of rank 0.
 
     Raises:
         ConfigError: the nodes have no room for the ranks, or the cluster does not answer.
@@ -67,8 +64,7 @@ def train_with_ray(request: Request) -> int:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         check_room(config, nodes)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor: Any = ray.remote(Mailbox)  # Ray's hints know no options of a class
-        mailbox = actor.options(num_cpus=0, scheduling_strategy=here).remote()
+        mailbox = cast(Any, ray.remote(Mailbox)).options(num_cpus=0, scheduling_strategy=here).remote()
         opened.callback(shutil.rmtree, _storage_of(config), ignore_errors=True)
         stop = opened.enter_context(StopRequest(config.training.max_hours))
         trainer = make_trainer(Job(request, os.getcwd(), time.time(), mailbox), ranks, _have_gpus(nodes))
@@ -116,22 +112,18 @@ def gpus_of_cluster(config: Config) -> int:
 
 
 def check_room(config: Config, nodes: list[dict[str, float]]) -> None:
-    """Raises ConfigError where the ranks or their readers do not fit on nodes with these resources, for which Ray would
-    wait, also where they fit only in sum."""
+    """Raises ConfigError where ranks and readers do not fit on nodes with these resources: Ray would wait for more."""
     least, workers = config.cluster.min_ranks or int(config.training.ranks), config.training.workers
     needs = _needs_of_rank(config, _have_gpus(nodes))
-    have = sum(min(int(node.get(name, 0) // need) for name, need in needs.items()) for node in nodes)
-    cpus, text = sum(node.get("CPU", 0) for node in nodes), " + ".join(f"{n:g} {name}" for name, n in needs.items())
-    if have < least:
+    room = sum(min(int(node.get(name, 0) // need) for name, need in needs.items()) for node in nodes)
+    cpus = sum(node.get("CPU", 0) for node in nodes)
+    if room < least or cpus < min(room, int(config.training.ranks)) * (1 + workers):
+        text = " + ".join(f"{need:g} {name}" for name, need in needs.items())
         raise ConfigError(
-            f"the {len(nodes)} nodes have room for {have} of {least} ranks, each of which needs {text} on one node for "
-            "itself and its readers; lower training.ranks, cluster.min_ranks or training.workers, or set "
-            "cluster.reader_nodes=any"
-        )
-    if cpus < (need := min(have, int(config.training.ranks)) * (1 + workers)):
-        raise ConfigError(
-            f"the {len(nodes)} nodes have {cpus:g} processors; the ranks and their readers need {need}; add nodes, or "
-            "lower training.workers or training.ranks"
+            f"{least} ranks and their readers do not fit on the {len(nodes)} nodes with {cpus:g} processors: there is "
+            f"room for {room} ranks, each of which needs {text} on one node, and {1 + workers} processors with its "
+            "readers; lower training.ranks, cluster.min_ranks or training.workers, set cluster.reader_nodes=any, or "
+            "add nodes"
         )
 
 
@@ -146,12 +138,13 @@ def _needs_of_rank(config: Config, on_gpu: bool) -> dict[str, float]:
 
 
 def _wait(config: Config, result: Future[Any], mailbox: Any, stop: StopRequest) -> int:
-    """Print the log and pass a stop on, until Ray Train ends; returns rank 0's exit code."""
-    printer, due, told = _LogPrinter(run_dir(config).log), time.monotonic() + _LOOK_EVERY_S, False
+    """Print the log of rank 0 and pass a stop on, until Ray Train ends; returns rank 0's exit code."""
+    path, due, told = run_dir(config).log, time.monotonic() + _LOOK_EVERY_S, False
+    log_file = Tail(path, first_bytes=0 if path.exists() else sys.maxsize)  # from here on
     while not result.done():
         with suppress(TimeoutError):
             result.exception(timeout=_POLL_S)
-        printer.print_new()
+        _print_new(log_file)
         if not told and (asked := stop.asked()):
             told = True
             mailbox.ask.remote(*asked)
@@ -159,7 +152,7 @@ def _wait(config: Config, result: Future[Any], mailbox: Any, stop: StopRequest) 
             due += _LOOK_EVERY_S
             with suppress(ray.exceptions.RayError):
                 _look_for_ranks(config, ray.get(mailbox.silent_s.remote(), timeout=_ANSWER_S), stop)
-    printer.print_new()
+    _print_new(log_file)
     try:
         exit_code, message = result.result().return_value
     except Exception as error:  # of the ranks, or of Ray Train itself
@@ -168,9 +161,17 @@ def _wait(config: Config, result: Future[Any], mailbox: Any, stop: StopRequest) 
             f"{type(error).__name__}: {one_line(error)}; see the logs of the ranks below {run_dir(config).path} and "
             "Ray's in /tmp/ray/session_latest/logs; continue with --resume"
         ) from error
-    if message and message not in printer.last:
+    if message and not (path.exists() and message in path.read_text(encoding="utf-8", errors="replace")):
         log.error("%s", message)  # of before there was a log
     return int(exit_code)
+
+
+def _print_new(log_file: Tail) -> None:
+    """Print what was appended since the last call, in whole lines."""
+    try:
+        print(log_file.lines().decode("utf-8", errors="replace"), end="", flush=True)
+    except OSError:  # its reader has left, or the terminal has closed
+        silence(sys.stdout)
 
 
 def _look_for_ranks(config: Config, silent_s: float, stop: StopRequest) -> None:
@@ -204,24 +205,3 @@ def _store_bytes(config: Config, ranks: int) -> int:
     size = max(ranks * store_bytes(data.job, options), _LEAST_STORE_BYTES)
     check_limits(config, ranks, size)
     return size
-
-
-class _LogPrinter:
-    """Prints what is appended to the log of rank 0.
-
-    Attributes:
-        last: the end of what was printed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._tail = Tail(path, first_bytes=0 if path.exists() else sys.maxsize)
-        self._tail.lines()  # from here on
-        self.last = ""
-
-    def print_new(self) -> None:
-        printed = self._tail.lines().decode("utf-8", errors="replace")
-        self.last = (self.last + printed)[-100_000:]
-        try:
-            print(printed, end="", flush=True)
-        except OSError:  # its reader has left, or the terminal has closed
-            silence(sys.stdout)

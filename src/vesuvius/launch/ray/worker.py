@@ -15,7 +15,7 @@ import ray
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
 from vesuvius.launch.rank import train_as_rank
 from vesuvius.runlog.logfile import close_logs
-from vesuvius.training.ranks.errors import RankLostError, restart_may_help
+from vesuvius.training.ranks.ranks import RankLostError
 from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest
 
@@ -34,18 +34,14 @@ class Mailbox:
         self._end: tuple[int, str] | None = None
         self._asked_s = time.monotonic()  # when rank 0 last asked
 
-    def start(self) -> bool:
-        """Note a start of rank 0; returns whether there was one before."""
-        self._starts += 1
-        return self._starts > 1
+    def start(self, rank: int) -> tuple[bool, tuple[int, str] | None]:
+        """Note a start; returns whether rank 0 was started before, and with what the rank is to end at once."""
+        self._starts += rank == 0
+        return rank == 0 and self._starts > 1, self._end
 
     def give_up(self, exit_code: int, message: str) -> None:
         """End all ranks that are started from now on."""
         self._end = self._end or (exit_code, message)
-
-    def end(self) -> tuple[int, str] | None:
-        """With what ranks that are started end at once."""
-        return self._end
 
     def ask(self, exit_code: int, reason: str) -> None:
         """Ask for a stop."""
@@ -70,11 +66,6 @@ class Job:
     began: float  # when the command did, in seconds since 1970
     mailbox: Any
 
-    def stop_request(self) -> StopRequest:
-        """Of which `max_hours` count from the start of the command, over all restarts."""
-        hours = self.request.config.training.max_hours
-        return StopRequest(None if hours is None else max(hours - (time.time() - self.began) / 3600, 1e-3))
-
 
 def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
     """What each worker runs.  Returns the exit code, and the error that it stands for.
@@ -84,13 +75,16 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
         Exception: the same, of a GPU or its network; after any other error they end as soon as they are started.
     """
     job: Job = arguments["job"]
-    if end := ray.get(job.mailbox.end.remote()):
+    rank, hours = int(os.environ["RANK"]), job.request.config.training.max_hours
+    again, end = ray.get(job.mailbox.start.remote(rank))
+    if end:
         return cast(tuple[int, str], end)
     logging.getLogger("vesuvius").setLevel(logging.INFO)
-    request, stop, ended = job.request, job.stop_request(), threading.Event()
-    if os.environ["RANK"] == "0":
-        if ray.get(job.mailbox.start.remote()):
-            request = replace(request, resume=True)
+    request = replace(job.request, resume=True) if again else job.request
+    # `max_hours` count from the start of the command, over all restarts.
+    stop = StopRequest(None if hours is None else max(hours - (time.time() - job.began) / 3600, 1e-3))
+    ended = threading.Event()
+    if rank == 0:
         threading.Thread(target=_follow, args=(job.mailbox, stop, ended), name="mailbox", daemon=True).start()
     try:
         _enter(job.directory)
@@ -102,7 +96,7 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
         log.error("%s", error)
         return error.exit_code, str(error)
     except Exception as error:
-        if restart_may_help(error):
+        if _restart_may_help(error):
             log.exception("Ray Train starts all ranks again, from the last checkpoint")
         else:
             log.exception("the run ends: this error would come again")
@@ -111,6 +105,15 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
     finally:
         ended.set()
         close_logs()
+
+
+def _restart_may_help(error: BaseException) -> bool:
+    """Whether an error without a message for the user is of a GPU or its network, which another start may not meet.
+
+    An assertion in a kernel, such as an index out of range, fails again wherever it runs.  Pure.
+    """
+    text = str(error)
+    return any(word in text for word in ("CUDA", "NCCL")) and "device-side assert" not in text
 
 
 def _enter(directory: str) -> None:

@@ -258,11 +258,11 @@ def remedy_of(
         last: the last sample before it.
         ray_share: share of the machine's memory at which Ray kills; None = not known.
     """
-    less = "Start it with --resume and a smaller data.reader_mib or training.train_batch_size."
+    less = "Start it with --resume and a smaller data.regions_in_flight or training.train_batch_size."
     if workers:  # never 0: what readers leak, or hold, the trainer would
         fewer = f"training.workers={workers - 1} training.prefetch_factor=1 (fewer readers, fewer batches ahead)"
         fewer = fewer if workers > 1 else "training.prefetch_factor=1 (fewer batches ahead)"
-        less = f"Start it with --resume {fewer}, or with a smaller data.reader_mib."
+        less = f"Start it with --resume {fewer}, or with a smaller data.regions_in_flight."
     if victim == "reader":
         less = f"The run continues with a new reader; if it happens again, stop it first. {less}"
     again = "the run continues with a new reader" if victim == "reader" else "start again with --resume"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
-import uuid
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import ray
 
 from vesuvius.errors import DataError, VesuviusError
 from vesuvius.stream.options import TASKS_PER_SEGMENT, StreamOptions
-from vesuvius.stream.ray.segment import RayReader, ReaderLostError, Segment
-from vesuvius.stream.ray.watch import ReaderDeath, ReaderWatch
+from vesuvius.stream.ray.segment import ReaderLostError, Segment
+from vesuvius.stream.ray.watch import ReaderWatch
+from vesuvius.stream.reading.notes import forget_notes
 from vesuvius.stream.reading.reader import Block, ReaderJob
 from vesuvius.threads import on_thread
 from vesuvius.volumes.store.retry import Outage
@@ -24,7 +26,6 @@ log = logging.getLogger(__name__)
 
 # Ending two executions takes up to five seconds on a busy machine.
 _END_S = 8.0
-_COUNTED_S = 5.0
 
 
 class RayBlocks(Iterator[Block]):
@@ -34,7 +35,7 @@ class RayBlocks(Iterator[Block]):
 
     Args:
         on_spill: called from a thread of its own with a line and figures where Ray wrote objects to disk.
-        on_death: called from a thread of its own for each reader that died; an error that it returns ends the stream.
+        on_death: the same for each reader that died; an error that it returns ends the stream.
     """
 
     def __init__(
@@ -44,22 +45,22 @@ class RayBlocks(Iterator[Block]):
         stop: int,
         options: StreamOptions,
         on_spill: Callable[[str, dict[str, Any]], None],
-        on_death: Callable[[ReaderDeath], DataError | None],
+        on_death: Callable[[str, dict[str, Any]], DataError | None],
     ) -> None:
-        assert job.notes_dir is not None, "a stream gives its readers a folder for their notes"
-        self._job = job
+        self._temporary = tempfile.TemporaryDirectory(prefix="vesuvius-notes-", ignore_cleanup_errors=True)
+        notes = Path(job.notes_dir or self._temporary.name)
+        with suppress(OSError):  # the readers say it
+            forget_notes(notes, crashes=False)
+        self._job = job = replace(job, notes_dir=str(notes))
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
         self._options = options
         self._tasks = job.tasks(first, stop)
         self._segments: list[Segment] = []  # the present one, and the next one where it has started
         self._failure: DataError | None = None
-        self._failed = threading.Event()
         self._interrupted = False
         self._hangs = False
         self._on_death = on_death
-        # A name of this stream's own: Ray's table of actors lists those of all streams of the process.
-        self._reader_class = type(f"_RayReader_{uuid.uuid4().hex[:8]}", (RayReader,), {})
-        self._watch = ReaderWatch(self._reader_class.__name__, Path(job.notes_dir), self._reader_died, on_spill)
+        self._watch = ReaderWatch(notes, self._reader_died, on_spill)
         self._start_segment()
 
     @property
@@ -72,17 +73,16 @@ class RayBlocks(Iterator[Block]):
         """Of the stores that readers on this machine wait for at the moment."""
         return self._watch.outages
 
-    @property
-    def readers_alive(self) -> int:
-        """Reader processes, on any machine."""
-        return self._watch.alive
+    def replaced(self, actor: str, pid: int, node: str) -> None:
+        """Another process of the actor delivers blocks: report the death of this one."""
+        self._watch.died(actor, pid, node)
 
     def __next__(self) -> Block:
         try:
             block = self._next()
         except (VesuviusError, StopIteration) as error:
             if isinstance(error, ReaderLostError):
-                self._failed.wait(_COUNTED_S)  # the watch has yet to count this death, and knows more of it
+                self._watch.look_for_crashes()  # its note knows more of it
             if self._failure is not None:  # which has ended the execution
                 raise self._failure from None
             raise
@@ -110,6 +110,7 @@ class RayBlocks(Iterator[Block]):
         """End the executions and their actors, within seconds."""
         self._end(self._close)
         self._segments = []
+        self._temporary.cleanup()
 
     def _end(self, act: Callable[[], None]) -> None:
         """Bounded: Ray waits for ever for a cluster whose head does not answer."""
@@ -137,16 +138,15 @@ class RayBlocks(Iterator[Block]):
         for segment in segments:
             segment.close()
 
-    def _reader_died(self, death: ReaderDeath) -> None:
-        self._failure = self._failure or self._on_death(death)
+    def _reader_died(self, text: str, fields: dict[str, Any]) -> None:
+        self._failure = self._failure or self._on_death(text, fields)
         if self._failure is not None:
-            self._failed.set()
             self._interrupt()
 
     def _start_segment(self) -> None:
         """Start the execution of the next tasks, if there are any."""
         if tasks := list(itertools.islice(self._tasks, TASKS_PER_SEGMENT)):
-            segment = Segment(self._job, self._job_ref, self._reader_class, tasks, self._options)
+            segment = Segment(self._job, self._job_ref, tasks, self._options)
             self._segments.append(segment)
             if self._interrupted:  # while it was made
                 segment.interrupt()

@@ -12,10 +12,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
-import grpc
 import psutil
 import ray
 import ray._private.auto_init_hook
@@ -24,99 +22,42 @@ import ray._private.utils
 import ray._private.worker
 import ray.data
 from ray._private.internal_api import get_memory_info_reply
-from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
-from ray.core.generated import common_pb2, gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
+from ray.core.generated import common_pb2, gcs_pb2
 from ray.data import DataContext
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util.debug import log_once
 
+from vesuvius.errors import one_line
+
 __all__ = ["ExecutionCallback"]
 
 
-@dataclass(frozen=True)
-class ActorRow:
-    """A row of Ray's table of actors."""
+def worker_exits(pid: int, node: str) -> list[dict[str, Any]]:
+    """How the processes of this number on the machine of this host name ended, by Ray's table of workers.
 
-    actor: str
-    class_name: str
-    state: str  # ALIVE, RESTARTING, DEAD, ...
-    pid: int  # of its current process; 0 while it has none
-    node_id: bytes  # machine of that process
-    restarts: int  # how often Ray has replaced its process
-    worker_died: bool  # it is DEAD because its process or machine ended, not because its owner released it
+    Waits for ever for a cluster whose head is gone.
 
-
-@dataclass(frozen=True)
-class WorkerExit:
-    """How a process ended, by Ray's table of workers."""
-
-    pid: int
-    node_id: bytes
-    # `NODE_OUT_OF_MEMORY` where Ray's memory monitor killed it; `SYSTEM_ERROR` where it was gone without a word
-    # (SIGKILL, a crash, the kernel); `USER_ERROR`, `INTENDED_SYSTEM_EXIT` or `INTENDED_USER_EXIT`
-    exit_type: str
-    detail: str  # in Ray's words, of many lines
-    time: float  # when Ray noticed, seconds since 1970; a few tenths of a second late
-
-
-def actor_rows() -> list[ActorRow]:
-    """The actors of this job.  Waits for ever for a cluster whose head is gone."""
-    accessor = ray._private.state.state._connect_and_get_accessor()
-    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
-    states = gcs_pb2.ActorTableData.ActorState.Name  # type: ignore[attr-defined]
-    rows = [gcs_pb2.ActorTableData.FromString(row) for row in accessor.get_actor_table(job, None)]  # type: ignore[attr-defined]
-    return [
-        ActorRow(
-            actor=row.actor_id.hex(),
-            class_name=row.class_name,
-            state=states(row.state),
-            pid=row.pid,
-            node_id=row.address.node_id,
-            restarts=int(row.num_restarts),
-            worker_died=states(row.state) == "DEAD" and _worker_died(row.death_cause),
-        )
-        for row in rows
-    ]
-
-
-def _worker_died(cause: Any) -> bool:
-    reasons = common_pb2.ActorDiedErrorContext  # type: ignore[attr-defined]
-    if cause.HasField("oom_context"):
-        return True
-    died = cause.actor_died_error_context
-    return cause.HasField("actor_died_error_context") and died.reason in (reasons.WORKER_DIED, reasons.NODE_DIED)
-
-
-def worker_exits() -> list[WorkerExit]:
-    """The processes of Ray that have ended.  Waits as `actor_rows`."""
+    Each says `exit_type` (`NODE_OUT_OF_MEMORY` where Ray's memory monitor killed it; `SYSTEM_ERROR` where it was gone
+    without a word: SIGKILL, a crash, the kernel; else `USER_ERROR`, `INTENDED_SYSTEM_EXIT` or `INTENDED_USER_EXIT`),
+    `exit_detail` in Ray's words, and `exit_time`, when Ray noticed, seconds since 1970, a few tenths of a second late.
+    """
     rows = ray._private.state.state._connect_and_get_accessor().get_worker_table()
     table = [gcs_pb2.WorkerTableData.FromString(row) for row in rows]  # type: ignore[attr-defined]
     names = common_pb2.WorkerExitType.Name  # type: ignore[attr-defined]
+    here = {bytes.fromhex(one["NodeID"]) for one in ray.nodes() if one["NodeManagerHostname"] == node}  # type: ignore[no-untyped-call]
     return [
-        WorkerExit(row.pid, row.worker_address.node_id, names(row.exit_type), row.exit_detail, row.end_time_ms / 1e3)
+        {"exit_type": names(row.exit_type), "exit_detail": _detail(row.exit_detail), "exit_time": row.end_time_ms / 1e3}
         for row in table
-        if not row.is_alive
+        if not row.is_alive and row.pid == pid and row.worker_address.node_id in here
     ]
 
 
-def wants_token(address: str, timeout_s: float) -> bool:
-    """Whether the head of a cluster answers only calls with a token; False where only Ray's client can tell.
-
-    Raises ConnectionError: it does not answer, or `auto` finds none.
-    """
-    if "://" in address:
-        return False
-    head = address if ":" in address else canonicalize_bootstrap_address_or_die(address)
-    with grpc.insecure_channel(head, (("grpc.enable_http_proxy", 0),)) as channel:
-        heads = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            heads.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=timeout_s)  # type: ignore[attr-defined]
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                return True
-            raise ConnectionError(f"{error.code().name}: {error.details()}") from error
-    return False
+def _detail(text: str) -> str:
+    """Ray's words without its guesses, its advice and the memory of other processes."""
+    if "OOM kill reason: " in text:
+        return one_line(text.split("OOM kill reason: ")[1].split("\n")[0])
+    return one_line(text.split(" Some common causes include")[0])
 
 
 def reread_authentication() -> None:

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.plan.plan import Task
+from vesuvius.stream.events import DEATHS_MAX
 from vesuvius.stream.options import READER_RING, TASKS_IN_FLIGHT, StreamOptions, reads_here, store_need_bytes
 from vesuvius.stream.ray import private
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob
@@ -49,22 +50,22 @@ class RayReader:
         self._reader = Reader(ray.get(job[0]), READER_RING, actor)
 
     def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Block]]:
-        task, ahead = (Task(tuple(row[name][0].tolist())) for name in _ROW)
+        task, ahead = (tuple(row[name][0].tolist()) for name in _ROW)
         for block in self._reader.blocks(task, ahead):
             yield {"bytes": block[None]}  # one row: Ray takes seconds over a column of as many bytes
 
 
 def _rows(tasks: list[Task], workers: int) -> list[pa.Table]:
     """One row per task, with the task that the same reader will probably get next, as readers take turns."""
-    ahead = [*tasks[workers:], *[Task(())] * workers]
+    ahead = [*tasks[workers:], *[()] * workers]
     return [
-        pa.table({name: pa.array([one.slots], pa.list_(pa.int64())) for name, one in zip(_ROW, both, strict=True)})
+        pa.table({name: pa.array([one], pa.list_(pa.int64())) for name, one in zip(_ROW, both, strict=True)})
         for both in zip(tasks, ahead, strict=False)
     ]
 
 
 def _this_node() -> NodeAffinitySchedulingStrategy:
-    """Where this process runs: a node that dies takes its trainer with it, so readers need not go elsewhere."""
+    """Where this process runs."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
@@ -75,21 +76,20 @@ class Segment:
         self,
         job: ReaderJob,
         job_ref: Any,
-        reader_class: type[RayReader],
         tasks: list[Task],
         options: StreamOptions,
     ) -> None:
         workers, here = options.workers, reads_here(options.cluster, job.world)
         # Blocks until the end of each task, of which the first and the last may be short.
-        self._ends = list(itertools.accumulate(len(task.slots) for task in tasks))
+        self._ends = list(itertools.accumulate(len(task) for task in tasks))
         self._blocks = 0
         self._began: float | None = None
         self._handle: type[_Pace] = type("_Pace", (_Pace,), {})  # Ray Data takes classes, not objects
         with DataContext.current(_context(job, store_need_bytes(job, options), self._handle)):
             dataset = private.map_with_bounded_restarts(
                 ray.data.from_blocks(_rows(tasks, workers)),
-                reader_class,
-                job.data.max_reader_deaths,
+                RayReader,
+                DEATHS_MAX,
                 fn_constructor_args=([job_ref],),
                 batch_size=1,
                 compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=TASKS_IN_FLIGHT),
@@ -157,10 +157,9 @@ class Segment:
 class _Pace(private.ExecutionCallback):
     """A segment's hold on its execution: keeps Ray Data's scheduling loop to one round in 10 ms.
 
-    The loop waits until all tasks in flight have something to offer.  When the trainer is slower than the readers they
-    always have, and the loop spins: it takes a whole core and the interpreter lock from the trainer (on two cores,
-    steps took 1.4 s instead of 0.2 s).  A round hands over all that the budget allows, so pacing costs no throughput;
-    docs/performance.md has the figures.
+    When the trainer is slower than the readers the loop spins: it takes a whole core and the interpreter lock from the
+    trainer (on two cores, steps took 1.4 s instead of 0.2 s).  A round hands over all that the budget allows, so pacing
+    costs no throughput; docs/performance.md has the figures.
     """
 
     executor: ClassVar[Any] = None
@@ -210,10 +209,10 @@ def _reader_error(error: BaseException) -> VesuviusError:
         cause = cause.__cause__
     if isinstance(error, RayActorError):
         return ReaderLostError(
-            "a reader may be replaced data.max_reader_deaths times; got one that Ray does not replace again: "
-            f"{one_line(error)}; see the log for what it read, or raise the limit"
+            f"a reader died and is not replaced again, after {DEATHS_MAX} times: {one_line(error)}; see the log for "
+            "what it read"
         )
     return VesuviusError(
-        f"{'a reader' if isinstance(error, RayError) else 'the stream'} must not fail; got {type(error).__name__}: "
+        f"{'A reader' if isinstance(error, RayError) else 'The stream'} failed: {type(error).__name__}: "
         f"{one_line(error)}; run with training.workers=0 to see the error where it happens"
     )

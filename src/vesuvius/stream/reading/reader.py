@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class ReaderJob:
     quarantined: frozenset[DamagedBox] = frozenset()
     rank: int = 0
     world: int = 1
-    # folder on each machine where readers keep notes of what they read; None = a temporary one
+    # folder on each machine where Ray readers keep notes of what they read; None = a temporary one
     notes_dir: str | None = None
 
     @property
@@ -140,12 +141,13 @@ class Reader:
         self._blocks, self._decode_s, self._bytes_read = 0, 0.0, 0
         self._reported = self._totals()
         self._notes_dir = Path(job.notes_dir) if job.notes_dir else None
-        self._crashed: dict[tuple[str, Triple], str] = {}
-        self._note, self._closed = open_note(self._notes_dir, actor), threading.Event()
-        if actor:  # the trainer's own sources say it themselves
+        self._crashed: dict[tuple[str | None, Triple | None], str] = {}
+        self._note = open_note(self._notes_dir, actor) if self._notes_dir and actor else None
+        self._closed = threading.Event()
+        if self._note:  # the trainer's own sources say it themselves
             threading.Thread(target=self._publish_outages, name="notes", daemon=True).start()
 
-    def blocks(self, task: Task, ahead: Task | None = None) -> Iterator[Block]:
+    def blocks(self, task: Task, ahead: Task = ()) -> Iterator[Block]:
         """Yield the regions of a task's slots, each once; valid for one round of the ring.
 
         The blocks depend on the task alone, so a retry after a reader died yields the same.
@@ -160,7 +162,7 @@ class Reader:
         plan = self._job.plan
         if self._notes_dir is not None:  # other readers may have died meanwhile
             self._crashed = crashed_chunks(self._notes_dir)
-        visits, later = ([plan.visit(slot) for slot in some.slots] for some in (task, ahead or Task(())))
+        visits, later = ([plan.visit(slot) for slot in some] for some in (task, ahead))
         queue = [(visit.volume, visit.region) for visit in (*visits, *later)]
         if any(key not in queue for key in self._staged):  # another task came than was expected
             for volume in self._opened:
@@ -183,8 +185,6 @@ class Reader:
         self._closed.set()
         for volume in self._opened:
             volume.close()
-        if self._note is not None:
-            self._note.close()
 
     @property
     def _block(self) -> Block:
@@ -233,8 +233,6 @@ class Reader:
         try:
             for place, (volume, alignment) in enumerate(self._arrays[number]):
                 out = regions_in(self._block, self._job, shape_of(box))[place]
-                if self._note is not None:
-                    self._note.region(volume.name, box)
                 alignment.read(box, partial(volume.read, before=partial(self._before, volume, box)), out)
                 if place and self._job.data.labels:
                     check_labels(out, self._job.data.labels, volume.name, box)
@@ -246,7 +244,7 @@ class Reader:
         finally:
             self._decode_s += time.perf_counter() - started
             if self._note is not None:
-                self._note.region()
+                self._note.chunk(None, None)
         return True
 
     def _before(self, volume: Volume, box: Box, chunk: Triple) -> None:
@@ -255,7 +253,7 @@ class Reader:
             cause = f"killed two readers, the last by {crash}"
             raise UnreadableChunkError(volume.name, box, chunk, volume.grid.box_of(chunk), cause)
         if self._note is not None:
-            self._note.chunk(chunk)
+            self._note.chunk(volume.name, chunk)
 
     def _unstage(self, key: _RegionKey) -> None:
         """Drop what was fetched for a region that is not read to its end."""
@@ -307,6 +305,38 @@ class Reader:
         """Note which store does not answer, on a thread of its own: the reading one waits then."""
         while self._note is not None and not self._closed.wait(_PUBLISH_S):
             self._note.outage(min(self.outages, key=lambda outage: outage.since, default=None))
+
+
+class LocalBlocks(Iterator[Block]):
+    """Blocks of consecutive tasks, read in this process (`workers: 0`).
+
+    Iterated on one thread; the methods, as of `ray/blocks.py: RayBlocks`, are called from another.
+    """
+
+    tasks_left = 0
+
+    def __init__(self, job: ReaderJob, first: int, stop: int) -> None:
+        self._reader = Reader(job, ring=job.plan.regions_in_flight + 1)  # the cutter holds those in flight
+        self._blocks = self._read(job.tasks(first, stop))
+
+    def _read(self, tasks: Iterator[Task]) -> Iterator[Block]:
+        for task, ahead in pairwise(chain(tasks, [()])):
+            yield from self._reader.blocks(task, ahead)
+
+    def __next__(self) -> Block:
+        return next(self._blocks)
+
+    @property
+    def outages(self) -> list[Outage]:
+        """Of the stores that do not answer at the moment."""
+        return self._reader.outages
+
+    def interrupt(self) -> None:
+        """Make a waiting `next` end soon, with any error."""
+        self._reader.close()
+
+    def close(self) -> None:
+        """Nothing more to end once nobody iterates."""
 
 
 _RegionKey = tuple[int, Box]  # volume number and region

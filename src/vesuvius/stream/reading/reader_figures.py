@@ -67,16 +67,15 @@ class Readers:
     totals: ReaderTotals = ReaderTotals()
     _pids: dict[str, int] = field(default_factory=dict)
 
-    def take(self, report: BlockReport, most: int) -> None:
-        """Add a report.
+    def take(self, report: BlockReport, most: int) -> tuple[int, str] | None:
+        """Add a report; returns pid and node of the process that died, where another one of its actor reports.
 
         Args:
-            most: actors that may live at once; those that have not reported for longest are over.
+            most: actors that read at once; those that have not reported for longest are over.
         """
         before = self._pids.pop(report.actor, report.pid)
         self._pids[report.actor] = report.pid
-        if before != report.pid:
-            self.living.pop(before, None)
+        died = self.living.pop(before, None) if before != report.pid else None
         while len(self._pids) > most:
             self.living.pop(self._pids.pop(next(iter(self._pids))), None)
         figures = self.living.setdefault(report.pid, ReaderFigures(report.node))
@@ -84,6 +83,11 @@ class Readers:
         if report.rss_anon_bytes is not None:
             figures.rss_anon_peak_bytes = max(figures.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
         self.totals = self.totals.plus(report.done)
+        return (before, died.node) if died else None
+
+    def on_node(self, node: str) -> list[int]:
+        """The processes on a machine, by pid.  On any thread."""
+        return [pid for pid, figures in self.living.copy().items() if figures.node == node]
 
     def clear(self) -> None:
         """All readers have ended."""

@@ -27,12 +27,10 @@ log = logging.getLogger(__name__)
 _SEED = 0
 _TRIES = 4
 _LAYOUT: dict[str, Any] = {
-    "order": "regions",
     "patches_per_region": 1,
     "regions_in_flight": 8,
     "regions_per_task": 8,
     "region_size": None,
-    "reader_mib": 256,
 }
 
 

@@ -135,27 +135,26 @@ class PreparedData:
             DataError: a range must be estimated, and all sampled voxels are air or equal, or labels are of no class.
         """
 
-        def ranges(
-            kind: Kind, key: str, normalize: NormalizeConfig, volumes: tuple[Volume, ...]
-        ) -> tuple[GreyRange, ...]:
-            if normalize.low is not None and normalize.high is not None:
-                return (GreyRange(normalize.low, normalize.high),) * len(volumes)
-            found = []
-            for number, volume in enumerate(volumes):
-                boxes = ((number, box) for box in self._grey_boxes(number))
-                what = f"reading patches of {volume.name} for its grey range"
-                found.append(
-                    estimate_grey_range(volume, self.read_patches(what, boxes, _BOXES_PER_ESTIMATE, (kind,)), key)
-                )
-            return tuple(found)
-
-        conditions = () if config.condition_classes else self.conditions
         if config.condition_classes:
             self._look_at_labels()
+        conditions = () if config.condition_classes else self.conditions
         return GreyRanges(
-            ranges("volume", "data.normalize", config.normalize, self.volumes),
-            ranges("condition", "data.condition_normalize", config.condition_normalize, conditions),
+            self._ranges("volume", self.volumes, config.normalize, "data.normalize"),
+            self._ranges("condition", conditions, config.condition_normalize, "data.condition_normalize"),
         )
+
+    def _ranges(
+        self, kind: Kind, arrays: Sequence[Volume], normalize: NormalizeConfig, key: str
+    ) -> tuple[GreyRange, ...]:
+        if normalize.low is not None and normalize.high is not None:
+            return (GreyRange(normalize.low, normalize.high),) * len(arrays)
+        found = []
+        for number, array in enumerate(arrays):
+            boxes = ((number, box) for box in self._grey_boxes(number))
+            what = f"reading patches of {array.name} for its grey range"
+            voxels = self.read_patches(what, boxes, _BOXES_PER_ESTIMATE, (kind,))
+            found.append(estimate_grey_range(array, voxels, key))
+        return tuple(found)
 
     def _grey_boxes(self, number: int) -> Iterator[Box]:
         """Boxes of training voxels to estimate a grey range from, around patches: the same for the same plan.
@@ -222,49 +221,27 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
         if spec.condition
     )
     dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
-    maps = [foreground_map(volume, spec, config) for volume, spec in zip(volumes, config.volumes, strict=True)]
-    listed = tuple(found.stored(v.chunk_zyx) if found else None for v, found in zip(volumes, maps, strict=True))
-    for volume, stored in zip(volumes, listed, strict=True):
-        volume.missing.note_listed(stored)
-    within = [(found and found.within) or ((0, 0, 0), v.shape_zyx) for v, found in zip(volumes, maps, strict=True)]
-    for number, (volume, condition) in enumerate(zip(volumes, conditions, strict=False)):
-        covered = log_alignment(volume, condition, "the condition").covered
-        within[number] = intersection(within[number], covered)
     assert dtype is not None
     voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
-    splits = tuple(
-        split_volume(v.name, v.shape_zyx, config.patch_size, config.validation, box)
-        for v, box in zip(volumes, within, strict=True)
-    )
-    planned = [
-        plan_volume(
-            volume.name,
-            split,
-            volume.shape_zyx,
-            volume.chunk_zyx,
-            volume.dtype.name,
-            spec.weight,
-            config,
-            voxel_bytes=voxel_bytes,
-            foreground=found,
+    listed, within, splits, planned = [], [], [], []
+    for number, (spec, volume) in enumerate(zip(config.volumes, volumes, strict=True)):
+        found = foreground_map(volume, spec, config)
+        listed.append(found.stored(volume.chunk_zyx) if found else None)
+        volume.missing.note_listed(listed[-1])
+        box = (found and found.within) or ((0, 0, 0), volume.shape_zyx)
+        if conditions:
+            box = intersection(box, log_alignment(volume, conditions[number], "the condition").covered)
+        within.append(box)
+        splits.append(split_volume(volume.name, volume.shape_zyx, config.patch_size, config.validation, box))
+        grid = volume.shape_zyx, volume.chunk_zyx, volume.dtype.name
+        planned.append(
+            plan_volume(volume.name, splits[-1], *grid, spec.weight, config, voxel_bytes=voxel_bytes, foreground=found)
         )
-        for spec, volume, split, found in zip(config.volumes, volumes, splits, maps, strict=True)
-    ]
     plan = make_plan(seed, config, planned)
-    job = ReaderJob(
-        plan=plan,
-        data=config,
-        dtype=dtype,
-        condition_dtype=condition_dtype,
-        key_forms=tuple(
-            tuple(array.key_form for array in arrays)
-            for arrays in zip(volumes, *([conditions] if conditions else []), strict=True)
-        ),
-        stored=listed,
-        rank=rank,
-        world=world,
-    )
-    return PreparedData(volumes, conditions, tuple(within), splits, plan, job)
+    arrays = zip(volumes, conditions, strict=True) if conditions else zip(volumes, strict=True)
+    forms = tuple(tuple(array.key_form for array in of_volume) for of_volume in arrays)
+    job = ReaderJob(plan, config, dtype, condition_dtype, forms, tuple(listed), rank=rank, world=world)
+    return PreparedData(volumes, conditions, tuple(within), tuple(splits), plan, job)
 
 
 def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:

@@ -21,7 +21,6 @@ from vesuvius.stream.options import (
     StreamOptions,
     check_cluster,
     check_store,
-    check_store_need,
     store_bytes,
     store_is_there,
 )
@@ -64,7 +63,7 @@ class Preflight:
             amplification = plan.read_amplification(number, world)
             # A small volume is in the page cache soon, and has small regions so that there are enough to mix.
             small = planned.visits_per_pass < 4 * plan.regions_in_flight
-            if amplification > 1 and not small and not plan.independent:
+            if amplification > 1 and not small:
                 found.append(
                     f"{amplification:.2f} bytes are decoded per byte of patch of {volume.name}, in chunks of "
                     f"{format_sizes(volume.chunk_zyx)}, each read by {plan.reads_per_region(world):.1f} ranks; raise "
@@ -144,7 +143,6 @@ def preflight(
     data_config = config.data if caches else config.data.with_store(cache_dir=None)
     data = prepare_data(config.seed, data_config)
     options = StreamOptions.from_config(config.training, config.cluster)
-    check_store_need(data.job, options)
     if not store_is_there():
         check_store(data.job, options, ranks_here)
         check_limits(config, ranks_here, 0 if config.cluster.address else store_bytes(data.job, options))

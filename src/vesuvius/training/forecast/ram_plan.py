@@ -148,10 +148,11 @@ def _readers(config: Config, data: PreparedData) -> list[RamPart]:
     scratch += max(own, default=0)
     # At least one region is staged whatever its size; bytes that compression saves are not counted on.
     staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
-    region = "data.reader_mib or data.region_size"
     if workers == 0:
         blocks = (job.plan.regions_in_flight + 1) * job.block_bytes
-        return [RamPart("trainer", "its reader", blocks + scratch + staged, f"data.regions_in_flight, {region}")]
+        return [
+            RamPart("trainer", "its reader", blocks + scratch + staged, "data.regions_in_flight or data.region_size")
+        ]
     # In a longer run, the readers of two executions of Ray Data live while one hands over to the next.
     all_tasks = job.tasks(0, config.stop_step * config.global_batch)
     tasks = sum(1 for _ in itertools.islice(all_tasks, TASKS_PER_SEGMENT + 1))
@@ -163,10 +164,10 @@ def _readers(config: Config, data: PreparedData) -> list[RamPart]:
     store = min(int((1 + _STORE_HOLES) * need), run_bytes) + job.plan.map_bytes
     return [
         RamPart("readers", f"{readers} processes", readers * _READER_BYTES),
-        RamPart("readers", "blocks", readers * READER_RING * job.block_bytes, region),
+        RamPart("readers", "blocks", readers * READER_RING * job.block_bytes, "data.region_size"),
         RamPart("readers", "decoding", readers * scratch),
         RamPart("readers", "fetched ahead", readers * staged),
-        RamPart("store", "regions in flight and ahead", store, f"data.regions_in_flight, {region}"),
+        RamPart("store", "regions in flight and ahead", store, "data.regions_in_flight or data.region_size"),
     ]
 
 
@@ -182,7 +183,7 @@ def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamPart]:
     """All but the network."""
     options, job = StreamOptions.from_config(config.training, config.cluster), data.job
     batch = options.batch_size * job.patch_bytes
-    ring = (HELD + batches_ahead(job.patch_bytes, options)) * _host_bytes(batch, gpu)
+    ring = (HELD + batches_ahead(options)) * _host_bytes(batch, gpu)
     in_hand = config.training.accumulate_steps * batch
     fixed = fixed_count(config.training, data) * job.patch_bytes + job.plan.map_bytes
     return [

@@ -73,8 +73,6 @@ def data_lines(config: Config, preflight: Preflight, world: int) -> list[str]:
 def _mixing_text(job: ReaderJob) -> str:
     """What a batch is drawn from."""
     plan = job.plan
-    if plan.independent:
-        return "every patch is drawn independently and read by itself (data.order=independent)"
     return (
         f"a batch is drawn from {plan.regions_in_flight} regions in flight "
         f"({size_text(plan.regions_in_flight * job.block_bytes)}), {plan.patches_per_region} patches from each"

@@ -12,28 +12,43 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from vesuvius.errors import EXIT_ERROR, VesuviusError, one_line
-from vesuvius.training.ranks.errors import RankError, RankLostError
+from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
+from vesuvius.training.ranks.part import launched_ranks
 
 log = logging.getLogger(__name__)
 
+_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # which torch does not declare
 _START, _FAILED, _STOPPING = "start", "failed", "stopping"
 _POLL_S = 0.5
 _PIECE_BYTES = 4 * 2**20  # the store takes no value above 8 MiB
 _STORE_SILENT_S = 300.0  # for a call of the store, which has no timeout of its own; timeout_s where that is less
+_STOPPED_S = 5.0  # longer than the pauses of a busy machine
 _PREFLIGHT_S = 6 * 3600.0  # rank 0 may read many chunks of a slow store, and waits for an outage to end
 _CAUSE_S = 5.0
 _LEAVE_S = 5.0  # for the others to let go of the store
 _UNWIND_S = 30.0  # after the failure of another rank, for the main thread to notice it
 _SAVE_S = 1800.0  # and then to save and end, or to wait for that; timeout_s where that is more
+
+
+class RankError(VesuviusError):
+    """Another rank failed, or did not answer.  Ends this process with the exit code of that rank."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_ERROR) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class RankLostError(RankError):
+    """Another rank ended without a message, as a killed process does: a restart may help."""
 
 
 Asked = Callable[[], tuple[int, str] | None]
@@ -182,10 +197,7 @@ class Ranks:
             with suppress(RuntimeError):
                 self._store.set(f"closed/{self.rank}", "")
                 if self.is_main:  # the store ends with this process: let the others go first
-                    deadline = time.monotonic() + _LEAVE_S
-                    others = [f"closed/{rank}" for rank in range(self.world)]
-                    while not self._store.check(others) and time.monotonic() < deadline:
-                        time.sleep(0.01)
+                    self._store.wait([f"closed/{rank}" for rank in range(self.world)], timedelta(seconds=_LEAVE_S))
             with suppress(RuntimeError, ValueError, AssertionError):  # as Ray Train may end the group at any moment
                 dist.destroy_process_group()
         self._ended.set()
@@ -269,7 +281,11 @@ class Ranks:
 
     def _watch_store(self) -> None:
         """End this process where rank 0 is stopped: calls of the store then wait for it without end."""
+        looked_s = time.monotonic()
         while not self._ended.wait(_POLL_S):
+            before, looked_s = looked_s, time.monotonic()
+            if looked_s - before > _STOPPED_S:  # this process was stopped itself: its silence says nothing of rank 0
+                self._answered_s = looked_s
             if (silent_s := time.monotonic() - self._answered_s) > min(_STORE_SILENT_S, self.timeout_s) + 2 * _POLL_S:
                 log.error("rank 0 has not answered for %.0f s; rank %d is ended", silent_s, self.rank)
                 os._exit(EXIT_ERROR)
@@ -277,6 +293,58 @@ class Ranks:
 
 SINGLE = Ranks()
 """A run of one rank."""
+
+
+@contextmanager
+def open_ranks(device_type: str, timeout_s: float) -> Iterator[Ranks]:
+    """Join the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT), or be a single one.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        timeout_s: longest wait for another rank.
+
+    Raises:
+        ConfigError: the environment does not say where the others are.
+        RankLostError: not all of them came, or one went while it joined.
+    """
+    world = launched_ranks()
+    if world is None or world == 1:
+        yield Ranks()
+        return
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    backend = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo"
+    try:
+        if not dist.is_initialized():  # Ray Train has done it
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        store = _open_store(rank, world, timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        kind = ConfigError if isinstance(error, ValueError) else RankLostError  # which Ray Train starts again
+        raise kind(
+            f"rank {rank} of {world} could not join the others within {timeout_s:g} s: {one_line(error)}; start all "
+            "with torchrun or training.ranks, make sure that MASTER_ADDR and MASTER_PORT are reachable, and raise "
+            "cluster.rank_timeout_minutes if they only start slowly"
+        ) from error
+    ranks = Ranks(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), timeout_s, _store=store)
+    ranks.watch()
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def _open_store(rank: int, world: int, wait: timedelta) -> Any:
+    """A store on rank 0, apart from torch's own, whose address travels through that one."""
+    host = os.environ["MASTER_ADDR"]
+    if rank == 0:
+        server = _tcp_store(host, 0, world, is_master=True, timeout=wait, wait_for_workers=False)
+        dist.broadcast_object_list([server.port])
+        return server
+    port: list[Any] = [None]
+    dist.broadcast_object_list(port)
+    return _tcp_store(host, port[0], world, is_master=False, timeout=wait, wait_for_workers=False)
 
 
 def _nap_s(waited_s: float) -> float:

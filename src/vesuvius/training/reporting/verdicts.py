@@ -20,7 +20,7 @@ from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict, judge
 from vesuvius.monitor.window import Knobs, Window
-from vesuvius.stream.options import StreamOptions, batches_ahead
+from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.request import RunContext
 
@@ -190,11 +190,6 @@ _READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 def _knobs(run: RunContext, options: StreamOptions, window: Window, memory_is_short: bool) -> Knobs:
     """The present settings; the readers' come from the stream, as the memory guard or autotune may change them."""
     training, store = run.config.training, run.config.data.store
-    patch_bytes = window.delivered_bytes // max(window.batches * options.batch_size, 1)
-    limit_mib = None
-    if options.prefetch_bytes is not None and patch_bytes:
-        limited = batches_ahead(patch_bytes, options) < max(options.workers, 1) * options.prefetch_factor
-        limit_mib = max(options.prefetch_bytes // 2**20, 1) if limited else None
     return Knobs(
         on_gpu=run.device.type == "cuda",
         amp=training.amp,
@@ -206,7 +201,6 @@ def _knobs(run: RunContext, options: StreamOptions, window: Window, memory_is_sh
         accumulate_steps=training.accumulate_steps,
         workers=options.workers,
         prefetch_factor=options.prefetch_factor,
-        prefetch_limit_mib=limit_mib,
         requests=options.requests or store.requests,
         cached=store.cache_dir is not None,
         threads=torch.get_num_threads(),

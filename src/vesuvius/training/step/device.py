@@ -54,7 +54,6 @@ class DeviceFeed:
         self._job, self._options = job, options
         self._stream: PatchStream | None = None
         self._device = device
-        self._patch_bytes = job.patch_bytes
         self._batch_bytes = options.batch_size * job.patch_bytes
         self._scales = grey_scales(greys)
         self._conditioner = conditioner
@@ -62,7 +61,7 @@ class DeviceFeed:
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             allocate = partial(_pinned_slot, job.batch_layout(options.batch_size))
-            self._ring = BatchRing(allocate, HELD + batches_ahead(job.patch_bytes, options))
+            self._ring = BatchRing(allocate, HELD + batches_ahead(options))
 
     @contextmanager
     def open(
@@ -110,7 +109,7 @@ class DeviceFeed:
             self.stream.reconfigure(**changes)
             return
         options = replace(self.stream.options, **changes)
-        before, count = len(self._ring), HELD + batches_ahead(self._patch_bytes, options)
+        before, count = len(self._ring), HELD + batches_ahead(options)
         self._ring = exchange(self.stream, self._ring, count, **changes)
         if count < before:
             self._copies.synchronize()
