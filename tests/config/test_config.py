@@ -96,10 +96,6 @@ def test_derived_numbers_follow_from_the_keys() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["diffusion.sampler=heun", "diffusion.sampler_eta=0.5"],
-            "sampler_eta belongs to ddim; got 0.5 with heun; remove diffusion.sampler_eta",
-        ),
         (["model.strides=[[1, 2, 2]]"], "strides must have one entry fewer than channels; got 1 for 3 levels"),
         (["data.condition_classes=3", "data.condition_values=[0, 1]"], "condition_values names a label for each class"),
         (["data.condition_values=[0, 0]", "data.condition_classes=2"], "condition_values names a label for each class"),

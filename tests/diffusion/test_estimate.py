@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, Prediction
-from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.estimate import NetworkEstimate
 from vesuvius.diffusion.levels import NoiseLevel
+from vesuvius.diffusion.preconditioning import Condition
 from vesuvius.diffusion.schedule import x_0_and_eps
 
 SHAPE = (3, 1, 2, 4, 5)
@@ -19,10 +19,10 @@ def _x() -> Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(8))
 
 
-def _condition() -> Condition:
+def _condition() -> Tensor:
     channels = torch.randn(3, 2, 2, 4, 5, generator=torch.Generator().manual_seed(9))
     channels[:, -1] = 1
-    return Condition(channels, torch.tensor([[0.3, 1.0], [0.5, 1.0], [-0.2, 1.0]]))
+    return channels
 
 
 class _Network:
@@ -34,11 +34,7 @@ class _Network:
     def __call__(self, x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         self.calls.append((x_t, t, condition))
         out = torch.sin(x_t) + 1e-3 * t.view(-1, 1, 1, 1, 1)
-        if condition.channels is not None:
-            out = out + 0.5 * condition.channels[:, :1] * x_t
-        if condition.scalars is not None:
-            out = out + condition.scalars[:, 0].view(-1, 1, 1, 1, 1)
-        return out
+        return out if condition is None else out + 0.5 * condition[:, :1] * x_t
 
 
 def test_a_whole_t_goes_to_the_network_as_int64_and_one_between_as_float32() -> None:
@@ -56,7 +52,7 @@ def test_a_whole_t_goes_to_the_network_as_int64_and_one_between_as_float32() -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pair_is_the_predictions_and_explains_x(kind: Prediction) -> None:
     x_0, eps = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction=kind))(_x(), LEVEL)
-    prediction = _Network()(_x(), torch.full((3,), 700), Condition(None, None))
+    prediction = _Network()(_x(), torch.full((3,), 700), None)
     expected = x_0_and_eps(kind, prediction, _x(), 0.6, 0.8)
     assert torch.equal(x_0, expected[0])
     assert torch.equal(eps, expected[1])
@@ -69,7 +65,7 @@ def test_guidance_parity_with_ho_and_salimans_on_eps(scale: float) -> None:
     # eq. 6: (1 + w) eps(x, c) - w eps(x) with w = scale - 1, whatever the network predicts.
     config = DiffusionConfig(sampler_guidance=scale)
     conditional = NetworkEstimate(_Network(), DiffusionConfig(), _condition())(_x(), LEVEL)[1]
-    unconditional = NetworkEstimate(_Network(), DiffusionConfig(), _condition().left_out())(_x(), LEVEL)[1]
+    unconditional = NetworkEstimate(_Network(), DiffusionConfig(), torch.zeros_like(_condition()))(_x(), LEVEL)[1]
     expected = scale * conditional - (scale - 1) * unconditional
     # 2e-6: float32 sums of numbers below 8.
     ours = NetworkEstimate(_Network(), config, _condition())(_x(), LEVEL)[1]
@@ -84,9 +80,8 @@ def test_guidance_of_0_or_1_costs_one_evaluation_and_any_other_two(scale: float,
     estimate = NetworkEstimate(network, DiffusionConfig(sampler_guidance=scale), _condition())
     estimate(_x(), LEVEL)
     estimate(_x(), LEVEL)
-    seen = ["condition" if condition.channels.any() else "nothing" for _, _, condition in network.calls]
+    seen = ["nothing" if condition is None or not condition.any() else "condition" for _, _, condition in network.calls]
     assert seen == 2 * shown
-    assert [bool(condition.scalars.any()) for _, _, condition in network.calls] == [s == "condition" for s in seen]
     assert estimate.evaluations == len(network.calls)
 
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, ModelConfig, SamplerMethod
-from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.generate import generate
 from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.network.unet import build_unet
-from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.randomness import sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
@@ -25,9 +24,7 @@ from vesuvius.diffusion.spectrum import Spectrum
 DARK, BRIGHT, SHARE_DARK, TEXTURE = -0.6, 0.4, 0.3, 0.2
 SHAPE = (1, 4, 4, 4)
 STEPS, BATCH, COUNT = 400, 64, 256
-MODEL = ModelConfig(
-    channels=(16,), stem_stride=(1, 1, 1), blocks_per_level=1, full_res_channels=0, attention_heads=0, norm_groups=4
-)
+MODEL = ModelConfig(channels=(16,), stem_stride=(1, 1, 1), blocks_per_level=1, full_res_channels=0, attention_heads=0)
 
 
 def _patches(step: int) -> Tensor:

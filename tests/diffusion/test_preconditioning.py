@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.levels import rho_levels
 from vesuvius.diffusion.loss import loss_per_sample
-from vesuvius.diffusion.preconditioning import predict, split
+from vesuvius.diffusion.preconditioning import kept, predict, split
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import AXES, Spectrum
 
@@ -43,7 +42,7 @@ def x_0(spectrum: Spectrum) -> Tensor:
     return MEAN + STD * torch.fft.irfftn(torch.fft.rfftn(white, dim=AXES) * amplitude, s=SHAPE, dim=AXES)
 
 
-def silent(x: Tensor, t: Tensor, scalars: Tensor | None) -> Tensor:
+def silent(x: Tensor, t: Tensor) -> Tensor:
     return torch.zeros_like(x[:, :1])
 
 
@@ -92,26 +91,32 @@ def test_the_network_is_shown_condition_and_t_and_its_output_is_scaled_and_added
 ) -> None:
     schedule, times = Schedule.from_config(EDM, spectrum), torch.arange(COUNT)
     x_t = schedule.q_sample(x_0, noise(), times)
-    channels, scalars = torch.rand((COUNT, 2, *SHAPE)), torch.rand((COUNT, 3))
+    condition = torch.rand((COUNT, 2, *SHAPE))
     seen = []
 
-    def network(*arguments: Tensor | None) -> Tensor:
+    def network(*arguments: Tensor) -> Tensor:
         seen.append(arguments)
         return torch.full((COUNT, 1, *SHAPE), 2.0, dtype=torch.bfloat16)
 
-    found = predict(network, schedule, x_t, times, Condition(channels, scalars))
+    found = predict(network, schedule, x_t, times, condition)
     shown, v, deviation = split(schedule, x_t, *schedule.alpha_and_sigma(times))
     torch.testing.assert_close(found, v + 2 * deviation)
-    ((x, t, given),) = seen
-    assert given is scalars
-    assert x is not None
+    ((x, t),) = seen
     assert t is times
-    assert torch.equal(x, torch.cat([shown, channels], dim=1))
+    assert torch.equal(x, torch.cat([shown, condition], dim=1))
+
+
+def test_a_sample_that_is_not_kept_is_shown_zeros_and_no_nan_of_its_condition() -> None:
+    condition = torch.randn(3, 2, *SHAPE)
+    condition[:, -1], condition[1, 0] = 1, float("nan")  # voxels of a float volume may be NaN
+    found = kept(condition, torch.tensor([True, False, True]))
+    assert torch.equal(found[[0, 2]], condition[[0, 2]])
+    assert not found[1].any(), "also where it says that it is there"
 
 
 def test_without_a_spectrum_the_network_sees_x_t_and_says_v() -> None:
     schedule, x_t = Schedule.from_config(DiffusionConfig(noise="cosine")), torch.randn((2, 1, *SHAPE))
-    assert torch.equal(predict(lambda x, t, scalars: 3 * x, schedule, x_t, torch.tensor([3, 4])), 3 * x_t)
+    assert torch.equal(predict(lambda x, t: 3 * x, schedule, x_t, torch.tensor([3, 4])), 3 * x_t)
 
 
 def test_the_levels_of_a_sampler_and_of_its_t_are_the_same(spectrum: Spectrum) -> None:
@@ -156,5 +161,5 @@ def test_patches_without_power_divide_nothing_by_0() -> None:
     schedule, times = Schedule.from_config(EDM, flat), torch.tensor([0, 999])
     x_0, eps = torch.full((2, 1, *SHAPE), 3.0), noise()[:2]
     x_t = schedule.q_sample(x_0, eps, times)
-    v = predict(lambda x, t, scalars: x[:, :1], schedule, x_t, times)
+    v = predict(lambda x, t: x[:, :1], schedule, x_t, times)
     assert torch.isfinite(loss_per_sample(v, x_0, eps, times, schedule, EDM)).all()

@@ -96,8 +96,8 @@ def test_noise_grows_with_t_and_betas_stay_in_range(name: str, timesteps: int) -
 
 def test_the_shipped_ddpm_has_the_levels_of_ho_et_al() -> None:
     config = read_config(REPOSITORY / "configs" / "ddpm.yaml").diffusion
-    classic = ("ddpm", 0.0, None, "eps")
-    found = (config.sampler, config.sampler_eta, config.min_snr_gamma, config.prediction)
+    classic = ("ddpm", None, "eps")
+    found = (config.sampler, config.min_snr_gamma, config.prediction)
     assert found == classic
     # Section 4 of the paper: 1e-4 to 0.02 in 1000 equal steps, all of them sampled; about 4e-5 of the signal is left.
     alpha_bar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))

@@ -63,7 +63,7 @@ def test_a_run_measures_its_data_once_and_goes_on_and_is_sampled_with_what_it_fo
 
 
 def test_the_classic_ddpm_is_one_config_away(tiny_config: WriteConfig, volume: Path) -> None:
-    tiny = ["model.channels=[8, 16]", "model.full_res_channels=4", "model.attention_heads=2", "model.norm_groups=4"]
+    tiny = ["model.channels=[8, 16]", "model.full_res_channels=4", "model.attention_heads=2"]
     steps = ["training.max_steps=2", "training.workers=0", "training.validate_every=0", "training.preview_every=0"]
     volumes = f"data.volumes={json.dumps([{'path': str(volume)}])}"
     fewer = ["diffusion.timesteps=20", "diffusion.sampler_steps=20"]

@@ -204,7 +204,7 @@ def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    training = {"validate_every": 1, "validate_patches": 1, "preview_every": 1, "preview_count": 1}
+    training = {"validate_every": 1, "validate_patches": 1, "preview_every": 1}
     config = tiny_config(training=training | {"steps_per_epoch": 1, "warmup_steps": 1, "save_every": 100})
     stop_in(kind, 2, monkeypatch)
     assert vesuvius_train(config) == 75

@@ -33,10 +33,9 @@ from vesuvius import __version__
 from vesuvius.commands import cli, sample
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import read_config
-from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.generate import Generated, generate
 from vesuvius.diffusion.network.unet import build_unet
-from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate import sampling
@@ -108,13 +107,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run `shown` lies in runs/, trained on labels and the voxel size; the volume is gone, its labels not."""
+    """Where the run `shown` lies in runs/, trained on labels; the volume is gone, its labels not."""
     place = tmp_path_factory.mktemp("conditional")
     voxels = textured((96, 128, 128), dtype="uint16")
     scan = write_group(place / "scan.zarr", voxels * 300, [8.0] * 3)
     labels = write_group(place / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
     volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
-    config = write_config(place / "shown.yaml", volumes, {"condition_classes": 2}, {"scalars": ["voxel_size"]})
+    config = write_config(place / "shown.yaml", volumes, {"condition_classes": 2}, {})
     trained = run_vesuvius("train", "--config", config, "training.max_steps=4", cwd=place)
     assert trained.returncode == 0, trained.stderr
     shutil.rmtree(scan)
@@ -174,7 +173,6 @@ def test_samples_are_an_ome_zarr_in_the_volumes_dtype_with_a_chunk_each(tmp_path
         "noise": "edm",
         "sampler": "dpmpp2m",
         "steps": 3,
-        "eta": 0.0,
         "clip": None,
         "guidance": 1.0,
         "evaluations_per_sample": 3,
@@ -260,10 +258,10 @@ def test_each_sampler_draws_and_says_what_it_cost(tmp_path: Path, capsys: pytest
         assert samples.record["evaluations_per_sample"] == count
         assert f"{count} network evaluations per sample" in capsys.readouterr().out
     assert len(set(found.values())) == 4
-    limits = ["--eta", 0.5, "--clip", 1]
+    limits = ["--clip", 1]
     tamed = drawn(tmp_path / "tamed", "--count", 1, "--sampler", "ddim", *limits, "--amp", "bf16")
-    kept = {key: tamed.record[key] for key in ("eta", "clip", "amp", "steps")}
-    assert kept == {"eta": 0.5, "clip": 1.0, "amp": "bf16", "steps": 3}
+    kept = {key: tamed.record[key] for key in ("clip", "amp", "steps")}
+    assert kept == {"clip": 1.0, "amp": "bf16", "steps": 3}
 
 
 @in_plain
@@ -346,7 +344,6 @@ REFUSALS = [
     (("--steps", "1001"), "sampler_steps must not exceed timesteps; got 1001 of 1000"),
     (("--steps", "many"), "override diffusion.sampler_steps=many: diffusion.sampler_steps: must be an integer"),
     (("--sampler", "euler"), "must be one of ddim, ddpm, dpmpp2m, heun; got 'euler'"),
-    (("--sampler", "heun", "--eta", "1"), "sampler_eta belongs to ddim; got 1.0 with heun"),
     (("--guidance", "2"), "needs a model trained both with and without a condition"),
     (("--volume", "2"), "--volume 2 does not exist: the 2 training volumes"),
     (("--batch-size", "4000000", "--count", "4000000"), "here --batch-size replaces training"),

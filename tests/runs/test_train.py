@@ -46,7 +46,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the config `tiny.yaml` and its run of 20 steps, which tests only read."""
     folder = tmp_path_factory.mktemp("whole_run")
     config = tiny_sections("tiny", write_array(folder / "volume.zarr", textured((96, 128, 128))))
-    config["training"] |= {"preview_every": 10, "preview_count": 2, "keep_last": 2}
+    config["training"] |= {"preview_every": 10, "keep_last": 2}
     config["monitor"] |= {"verdict_every": 10, "sample_every_s": 0.5}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
     with chdir(folder):
@@ -148,7 +148,7 @@ def test_the_order_of_samples_does_not_depend_on_how_a_step_is_cut(tiny_config: 
 
 
 def test_a_run_validates_previews_and_keeps_what_it_was_asked_to_keep(tiny_config: WriteConfig) -> None:
-    training = {"validate_every": 3, "validate_patches": 2, "preview_every": 4, "preview_count": 1}
+    training = {"validate_every": 3, "validate_patches": 2, "preview_every": 4}
     keep = {"save_every": 2, "keep_last": 1, "keep_every": 8, "extra_ema_decays": [0.5]}
     config = tiny_config(training=training | keep | {"steps_per_epoch": 5}, monitor={"tensorboard": True})
     assert vesuvius_train(config) == 0

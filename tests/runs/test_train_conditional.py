@@ -33,8 +33,8 @@ def conditional_config(tmp_path: Path, tiny_config: Callable[..., Path]) -> Path
             "volumes": [{"path": str(scan), "condition": {"path": str(labels)}}],
             "condition_classes": 2,
         },
-        training={"max_steps": 2, "save_every": 1, "preview_every": 2, "preview_count": 1},
-        model={"scalars": ["voxel_size"], "full_res_channels": 4},
+        training={"max_steps": 2, "save_every": 1, "preview_every": 2},
+        model={"full_res_channels": 4},
         diffusion={"sampler": "dpmpp2m", "sampler_steps": 3, "sampler_guidance": 2.0},
     )
 
@@ -51,7 +51,6 @@ def test_a_conditional_run_trains_draws_and_resumes_bit_by_bit(tmp_path: Path, c
     for name, weight in ends[0]["model"].items():
         assert torch.equal(weight, ends[1]["model"][name]), name
     assert ends[0]["model"]["full_in.weight"].shape[1] == 2 + 2 + 1  # x_t in two parts, labels, "it is there"
-    assert ends[0]["volumes"][0]["scalars"] == [3.0]
     losses = [
         [json.loads(line).get("loss") for line in (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
         for name in ("straight", "parts")
@@ -84,7 +83,7 @@ def test_guidance_without_a_condition_is_refused(
     assert refusal in capsys.readouterr().err
 
 
-def test_what_the_network_was_told_of_a_volume_stays_when_its_metadata_change_but_labels_may_not_move(
+def test_a_scale_may_change_on_resume_and_labels_may_not_move(
     tmp_path: Path, conditional_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_train(conditional_config, "training.max_steps=1") == 0
@@ -92,8 +91,6 @@ def test_what_the_network_was_told_of_a_volume_stays_when_its_metadata_change_bu
         attributes = tmp_path / f"{name}.zarr" / ".zattrs"
         attributes.write_text(attributes.read_text().replace("8.0", "2.0"))
     assert vesuvius_train(conditional_config, "training.max_steps=2", "--resume") == 0
-    state = torch.load(tmp_path / "runs/tiny/checkpoints/step_00000002/state.pt", weights_only=True)
-    assert state["volumes"][0]["scalars"] == [3.0]
     attributes.write_text(attributes.read_text().replace("2.0", "4.0"))  # as coarse again, from the same corner
     assert vesuvius_train(conditional_config, "training.max_steps=3", "--resume") == 2
     moved = "place of the conditions in their volumes (factors, offsets): was 1x1x1 at 0x0x0, is 2x2x2 at 0x0x0"
@@ -116,19 +113,36 @@ def test_labels_can_be_drawn_from_scans(tmp_path: Path, conditional_config: Path
 
 
 def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(
-    tmp_path: Path, tiny_config: Callable[..., Path]
+    tmp_path: Path, tiny_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config()
     assert vesuvius_train(config, "training.max_steps=1") == 0
     checkpoint = tmp_path / "runs/tiny/checkpoints/step_00000001"
     state = torch.load(checkpoint / "state.pt", weights_only=True)
-    del state["config"]["model"]["skips"]
-    state["config"]["diffusion"] |= {"loss": "l2", "zero_terminal_snr": False}  # those that are gone
-    torch.save(state, checkpoint / "state.pt")
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"]["state.pt"] = hashlib.sha256((checkpoint / "state.pt").read_bytes()).hexdigest()
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    assert vesuvius_train(config, "training.max_steps=2", "--resume") == 0
+    del state["config"]["model"]["attention_heads"]
+    # Those that are gone, at the values that a network of today has.
+    state["config"]["model"] |= {"skips": "concat", "norm_groups": 32, "scalars": []}
+    state["config"]["diffusion"] |= {"loss": "l2", "zero_terminal_snr": False, "sampler_eta": 0.5}
+    state["config"]["training"] |= {"threads": 3, "preview_count": 5}
+    state["volumes"][0]["scalars"] = []
+
+    def store() -> None:
+        torch.save(state, checkpoint / "state.pt")
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        manifest["files"]["state.pt"] = hashlib.sha256((checkpoint / "state.pt").read_bytes()).hexdigest()
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+    for key, value in (("scalars", ["level"]), ("norm_groups", 8), ("skips", "add")):
+        kept = state["config"]["model"][key]
+        state["config"]["model"][key] = value
+        store()
+        state["config"]["model"][key] = kept
+        capsys.readouterr()
+        assert sample.main(["--checkpoint", "tiny", "--count", "1"]) == 2
+        assert f"was trained with model.{key}=" in capsys.readouterr().err
+    store()
+    heads = ("model.attention_heads=8",)  # the default
+    assert vesuvius_train(config, "training.max_steps=2", "--resume", *heads) == 0
     assert sample.main(["--checkpoint", "tiny", "--count", "1"]) == 0
 
 

@@ -216,7 +216,7 @@ def _write_config(arguments: argparse.Namespace, place: Path) -> Path:
             "validate_every": 100,
             "validate_patches": 4,
         },
-        "model": {"channels": [16, 32], "full_res_channels": 8, "attention_heads": 4, "norm_groups": 4},
+        "model": {"channels": [16, 32], "full_res_channels": 8, "attention_heads": 4},
         "monitor": {} if arguments.cgroup else {"ram_limit_gib": arguments.limit_gib},
     }
     path = place / "drill.yaml"

@@ -11,7 +11,6 @@ TINY_MODEL: dict[str, Any] = {
     "stem_stride": [1, 2, 2],
     "full_res_channels": 4,
     "attention_heads": 2,
-    "norm_groups": 4,
 }
 
 TINY_TRAINING: dict[str, Any] = {

@@ -35,8 +35,8 @@ from vesuvius.training.replay import Diagnosis, diagnose
 from vesuvius.training.reporting.rank_news import RankNews
 from vesuvius.training.reporting.report import Launched, StepReporter
 from vesuvius.training.request import Request, RunContext
-from vesuvius.training.step.conditioning import Conditioner, volume_scalars
 from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.stop import StopRequest
@@ -118,11 +118,11 @@ class Session:
     def __post_init__(self) -> None:
         config = self.config
         self.data = prepare_data(config.seed, config.data)
-        greys, scalars = self.data.grey_ranges(config.data), volume_scalars(config, self.data)
+        greys = self.data.grey_ranges(config.data)
         schedule = Schedule.from_config(config.diffusion, measure_spectrum(self.data, config.data, greys))
         self.step = TrainStep(config, build_network(config, CPU), schedule, CPU)
         self.step.timed = self.clock.computing
-        conditioner = Conditioner(config.data.labels, greys.conditions, scalars, CPU)
+        conditioner = Conditioner(config.data.labels, greys.conditions, CPU)
         options = StreamOptions.from_config(config.training, config.cluster)
         self._feed = DeviceFeed(CPU, options, self.data.job, greys.volumes, conditioner)
 

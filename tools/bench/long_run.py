@@ -51,7 +51,7 @@ _CONFIG: Record = {
         "extra_ema_decays": [0.98],
         "validate_patches": 8,
     },
-    "model": {"channels": [16, 32, 64], "full_res_channels": 8, "attention_heads": 4, "norm_groups": 4},
+    "model": {"channels": [16, 32, 64], "full_res_channels": 8, "attention_heads": 4},
 }
 
 

@@ -46,7 +46,6 @@ import ray
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, parse_stored, read_config
-from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.records import read_records
 from vesuvius.training.step.network import build_network
@@ -215,11 +214,8 @@ def _measure_as_rank(path: Path) -> None:
 def _compute(step: TrainStep, config: Config) -> None:
     """One step of one rank: made-up data, no exchange."""
     batch, patch_size = config.training.train_batch_size, config.data.patch_size
-    channels, scalars = config.condition_channels, len(config.model.scalars)
-    condition = Condition(
-        torch.zeros(batch, channels, *patch_size) if channels else None,
-        torch.zeros(batch, scalars + 1) if scalars else None,
-    )
+    channels = config.condition_channels
+    condition = torch.zeros(batch, channels, *patch_size) if channels else None
     x_0, t = torch.zeros(batch, 1, *patch_size), np.full(batch, config.diffusion.timesteps // 2)
     for _ in range(config.training.accumulate_steps):
         step.accumulate(x_0, np.arange(batch), t, condition)

@@ -29,7 +29,6 @@ import torch
 import yaml
 
 from vesuvius.config.load import read_config
-from vesuvius.diffusion.condition import NO_CONDITION
 from vesuvius.diffusion.randomness import sample_noise
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.records import read_records
@@ -37,7 +36,7 @@ from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
 from vesuvius.training.forecast.preflight import preflight
 from vesuvius.training.step.averages import average_decays
-from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.validation.reference import Reference
 
 _FALLING = "training.lr_schedule=inverse_sqrt training.warmup_steps=50"
@@ -119,7 +118,7 @@ def relative_errors(config_path: Path, keys: list[str], run: Path) -> dict[str, 
     config = read_config(config_path, keys)
     found = preflight(config.model_copy(update={"name": "another"}), resume=False, checkpoint=None)
     assert found.fixed is not None
-    conditioner = Conditioner(None, found.facts.greys.conditions, found.facts.scalars, device)
+    conditioner = Conditioner(None, found.facts.greys.conditions, device)
     x_0 = Reference(found.fixed, found.facts.greys, conditioner, device).x_0(range(PATCHES))
     spectrum = found.spectrum
     schedule = Schedule.from_config(config.diffusion, trained.data.spectrum)
@@ -130,7 +129,7 @@ def relative_errors(config_path: Path, keys: list[str], run: Path) -> dict[str, 
         for number, sigma in enumerate(np.geomspace(0.02, 4 * np.sqrt(spectrum.peak), LEVELS)):
             t = torch.full((PATCHES,), int(np.abs(np.log(table) - np.log(sigma * spectrum.std)).argmin()))
             x_t = schedule.q_sample(x_0, sample_noise(number, range(PATCHES), tuple(x_0.shape[1:]), device), t)
-            guess, _ = schedule.x_0_and_eps(config.diffusion.prediction, network(x_t, t, NO_CONDITION), x_t, t)
+            guess, _ = schedule.x_0_and_eps(config.diffusion.prediction, network(x_t, t), x_t, t)
             linear = schedule.linear_x_0(spectrum, x_t, t)
             relative = (guess - x_0).square().mean() / (linear - x_0).square().mean()
             errors.setdefault(weights, []).append(float(relative))

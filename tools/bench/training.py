@@ -38,9 +38,8 @@ from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import GreyRanges, PreparedData, prepare_data
-from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceFeed
-from vesuvius.training.step.grey_values import grey_scales, normalised
+from vesuvius.training.step.grey_values import Conditioner, grey_scales, normalised
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.step import TrainStep, choose_device, learning_rate, parameter_count
 
@@ -133,7 +132,7 @@ def _train(
 ) -> None:
     config = contenders[0].config
     options = StreamOptions.from_config(config.training, config.cluster)
-    conditioner = Conditioner(None, (), np.zeros((1, 0), np.float32), device)
+    conditioner = Conditioner(None, (), device)
     feed = DeviceFeed(device, options, data.job, greys.volumes, conditioner)
     with feed.open():
         for first in range(0, arguments.steps, _TURN_STEPS):

@@ -67,7 +67,6 @@ model:
   full_res_channels: 2
   blocks_per_level: 1
   attention_heads: 2
-  norm_groups: 2
 """
 
 

@@ -19,10 +19,9 @@ import torch
 
 from vesuvius.config import Triple
 from vesuvius.config.load import read_config
-from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.estimate import NetworkEstimate
 from vesuvius.diffusion.levels import sampling_levels
-from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.generate.volume.run import Sampling, this_process
@@ -39,7 +38,7 @@ def network_job(config_path: Path, times: int, overlap: float) -> tuple[VolumeJo
     schedule = Schedule.from_config(config.diffusion)
     patch = config.data.patch_size
     channels = torch.zeros((1, config.condition_channels, *patch))
-    condition = Condition(channels if channels.shape[1] else None, None)
+    condition = channels if channels.shape[1] else None
 
     @torch.no_grad()
     def denoise(x_t: torch.Tensor, t: torch.Tensor, shown: Condition) -> torch.Tensor:

@@ -138,7 +138,7 @@ class Monai(nn.Module):
             **spec.architecture,
         )
 
-    def forward(self, x: Tensor, t: Tensor, scalars: None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
         out: Tensor = self.network(x, t)
         return out.float()
 
@@ -160,7 +160,7 @@ class Diffusers(nn.Module):
             **spec.architecture,
         )
 
-    def forward(self, x: Tensor, t: Tensor, scalars: None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
         text = x.new_zeros(len(x), 1, self.network.config.cross_attention_dim)
         out: Tensor = self.network(x, t, text).sample
         return out.float()

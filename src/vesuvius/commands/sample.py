@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 KEYS = {
     "sampler": ("diffusion.sampler", "ddim, ddpm (ancestral), dpmpp2m or heun"),
     "steps": ("diffusion.sampler_steps", "sampling steps"),
-    "eta": ("diffusion.sampler_eta", "noise that ddim adds in each step, 0 to 1"),
     "clip": ("diffusion.sampler_clip", "limit of |x_0| in each step, model values; null = none"),
     "guidance": ("diffusion.sampler_guidance", "1 = the condition as it is, more = stronger, 0 = none"),
     "amp": ("training.amp", "auto, off, bf16 or fp16"),
@@ -87,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         type=natural,
         default=0,
         metavar="N",
-        help="training volume whose grey values, condition and scalars are used (default: 0, the first)",
+        help="training volume whose grey values and condition are used (default: 0, the first)",
     )
     volumes = parser.add_argument_group("volumes of any size", "docs/sampling.md explains them")
     volumes.add_argument(

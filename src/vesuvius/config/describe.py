@@ -28,6 +28,12 @@ REMOVED = {
     "diffusion.loss": "the loss is the squared error, weighted by level",
     "diffusion.huber_delta": "the loss is the squared error, weighted by level",
     "diffusion.sampler_quantile": "diffusion.sampler_clip limits |x_0|",
+    "diffusion.sampler_eta": "diffusion.sampler=ddpm adds noise in each step, ddim none",
+    "model.skips": "skips are joined by channel",
+    "model.norm_groups": "GroupNorm has up to 32 groups, of at least 4 channels",
+    "model.scalars": "a condition volume (data.volumes[].condition) tells the network of a place",
+    "training.threads": "torch reads OMP_NUM_THREADS from the environment",
+    "training.preview_count": "a sample picture shows 2 patches",
     "training.sharding": "every rank holds the whole network (DistributedDataParallel); training.checkpoint_levels and "
     "model.channels save memory",
     "training.lean_norm": "training.recompute_norm, on by default, takes its place",
@@ -53,6 +59,9 @@ TRAINED_WITH: dict[str, Any] = {
     "data.augment.contrast": 0.0,
     "diffusion.loss": "l2",
     "diffusion.zero_terminal_snr": False,
+    "model.norm_groups": 32,
+    "model.scalars": [],
+    "model.skips": "concat",
 }
 """Those of them that a model depends on, with the value that this version trains with."""
 

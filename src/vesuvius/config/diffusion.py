@@ -48,7 +48,6 @@ class DiffusionConfig(Section):
         40,
         description="steps per generated sample (rho = 7 for edm, else trailing); heun evaluates twice in all but one",
     )
-    sampler_eta: float = Field(0.0, ge=0, le=1, description="noise that ddim adds in each step; 0 = none, 1 = ddpm's")
     sampler_clip: float | None = Field(None, gt=0, description="limit of |x_0| in each step, model values; null = none")
     sampler_guidance: float = Field(
         1.0, ge=0, description="classifier-free guidance: 1 = the condition as it is, more = stronger, 0 = none"
@@ -74,9 +73,4 @@ class DiffusionConfig(Section):
             yield (
                 f"min_snr_gamma weighs cosine and linear noise; got {self.min_snr_gamma:g} with edm, whose "
                 "weights follow from the spectrum; set diffusion.min_snr_gamma=null"
-            )
-        if self.sampler_eta > 0 and self.sampler != "ddim":
-            yield (
-                f"sampler_eta belongs to ddim; got {self.sampler_eta} with {self.sampler}; remove "
-                "diffusion.sampler_eta or set diffusion.sampler=ddim"
             )

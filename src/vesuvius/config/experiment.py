@@ -138,8 +138,8 @@ class Config(Section):
     def contradictions(self) -> Iterator[str]:
         if problem := self.model.size_problem(self.data.patch_size):
             yield problem
-        conditional = self.has_condition or bool(self.model.scalars)
-        if self.diffusion.sampler_guidance != 1 and not (conditional and self.diffusion.condition_dropout > 0):
+        guided = self.has_condition and self.diffusion.condition_dropout > 0
+        if self.diffusion.sampler_guidance != 1 and not guided:
             yield (
                 "diffusion.sampler_guidance other than 1 needs a model trained both with and without a condition; got "
                 f"{self.diffusion.sampler_guidance}; add data.volumes[].condition and diffusion.condition_dropout=0.1"

@@ -96,6 +96,8 @@ def parse_stored(stored: Any, overrides: Sequence[str] = (), source: str = "conf
     diffusion = kept.get("diffusion") if isinstance(kept, dict) else None
     if isinstance(diffusion, dict) and "schedule" in diffusion:  # the key's name in earlier versions
         diffusion["noise"] = diffusion.pop("schedule")
+    if isinstance(diffusion, dict) and diffusion.get("noise") == "sigmoid":
+        raise _gone(source, "diffusion.noise", "sigmoid")
     return parse_config(to_yaml(kept), overrides, source)
 
 
@@ -306,6 +308,13 @@ def _set(tree: dict[str, Any], key: str, text: str, label: str) -> KeyPath:
     return tuple(steps)
 
 
+def _gone(source: str, key: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"{source} was trained with {key}={show(value)}, which this version no longer has; use the version of vesuvius "
+        "that trained it"
+    )
+
+
 def _without_removed(tree: Any, source: str, path: KeyPath = ()) -> Any:
     """A copy without the keys of `REMOVED`.  Raises ConfigError where what was trained depends on one."""
     if not isinstance(tree, dict):
@@ -314,10 +323,7 @@ def _without_removed(tree: Any, source: str, path: KeyPath = ()) -> Any:
     for key, item in tree.items():
         name = dotted((*path, key))
         if name in TRAINED_WITH and item != TRAINED_WITH[name]:
-            raise ConfigError(
-                f"{source} was trained with {name}={show(item)}, which this version no longer has; use the version of "
-                "vesuvius that trained it"
-            )
+            raise _gone(source, name, item)
         if name not in REMOVED:
             kept[key] = _without_removed(item, source, (*path, key))
     return kept

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 from pydantic import Field
 
@@ -28,14 +27,7 @@ class ModelConfig(Section):
     full_res_channels: NonNegativeInt = Field(
         64, description="channels of the full-resolution block at each end; 0 = none"
     )
-    skips: Literal["concat", "add"] = Field(
-        "concat", description="how skip connections join the decoder; add = smaller tensors, fewer weights"
-    )
     attention_heads: NonNegativeInt = Field(8, description="heads of self-attention at the lowest level; 0 = none")
-    norm_groups: PositiveInt = Field(32, description="groups of GroupNorm; fewer where channels do not divide by it")
-    scalars: tuple[Literal["voxel_size", "level"], ...] = Field(
-        (), description="scalars of the volume to condition on: its voxel size, its pyramid level"
-    )
 
     @property
     def level_strides_zyx(self) -> tuple[Triple, ...]:

@@ -24,11 +24,6 @@ class TrainingConfig(Section):
     prefetch_factor: PositiveInt = Field(
         2, description="batches prepared ahead, per worker; costs trainer memory (pinned on a GPU)"
     )
-    threads: PositiveInt | None = Field(
-        None,
-        description="processors that the trainer computes with on a CPU; null = as many as torch finds, and as before "
-        "on resume; fewer are faster where other programs use the rest",
-    )
     steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps in an epoch; bookkeeping only")
     epochs: PositiveInt = Field(
         1, description="epochs x steps_per_epoch = length of the run and horizon of the LR schedule"
@@ -87,7 +82,6 @@ class TrainingConfig(Section):
     preview_every: NonNegativeInt = Field(
         0, description="optimizer steps between sample pictures, and one at the horizon; 0 = none"
     )
-    preview_count: PositiveInt = Field(2, description="generated patches in a sample picture; each costs a DDIM run")
     max_nonfinite: PositiveInt = Field(
         1, description="consecutive non-finite steps after which the run stops with exit 5"
     )

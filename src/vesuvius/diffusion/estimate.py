@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.levels import NoiseLevel
+from vesuvius.diffusion.preconditioning import Condition
 from vesuvius.diffusion.schedule import x_0_and_eps
 
 # (x_t, t, condition) -> prediction of the kind `diffusion.prediction`, BCZYX like x_t, any float dtype.  t is int64
@@ -30,14 +30,14 @@ class NetworkEstimate:
         self,
         denoise: Denoise,
         config: DiffusionConfig,
-        condition: Condition = NO_CONDITION,
+        condition: Condition = None,
         mean: float = 0.0,
         std: float = 1.0,
     ) -> None:
         self.evaluations = 0
         self._mean, self._std = mean, std
         self._denoise, self._config, self._condition = denoise, config, condition
-        assert not condition.empty or config.sampler_guidance == 1, "guidance other than 1 needs a condition"
+        assert condition is not None or config.sampler_guidance == 1, "guidance other than 1 needs a condition"
 
     def __call__(self, x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
         """Return (x_0, eps) in the shape and dtype of x, for x BCZYX at a `level` with sigma > 0."""
@@ -56,11 +56,10 @@ class NetworkEstimate:
         the other predictions.
         """
         scale = self._config.sampler_guidance
-        without = None if scale == 1 else self._evaluated(x, level, self._condition.left_out())
-        if without is not None and scale == 0:
-            return without
-        shown = self._evaluated(x, level, self._condition)
-        return shown if without is None else without + scale * (shown - without)
+        if scale == 1 or self._condition is None:
+            return self._evaluated(x, level, self._condition)
+        without = self._evaluated(x, level, torch.zeros_like(self._condition))
+        return without + scale * (self._evaluated(x, level, self._condition) - without) if scale else without
 
     def _evaluated(self, x: Tensor, level: NoiseLevel, condition: Condition) -> Tensor:
         self.evaluations += 1

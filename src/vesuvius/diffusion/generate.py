@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.estimate import Denoise, NetworkEstimate
 from vesuvius.diffusion.levels import sampling_levels
+from vesuvius.diffusion.preconditioning import Condition
 from vesuvius.diffusion.randomness import Purpose, derive_seed, sample_noise
 from vesuvius.diffusion.sampler import sample
 from vesuvius.diffusion.schedule import Schedule
@@ -34,7 +34,7 @@ def generate(
     shape_czyx: tuple[int, int, int, int],
     device: torch.device | str,
     *,
-    condition: Condition = NO_CONDITION,
+    condition: Condition = None,
     purpose: Purpose = Purpose.SAMPLE,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> Generated:
@@ -56,7 +56,6 @@ def generate(
         sampling_levels(schedule, config),
         sample_noise(seed, numbers, shape_czyx, device, purpose=purpose),
         config.sampler,
-        eta=config.sampler_eta,
         step_noise=step_noise,
         on_step=on_step,
     )

@@ -12,17 +12,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import AXES
 
-# (x, t, scalars) -> output, as `UNet.forward`.
-Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# What the network is shown beside x_t: float32 [B, C, Z, Y, X], joined to x_t by channel; the last channel is the
+# presence flag, 1.  Where a condition is left out, for classifier-free guidance, all channels are 0 (Ho & Salimans
+# 2022: a null token takes its place).  None = the network has none.
+Condition = Tensor | None
+# (x, t) -> output, as `UNet.forward`.
+Network = Callable[[Tensor, Tensor], Tensor]
 
 
-def predict(
-    network: Network, schedule: Schedule, x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION
-) -> Tensor:
+def kept(condition: Tensor, keep: Tensor) -> Tensor:
+    """Return the condition with those samples left out for which `keep`, bool [B] on the device, is false.  Pure."""
+    return torch.where(keep.view(-1, 1, 1, 1, 1), condition, 0.0)  # a product with 0 would leak NaN
+
+
+def predict(network: Network, schedule: Schedule, x_t: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
     """Return the prediction for x_t, of the kind `diffusion.prediction`: BCZYX, float32 or the network's dtype.
 
     If the schedule has a spectrum, the result is the v of the linear denoiser plus the network's output times the
@@ -32,10 +38,14 @@ def predict(
         x_t: BCZYX, C = 1.
         t: int64 [B], or float32 [B] for values between two timesteps.
     """
+
+    def joined(x: Tensor) -> Tensor:
+        return x if condition is None else torch.cat([x, condition], dim=1)
+
     if schedule.spectrum is None:
-        return network(condition.joined(x_t), t, condition.scalars)
+        return network(joined(x_t), t)
     shown, v, deviation = split(schedule, x_t.float(), *schedule.alpha_and_sigma(t))
-    return v + deviation * network(condition.joined(shown), t, condition.scalars).float()
+    return v + deviation * network(joined(shown), t).float()
 
 
 def split(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:

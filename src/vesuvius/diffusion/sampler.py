@@ -77,22 +77,14 @@ def heun_correction(here: NoiseLevel, there: NoiseLevel) -> Coefficients:
     return Coefficients(x=1.0, x_0=(there.alpha - here.alpha) / 2, eps=(there.sigma - here.sigma) / 2)
 
 
-def step_table(levels: Sequence[NoiseLevel], method: SamplerMethod, eta: float = 0.0) -> tuple[Coefficients, ...]:
+def step_table(levels: Sequence[NoiseLevel], method: SamplerMethod) -> tuple[Coefficients, ...]:
     """Return one row per step between decreasing `levels`; for heun, the predictor's row.  Pure."""
     pairs = list(pairwise(levels))
     assert pairs, "sampling needs at least two noise levels"
     assert all(a.sigma > b.sigma and a.alpha <= b.alpha for a, b in pairs), f"noise levels must decrease; got {levels}"
-    assert 0 <= eta <= 1, eta
-    assert eta == 0 or method == "ddim", f"eta belongs to ddim; got {eta} with {method}"
-    match method:
-        case "ddim":
-            return tuple(ddim_step(a, b, eta) for a, b in pairs)
-        case "ddpm":
-            return tuple(ddim_step(a, b, 1.0) for a, b in pairs)
-        case "dpmpp2m":
-            return tuple(dpmpp2m_step(before, a, b) for before, (a, b) in zip([None, *levels[:-2]], pairs, strict=True))
-        case "heun":
-            return tuple(ddim_step(a, b, 0.0) for a, b in pairs)
+    if method == "dpmpp2m":
+        return tuple(dpmpp2m_step(before, a, b) for before, (a, b) in zip([None, *levels[:-2]], pairs, strict=True))
+    return tuple(ddim_step(a, b, 1.0 if method == "ddpm" else 0.0) for a, b in pairs)
 
 
 @torch.no_grad()
@@ -102,7 +94,6 @@ def sample(
     x: Tensor,
     method: SamplerMethod,
     *,
-    eta: float = 0.0,
     step_noise: Callable[[int], Tensor] | None = None,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
@@ -114,17 +105,17 @@ def sample(
         estimate: called once per step, never at a clean sample; by heun twice, except for a step to a clean sample.
         x: the state at the first level, any shape; standard normal noise at the noisiest level.
         step_noise: step_noise(k) is the noise of step k = 1, 2, ..., in the shape and on the device of x.  Required by
-            ddpm, and by ddim with `eta` above 0.
+            ddpm.
         on_step: called as on_step(k, x) after step k with the new state.
     """
     x = x if x.dtype == torch.float64 else x.float()
     x_0_before = None
-    rows = step_table(levels, method, eta)
+    rows = step_table(levels, method)
     for k, (row, (here, there)) in enumerate(zip(rows, pairwise(levels), strict=True), start=1):
         x_0, eps = estimate(x, here)
         noise = None
         if row.noise != 0:
-            assert step_noise is not None, f"{method} with eta {eta} needs step_noise"
+            assert step_noise is not None, f"{method} needs step_noise"
             noise = step_noise(k).to(x.dtype)
         after = combined(row, x, x_0, eps, x_0_before, noise)
         if method == "heun" and there.sigma > 0:

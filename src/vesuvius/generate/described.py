@@ -23,7 +23,7 @@ class DrawRequest:
     # seed, batch_size: what a result follows from, in addition to the network and its inputs
     seed: int
     batch_size: int
-    volume: int  # number of the training volume whose grey values, scalars and condition are used
+    volume: int  # number of the training volume whose grey values and condition are used
 
 
 def check_volume(info: CheckpointInfo, volume: int, option: str = "--volume") -> None:
@@ -50,7 +50,7 @@ def described(info: CheckpointInfo, request: DrawRequest) -> dict[str, Any]:
         "weights": request.weights,
         "weights_sha256": check_weights(info.checkpoint, request.weights),
         "sampler": diffusion.sampler,
-        **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "eta", "clip", "guidance")},
+        **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "clip", "guidance")},
         "volume": info.data.volumes[request.volume].name,
         "grey_low": grey.low,
         "grey_high": grey.high,

@@ -191,12 +191,11 @@ class _Drawing:
 def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
     """`runs/<name>/samples/step_00000600_dpmpp2m_50_seed0`; `samples/...` for a checkpoint outside a run.
 
-    Guidance, eta, volume and weights are named where they are not the defaults.
+    Guidance, volume and weights are named where they are not the defaults.
     """
     diffusion = info.config.diffusion
     name = f"step_{info.step:08d}_{diffusion.sampler}_{diffusion.sampler_steps}_seed{request.seed}"
     name += f"_guidance{diffusion.sampler_guidance:g}" if diffusion.sampler_guidance != 1 else ""
-    name += f"_eta{diffusion.sampler_eta:g}" if diffusion.sampler_eta != 0 else ""
     name += f"_volume{request.volume}" if request.volume != 0 else ""
     name += f"_{request.weights}" if request.weights != "ema" else ""
     return run_of(info.checkpoint) / "samples" / name

@@ -169,7 +169,8 @@ class _Judgement:
             left = max(int(w.cores - w.others_cores - (w.reader_cores or 0.0)), 1)
             if w.others_cores >= _OTHERS_CROWD * w.cores and k.threads is not None and k.threads > left:
                 evidence += f", {k.threads} threads of the trainer wait for each other"
-                return self._try("compute-bound", None, evidence, f"training.threads={left}")
+                advice = f"try OMP_NUM_THREADS={left} in the environment, here of a --resume"
+                return self._nothing_to_try(evidence, advice, "compute-bound")
             return self._nothing_to_try(evidence, "nothing to change: the device is a CPU", "compute-bound")
         if overrides := self._faster_steps():
             return self._try("compute-bound", None, evidence, *overrides)

@@ -29,8 +29,8 @@ from vesuvius.training.reporting.deaths import reader_died
 from vesuvius.training.reporting.rank_news import RankNews
 from vesuvius.training.reporting.report import Launched, StepReporter
 from vesuvius.training.request import RunContext
-from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed
+from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.step.step import TrainStep, learning_rate
 from vesuvius.training.validation.reference import Reference
 
@@ -83,7 +83,7 @@ class TrainingLoop:
         self.run, self.train_step, self.monitor, self.guard_actions = run, train_step, monitor, guard_actions
         self.job = replace(checked.data.job, notes_dir=str(run.directory.reading.absolute()))
         options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.part.micro_batch)
-        conditioner = Conditioner(config.data.labels, facts.greys.conditions, facts.scalars, run.device)
+        conditioner = Conditioner(config.data.labels, facts.greys.conditions, run.device)
         self.feed = DeviceFeed(run.device, options, self.job, facts.greys.volumes, conditioner)
         fixed = checked.fixed
         reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)

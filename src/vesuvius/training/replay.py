@@ -28,8 +28,8 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
-from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.step import TrainStep, check_initial_weights, choose_device, choose_kernels
 from vesuvius.volumes.box import format_box
@@ -125,7 +125,7 @@ def replay(config: Config, number: int, overrides: Sequence[str] = ()) -> Iterat
     if step.amp == "fp16" and state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
     data = prepare_data(config.seed, config.data)
-    conditioner = Conditioner(config.data.labels, facts.greys.conditions, facts.scalars, device)
+    conditioner = Conditioner(config.data.labels, facts.greys.conditions, device)
     options = replace(StreamOptions.from_config(config.training, config.cluster), workers=0)
     feed = DeviceFeed(device, options, data.job, facts.greys.volumes, conditioner)
     first = state["sample_index"] + (number - 1 - state["step"]) * config.global_batch

@@ -231,7 +231,7 @@ def build_step(config: Config, checked: Preflight, device: torch.device, part: P
 def load_weights(config: Config, checked: Preflight, train_step: TrainStep, device: torch.device) -> Progress:
     """Load the weights of the checkpoint or of another run, or keep the initial ones; returns how far the run is."""
     if checked.resumed:
-        progress = restore(checked.resumed, train_step, device, config.training.threads)
+        progress = restore(checked.resumed, train_step, device)
         progress.quarantined = still_quarantined(progress.quarantined, run_dir(config).quarantine)
         return progress
     if checked.initial:

@@ -25,11 +25,10 @@ ONE_LEVEL = ModelConfig(
     channels=(8,), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=0, attention_heads=1
 )
 NARROWING = ModelConfig(channels=(24, 8), stem_stride=(1, 1, 1), full_res_channels=0, attention_heads=0)
-ADDED = ALL_PARTS.model_copy(update={"skips": "add"})
 FLAT = ModelConfig(  # as for slices further apart than pixels
     channels=(8, 12, 16), strides=((1, 2, 2), (3, 1, 2)), stem_stride=(1, 2, 2), full_res_channels=4, attention_heads=2
 )
-IDS = {"one_level": ONE_LEVEL, "added_skips": ADDED, "anisotropic": FLAT}
+IDS = {"one_level": ONE_LEVEL, "anisotropic": FLAT}
 CONFIGS = pytest.mark.parametrize("config", IDS.values(), ids=IDS.keys())
 SIZE = (6, 8, 24)
 
@@ -233,24 +232,6 @@ def test_in_channels_last_order_no_activation_and_no_gradient_lies_otherwise(
     with _Layouts() as layouts:
         _awake(config, channels, Execution(recompute))(x, t).square().sum().backward()
     assert layouts.others, "contiguous weights are seen"
-
-
-def test_added_skips_need_fewer_weights_and_every_level_still_reaches_the_output() -> None:
-    added, joined = _awake(ADDED), _awake(ALL_PARTS)
-    assert sum(p.numel() for p in added.parameters()) < sum(p.numel() for p in joined.parameters())
-    _, gradients = _loss_and_gradients(added)
-    assert all(gradients[name].abs().max() > 0 for name in gradients if "skip_maps" in name)
-
-
-def test_the_condition_and_the_scalars_reach_the_output() -> None:
-    config = ALL_PARTS.model_copy(update={"scalars": ("voxel_size",)})
-    model = build_unet(config, 0, in_channels=3).eval()
-    _wake(model)
-    x, t = _input()
-    channels, scalars = torch.ones(2, 2, *SIZE), torch.tensor([[3.0, 1.0], [3.0, 1.0]])
-    shown = model(torch.cat([x, channels], dim=1), t, scalars)
-    assert (shown - model(torch.cat([x, 0 * channels], dim=1), t, scalars)).abs().max() > 1e-3
-    assert (shown - model(torch.cat([x, channels], dim=1), t, scalars + torch.tensor([1.0, 0.0]))).abs().max() > 1e-3
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ VALUES = {
     "data.store.cache_dir": st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
     "data.volumes.0.level": st.integers(0, 3),
     "cluster": st.fixed_dictionaries({}, optional={"address": st.just("auto"), "max_restarts": st.integers(1, 9)}),
-    "model.norm_groups": st.integers(1, 8),
+    "model.blocks_per_level": st.integers(1, 8),
 }
 CHANGES = st.fixed_dictionaries({}, optional=VALUES)
 

@@ -66,17 +66,14 @@ def first_noise() -> torch.Tensor:
     return box_noise(7, START, 0, TILING, ALL)[None, None]
 
 
-@pytest.mark.parametrize(
-    ("method", "eta"), [("dpmpp2m", 0.0), ("ddim", 0.0), ("ddim", 0.7), ("ddpm", 0.0), ("heun", 0.0)]
-)
-def test_passes_over_files_equal_a_sampler_with_tiles_in_memory(tmp_path: Path, method: str, eta: float) -> None:
-    found = drawn(job(method, eta=eta, batch_size=4), tmp_path, ESTIMATE)
+@pytest.mark.parametrize("method", ["dpmpp2m", "ddim", "ddpm", "heun"])
+def test_passes_over_files_equal_a_sampler_with_tiles_in_memory(tmp_path: Path, method: str) -> None:
+    found = drawn(job(method, batch_size=4), tmp_path, ESTIMATE)
     expected = sample(
         tiled(TILING, ESTIMATE),
         LEVELS,
         first_noise(),
         method,  # type: ignore[arg-type]
-        eta=eta,
         step_noise=lambda k: box_noise(7, STEP, k - 1, TILING, ALL)[None, None],
     )
     np.testing.assert_allclose(
@@ -139,7 +136,7 @@ def killed_after(renames: int, before: bool, act: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.long)])
 def test_a_volume_whose_process_was_killed_again_and_again_has_the_same_bits(tmp_path: Path, kills: int) -> None:
-    work = job("ddim", eta=0.5, batch_size=2)
+    work = job("ddpm", batch_size=2)
     expected = drawn(work, tmp_path / "once", ESTIMATE)
     rng, died = random.Random(kills), 0
     folder = tmp_path / "killed"

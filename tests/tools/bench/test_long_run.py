@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 def test_a_killed_run_is_compared_with_an_undisturbed_one(
     tiny_config: Callable[..., Path], volume: Path, tmp_path: Path
 ) -> None:
-    config = tiny_config(training={"validate_patches": 1, "preview_count": 1})
+    config = tiny_config(training={"validate_patches": 1})
     command = [
         sys.executable,
         str(REPOSITORY / "tools" / "bench" / "long_run.py"),

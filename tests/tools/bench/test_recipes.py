@@ -12,7 +12,7 @@ from tests.conftest import write_array
 
 pytestmark = pytest.mark.long
 
-SMALL = ["model.channels=[8,16]", "model.attention_heads=2", "model.norm_groups=4", "model.full_res_channels=4"]
+SMALL = ["model.channels=[8,16]", "model.attention_heads=2", "model.full_res_channels=4"]
 
 
 def test_a_network_that_was_not_trained_is_the_linear_denoiser_at_every_level(

@@ -14,9 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conftest import REPOSITORY
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
-from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.loss import loss_per_sample
-from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
@@ -54,9 +53,9 @@ CASES = {
     "default": make_config(),
     "plain": make_config({"recompute_norm": False}),
     "no_stem": make_config(model=NO_STEM),
-    "channels_last, added skips": make_config({"channels_last": True}, {"skips": "add", "attention_heads": 0}),
+    "channels_last": make_config({"channels_last": True}, {"attention_heads": 0}),
     "plain_checkpointed": make_config({"recompute_norm": False, "checkpoint_levels": (0, 1, 2)}),
-    "conditional": make_config(model={"scalars": ("voxel_size",)}, condition="c"),
+    "conditional": make_config(condition="c"),
 }
 cases = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 FEW = ("default", "plain", "no_stem", "plain_checkpointed")
@@ -71,11 +70,8 @@ kernels = pytest.mark.parametrize("amp", ["off", pytest.param("bf16", marks=need
 
 def a_batch(config: Config, device: torch.device = CPU) -> tuple[Tensor, Condition]:
     batch, size_zyx = config.training.train_batch_size, config.data.patch_size
-    channels, scalars = config.condition_channels, len(config.model.scalars)
-    condition = Condition(
-        torch.zeros(batch, channels, *size_zyx, device=device) if channels else None,
-        torch.zeros(batch, scalars + 1, device=device) if scalars else None,
-    )
+    channels = config.condition_channels
+    condition = torch.zeros(batch, channels, *size_zyx, device=device) if channels else None
     return torch.zeros(batch, 1, *size_zyx, device=device), condition
 
 

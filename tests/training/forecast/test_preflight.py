@@ -105,9 +105,9 @@ def test_facts_of_another_config_or_not_written_whole_are_none(
 
 
 def test_a_dry_run_says_where_fixed_patches_would_lie_and_reads_none(tiny_config: Callable[..., Path]) -> None:
-    config = read_config(tiny_config(training={"preview_every": 1, "preview_count": 3}))
+    config = read_config(tiny_config(training={"preview_every": 1}))
     dry, real = (preflight(config, False, None, caches=caches).fixed for caches in (False, True))
     assert dry is not None
     assert real is not None
     assert (len(dry.patches), dry.held_out) == (0, real.held_out)
-    assert len(real.patches) == 3
+    assert len(real.patches) == 2

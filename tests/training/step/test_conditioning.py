@@ -12,33 +12,29 @@ import zarr
 
 from tests.conftest import textured, write_array
 from vesuvius.config import Config
-from vesuvius.errors import DataError
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import GreyRange, prepare_data
-from vesuvius.training.step.conditioning import Conditioner, volume_scalars
 from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.grey_values import Conditioner
 
 CPU = torch.device("cpu")
-NO_SCALARS = np.zeros((2, 0), np.float32)
 
 
-def write_group(path: Path, voxels: np.ndarray[Any, Any], scale: list[float], whole: list[float] | None = None) -> Path:
-    """An OME-Zarr of one level; `whole` is a scale of the whole pyramid."""
+def write_group(path: Path, voxels: np.ndarray[Any, Any], scale: list[float]) -> Path:
+    """An OME-Zarr of one level."""
     dataset = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": scale}]}
     multiscale: dict[str, Any] = {
         "version": "0.4",
         "axes": [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"],
         "datasets": [dataset],
     }
-    if whole:
-        multiscale["coordinateTransformations"] = [{"type": "scale", "scale": whole}]
     zarr.create_group(path, zarr_format=2, attributes={"multiscales": [multiscale]})
     write_array(path / "0", voxels)
     return path
 
 
-def make_config(volumes: list[dict[str, Any]], scalars: tuple[str, ...] = (), **data: Any) -> Config:
+def make_config(volumes: list[dict[str, Any]], **data: Any) -> Config:
     return Config.model_validate(
         {
             "name": "t",
@@ -49,21 +45,20 @@ def make_config(volumes: list[dict[str, Any]], scalars: tuple[str, ...] = (), **
                 "regions_per_task": 4,
             }
             | data,
-            "model": {"channels": (8,), "stem_stride": (1, 1, 1), "attention_heads": 0, "scalars": scalars},
+            "model": {"channels": (8,), "stem_stride": (1, 1, 1), "attention_heads": 0},
         }
     )
 
 
 def test_grey_conditions_are_normalised_by_the_range_of_their_volume_and_marked_as_present() -> None:
     raw = torch.tensor([50, 150], dtype=torch.uint8).view(2, 1, 1, 1, 1).expand(2, 1, 2, 3, 4)
-    conditioner = Conditioner(None, [GreyRange(0, 100), GreyRange(100, 150)], NO_SCALARS, CPU)
+    conditioner = Conditioner(None, [GreyRange(0, 100), GreyRange(100, 150)], CPU)
     condition = conditioner(raw, [0, 1])
-    assert condition.channels is not None
-    assert condition.scalars is None
-    assert condition.channels.shape == (2, 2, 2, 3, 4)
+    assert condition is not None
+    assert condition.shape == (2, 2, 2, 3, 4)
     # grey 50 lies in the middle of 0..100, grey 150 at the top of 100..150
-    assert [float(part.unique()) for part in condition.channels[:, 0]] == [0.0, 1.0]
-    assert condition.channels[:, 1].unique().tolist() == [1.0]
+    assert [float(part.unique()) for part in condition[:, 0]] == [0.0, 1.0]
+    assert condition[:, 1].unique().tolist() == [1.0]
 
 
 LABELS: dict[str, list[float]] = {
@@ -86,29 +81,10 @@ LABELS: dict[str, list[float]] = {
 def test_labels_become_channels_of_0_and_1_and_a_label_beyond_them_none(dtype: str) -> None:
     labels = LABELS[dtype]
     raw = torch.from_numpy(np.array(labels, dtype)).view(1, 1, 1, 1, -1)
-    condition = Conditioner(range(3), [], NO_SCALARS, CPU)(raw, [0])
-    assert condition.channels is not None
+    condition = Conditioner(range(3), [], CPU)(raw, [0])
+    assert condition is not None
     expected = [[float(label == channel) for label in labels] for channel in range(3)]
-    assert condition.channels[0, :, 0, 0].tolist() == [*expected, [1.0] * len(labels)]
-
-
-def test_scalars_are_those_of_the_samples_volume(tmp_path: Path) -> None:
-    fine = write_group(tmp_path / "fine.zarr", textured((96, 128, 128)), [4.0, 4.0, 4.0])
-    # A scale of the whole pyramid multiplies that of the level.
-    coarse = write_group(tmp_path / "coarse.zarr", textured((96, 128, 128)), [4.0, 4.0, 4.0], whole=[2.0, 2.0, 2.0])
-    config = make_config([{"path": str(fine)}, {"path": str(coarse)}], scalars=("voxel_size", "level"))
-    scalars = volume_scalars(config, prepare_data(0, config.data))
-    assert scalars.tolist() == [[2.0, 0.0], [3.0, 0.0]]
-    condition = Conditioner(None, [], scalars, CPU)(None, [1, 0, 1])
-    assert condition.channels is None
-    assert condition.scalars is not None
-    assert condition.scalars.tolist() == [[3.0, 0.0, 1.0], [2.0, 0.0, 1.0], [3.0, 0.0, 1.0]]
-
-
-def test_a_volume_that_does_not_say_its_voxel_size_is_refused_where_it_is_wanted(volume: Path) -> None:
-    config = make_config([{"path": str(volume)}], scalars=("voxel_size",))
-    with pytest.raises(DataError, match=r"voxel_size needs volumes .* got none in .*volume\.zarr; correct"):
-        volume_scalars(config, prepare_data(0, config.data))
+    assert condition[0, :, 0, 0].tolist() == [*expected, [1.0] * len(labels)]
 
 
 def test_a_condition_travels_with_its_patch_mirrored_and_turned_alike(tmp_path: Path) -> None:
@@ -122,10 +98,10 @@ def test_a_condition_travels_with_its_patch_mirrored_and_turned_alike(tmp_path: 
     data = prepare_data(0, config.data)
     greys = data.grey_ranges(config.data)
     options = StreamOptions(8, workers=0)
-    conditioner = Conditioner(None, greys.conditions, volume_scalars(config, data), CPU)
+    conditioner = Conditioner(None, greys.conditions, CPU)
     feed = DeviceFeed(CPU, options, data.job, greys.volumes, conditioner)
     with feed.open():
         batch = feed.next(HostClock())
-    assert batch.condition.channels is not None
+    assert batch.condition is not None
     # The condition is the negative: wherever both are, model values add up to 0.  1e-6: float32 rounding near 1.
-    torch.testing.assert_close(batch.condition.channels[:, :1], -batch.x_0, rtol=0, atol=1e-6)
+    torch.testing.assert_close(batch.condition[:, :1], -batch.x_0, rtol=0, atol=1e-6)

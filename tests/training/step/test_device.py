@@ -15,8 +15,8 @@ from vesuvius.monitor.clock import HostClock
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
-from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceFeed, apply_symmetries
+from vesuvius.training.step.grey_values import Conditioner
 
 CPU = torch.device("cpu")
 ALL = [
@@ -53,7 +53,7 @@ def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtyp
     data = prepare_data(0, config)
     greys = [GreyRange(0, 100), GreyRange(100, 150)]
     options = StreamOptions(16, workers=0)
-    conditioner = Conditioner(None, [], np.zeros((2, 0), np.float32), CPU)
+    conditioner = Conditioner(None, [], CPU)
     feed = DeviceFeed(CPU, options, data.job, greys, conditioner)
     with feed.open():
         batch = feed.next(HostClock())
@@ -109,18 +109,16 @@ def check_patches_and_labels(tmp_path: Path, dtype: str, workers: int) -> None:
         }
     )
     data, options = prepare_data(0, config), StreamOptions(8, workers=workers)
-    feed = DeviceFeed(
-        CPU, options, data.job, [GreyRange(-100, 100)], Conditioner(range(3), [], np.zeros((1, 0), np.float32), CPU)
-    )
+    feed = DeviceFeed(CPU, options, data.job, [GreyRange(-100, 100)], Conditioner(range(3), [], CPU))
     with feed.open():
         batch = feed.next(HostClock())
-    assert batch.condition.channels is not None
+    assert batch.condition is not None
     for row, index in enumerate(batch.indices):
         part = tuple(slice(s, s + n) for s, n in zip(data.plan.sample(int(index)).start_zyx, (8, 16, 12), strict=True))
         # 1e-6: float32 rounding of values up to 2.
         np.testing.assert_allclose(batch.x_0[row, 0], scan[part] / 100, rtol=0, atol=1e-6)
         expected = np.stack([labels[part].astype(PAIRS[dtype]) == label for label in range(3)])
-        np.testing.assert_array_equal(batch.condition.channels[row, :3], expected)
+        np.testing.assert_array_equal(batch.condition[row, :3], expected)
 
 
 def _textured_feed(path: Path, device: torch.device) -> tuple[DeviceFeed, PreparedData, StreamOptions]:
@@ -130,7 +128,7 @@ def _textured_feed(path: Path, device: torch.device) -> tuple[DeviceFeed, Prepar
     )
     data = prepare_data(0, config)
     stream_options = StreamOptions(2, workers=0)
-    conditioner = Conditioner(None, [], np.zeros((1, 0), np.float32), device)
+    conditioner = Conditioner(None, [], device)
     return DeviceFeed(device, stream_options, data.job, [GreyRange(0, 1000)], conditioner), data, stream_options
 
 

@@ -96,8 +96,8 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     ("model", "data", "training"),
     [
         ({}, {}, {}),
-        ({"full_res_channels": 4, "skips": "add"}, {"patch_size": [4, 32, 32]}, {"train_batch_size": 3}),
-        ({"scalars": ["voxel_size"], "strides": [[1, 2, 2]]}, {}, {"channels_last": True, "recompute_norm": False}),
+        ({"full_res_channels": 4}, {"patch_size": [4, 32, 32]}, {"train_batch_size": 3}),
+        ({"strides": [[1, 2, 2]]}, {}, {"channels_last": True, "recompute_norm": False}),
         ({"attention_heads": 0}, {"condition_classes": 3}, {"checkpoint_levels": [1]}),
     ],
 )
@@ -111,10 +111,10 @@ def test_the_convolutions_listed_are_those_of_a_step(
         sections[name] = sections[name] | changes
     config = parse_config(yaml.safe_dump(sections))
     network = build_network(config, CPU)
-    batch, scalars = config.training.train_batch_size, len(config.model.scalars)
+    batch = config.training.train_batch_size
     x = torch.randn(batch, config.input_channels, *config.data.patch_size)
     with Recorded() as recorded:
-        network(x, torch.rand(batch), torch.rand(batch, scalars + 1) if scalars else None).sum().backward()
+        network(x, torch.rand(batch)).sum().backward()
     listed = {(c.input_shape, c.weight_shape, c.stride, c.padding) for c in network_convolutions(config, batch)}
     assert listed == recorded.forward == recorded.backward
 

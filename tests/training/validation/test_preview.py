@@ -17,12 +17,12 @@ from PIL import Image
 from torch import Tensor
 
 from vesuvius.config import Config
-from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.preconditioning import Condition
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
-from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.validation.pictures import GAP, HEADING
 from vesuvius.training.validation.preview import make_preview
 from vesuvius.training.validation.reference import Reference
@@ -35,10 +35,9 @@ GREYS = (GreyRange(0, 255),)
 CPU = torch.device("cpu")
 
 
-def config(count: int = 2, steps: int = 3) -> Config:
+def config(steps: int = 3) -> Config:
     sections: dict[str, Any] = {
         "data": {"volumes": ({"path": "scroll.zarr"},), "patch_size": SHAPE},
-        "training": {"preview_count": count},
         "diffusion": {"sampler_steps": steps, "noise": "cosine", "prediction": "x_0"},
     }
     return Config.model_validate({"name": "tiny", **sections})
@@ -48,7 +47,7 @@ def reference(patches: int = 3, held_out: bool = True) -> Reference:
     """Its condition is the patch itself."""
     stored = np.random.default_rng(0).integers(0, 256, (patches, *SHAPE)).astype(np.uint8)
     fixed = FixedPatches(held_out, (0,) * patches, ((0, 0, 0),) * patches, stored, stored)
-    conditioner = Conditioner(None, GREYS, np.zeros((1, 0), np.float32), CPU)
+    conditioner = Conditioner(None, GREYS, CPU)
     return Reference(fixed, GreyRanges(GREYS, GREYS), conditioner, CPU)
 
 
@@ -89,11 +88,11 @@ def test_the_picture_has_a_row_a_patch_and_the_curves_below(tmp_path: Path) -> N
 
 def test_patches_are_drawn_under_the_conditions_of_the_real_ones_beside_them(tmp_path: Path) -> None:
     def echo(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        assert condition.channels is not None
-        return condition.channels[:, :1]
+        assert condition is not None
+        return condition[:, :1]
 
-    record = preview(tmp_path, config(count=3), denoise=echo)
-    real, _, under, without = columns_of(pixels(tmp_path), count=3)
+    record = preview(tmp_path, denoise=echo)
+    real, _, under, without = columns_of(pixels(tmp_path))
     assert np.array_equal(under, real)
     assert (without[:90, :90] == 127).all(), "left out it is 0"
     assert math.isnan(record["unconditional"]["planarity"])
@@ -104,7 +103,7 @@ def test_patches_are_drawn_under_the_conditions_of_the_real_ones_beside_them(tmp
 
 def test_the_curves_are_means_over_the_generated_patches_and_the_whole_reference(tmp_path: Path) -> None:
     patches = reference(5)
-    record = preview(tmp_path, config(count=1), reference=patches)
+    record = preview(tmp_path, reference=patches)
     real = measure_texture(patches.x_0(range(5))[:, 0].numpy())
     assert record["histogram"]["real"] == real.histogram.tolist()
     assert record["spectrum"]["real"] == real.power.tolist()
@@ -118,13 +117,13 @@ def test_the_curves_are_means_over_the_generated_patches_and_the_whole_reference
     assert record["picture"] == "samples/step_00000500.png"
 
 
-def test_a_patch_is_the_same_at_every_step_and_beside_any_number_of_others(tmp_path: Path) -> None:
-    for run, count, step in (("a", 1, 500), ("b", 2, 1000)):
-        preview(tmp_path / run, config(count=count), step)
-    of_one, of_two = pixels(tmp_path / "a"), pixels(tmp_path / "b", 1000)
-    for one, two in zip(columns_of(of_one, 1), columns_of(of_two), strict=True):
-        assert np.array_equal(one, two[:SIDE])
-    assert not np.array_equal(of_one[:HEADING], of_two[:HEADING]), "the title says the step"
+def test_a_patch_is_the_same_at_every_step(tmp_path: Path) -> None:
+    for run, step in (("a", 500), ("b", 1000)):
+        preview(tmp_path / run, step=step)
+    one, two = pixels(tmp_path / "a"), pixels(tmp_path / "b", 1000)
+    for column, other in zip(columns_of(one), columns_of(two), strict=True):
+        assert np.array_equal(column, other)
+    assert not np.array_equal(one[:HEADING], two[:HEADING]), "the title says the step"
 
 
 def test_a_stop_ends_it_after_the_sampling_step_in_hand_and_leaves_no_file(tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_a_stop_ends_it_after_the_sampling_step_in_hand_and_leaves_no_file(tmp_p
         called += 1
         return smooth(x_t, t, condition)
 
-    used = config(count=2, steps=3)
+    used = config(steps=3)
     schedule = Schedule.from_config(used.diffusion)
     assert make_preview(used, tmp_path, 500, counted, schedule, reference(), lambda: called >= calls) is None
     assert called == calls

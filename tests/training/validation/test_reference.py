@@ -12,7 +12,7 @@ from tests.training.step.test_conditioning import make_config, write_group
 from vesuvius.config import Config
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.step.conditioning import Conditioner, volume_scalars
+from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.validation.reference import Reference
 
 CPU = torch.device("cpu")
@@ -20,21 +20,21 @@ SHAPE = (96, 128, 128)
 
 
 def two_scans(folder: Path) -> Config:
-    """Scans of other grey values and voxel sizes, each with a condition that is twice as bright."""
+    """Scans of other grey values, each with a condition that is twice as bright."""
     volumes = []
     for number, bright in enumerate((1, 100)):
         voxels = textured(SHAPE, number).astype("uint16") * bright
         path = write_group(folder / f"{number}.zarr", voxels, [2.0 ** (number + 1)] * 3)
         condition = write_array(folder / f"c{number}.zarr", 2 * voxels)
         volumes.append({"path": str(path), "condition": {"path": str(condition)}})
-    return make_config(volumes, scalars=("voxel_size",))
+    return make_config(volumes)
 
 
 def open_reference(config: Config, count: int) -> tuple[FixedPatches, Reference]:
     data = prepare_data(config.seed, config.data)
     greys = data.grey_ranges(config.data)
     fixed = read_fixed_patches(data, config.data, count)
-    conditioner = Conditioner(config.data.labels, greys.conditions, volume_scalars(config, data), CPU)
+    conditioner = Conditioner(config.data.labels, greys.conditions, CPU)
     return fixed, Reference(fixed, greys, conditioner, CPU)
 
 
@@ -45,8 +45,7 @@ def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_
     data = prepare_data(config.seed, config.data)
     greys = data.grey_ranges(config.data)
     x_0, condition = reference.x_0(range(8)), reference.condition(range(8))
-    assert condition.channels is not None
-    assert condition.scalars is not None
+    assert condition is not None
     assert x_0.dtype == torch.float32
     assert x_0.shape == (8, 1, 8, 16, 16)
     for row, number in enumerate(fixed.volumes):
@@ -54,9 +53,8 @@ def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_
         # 1e-5: float32 rounding of model values near 1.
         np.testing.assert_allclose(x_0[row, 0], (fixed.patches[row] - low) * 2 / (high - low) - 1, rtol=0, atol=1e-5)
         # The condition's voxels and range are twice its volume's, so its model values are the same.
-        torch.testing.assert_close(condition.channels[row, 0], x_0[row, 0], rtol=0, atol=1e-5)
-        assert condition.channels[row, 1].unique().tolist() == [1.0]
-        assert condition.scalars[row].tolist() == [number + 1.0, 1.0]
+        torch.testing.assert_close(condition[row, 0], x_0[row, 0], rtol=0, atol=1e-5)
+        assert condition[row, 1].unique().tolist() == [1.0]
 
 
 def test_rows_come_in_the_order_asked_for_and_more_than_once(tmp_path: Path) -> None:
@@ -64,7 +62,7 @@ def test_rows_come_in_the_order_asked_for_and_more_than_once(tmp_path: Path) -> 
     whole, rows = reference.x_0(range(4)), [3, 0, 3]
     assert len(reference) == 4
     assert torch.equal(reference.x_0(rows), whole[rows])
-    all_channels, channels = reference.condition(range(4)).channels, reference.condition(rows).channels
+    all_channels, channels = reference.condition(range(4)), reference.condition(rows)
     assert all_channels is not None
     assert channels is not None
     assert torch.equal(channels, all_channels[rows])
@@ -72,7 +70,7 @@ def test_rows_come_in_the_order_asked_for_and_more_than_once(tmp_path: Path) -> 
 
 def test_without_a_condition_the_network_is_shown_none(volume: Path) -> None:
     _, reference = open_reference(make_config([{"path": str(volume)}]), 2)
-    assert reference.condition([1, 0]).empty
+    assert reference.condition([1, 0]) is None
     assert reference.held_out
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tests.training.step.test_step import make_config, make_step, train
 from vesuvius.config import Config, DiffusionConfig
-from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.preconditioning import Condition
 from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
-from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.validation.reference import Reference
 from vesuvius.training.validation.validation import HEADLINE, RAW, Losses, Validation, ValidationResult
 
@@ -41,7 +41,7 @@ def make_reference(
     if grey is not None:
         voxels[...] = grey
     greys = GreyRanges((GreyRange(0, 255),), (GreyRange(0, 255),) if conditional else ())
-    conditioner = Conditioner(None, greys.conditions, np.zeros((1, 0), np.float32), device)
+    conditioner = Conditioner(None, greys.conditions, device)
     fixed = FixedPatches(True, (0,) * count, ((0, 0, 0),) * count, voxels, 255 - voxels if conditional else None)
     return Reference(fixed, greys, conditioner, device)
 
@@ -167,10 +167,10 @@ def test_the_condition_is_always_shown() -> None:
     config = config_of(conditional=True, condition_dropout=0.9)
     result_of(config, {"ema": recorder})
     for condition, x_t in zip(recorder.conditions, recorder.x_t, strict=True):
-        assert condition.channels is not None
-        assert condition.channels.shape[:2] == (len(x_t), 2)
-        assert condition.channels[:, 1].unique().tolist() == [1.0]
-        assert condition.channels[:, 0].std() > 0.1
+        assert condition is not None
+        assert condition.shape[:2] == (len(x_t), 2)
+        assert condition[:, 1].unique().tolist() == [1.0]
+        assert condition[:, 0].std() > 0.1
 
 
 def test_raw_and_averaged_weights_are_measured_each_by_itself() -> None:

@@ -16,15 +16,16 @@ from vesuvius.diffusion.network.norm import NORM_EPS, laid_out, layout_of, no_au
 
 FREQUENCIES = 64
 LONGEST_PERIOD = 10_000.0
+NORM_GROUPS = 32
 MIN_CHANNELS_PER_GROUP = 4
 
 
-def group_count(channels: int, norm_groups: int) -> int:
-    """Return the largest divisor of `channels` that is at most `norm_groups` and gives at least 4 channels per group.
+def group_count(channels: int) -> int:
+    """Return the largest divisor of `channels` that is at most 32 and gives at least 4 channels per group.
 
     A group of one channel would be instance normalisation, which removes the brightness of the patch.
     """
-    most = max(1, min(norm_groups, channels // MIN_CHANNELS_PER_GROUP))
+    most = max(1, min(NORM_GROUPS, channels // MIN_CHANNELS_PER_GROUP))
     return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
 
 
@@ -55,28 +56,20 @@ def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
     return boxes.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, c, z * sz, y * sy, x_size * sx)
 
 
-class _Zero(nn.Module):
-    """A layer whose weights begin at zero."""
+class ZeroConv3d(nn.Conv3d):
+    """A zero-initialised convolution; the branch that ends in it adds nothing at first."""
 
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
 
-class ZeroConv3d(_Zero, nn.Conv3d):
-    """A zero-initialised convolution; the branch that ends in it adds nothing at first."""
-
-
-class ZeroLinear(_Zero, nn.Linear):
-    """A zero-initialised linear layer."""
-
-
 class NormSiLU(nn.Module):
     """GroupNorm with learned weight and bias, then SiLU, then a given convolution."""
 
-    def __init__(self, channels: int, norm_groups: int) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.groups = group_count(channels, norm_groups)
+        self.groups = group_count(channels)
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
@@ -90,9 +83,9 @@ class AdaptiveNormSiLU(nn.Module):
     Only the projection to scale and shift belongs to the module; the convolution is given.
     """
 
-    def __init__(self, channels: int, embedding: int, norm_groups: int) -> None:
+    def __init__(self, channels: int, embedding: int) -> None:
         super().__init__()
-        self.groups = group_count(channels, norm_groups)
+        self.groups = group_count(channels)
         self.project = nn.Linear(embedding, 2 * channels)
 
     def forward(self, x: Tensor, embedding: Tensor, conv: nn.Conv3d, recompute: bool) -> Tensor:
@@ -104,11 +97,11 @@ class AdaptiveNormSiLU(nn.Module):
 class ResidualBlock(nn.Module):
     """x + conv(SiLU(AdaGN(conv(SiLU(norm(x))), t))), with a zero-initialised second convolution."""
 
-    def __init__(self, channels_in: int, channels_out: int, embedding: int, norm_groups: int) -> None:
+    def __init__(self, channels_in: int, channels_out: int, embedding: int) -> None:
         super().__init__()
-        self.norm_1 = NormSiLU(channels_in, norm_groups)
+        self.norm_1 = NormSiLU(channels_in)
         self.conv_1 = nn.Conv3d(channels_in, channels_out, 3, padding=1)
-        self.norm_2 = AdaptiveNormSiLU(channels_out, embedding, norm_groups)
+        self.norm_2 = AdaptiveNormSiLU(channels_out, embedding)
         self.conv_2 = ZeroConv3d(channels_out, channels_out, 3, padding=1)
         self.skip = nn.Identity() if channels_in == channels_out else nn.Conv3d(channels_in, channels_out, 1)
 
@@ -122,10 +115,10 @@ class ResidualBlock(nn.Module):
 class Attention(nn.Module):
     """x + self-attention over all voxels, with a zero-initialised output projection."""
 
-    def __init__(self, channels: int, heads: int, norm_groups: int) -> None:
+    def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm = nn.GroupNorm(group_count(channels, norm_groups), channels, NORM_EPS)
+        self.norm = nn.GroupNorm(group_count(channels), channels, NORM_EPS)
         self.qkv = nn.Linear(channels, 3 * channels)
         self.out = ZeroConv3d(channels, channels, 1)
 
@@ -143,27 +136,17 @@ class Attention(nn.Module):
 
 
 class TimestepEmbedding(nn.Module):
-    """Sines and cosines of t (Vaswani et al. 2017) and a two-layer perceptron, always in float32.
+    """Sines and cosines of t (Vaswani et al. 2017) and a two-layer perceptron, always in float32."""
 
-    With `scalars` above 0, that many values per sample pass a second, zero-initialised perceptron and are added.
-    """
-
-    def __init__(self, width: int, scalars: int = 0) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.linear_1 = nn.Linear(2 * FREQUENCIES, width)
         self.linear_2 = nn.Linear(width, width)
-        self.scalars = nn.Linear(scalars, width) if scalars else None
-        if scalars:
-            self.scalars_out = ZeroLinear(width, width)
 
-    def forward(self, t: Tensor, scalars: Tensor | None = None) -> Tensor:
-        """t, int64 or float32 [B], and scalars, float32 [B, n] or None -> float32 [B, width]."""
+    def forward(self, t: Tensor) -> Tensor:
+        """t, int64 or float32 [B] -> float32 [B, width]."""
         with no_autocast(t.device):
             exponents = torch.arange(FREQUENCIES, dtype=torch.float32, device=t.device) / FREQUENCIES
             angles = t.float()[:, None] * torch.exp(-math.log(LONGEST_PERIOD) * exponents)
             waves = torch.cat([angles.cos(), angles.sin()], dim=1)
-            h = self.linear_2(F.silu(self.linear_1(waves)))
-            if self.scalars is not None:
-                assert scalars is not None
-                h = h + self.scalars_out(F.silu(self.scalars(scalars)))
-            return F.silu(h)
+            return F.silu(self.linear_2(F.silu(self.linear_1(waves))))

@@ -1,4 +1,4 @@
-"""The network: (x_t and condition, t, scalars) -> prediction; a 3D U-Net that works mostly at half resolution.
+"""The network: (x_t and condition, t) -> prediction; a 3D U-Net that works mostly at half resolution.
 
 Full-resolution activations fill the memory.  A space-to-depth stem therefore leads to the first level, and only one
 narrow residual block at each end works at full resolution.  The forward pass has no randomness.
@@ -22,7 +22,6 @@ from vesuvius.diffusion.network.layers import (
     ResidualBlock,
     TimestepEmbedding,
     ZeroConv3d,
-    ZeroLinear,
     depth_to_space,
     space_to_depth,
 )
@@ -49,10 +48,8 @@ def largest_activation_elements(config: ModelConfig, batch: int, size_zyx: Tripl
     for level, channels in enumerate(config.channels):
         if level > 0:
             voxels //= math.prod(config.level_strides_zyx[level - 1])
-        widest = 2 * channels if config.skips == "concat" else channels
-        if config.attention_heads and level == len(config.channels) - 1:
-            widest = 3 * channels  # queries, keys and values
-        largest = max(largest, widest * voxels)
+        has_attention = config.attention_heads and level == len(config.channels) - 1
+        largest = max(largest, (3 if has_attention else 2) * channels * voxels)  # queries, keys, values; joined skips
     return largest
 
 
@@ -90,29 +87,25 @@ class Trunk(nn.Module):
 
     def __init__(self, config: ModelConfig, embedding: int, execution: Execution) -> None:
         super().__init__()
-        self.per_level, self.strides_zyx = config.blocks_per_level, config.level_strides_zyx
-        self.adds_skips, self.execution = config.skips == "add", execution
-        groups, heads, c = config.norm_groups, config.attention_heads, config.channels[0]
+        self.per_level, self.strides_zyx, self.execution = config.blocks_per_level, config.level_strides_zyx, execution
+        heads, c = config.attention_heads, config.channels[0]
         self.down_blocks, self.downsamples = nn.ModuleList(), nn.ModuleList()
-        self.up_blocks, self.upsamples, self.skip_maps = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        self.up_blocks, self.upsamples = nn.ModuleList(), nn.ModuleList()
         skips = [c]
         for level, level_channels in enumerate(config.channels):
             if level > 0:
                 self.downsamples.append(_downsampling(c, self.strides_zyx[level - 1]))
                 skips.append(c)
             for _ in range(self.per_level):
-                self.down_blocks.append(ResidualBlock(c, level_channels, embedding, groups))
+                self.down_blocks.append(ResidualBlock(c, level_channels, embedding))
                 c = level_channels
                 skips.append(c)
-        self.middle_1 = ResidualBlock(c, c, embedding, groups)
-        self.attention = Attention(c, heads, groups) if heads else nn.Identity()
-        self.middle_2 = ResidualBlock(c, c, embedding, groups)
+        self.middle_1 = ResidualBlock(c, c, embedding)
+        self.attention = Attention(c, heads) if heads else nn.Identity()
+        self.middle_2 = ResidualBlock(c, c, embedding)
         for level in reversed(range(len(config.channels))):
             for _ in range(self.per_level + 1):
-                left = skips.pop()
-                channels_in = c if self.adds_skips else c + left
-                self.skip_maps.append(nn.Conv3d(left, c, 1) if self.adds_skips and left != c else nn.Identity())
-                self.up_blocks.append(ResidualBlock(channels_in, config.channels[level], embedding, groups))
+                self.up_blocks.append(ResidualBlock(c + skips.pop(), config.channels[level], embedding))
                 c = config.channels[level]
             if level > 0:
                 finer, stride = config.channels[level - 1], self.strides_zyx[level - 1]
@@ -133,12 +126,9 @@ class Trunk(nn.Module):
                 skips.append(h)
         h = run(levels, self.middle_1, embedding, h)
         h = run(levels, self.middle_2, embedding, self.attention(h))
-        skip_maps = iter(self.skip_maps)
         for level in reversed(range(levels)):
             for _ in range(self.per_level + 1):
-                skip = next(skip_maps)(skips.pop())
-                parts = [h + skip] if self.adds_skips else [h, skip]
-                h = run(level + 1, next(up_blocks), embedding, *parts)
+                h = run(level + 1, next(up_blocks), embedding, h, skips.pop())
             if level > 0:
                 h = depth_to_space(self.upsamples[-level](h), self.strides_zyx[level - 1])
         return h
@@ -162,26 +152,25 @@ class UNet(nn.Module):
     def __init__(self, config: ModelConfig, in_channels: int = 1, execution: Execution = Execution()) -> None:
         super().__init__()
         self.config, self.in_channels, self.execution = config, in_channels, execution
-        groups, full, first = config.norm_groups, config.full_res_channels, config.channels[0]
+        full, first = config.full_res_channels, config.channels[0]
         stem_voxels = math.prod(config.stem_stride)
-        self.embed = TimestepEmbedding(4 * first, len(config.scalars) + 1 if config.scalars else 0)
+        self.embed = TimestepEmbedding(4 * first)
         self.stem_in = nn.Conv3d((full or in_channels) * stem_voxels, first, 3, padding=1)
         self.trunk = Trunk(config, 4 * first, execution)
         if full:
             self.full_in = nn.Conv3d(in_channels, full, 3, padding=1)
-            self.full_down = ResidualBlock(full, full, 4 * first, groups)
+            self.full_down = ResidualBlock(full, full, 4 * first)
             self.stem_out = nn.Conv3d(first, full * stem_voxels, 1)
-            self.full_up = ResidualBlock(full, full, 4 * first, groups)
-        self.norm_out = NormSiLU(full or first, groups)
+            self.full_up = ResidualBlock(full, full, 4 * first)
+        self.norm_out = NormSiLU(full or first)
         self.conv_out = ZeroConv3d(full or first, 1 if full else stem_voxels, 3, padding=1)
 
-    def forward(self, x: Tensor, t: Tensor, scalars: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
         """Return the prediction: float32 [B, 1, Z, Y, X].
 
         Args:
             x: x_t and the condition's channels, [B, in_channels, Z, Y, X].
             t: int64 or float32 [B].
-            scalars: float32 [B, n + 1] if `config.scalars` lists n, as in `Condition`.
 
         Raises:
             ConfigError: (Z, Y, X) is not a multiple of `config.divisor_zyx`, or a tensor would reach 2^31 elements.
@@ -191,7 +180,7 @@ class UNet(nn.Module):
         assert t.shape == (batch,), (t.shape, x.shape)
         self.check_size(batch, (z, y, x_size))
         x = self._laid_out_as_weights(x)
-        embedding = self.embed(t, scalars)
+        embedding = self.embed(t)
         stride, run, recompute = self.config.stem_stride, self.execution.run, self.execution.recompute_norm
         if not self.config.full_res_channels:
             h = self.trunk(self.stem_in(space_to_depth(x, stride)), embedding)
@@ -251,7 +240,7 @@ def build_unet(
 @torch.no_grad()
 def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
     match module:
-        case ZeroConv3d() | ZeroLinear():
+        case ZeroConv3d():
             module.reset_parameters()
         case nn.Conv3d() | nn.Linear():
             assert module.bias is not None

@@ -84,8 +84,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
     info = read_checkpoint_info(find_checkpoint(request.run, "RUN"), request.overrides)
     _check(request, info)
     config = info.config
-    own = config.has_condition or info.data.scalars.shape[1] > 0
-    number = request.training_volume if own or len(config.data.volumes) == 1 else None
+    number = request.training_volume if config.has_condition or len(config.data.volumes) == 1 else None
     facts, grey = info.data.volumes[request.training_volume], info.data.greys.volumes[request.training_volume]
     source = RealSource(config.seed, config.data, number, info.data.greys.volumes, (grey, facts.dtype))
     patch, augment = config.data.patch_size, config.data.augment

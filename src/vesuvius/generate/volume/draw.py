@@ -137,7 +137,6 @@ class _Drawing:
             request.seed,
             sampling_levels(schedule, config.diffusion),
             config.diffusion.sampler,
-            config.diffusion.sampler_eta,
             batch_size=request.batch_size,
             rounds=(request.rounds or _ROUNDS) if source is not None else 1,
             inpaint=source is not None,

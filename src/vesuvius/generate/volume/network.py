@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.estimate import NetworkEstimate
+from vesuvius.diffusion.preconditioning import Condition
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.generate.described import DrawRequest
 from vesuvius.generate.volume.work import VolumeJob, Work
 from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
-from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
 from vesuvius.training.step.step import choose_device
 
@@ -41,7 +41,7 @@ class Network:
             log.warning("sampling will be slow: %s", problem)
         check_kernels(config, request.batch_size, self.device, self.denoiser.amp, backward=False)
         self._volume = request.volume
-        self._conditioner = Conditioner(config.data.labels, data.greys.conditions, data.scalars, self.device)
+        self._conditioner = Conditioner(config.data.labels, data.greys.conditions, self.device)
 
     def condition_of(self, stored: NDArray[Any] | None, count: int) -> Condition:
         """The network's condition of `count` samples, from its voxels, [B, 1, Z, Y, X] as they are stored."""

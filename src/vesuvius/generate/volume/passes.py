@@ -38,9 +38,7 @@ class Pass:
     pull: float = 1.0  # how far known voxels follow the error of their estimate, see `corrected`
 
 
-def passes_of(
-    levels: Sequence[NoiseLevel], method: SamplerMethod, eta: float = 0.0, rounds: int = 1
-) -> tuple[Pass, ...]:
+def passes_of(levels: Sequence[NoiseLevel], method: SamplerMethod, rounds: int = 1) -> tuple[Pass, ...]:
     """The passes that take a volume from the first of `levels` to the last.
 
     The correction of heun is a pass of its own, at the level that its predictor has reached.
@@ -49,7 +47,7 @@ def passes_of(
         rounds: passes per step; all but the last of a step correct the noise of known voxels.
     """
     passes: list[Pass] = []
-    rows, pulls = step_table(levels, method, eta), _pulls(rounds)
+    rows, pulls = step_table(levels, method), _pulls(rounds)
     for step, row in enumerate(rows):
         keeps_before = row.x_0_before != 0
         keeps = step + 1 < len(rows) and rows[step + 1].x_0_before != 0

@@ -60,7 +60,6 @@ class VolumeJob:
     seed: int
     levels: tuple[NoiseLevel, ...]  # noise levels, from most noise to none
     method: SamplerMethod
-    eta: float = 0.0
     batch_size: int = 1  # tiles per call of the network; batches are the same whatever is still to be done
     rounds: int = 1  # passes per step, see `passes_of`
     inpaint: bool = False  # some voxels are known
@@ -69,7 +68,7 @@ class VolumeJob:
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """All passes, in order."""
-        return passes_of(self.levels, self.method, self.eta, self.rounds)
+        return passes_of(self.levels, self.method, self.rounds)
 
     def batch(self, number: int) -> range:
         """The tiles of a batch."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.diffusion.spectrum import Spectrum
@@ -41,15 +40,14 @@ class DataFacts:
     volumes: tuple[TrainedVolume, ...]
     greys: GreyRanges  # their grey ranges
     spectrum: Spectrum  # of their voxels
-    scalars: NDArray[np.float32]  # what the network is told of each volume, float32 [volumes, n]
 
     def state_dict(self) -> dict[str, Any]:
         """As tensors and plain data."""
         volumes = [
             vars(volume)
-            | {"dtype": volume.dtype.name, "scalars": row.tolist()}
+            | {"dtype": volume.dtype.name}
             | {key: tuple(map(str, vars(volume)[key])) for key in ("condition_factors", "condition_offsets")}
-            for volume, row in zip(self.volumes, self.scalars, strict=True)
+            for volume in self.volumes
         ]
         greys = {"greys": self.greys.volumes, "condition_greys": self.greys.conditions}
         return {
@@ -78,7 +76,6 @@ class DataFacts:
             ),
             GreyRanges(greys, conditions),
             Spectrum.from_state(state["spectrum"]),
-            np.array([volume["scalars"] for volume in volumes], np.float32).reshape(len(volumes), -1),
         )
 
 

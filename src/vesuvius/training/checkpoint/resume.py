@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
 
 _PLAN_VERSION = "plan.version: "
+_THREADS = "OMP_NUM_THREADS"  # the variable from which torch takes the number of its threads
 
 
 @dataclass
@@ -61,6 +63,7 @@ def run_state(
         "condition_dtype": data.job.condition_dtype,
         "config": config.model_dump(mode="json"),
         "torch_threads": torch.get_num_threads(),
+        "omp_num_threads": os.environ.get(_THREADS),
     }
 
 
@@ -167,16 +170,14 @@ def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"plan.{line}{why if '.foreground:' in line else ''}" for line in lines]
 
 
-def restore(found: ResumePoint, step: TrainStep, device: torch.device, threads: int | None = None) -> Progress:
-    """Put the state back into the training step and let go of it.  Returns how far the run was.
-
-    `threads`: of the trainer on a CPU; None = as many as the run had.
-    """
+def restore(found: ResumePoint, step: TrainStep, device: torch.device) -> Progress:
+    """Put the state back into the training step and let go of it.  Returns how far the run was."""
     state = found.state
     step.load_state_dict(state)
-    if device.type == "cpu":
+    asked = os.environ.get(_THREADS)
+    if device.type == "cpu" and state.get("omp_num_threads", asked) == asked:  # else another number is wanted
         # The order in which threads add up is part of a CPU result.
-        torch.set_num_threads(threads or state["torch_threads"])
+        torch.set_num_threads(state["torch_threads"])
     progress = Progress.from_state(state)
     if found.other_data:
         progress.quarantined = []

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from vesuvius.config import Config
 from vesuvius.config.load import parse_stored
-from vesuvius.diffusion.condition import NO_CONDITION, Condition
-from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.training.checkpoint.data_facts import DataFacts
@@ -80,7 +79,7 @@ class Denoiser:
             ) from error
 
     @torch.no_grad()
-    def __call__(self, x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION) -> Tensor:
+    def __call__(self, x_t: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
         """What the network says about BCZYX at timesteps [B]."""
         with autocast(self._device, self.amp):
             return predict(self.network, self._schedule, x_t, t, condition)

@@ -16,6 +16,7 @@ from vesuvius.training.forecast.preflight import Preflight, preflight
 from vesuvius.training.forecast.run_plan import plan_run
 from vesuvius.training.forecast.start_log import data_lines
 from vesuvius.training.step.step import choose_device, resolve_amp
+from vesuvius.training.validation.preview import PREVIEWED
 
 _TIME_RANGE = (0.6, 2.5)  # of what its operations predict, for a step
 
@@ -118,7 +119,7 @@ def _fixed_lines(config: Config, preflight: Preflight) -> list[str]:
             "levels each"
         )
     if training.preview_every:
-        lines.append(f"previews   every {training.preview_every} steps, {training.preview_count} generated patches")
+        lines.append(f"previews   every {training.preview_every} steps, {PREVIEWED} generated patches")
     return lines
 
 

@@ -22,7 +22,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, VolumeConfig
-from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.network.unet import INT32_LIMIT, UNet, largest_activation_elements
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.units import GIB
@@ -263,10 +262,7 @@ def _give_gradients(step: TrainStep) -> None:
 def _one_micro_batch(step: TrainStep, config: Config, batch: int) -> None:
     """Noising, forward and backward pass of a batch as `DeviceFeed` delivers it."""
     patch_size = config.data.patch_size
-    channels, scalars = config.condition_channels, len(config.model.scalars)
-    condition = Condition(
-        torch.empty(batch, channels, *patch_size) if channels else None,
-        torch.empty(batch, scalars + 1) if scalars else None,
-    )
+    channels = config.condition_channels
+    condition = torch.empty(batch, channels, *patch_size) if channels else None
     x_0 = torch.empty(batch, 1, *patch_size)
     step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64), condition)

@@ -31,9 +31,9 @@ from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
 from vesuvius.training.checkpoint.trained import InitialWeights, read_initial_weights
 from vesuvius.training.forecast.limits import check_limits
-from vesuvius.training.step.conditioning import volume_scalars
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import check_initial_weights, parameter_count, saved_copies
+from vesuvius.training.validation.preview import PREVIEWED
 from vesuvius.training.validation.reference import measure_spectrum
 from vesuvius.volumes.store.cache import open_cache
 
@@ -158,14 +158,13 @@ def preflight(
     fixed = None
     if count := fixed_count(config.training, data):
         fixed = read_fixed_patches(data, config.data, count if caches else 0)
-    scalars = facts.scalars if facts else volume_scalars(config, data)
     initial = None if resumed else _initial_weights(config)
     checkpoint_bytes = sum(checkpoint_sizes(config))
     free_bytes = _check_disk(directory.path, checkpoint_bytes)
     return Preflight(
         directory,
         data,
-        DataFacts(trained_volumes(data), greys, spectrum, scalars),
+        DataFacts(trained_volumes(data), greys, spectrum),
         resumed,
         initial,
         fixed,
@@ -193,7 +192,7 @@ def checkpoint_sizes(config: Config) -> list[int]:
 def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
     """How many patches validations and previews use.  Pure."""
     validates = training.validate_every > 0 and any(split.validation for split in data.splits)
-    return max(training.validate_patches if validates else 0, training.preview_count if training.preview_every else 0)
+    return max(training.validate_patches if validates else 0, PREVIEWED if training.preview_every else 0)
 
 
 def doubts(config: Config, cores: float) -> list[str]:

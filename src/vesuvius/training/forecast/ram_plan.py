@@ -190,7 +190,7 @@ def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamPart]:
         RamPart("trainer", "process", _TRAINER_BYTES),
         RamPart("trainer", "CUDA (assumed)", gpu * _CUDA_HOST_BYTES),
         RamPart("trainer", "batches", ring + in_hand, "training.prefetch_factor or training.train_batch_size"),
-        RamPart("trainer", "fixed patches", fixed, "training.validate_patches or training.preview_count"),
+        RamPart("trainer", "fixed patches", fixed, "training.validate_patches"),
     ]
 
 

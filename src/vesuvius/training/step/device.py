@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.preconditioning import Condition
 from vesuvius.monitor.clock import StepClock
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.feeder import HELD, Batch
@@ -26,8 +26,7 @@ from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.step.batch_ring import BatchRing, exchange
-from vesuvius.training.step.conditioning import Conditioner
-from vesuvius.training.step.grey_values import grey_scales, normalised, signed_view
+from vesuvius.training.step.grey_values import Conditioner, grey_scales, normalised, signed_view
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,9 @@ def network_convolutions(config: Config, batch: int) -> list[Convolution]:
     Runs the network on the meta device: takes no memory.
     """
     network = lay_out_network(config)
-    scalars = len(config.model.scalars) + 1 if config.model.scalars else 0
     with torch.device("meta"), torch.no_grad(), _Recorder() as recorder:
         x = torch.empty(batch, config.input_channels, *config.data.patch_size)
-        network(x, torch.empty(batch), torch.empty(batch, scalars) if scalars else None)
+        network(x, torch.empty(batch))
     return list(recorder.seen)
 
 

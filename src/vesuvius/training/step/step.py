@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vesuvius.config import Config, TrainingConfig
-from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.estimate import Denoise
 from vesuvius.diffusion.loss import loss_per_sample
-from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.preconditioning import Condition, kept, predict
 from vesuvius.diffusion.randomness import condition_kept, sample_noise
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
@@ -88,7 +87,7 @@ class TrainStep:
         x_0: Tensor,
         indices: NDArray[np.int64],
         t: NDArray[np.int64],
-        condition: Condition = NO_CONDITION,
+        condition: Condition = None,
         last: bool = True,
     ) -> Tensor:
         """Add the gradient of one micro-batch; returns the loss of each sample, float32 [B] on the device.
@@ -104,9 +103,9 @@ class TrainStep:
                 eps = sample_noise(seed, indices, (1, *x_0.shape[2:]), self._device)
                 t_device = to_device(torch.from_numpy(t), self._device)
                 x_t = self.schedule.q_sample(x_0, eps, t_device)
-                if not condition.empty:
+                if condition is not None:
                     keep = condition_kept(seed, indices, self._config.diffusion.condition_dropout)
-                    condition = condition.kept(to_device(torch.from_numpy(keep), self._device))
+                    condition = kept(condition, to_device(torch.from_numpy(keep), self._device))
                 with autocast(self._device, self.amp):
                     prediction = predict(self._forward, self.schedule, x_t, t_device, condition)
                 per_sample = loss_per_sample(prediction, x_0, eps, t_device, self.schedule, self._config.diffusion)
@@ -192,8 +191,8 @@ class TrainStep:
         parameters = self.weights(weights)
 
         @torch.no_grad()
-        def denoise(x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION) -> Tensor:
-            def network(*arguments: Tensor | None) -> Tensor:
+        def denoise(x_t: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
+            def network(*arguments: Tensor) -> Tensor:
                 output: Tensor = functional_call(self.network, parameters, arguments)
                 return output
 
@@ -345,10 +344,8 @@ def choose_device(local_rank: int = 0) -> torch.device:
 
 
 def choose_kernels(device: torch.device, config: TrainingConfig) -> None:
-    """Which kernels torch may take on a GPU, or how many threads on a CPU.  To be called before anything runs there."""
+    """Which kernels torch may take on a GPU.  To be called before anything runs there."""
     if device.type != "cuda":
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
         return
     torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
     if config.deterministic:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -45,6 +46,10 @@ Patch = NDArray[np.float32]  # [Z, Y, X], model values
 _LEAST_CHART_WIDTH = 540
 
 
+PREVIEWED = 2
+"""Patches of a sample picture; each costs a whole run of the sampler."""
+
+
 class _StopWantedError(Exception):
     """The way out of the sampler."""
 
@@ -66,14 +71,14 @@ def make_preview(
 
     Args:
         run: the run directory.
-        schedule: on the device to draw on, as are the reference's conditions, of `preview_count` patches or more.
+        schedule: on the device to draw on, as are the reference's conditions, of PREVIEWED patches or more.
         stop: asked after each sampling step; where it says so, nothing is written and None returned.
 
     Returns:
         The fields of the record: picture (relative to the run), the figures of both and their distances, which are NaN
         where generated values are not finite; the log then has a warning.
     """
-    rows = range(config.training.preview_count)
+    rows = range(PREVIEWED)
     assert len(reference) >= len(rows), (len(reference), len(rows))
     real = [_real(reference, row) for row in range(len(reference))]
     shown = [greys for row in rows if (greys := reference.condition_greys(row)) is not None]
@@ -129,8 +134,8 @@ def _draw(
 ) -> Patch:
     """Patch `number`, under the condition of that patch of the reference, or `left_out`, without it."""
     condition, diffusion = reference.condition([number]), config.diffusion
-    if left_out:
-        condition, diffusion = condition.left_out(), diffusion.model_copy(update={"sampler_guidance": 1.0})
+    if left_out and condition is not None:
+        condition, diffusion = torch.zeros_like(condition), diffusion.model_copy(update={"sampler_guidance": 1.0})
 
     def stop_if_wanted(step: int, x: Tensor) -> None:
         if stop():

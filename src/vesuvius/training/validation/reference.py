@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.config import DataConfig
-from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.preconditioning import Condition
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_training_patches
 from vesuvius.stream.start.prepare import GreyRanges, PreparedData
-from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import model_values
-from vesuvius.training.step.grey_values import grey_scales, to_device
+from vesuvius.training.step.grey_values import Conditioner, grey_scales, to_device
 
 _LEAST, _MOST, _VOXELS = 16, 64, 2**25  # of patches that the spectrum is measured of, and about how much they hold
 
@@ -53,7 +52,7 @@ class Reference:
 
     def condition_greys(self, row: int) -> NDArray[np.float32] | None:
         """The condition of a patch as a picture, [Z, Y, X] from -1 to 1: its greys, or its labels; None without one."""
-        channels = self.condition([row]).channels
+        channels = self.condition([row])
         if channels is None:
             return None
         shown = channels[0, :-1]  # the last says that it is there
