@@ -262,18 +262,6 @@ def _plan_the_tiny_run() -> None:
     plan_memory(config, amp="bf16")
 
 
-def _check_the_machine() -> None:
-    """As each run does before its first step; it stays the same, and is remembered."""
-    import torch
-
-    from vesuvius.training.step import self_test
-
-    threads, cpu = torch.get_num_threads(), torch.device("cpu")
-    torch.set_num_threads(1)  # a forked process would wait for ever for other threads of this one
-    self_test.check_convolution(self_test.USUAL, cpu, "off")
-    torch.set_num_threads(threads)
-
-
 _interrupted: list[bool] = []
 
 
@@ -323,7 +311,6 @@ if __name__ == "__main__":
     for _name in _PRELOADED:
         importlib.import_module(_name)
     _plan_the_tiny_run()
-    _check_the_machine()
     _imported = {name: value for name, value in os.environ.items() if _before.get(name) != value}
     gc.freeze()
     _request = _serve(socket.socket(fileno=int(sys.argv[1])))

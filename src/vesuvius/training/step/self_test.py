@@ -1,15 +1,12 @@
-"""Start-up test of the convolutions that a run will use, forward and backward, in its autocast dtype.
+"""Start-up test of a network's convolutions in 16 bits, forward and backward, against float32 on the same device.
 
-In float32 one convolution is compared with float64 on the CPU, which makes float32 a reference.  In 16 bits all those
-of the network are compared with it, with the shapes of its micro-batch: a library picks its kernel by shape, and one of
-them can be wrong while the others are right (oneDNN's weight gradient in bf16 for inputs of depth 2, as of torch 2.13,
-on processors with avx512_bf16).
+All of its convolutions are run with the shapes of its micro-batch: a library picks its kernel by shape, and one of them
+can be wrong while the others are right (oneDNN's weight gradient in bf16 for inputs of depth 2, as of torch 2.13, on
+processors with avx512_bf16).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +20,9 @@ from vesuvius.errors import ConfigError
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import AmpMode, autocast
 
-Convolve = Callable[..., Tensor]
-
-# Norm of the error over the norm of the result.  One rounding to bf16 is up to 2^-9, to fp16 2^-12; float32 is held to
-# that of TF32 (2^-11), which GPUs use for it.  Each with room for the roundings of inputs, weights and output together.
-TOLERANCES: dict[AmpMode, float] = {"off": 2e-3, "fp16": 2e-3, "bf16": 1e-2}
+# Norm of the error over the norm of the result.  One rounding to bf16 is up to 2^-9, to fp16 2^-12; there is room for
+# the roundings of inputs, weights and output together.
+TOLERANCES: dict[AmpMode, float] = {"fp16": 2e-3, "bf16": 1e-2}
 _CUDNN_WITHOUT_CONV3D = (90800, 91500)  # from, to below
 
 
@@ -46,22 +41,26 @@ class Convolution:
         return "Conv3d to {} channels, kernel {}, of an input of {}".format(out, *sizes)
 
 
-# At the lowest level of the default network with its default patch.
-USUAL = Convolution((2, 32, 9, 17, 17), (32, 32, 3, 3, 3))
-
-
 def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode, backward: bool = True) -> None:
-    """Test the convolutions of the network of `config` on `device`; takes about two forward and backward passes.
+    """Test the convolutions of the network of `config` in 16 bits; takes about two forward and backward passes.
 
     Raises:
         ConfigError: a result or gradient is wrong beyond rounding or not a number, or torch would not use cuDNN.
     """
-    channels_last = config.training.channels_last
-    if backward and (problem := cudnn_problem(device, amp, channels_last)):
+    if amp == "off":
+        return
+    if backward and (problem := cudnn_problem(device, amp, config.training.channels_last)):
         raise ConfigError(problem)
-    check_convolution(USUAL, device, "off")
-    for convolution in network_convolutions(config, batch) if amp != "off" else ():
-        check_convolution(convolution, device, amp, channels_last, backward)
+    for convolution in network_convolutions(config, batch):
+        for name, error in convolution_errors(
+            convolution, device, amp, config.training.channels_last, backward
+        ).items():
+            if not error <= TOLERANCES[amp]:  # also where it is NaN
+                raise ConfigError(
+                    f"{convolution} is wrong on this machine: {name} off by {error:.2g} of its norm, "
+                    f"{TOLERANCES[amp]:g} allowed (torch {torch.__version__}, {device}, amp {amp}); "
+                    "set training.amp=off or install a different torch"
+                )
 
 
 def network_convolutions(config: Config, batch: int) -> list[Convolution]:
@@ -71,8 +70,7 @@ def network_convolutions(config: Config, batch: int) -> list[Convolution]:
     """
     network = lay_out_network(config)
     with torch.device("meta"), torch.no_grad(), _Recorder() as recorder:
-        x = torch.empty(batch, config.input_channels, *config.data.patch_size)
-        network(x, torch.empty(batch))
+        network(torch.empty(batch, config.input_channels, *config.data.patch_size), torch.empty(batch))
     return list(recorder.seen)
 
 
@@ -90,90 +88,47 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         return func(*args, **(kwargs or {}))
 
 
-def check_convolution(
-    convolution: Convolution,
-    device: torch.device,
-    amp: AmpMode,
-    channels_last: bool = False,
-    backward: bool = True,
-    convolve: Convolve = F.conv3d,
-) -> None:
-    """Raises ConfigError where `convolution_errors` are beyond rounding, or not numbers."""
-    errors = convolution_errors(convolution, device, amp, channels_last, backward, convolve)
-    for name, error in errors.items():
-        if not error <= TOLERANCES[amp]:  # also where it is NaN
-            raise ConfigError(
-                f"{convolution} is wrong on this machine: {name} off by {error:.2g} of its norm, "
-                f"{TOLERANCES[amp]:g} allowed (torch {torch.__version__}, {device}, amp {amp}); "
-                f"{'' if amp == 'off' else 'set training.amp=off or '}install a different torch"
-            )
-
-
-@functools.lru_cache(maxsize=64)  # of a run, its validations and its samples
 def convolution_errors(
-    convolution: Convolution,
-    device: torch.device,
-    amp: AmpMode,
-    channels_last: bool = False,
-    backward: bool = True,
-    convolve: Convolve = F.conv3d,
+    convolution: Convolution, device: torch.device, amp: AmpMode, channels_last: bool = False, backward: bool = True
 ) -> dict[str, float]:
-    """Compare a convolution and its gradients under autocast with float32 on the device; float32 with float64 on a CPU.
-
-    Touches no global generator.
-
-    Args:
-        convolve: tested in place of `F.conv3d`.
+    """Compare a convolution and its gradients under autocast with float32.  Touches no global generator.
 
     Returns:
         Norm of the error over the norm of the result, of the output and of the gradients of input, weight and bias.
     """
-    reference, exact_dtype = (torch.device("cpu"), torch.float64) if amp == "off" else (device, torch.float32)
-    generator = torch.Generator(reference).manual_seed(2)
+    generator = torch.Generator(device).manual_seed(2)
 
-    def normal(shape: Sequence[int]) -> Tensor:
-        return torch.randn(shape, generator=generator, device=reference)
+    def normal(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator, device=device)
+        return x.contiguous(memory_format=torch.channels_last_3d) if channels_last and len(shape) == 5 else x
 
-    shapes = (convolution.input_shape, convolution.weight_shape, convolution.weight_shape[:1])
-    x, kernel, bias = (normal(shape) for shape in shapes)
-    inputs = [x, kernel * kernel[0].numel() ** -0.5, bias]
-    grads: list[Tensor] = []
+    x, kernel = normal(*convolution.input_shape), normal(*convolution.weight_shape)
+    leaves = [x, kernel * kernel[0].numel() ** -0.5, normal(len(kernel))]
+    for leaf in leaves:
+        leaf.requires_grad_(backward)
 
-    def run(convolve: Convolve, where: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        order = torch.channels_last_3d if channels_last else torch.contiguous_format
-        leaves = [
-            part.to(where, dtype).contiguous(memory_format=order if part.ndim == 5 else torch.contiguous_format)
-            for part in inputs
-        ]
-        leaves = [part.detach().requires_grad_(backward) for part in leaves]
-        out = convolve(*leaves, stride=convolution.stride, padding=convolution.padding)
-        if not backward:
-            return [out]
-        if not grads:
-            grads.append(normal(out.shape))
-        return [out.detach(), *torch.autograd.grad(out, leaves, grads[0].to(where, out.dtype))]
+    def run(amp: AmpMode) -> list[Tensor]:
+        with autocast(device, amp):
+            out = F.conv3d(*leaves, stride=convolution.stride, padding=convolution.padding)
+        towards = torch.sin(torch.arange(out.numel(), device=device)).view(out.shape).to(out.dtype)
+        return [out.detach(), *(torch.autograd.grad(out, leaves, towards) if backward else ())]
 
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        exact = run(F.conv3d, reference, exact_dtype)
-    with autocast(device, amp):
-        found = run(convolve, device, torch.float32)
-    names = ("output", "input gradient", "weight gradient", "bias gradient")[: len(exact)]
-    return {
-        name: float((ours.to(truth.device, truth.dtype) - truth).norm() / truth.norm())
-        for name, ours, truth in zip(names, found, exact, strict=True)
-    }
+        exact = run("off")
+    pairs = zip(("output", "input gradient", "weight gradient", "bias gradient"), run(amp), exact, strict=False)
+    return {name: float((ours.to(truth.dtype) - truth).norm() / truth.norm()) for name, ours, truth in pairs}
 
 
-def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool, version: int | None = None) -> str:
-    """Why torch would convolve without cuDNN on this machine, and the remedy; '' where it would not.  Pure.
+def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool) -> str:
+    """Why torch would convolve without cuDNN on this machine, and the remedy; '' where it would not.
 
     With cuDNN 9.8 to 9.14 torch takes kernels of its own for 16-bit Conv3d unless tensors lie channels last
     (`use_cudnn` in ATen's Convolution.cpp): far slower, and they unfold their input in memory.  torch's version does
-    not tell which cuDNN is loaded; `version` is such as 91002 for 9.10.2.
+    not tell which cuDNN is loaded.
     """
     if device.type != "cuda" or amp == "off" or channels_last:
         return ""
-    version = torch.backends.cudnn.version() if version is None else version  # type: ignore[no-untyped-call]
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # such as 91002 for 9.10.2
     if version is None or not _CUDNN_WITHOUT_CONV3D[0] <= version < _CUDNN_WITHOUT_CONV3D[1]:
         return ""
     return (
