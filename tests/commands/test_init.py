@@ -15,7 +15,7 @@ from vesuvius.commands import init, sample
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
-from vesuvius.training.forecast import first_config, machine
+from vesuvius.training.forecast import first_config
 from vesuvius.training.forecast.preflight import preflight
 from vesuvius.volume_tools.phantom_zarr import write_phantom
 
@@ -24,7 +24,7 @@ from vesuvius.volume_tools.phantom_zarr import write_phantom
 def _slow_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So slow that it gets the smallest patches and network, whatever machine the tests run on."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "_convolution_flops_s", lambda device, amp: 2e9)
+    monkeypatch.setattr(first_config, "step_range_s", lambda flops, device, amp: (9.0, 9.0))
 
 
 def written(volume: object, *arguments: str) -> Config:
@@ -35,9 +35,9 @@ def written(volume: object, *arguments: str) -> Config:
 @pytest.fixture
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the memory plans, which take seconds; tests/training/forecast has them, and a long test here."""
-    nothing = SimpleNamespace(ram_bytes=0, vram_bytes=0)
+    nothing = SimpleNamespace(ram_bytes=0, vram_bytes=0, flops_per_step=1)
     monkeypatch.setattr(first_config, "plan_memory", lambda config, amp: nothing)
-    monkeypatch.setattr(first_config, "_fitting_workers", lambda chosen, data, machine: 0)
+    monkeypatch.setattr(first_config, "_fits", lambda config, data: False)
 
 
 def trains() -> bool:

@@ -146,7 +146,7 @@ def refused(directory: Path) -> None:
 # What is patched where the machine is asked, and the line that must say so.
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "few processes": (
-        {"training.forecast.limits.task_limits": lambda: [TaskLimit("pids.max of cgroup /", 150, 10)]},
+        {"training.forecast.preflight.task_limits": lambda: [TaskLimit("pids.max of cgroup /", 150, 10)]},
         ("fail", "limits", "pids.max of cgroup / allows 150"),
     ),
     "no write permission": ({"doctor.host._try_disk": refused}, ("fail", "disk", "Permission denied")),

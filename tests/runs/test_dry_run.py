@@ -12,7 +12,7 @@ from tests.support.runs import WriteConfig, vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_OK
 from vesuvius.runlog.units import format_duration
-from vesuvius.training.forecast import machine
+from vesuvius.training.forecast import start_log
 from vesuvius.training.forecast.ram_plan import plan_ram
 from vesuvius.volumes.store.cache import DiskCache
 
@@ -25,7 +25,7 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_dry_run_says_what_would_happen_and_writes_nothing(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_convolution_flops_s", lambda device, amp: 2e5)
+    monkeypatch.setattr(start_log, "convolution_flops_s", lambda device, amp: 2e5)
     arguments = ("--dry-run", "training.workers=2", "training.amp=off", "training.epochs=40")
     assert vesuvius_train(tiny_config(), *arguments) == 0
     text = capsys.readouterr().out

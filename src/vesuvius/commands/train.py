@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         parser.error("--allow-drift is about resuming; use it with --resume")
     # torch takes seconds to import: not needed for what came before
     if args.dry_run:
-        from vesuvius.training.forecast.dry_run import dry_run
+        from vesuvius.training.forecast.start_log import dry_run
 
         for line in dry_run(config, resume, args.vram_gib, args.allow_drift):
             say(line)

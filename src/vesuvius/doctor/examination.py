@@ -96,7 +96,7 @@ class _Examination:
 
     def _limits(self) -> Finding:
         """Processes and threads that may be started, as before a run."""
-        from vesuvius.training.forecast.limits import check_limits
+        from vesuvius.training.forecast.preflight import check_limits
 
         assert self._config is not None
         check_limits(self._config, self._ranks(), 0)

@@ -33,7 +33,7 @@ from vesuvius.training.checkpoint.save import RetentionPolicy
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
-from vesuvius.training.forecast.start_log import log_network, log_progress, log_ranks, log_start
+from vesuvius.training.forecast.start_log import log_progress, log_ranks, log_start
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.quarantine import log_replaced, still_quarantined
 from vesuvius.training.ranks.part import Part, part_of
@@ -223,9 +223,7 @@ def build_step(config: Config, checked: Preflight, device: torch.device, part: P
     """The network and its optimizer on the device."""
     network = build_network(config, device)
     schedule = Schedule.from_config(config.diffusion, checked.facts.spectrum)
-    train_step = TrainStep(config, network, schedule, device, part, ranks)
-    log_network(config, network, device, train_step.amp)
-    return train_step
+    return TrainStep(config, network, schedule, device, part, ranks)
 
 
 def load_weights(config: Config, checked: Preflight, train_step: TrainStep, device: torch.device) -> Progress:

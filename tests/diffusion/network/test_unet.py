@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vesuvius.config import ModelConfig
 from vesuvius.diffusion.network import unet
-from vesuvius.diffusion.network.layers import ZeroConv3d, ZeroLinear
+from vesuvius.diffusion.network.layers import ZeroConv3d
 from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 from vesuvius.errors import ConfigError
 
@@ -49,7 +49,7 @@ def _awake(config: ModelConfig, channels: int = 1, execution: Execution = Execut
 def _wake(model: UNet) -> None:
     generator = torch.Generator().manual_seed(5)
     for module in model.modules():
-        if isinstance(module, (ZeroConv3d, ZeroLinear)):
+        if isinstance(module, ZeroConv3d):
             module.weight.normal_(std=math.prod(module.weight.shape[1:]) ** -0.5, generator=generator)
 
 

@@ -1,45 +1,147 @@
-"""The readers of a first config are as many as memory holds."""
+"""What a first config is made of: patch, level, preset and readers follow from the volume and the machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+import torch
 
-from tests.training.forecast.test_suggest import BOX, step_bytes, volume
+from vesuvius.config import ArrayConfig, Config, Triple
+from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
-from vesuvius.stream.start.prepare import PreparedData
-from vesuvius.training.forecast import first_config
-from vesuvius.training.forecast.suggest import suggest
+from vesuvius.training.forecast import first_config as module
+from vesuvius.training.forecast.first_config import LEAST_WIDTH_UM, PRESETS, fitting_patch, level_for
+from vesuvius.volume_tools.grey_statistics import GreyStatistics
+from vesuvius.volume_tools.info import LevelFacts, Occupancy, VolumeFacts
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+FULL: Triple = (72, 136, 136)
+SCROLL: Triple = (14000, 8000, 8000)
+
+
+def volume(
+    shape: tuple[int, ...] = SCROLL, present: int | None = 100, levels: int = 1, um: float | None = None, **changes: Any
+) -> VolumeFacts:
+    """Of 100 chunks and levels that halve, of voxels of `um` micrometers."""
+
+    def level(n: int) -> LevelFacts:
+        size_um = None if um is None else (um * 2**n,) * 3
+        small = tuple(-(-size // 2**n) for size in shape)
+        return LevelFacts(n, str(n), small, (128, 128, 128), None, "uint8", 0, None, None, None, size_um)
+
+    spec = ArrayConfig(path="volumes/a b: c.zarr")
+    known = Occupancy(present, 100, "chunks", "listing" if present is not None else None)
+    all_levels = tuple(map(level, range(levels)))
+    facts = VolumeFacts(
+        spec, None, None, 2, None, (0, 1, 2), all_levels, {}, all_levels[0], "blosc", known, None, FULL, None, None
+    )
+    return replace(facts, **changes)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """One of so much memory and speed, on which a step takes 1 GiB a million voxels of 128 channels."""
+    found = SimpleNamespace(gib=80.0, flops_s=80e12)
+
+    def plan(config: Config, amp: str) -> SimpleNamespace:
+        training, channels = config.training, config.model.channels[0]
+        patches, voxels = training.train_batch_size, math.prod(config.data.patch_size)
+        size = int(GIB * patches * voxels / 1e6 * channels / 128)
+        flops = 5e12 * training.accumulate_steps * patches * voxels / math.prod(FULL) * (channels / 128) ** 2
+        return SimpleNamespace(vram_bytes=size, ram_bytes=size, flops_per_step=3 * flops)
+
+    def step_range_s(flops: float, device: torch.device, amp: str) -> tuple[float, float]:
+        return flops / found.flops_s, flops / found.flops_s
+
+    monkeypatch.setattr(module, "plan_memory", plan)
+    monkeypatch.setattr(module, "step_range_s", step_range_s)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(found.gib * GIB), 0))
+    limit = SimpleNamespace(limit_bytes=found.gib * GIB)
+    monkeypatch.setattr(module, "ram_limit", lambda configured: limit)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("ram_bytes", "shm_bytes", "free_shm_bytes", "workers"),
+    ("gib", "flops_s", "number", "micro"),
+    [(80, 80e12, 0, 8), (7, 80e12, 0, 4), (80, 20e12, 1, 8), (0.01, 1e9, 3, 1)],
+)
+def test_a_gpu_gets_the_largest_preset_that_it_holds_and_computes_in_time(
+    machine: SimpleNamespace, gib: float, flops_s: float, number: int, micro: int
+) -> None:
+    machine.gib, machine.flops_s = gib, flops_s
+    preset, batch, step_s = module._choose_preset(SCROLL, GPU, "bf16")
+    assert (preset, batch) == (PRESETS["cuda"][number], micro)
+    assert step_s <= 4 or number == 3
+
+
+def test_a_cpu_gets_a_preset_whose_step_takes_two_seconds_and_a_run_of_half_an_hour(machine: SimpleNamespace) -> None:
+    found = []
+    for flops_s in (1e12, 60e9, 1e8):
+        machine.flops_s = flops_s
+        preset, micro, step_s = module._choose_preset(SCROLL, CPU, "off")
+        training = module._training(preset, micro, step_s, True, False, CPU)
+        steps = training.epochs * training.steps_per_epoch
+        assert steps == 80 or 0.8 * 1800 <= steps * step_s <= 1800 or steps == 20_000
+        assert training.warmup_steps < steps / 5
+        found.append(PRESETS["cpu"].index(preset))
+    assert found == sorted(found) == [0, 1, 2], "the slowest machine gets the smallest"
+
+
+@pytest.mark.parametrize(
+    ("shape", "patch", "held_out"),
     [
-        (lambda n: 2 * GIB, lambda n: 2 * GIB, 3 * GIB, 6),
-        (lambda n: n * 2 * GIB, lambda n: GIB, 3 * GIB, 4),
-        (lambda n: GIB, lambda n: n * GIB, 3 * GIB, 3),
-        (lambda n: GIB, lambda n: 4 * GIB, 3 * GIB, 0),
-        (lambda n: GIB, lambda n: 4 * GIB, None, 6),
+        ((256, 256, 256), FULL, True),
+        ((200, 256, 256), (48, 96, 96), True),  # 72x136x136 would leave no room for validation
+        ((64, 64, 64), (16, 48, 48), True),
+        ((24, 40, 50), (8, 32, 32), True),
+        ((8, 8, 8), (8, 8, 8), False),
+        ((20, 16, 20), (16, 16, 16), False),
+        ((1, 300, 300), (1, 96, 96), True),
     ],
 )
-def test_readers_are_as_many_as_memory_and_shared_memory_hold(
-    ram_bytes: Callable[[int], int],
-    shm_bytes: Callable[[int], int],
-    free_shm_bytes: int | None,
-    workers: int,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_small_or_thin_volume_gets_a_patch_that_fits_it_and_the_network(
+    shape: Triple, patch: Triple, held_out: bool
 ) -> None:
-    def plan(config: Any, *_: object) -> SimpleNamespace:
-        return SimpleNamespace(total_bytes=ram_bytes(config.training.workers))
+    assert fitting_patch(shape, FULL) == (patch, held_out)
+    assert module._model(PRESETS["cuda"][0], patch).size_problem(patch) is None
 
-    monkeypatch.setattr(first_config, "plan_ram", plan)
-    monkeypatch.setattr(first_config, "store_bytes", lambda job, options: shm_bytes(options.workers))
-    machine = replace(BOX, ram_bytes=10 * GIB, shm_bytes=free_shm_bytes)
-    chosen = suggest("a", volume(), False, BOX, step_bytes)
-    data = cast(PreparedData, SimpleNamespace(job=None))
-    assert chosen.config.training.workers == 6
-    assert first_config._fitting_workers(chosen, data, machine) == workers
+
+def test_a_volume_without_extent_in_the_plane_is_refused_and_axes_are_the_volumes() -> None:
+    with pytest.raises(ConfigError, match=r"\[100, 7, 100\] is too small: it needs 8 voxels in y and x"):
+        fitting_patch((100, 7, 100), FULL)
+    assert module.shape_zyx(volume((64, 256, 3, 300), zyx=(3, 1, 0))) == (300, 256, 64)
+
+
+def test_patches_come_from_stored_chunks_where_many_are_missing() -> None:
+    assert module._data(volume(present=96), FULL, True).min_foreground == 0
+    config = module._data(volume(present=40), FULL, True)
+    assert (config.min_foreground, config.foreground.source) == (0.5, "chunks")
+
+
+def test_where_stored_chunks_are_not_known_a_coarse_level_says_where_material_is() -> None:
+    grey = GreyStatistics(8, 0, 20, 8, 1000, 0.1, 0.0, 255.0, 100.0, 30.0, (1.0, 100.0, 250.0))
+    config = module._data(volume(present=None, levels=6, grey=grey), FULL, True)
+    assert (config.min_foreground, config.foreground.source) == (0.5, "level")
+    assert config.foreground.level == 5, "the finest of at most 32 million voxels"
+    for unknown in (volume(present=None, grey=grey), volume(present=None)):
+        assert module._data(unknown, FULL, True).min_foreground == 0
+
+
+@pytest.mark.parametrize("um", [2.4, 20.0])
+@pytest.mark.parametrize("wanted", [FULL, (16, 32, 32)])
+def test_the_level_is_the_finest_whose_patch_shows_enough_of_a_sheet(um: float, wanted: Triple) -> None:
+    """At 2.4 micrometers a patch of 32 voxels is 77 wide, a quarter of what shows a sheet."""
+    level = level_for(volume(levels=6, um=um), wanted)
+    assert wanted[1] * um * 2**level >= LEAST_WIDTH_UM
+    assert level == 0 or wanted[1] * um * 2 ** (level - 1) < LEAST_WIDTH_UM
+
+
+def test_where_no_level_shows_enough_the_widest_is_taken_and_where_no_size_is_known_none_is_chosen() -> None:
+    assert level_for(volume(levels=2, um=0.5), (16, 32, 32)) == 1
+    assert level_for(volume((64, 64, 64), levels=5, um=2.4), (16, 32, 32)) <= 3, "coarser ones have no patch"
+    assert level_for(volume(levels=3), FULL) == 0
+    assert "voxel size unknown" in module._width_words(volume(), FULL)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from vesuvius.training.forecast.footprint import Footprint
+from vesuvius.training.forecast.memory_plan import Footprint
 
 KIB = 1024
 

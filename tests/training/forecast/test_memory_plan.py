@@ -19,8 +19,7 @@ from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
-from vesuvius.training.forecast import memory_plan
-from vesuvius.training.forecast.memory_plan import largest_batch, plan_memory
+from vesuvius.training.forecast.memory_plan import TracedStep, _traced_step, largest_batch, plan_memory
 from vesuvius.training.step.network import build_network, lay_out_network
 from vesuvius.training.step.step import AmpMode, TrainStep
 
@@ -152,8 +151,8 @@ def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
 @few_cases
 @precisions
 def test_a_batch_that_is_not_traced_is_planned_as_its_own_trace_would_be(config: Config, amp: AmpMode) -> None:
-    step = memory_plan._TracedStep(memory_plan._what_matters(config), amp)
-    assert memory_plan._plan(step, 7) == step.trace(7)
+    step = _traced_step(config, amp)
+    assert step.plan(7) == step.trace(7)
 
 
 def test_fixed_bytes_are_five_float32_numbers_a_parameter() -> None:
@@ -200,13 +199,13 @@ def test_accumulated_gradients_live_through_the_forward_passes() -> None:
 
 
 def test_what_is_nothing_to_a_step_is_not_traced_again() -> None:
-    memory_plan._TracedStep.cache_clear()
+    TracedStep.cache_clear()
     plan_memory(make_config())
-    misses = memory_plan._TracedStep.cache_info().misses
+    misses = TracedStep.cache_info().misses
     plan_memory(make_config().with_training(workers=7, prefetch_factor=5, lr=0.5, accumulate_steps=1))
-    assert memory_plan._TracedStep.cache_info().misses == misses
+    assert TracedStep.cache_info().misses == misses
     plan_memory(make_config().with_training(accumulate_steps=7))
-    assert memory_plan._TracedStep.cache_info().misses == misses + 1
+    assert TracedStep.cache_info().misses == misses + 1
 
 
 LARGE_PATCH = {"patch_size": (72, 136, 136)}
@@ -215,7 +214,7 @@ LARGE_PATCH = {"patch_size": (72, 136, 136)}
 def test_a_plan_allocates_no_tensors() -> None:
     config = make_config()
     config = config.model_copy(update={"data": config.data.model_copy(update=LARGE_PATCH)})
-    memory_plan._TracedStep.cache_clear()  # it may know the answer
+    TracedStep.cache_clear()  # it may know the answer
     with record_memory() as record:
         plan = plan_memory(config)
     assert plan.peak_bytes > 2**29, "of which a real step would allocate most"

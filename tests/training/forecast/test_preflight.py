@@ -1,11 +1,13 @@
-"""Settings that are allowed and seldom meant."""
+"""What is checked before a run: settings that are seldom meant, limits of the system, data that are known."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import resource
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,40 +21,80 @@ from tests.conftest import STORED_AIR, tiny_sections, write_array
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, DataError
+from vesuvius.monitor.probes.task_limits import TaskLimit
 from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
-from vesuvius.training.forecast.preflight import doubts, preflight, too_few_tasks
+from vesuvius.training.forecast import preflight as module
+from vesuvius.training.forecast.preflight import check_limits, doubts, preflight, tasks_needed
 
 
-@pytest.mark.parametrize(
-    ("workers", "address", "doubted"), [(64, None, True), (8, None, False), (64, "10.0.0.1:6379", False)]
-)
-def test_more_readers_than_processors_can_serve_are_doubted(workers: int, address: str | None, doubted: bool) -> None:
+def tiny(workers: int, address: str | None = None) -> Config:
     sections = tiny_sections("tiny", Path("v.zarr"))
     sections["training"] |= {"workers": workers}
     sections["cluster"] = {"address": address}
-    config = Config.model_validate_json(json.dumps(sections))
-    found = [line for line in doubts(config, cores=2.0) if "readers share 2 processors" in line]
-    assert len(found) == doubted
-    assert not doubted or "set training.workers=2, or at most 8 for a remote store" in found[0]
+    return Config.model_validate_json(json.dumps(sections))
+
+
+def doubted(config: Config, tasks: Iterable[int], asked: Any = None, step: int = 0) -> list[str]:
+    """Of a plan without volumes."""
+    plan = SimpleNamespace(tasks=lambda *what: (asked.append(what) if asked is not None else None) or tasks)
+    plan.volumes, plan.repeats = (), False
+    data: Any = SimpleNamespace(plan=plan, volumes=())
+    return doubts(config, data, step, 1, 2.0)
+
+
+@pytest.mark.parametrize(("workers", "address", "found"), [(64, None, 1), (8, None, 0), (64, "10.0.0.1:6379", 0)])
+def test_more_readers_than_processors_can_serve_are_doubted(workers: int, address: str | None, found: int) -> None:
+    lines = doubted(tiny(workers, address), itertools.count())
+    assert len(lines) == found
+    for line in lines:
+        assert "readers share 2 processors" in line
+        assert "set training.workers=2, or at most 8 for a remote store" in line
 
 
 @pytest.mark.parametrize(("tasks", "warned"), [(range(2), True), (range(8), False), (itertools.count(), False)])
 def test_fewer_tasks_than_readers_are_doubted(tasks: Iterable[int], warned: bool) -> None:
     """Of the samples from the present step on; of an endless run no more tasks are made than there are readers."""
-    sections = tiny_sections("tiny", Path("v.zarr"))
-    sections["training"] |= {"workers": 8}
-    config = Config.model_validate_json(json.dumps(sections))
-    asked: list[tuple[int, ...]] = []
-
-    def made(*what: int) -> Iterable[int]:
-        asked.append(what)
-        return tasks
-
-    plan: Any = SimpleNamespace(tasks=made)
-    found = too_few_tasks(config, plan, step=3)
+    config, asked = tiny(8), list[tuple[int, ...]]()
+    found = doubted(config, tasks, asked, step=3)
     assert asked == [(3 * config.global_batch, config.stop_step * config.global_batch, 0, 1)]
     assert len(found) == warned
     assert not warned or "8 readers and 2 tasks: the others stay idle; set training.workers=2" in found[0]
+
+
+@pytest.mark.parametrize(("workers", "peak"), [(0, 20), (1, 305), (2, 335), (4, 407)])
+def test_tasks_that_are_needed_are_what_runs_took_on_two_cores(workers: int, peak: int) -> None:
+    """Peaks of pids cgroups.  Less would let a run hang, much more would refuse what works."""
+    assert peak <= tasks_needed(workers, 1, 2) <= 1.2 * peak
+    assert tasks_needed(2, 4, 2) > tasks_needed(2, 1, 2) + 3 * 2 * 35, "of ranks that share a machine"
+
+
+@pytest.mark.parametrize(
+    ("workers", "limit", "others", "says"),
+    [
+        (1, 400, 10, None),
+        (1, 300, 0, "allows 300 processes and threads, and this run needs about 320.*or set training.workers=0"),
+        (1, 1000, 800, "allows 1000 processes and threads, of which others use 800, and this"),
+        (8, 450, 0, "or set training.workers=4"),
+        (0, 20, 0, r"needs about 24; raise it \(`ulimit -u`, docker run --pids-limit\)$"),
+    ],
+)
+def test_a_limit_that_is_too_low_is_named_with_what_fits_before_ray_starts(
+    workers: int, limit: int, others: int, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tightest, wide = TaskLimit("pids.max of cgroup /a", limit, others), TaskLimit("kernel.pid_max", 10**6, 0)
+    monkeypatch.setattr(module, "task_limits", lambda: [tightest, wide])
+    refused = pytest.raises(ConfigError, match=f"^pids.max of cgroup /a .*{says}") if says else nullcontext()
+    with refused:
+        check_limits(tiny(workers), 1, 0, cores=2)
+    if workers:
+        check_limits(tiny(workers, "a:1"), 1, 0, cores=20)  # its Ray runs already
+
+
+def test_a_limit_on_files_below_the_object_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "task_limits", list)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
+    with pytest.raises(ConfigError, match=r"`ulimit -f` allows files of 1 MiB.*one of 0.25 GiB; raise it"):
+        check_limits(tiny(1), 1, 2**28)
 
 
 def test_a_restart_of_ranks_does_not_ask_again_for_the_object_store_that_they_have(

@@ -91,7 +91,7 @@ def test_patches_are_drawn_under_the_conditions_of_the_real_ones_beside_them(tmp
         assert condition is not None
         return condition[:, :1]
 
-    record = preview(tmp_path, denoise=echo)
+    record = preview(tmp_path, reference=reference(2), denoise=echo)
     real, _, under, without = columns_of(pixels(tmp_path))
     assert np.array_equal(under, real)
     assert (without[:90, :90] == 127).all(), "left out it is 0"

@@ -28,7 +28,7 @@ from vesuvius.stream.options import StreamOptions, check_store, reads_here, stor
 from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
-from vesuvius.training.forecast.limits import check_limits
+from vesuvius.training.forecast.preflight import check_limits
 from vesuvius.training.ranks.part import check_ranks
 from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest

@@ -1,175 +1,324 @@
-"""The first config of a volume on this machine: look at both, choose, and check the choice.  Does I/O."""
+"""The first config of a volume on this machine: the largest preset that memory and half an hour allow.  Does I/O."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from vesuvius.config import ArrayConfig, Config, StoreConfig
+import torch
+
+from vesuvius.config import (
+    ArrayConfig,
+    Config,
+    DataConfig,
+    ForegroundConfig,
+    ModelConfig,
+    StoreConfig,
+    TrainingConfig,
+    Triple,
+    ValidationConfig,
+    VolumeConfig,
+)
 from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import dump_set_keys
-from vesuvius.errors import DataError, one_line
-from vesuvius.runlog.units import format_percent, format_sizes, gib
-from vesuvius.stream.options import StreamOptions, store_bytes
+from vesuvius.errors import ConfigError, DataError, one_line
+from vesuvius.monitor.probes.cores import usable_cores
+from vesuvius.plan.split import split_volume
+from vesuvius.runlog.units import GIB, format_percent, format_sizes, gib
+from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.forecast.machine import Machine, look_at_machine
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.ram_plan import plan_ram
-from vesuvius.training.forecast.suggest import LEAST_WIDTH_UM, PATCH, SPARSE, Suggestion, level_for, shape_zyx, suggest
-from vesuvius.volume_tools.info import VolumeFacts, describe_volume
+from vesuvius.training.forecast.run_plan import plan_run, ram_limit
+from vesuvius.training.forecast.start_log import step_range_s
+from vesuvius.training.step.network import lay_out_network
+from vesuvius.training.step.step import AmpMode, choose_device, parameter_count, resolve_amp
+from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
 from vesuvius.volumes.store.object_store import is_remote
 
 log = logging.getLogger(__name__)
 
+
+@dataclass(frozen=True)
+class Preset:
+    """A patch and a network that suit each other, for 8 patches a step."""
+
+    patch: Triple
+    channels: Triple
+    blocks: int
+    heads: int
+    lr: float
+
+
+_FULL: Triple = (72, 136, 136)
+PRESETS = {
+    "cuda": (
+        Preset(_FULL, (128, 256, 512), 2, 8, 2e-4),
+        Preset(_FULL, (64, 128, 256), 2, 8, 5e-4),
+        Preset(_FULL, (32, 64, 128), 1, 4, 1e-3),
+        Preset((32, 64, 64), (32, 64, 128), 1, 4, 1e-3),
+    ),
+    "cpu": (
+        Preset((16, 48, 48), (32, 64, 128), 1, 4, 1e-3),
+        Preset((16, 32, 32), (32, 64, 128), 1, 4, 1e-3),
+        Preset((8, 32, 32), (16, 32, 64), 1, 4, 2e-3),
+    ),
+}
+"""By device, from the largest."""
+_BATCH = 8
+_STEP_S = {"cuda": 4.0, "cpu": 2.0}  # longest step
+_READERS = {"cuda": 6, "cpu": 2}  # at most, and half as many again of a remote store
+_RUN_S = 0.9 * 1800  # of half an hour; validations, previews and checkpoints take the rest
+_RAM_SHARE = 0.4  # of the limit, for a step on a CPU
+_PATCHES: tuple[Triple, ...] = (
+    _FULL, (48, 96, 96), (32, 64, 64), (16, 48, 48), (16, 32, 32), (8, 32, 32), (8, 16, 16), (8, 8, 8),
+)  # fmt: skip
+LEAST_WIDTH_UM = 300.0  # of a patch: one or two sheets of a scroll and what lies between them
+_LEAST_YX = 8
+_SPARSE = 0.95  # stored share below which patches are drawn from stored chunks
+_COARSE_VOXELS = 32_000_000  # of a level that is small enough to be read as a foreground mask
 _PLACES = 8  # boxes whose grey values are read
-_RAM_SHARE = 0.8  # of what is there, for the whole run
 _OUTAGE_MINUTES = 0.5  # an address with a typing error is to be told at once
 
 
 def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tuple[str, list[str]]:
-    """The text of a config, and what was found and chosen, a line each.  Raises ConfigError and DataError.
+    """The text of a config, and what was found and chosen, a line each.
 
     Args:
         level_given: the level of `spec` is wanted; else a coarser one is chosen where patches would show too little.
+
+    Raises ConfigError where the volume is too small for any patch, and DataError.
     """
-    remote = is_remote(spec.path)
-    store = StoreConfig(outage_minutes=_OUTAGE_MINUTES)
-    volume = describe_volume(spec, PATCH, store, places=_PLACES)
-    machine = look_at_machine()
-
-    def step_bytes(config: Config) -> int:
-        plan = plan_memory(config, amp=machine.amp)
-        return plan.vram_bytes if machine.gpu else plan.ram_bytes
-
-    level, finest_um = (spec.level, None) if level_given else level_for(volume, remote, machine, step_bytes)
-    if level != spec.level:
+    store, device = StoreConfig(outage_minutes=_OUTAGE_MINUTES), choose_device()
+    volume = describe_volume(spec, _FULL, store, places=_PLACES)
+    preset, micro, step_s = _choose_preset(shape_zyx(volume), device, resolve_amp("auto", device))
+    if not level_given and (level := level_for(volume, preset.patch)) != spec.level:
         spec = spec.model_copy(update={"level": level})
-        volume = describe_volume(spec, PATCH, store, places=_PLACES)
-    chosen = suggest(name, volume, remote, machine, step_bytes)
+        volume = describe_volume(spec, _FULL, store, places=_PLACES)
+    patch, held_out = fitting_patch(shape_zyx(volume), preset.patch)
+    model, training = _model(preset, patch), _training(preset, micro, step_s, held_out, is_remote(spec.path), device)
+    data_config = _data(volume, patch, held_out)
     try:
-        data = _prepare(chosen.config)
+        data = _prepare(data_config)
     except DataError as error:
-        if not chosen.config.data.min_foreground:
+        if not data_config.min_foreground:
             raise
         log.warning("data.min_foreground is left at 0: %s", one_line(error))
-        chosen = chosen.without_foreground()
-        data = _prepare(chosen.config)
-    chosen = chosen.with_workers(_fitting_workers(chosen, data, machine))
-    return suggestion_text(volume, machine, chosen, finest_um), _words(spec, volume, machine, chosen, finest_um)
+        data_config = _data(volume, patch, held_out, foreground=False)
+        data = _prepare(data_config)
+    config = Config(name=name, seed=0, data=data_config, training=training, model=model)
+    workers = (n for n in range(training.workers, 0, -1) if _fits(config.with_training(workers=n), data))
+    config = config.with_training(workers=next(workers, 0))  # 0 reads without Ray
+    gpu = "no GPU"
+    if device.type == "cuda":
+        gpu = f"{torch.cuda.get_device_name(device)} with {gib(torch.cuda.mem_get_info(device)[0])} GiB free"
+    memory = f"{gib(ram_limit(None).limit_bytes)} GiB of memory"
+    said = {
+        "volume": f"{spec.path}, level {spec.level} of {len(volume.levels)}: {format_sizes(volume.chosen.shape)} "
+        f"{volume.chosen.dtype}{_stored(volume)[1]}",
+        "machine": f"{usable_cores(os.getpid()):g} cores, {memory}, {gpu}",
+        "patch": f"{format_sizes(patch)}; {config.global_batch} a step, {micro} at once; {_width_words(volume, patch)}",
+        "model": f"{parameter_count(lay_out_network(config)) / 1e6:.1f} M parameters, about {step_s:.2g} s a step",
+        "run": f"{config.horizon_steps} steps, about {max(round(config.horizon_steps * step_s / 54), 1)} minutes",
+    }
+    return _text(config, said, volume), [f"{key:10} {text}" for key, text in said.items()]
 
 
-def _prepare(config: Config) -> PreparedData:
-    return prepare_data(config.seed, config.data.with_store(cache_dir=None))
+def _choose_preset(shape: Triple, device: torch.device, amp: AmpMode) -> tuple[Preset, int, float]:
+    """The largest preset whose step fits the memory and takes at most 2 s on a CPU, 4 s on a GPU; else the smallest.
 
-
-def _fitting_workers(chosen: Suggestion, data: PreparedData, machine: Machine) -> int:
-    """The most readers, at most those chosen, whose memory fits; 0, reading without Ray, where no reader fits."""
-
-    def fits(workers: int) -> bool:
-        config = chosen.with_workers(workers).config
-        shm_bytes = store_bytes(data.job, StreamOptions.from_config(config.training, config.cluster))
-        ram_bytes = plan_ram(config, data, machine.gpu is not None).total_bytes
-        in_shm = machine.shm_bytes is None or shm_bytes <= machine.shm_bytes
-        return in_shm and ram_bytes <= _RAM_SHARE * machine.ram_bytes
-
-    return next(filter(fits, range(chosen.config.training.workers, 0, -1)), 0)
-
-
-def _width(chosen: Suggestion, finest_um: float | None) -> str:
-    """What a patch shows, and why this level was chosen.
-
-    Args:
-        finest_um: what a patch of the finest level would show, where a level was chosen.
+    With the patches that are computed at once, and the seconds of a step, the middle of what a dry run predicts.
     """
-    if chosen.width_um is None:
+    on_gpu = device.type == "cuda"
+    room = torch.cuda.mem_get_info(device)[0] if on_gpu else _RAM_SHARE * ram_limit(None).limit_bytes
+    for preset in PRESETS[device.type]:
+        patch, _ = fitting_patch(shape, preset.patch)
+        for micro in (8, 4, 2, 1):
+            config = Config(
+                name="any",
+                data=DataConfig(volumes=(VolumeConfig(path="any"),), patch_size=patch),
+                training=TrainingConfig(train_batch_size=micro, accumulate_steps=_BATCH // micro, optimizer="muon"),
+                model=_model(preset, patch),
+            )
+            plan = plan_memory(config, amp=amp)
+            if fits := (plan.vram_bytes if on_gpu else plan.ram_bytes) <= room:
+                break
+        step_s = math.sqrt(math.prod(step_range_s(plan.flops_per_step, device, amp)))
+        if fits and step_s <= _STEP_S[device.type]:
+            break
+    return preset, micro, step_s
+
+
+def _model(preset: Preset, patch: Triple) -> ModelConfig:
+    model = ModelConfig(
+        channels=preset.channels,
+        blocks_per_level=preset.blocks,
+        full_res_channels=preset.channels[0] // 2,
+        attention_heads=preset.heads,
+    )
+    thin = {"strides": ((1, 2, 2), (1, 2, 2)), "stem_stride": (1, 2, 2)}  # too few slices to be downsampled along z
+    return model.model_copy(update=thin) if patch[0] < _LEAST_YX else model
+
+
+def fitting_patch(shape: Triple, wanted: Triple) -> tuple[Triple, bool]:
+    """The largest patch up to `wanted` that a volume can give, and whether it can hold out a validation slab too.
+
+    Patches shrink before a run without validation is chosen.  Raises ConfigError.  Pure.
+    """
+    if min(shape[1:]) < _LEAST_YX:
+        raise ConfigError(
+            f"A volume of {list(shape)} is too small: it needs {_LEAST_YX} voxels in y and x; choose a finer level"
+        )
+    for validation in (ValidationConfig(), ValidationConfig(fraction=0)):
+        for z, yx, _ in (patch for patch in _PATCHES if patch <= wanted):
+            depth = shape[0] if shape[0] < _LEAST_YX else min(z, shape[0] // 8 * 8)
+            edge = min(yx, min(shape[1:]) // 8 * 8)
+            try:
+                split_volume("the volume", shape, (depth, edge, edge), validation)
+            except DataError:
+                continue
+            return (depth, edge, edge), validation.fraction > 0
+    raise AssertionError(f"a patch of {_PATCHES[-1]} fits into any volume of {shape}")
+
+
+def level_for(volume: VolumeFacts, wanted: Triple) -> int:
+    """The finest level, from the chosen one on, of which a patch shows 0.3 mm; else that which shows most.
+
+    Smaller patches show no sheet from side to side, and samples are fog.
+    """
+    widths: dict[int, float] = {}
+    for level in (each for each in volume.levels if each.level >= volume.chosen.level):
+        try:
+            width = _width_um(level, fitting_patch(shape_zyx(volume, level), wanted)[0])
+        except ConfigError:  # too small for any patch
+            break
+        if width is None:
+            break
+        widths[level.level] = width
+        if width >= LEAST_WIDTH_UM:
+            break
+    return max(widths, key=lambda level: widths[level], default=volume.chosen.level)
+
+
+def _width_um(level: LevelFacts, patch: Triple) -> float | None:
+    """What a patch shows of the object, along the shorter of y and x; None = the size of voxels is not known."""
+    size_um = level.voxel_size_um
+    return None if size_um is None else min(n * um for n, um in zip(patch[1:], size_um[1:], strict=True))
+
+
+def _width_words(volume: VolumeFacts, patch: Triple) -> str:
+    width = _width_um(volume.chosen, patch)
+    if width is None:
         return "voxel size unknown: if samples show too little, choose a coarser --level"
-    shown = f"{chosen.width_um / 1000:.2g} mm wide"
-    if finest_um is not None and finest_um < chosen.width_um:
-        return f"{shown}, at the finest level only {finest_um / 1000:.2g} mm: too little of a sheet"
-    if chosen.width_um < LEAST_WIDTH_UM:
-        remedy = "choose a coarser --level" if finest_um is None else "no level shows more"
-        return f"{shown}: less than {LEAST_WIDTH_UM / 1000:g} mm show too little of a sheet, {remedy}"
-    return shown
+    if width < LEAST_WIDTH_UM:
+        return f"{width / 1000:.2g} mm wide, less than the {LEAST_WIDTH_UM / 1000:g} mm that show enough of a sheet"
+    return f"{width / 1000:.2g} mm wide" + (", of finer levels less" if volume.chosen.level else "")
 
 
-def _words(
-    spec: ArrayConfig, volume: VolumeFacts, machine: Machine, chosen: Suggestion, finest_um: float | None
-) -> list[str]:
-    level, grey = volume.chosen, volume.grey
-    config = chosen.config
-    stored = "" if chosen.stored_share is None else f", {_stored_words(volume, chosen.stored_share)}"
-    greys = f", grey values {grey.percentiles[0]:g} to {grey.percentiles[-1]:g}" if grey and grey.percentiles else ""
-    shm = "" if machine.shm_bytes is None else f", {gib(machine.shm_bytes)} GiB free in /dev/shm"
-    return [
-        f"volume     {spec.path}, level {level.level} of {len(volume.levels)}: {format_sizes(level.shape)} "
-        f"{level.dtype}{stored}{greys}",
-        f"machine    {machine.words()}{shm}",
-        f"patch      {format_sizes(config.data.patch_size)}; {config.global_batch} a step, "
-        f"{config.training.train_batch_size} at once; {_width(chosen, finest_um)}",
-        f"model      {chosen.network.parameters / 1e6:.1f} M parameters, about {chosen.step_s:.2g} s a step",
-        f"run        {config.horizon_steps} steps, about {chosen.minutes} minutes",
-    ]
+def shape_zyx(volume: VolumeFacts, level: LevelFacts | None = None) -> Triple:
+    """Of the chosen level or another."""
+    z, y, x = ((level or volume.chosen).shape[axis] for axis in volume.zyx)
+    return z, y, x
 
 
-def _stored_words(volume: VolumeFacts, share: float) -> str:
-    """How many chunks are stored: a share where they were counted, what was seen where only some were asked for."""
-    if volume.occupancy.present is None and volume.grey is not None:
-        return f"{volume.grey.found} of {volume.grey.tried} chunks asked for at random are stored"
-    return f"{format_percent(math.floor(1000 * share) / 1000)} of the chunks are stored"
+def _training(
+    preset: Preset, micro: int, step_s: float, held_out: bool, remote: bool, device: torch.device
+) -> TrainingConfig:
+    """For half an hour in four epochs; at least 80 steps, at most 20,000.  Readers leave the trainer a core."""
+    per_epoch = int(float(f"{min(max(_RUN_S / step_s, 80), 20_000) / 4:.1e}"))
+    spare = usable_cores(os.getpid()) - (2 if device.type == "cuda" else 1)
+    most = _READERS[device.type] * (3 if remote else 2) // 2
+    return TrainingConfig(
+        train_batch_size=micro,
+        accumulate_steps=_BATCH // micro,
+        workers=max(min(most, int(spare * (1 + remote))), 1),
+        steps_per_epoch=per_epoch,
+        epochs=4,
+        optimizer="muon",
+        lr=preset.lr,
+        lr_schedule="inverse_sqrt",
+        warmup_steps=min(500, 4 * per_epoch // 10),
+        ema_decay=0.999 if per_epoch >= 1250 else 0.995,
+        save_every=per_epoch,
+        validate_every=per_epoch if held_out else 0,
+        validate_patches=8,
+        preview_every=per_epoch * 2,
+    )
 
 
-def suggestion_text(volume: VolumeFacts, machine: Machine, chosen: Suggestion, finest_um: float | None = None) -> str:
+def _data(volume: VolumeFacts, patch: Triple, held_out: bool, foreground: bool = True) -> DataConfig:
+    spec, keys = volume.spec, dict[str, Any]()
+    if is_remote(spec.path):
+        cache_gib = max(min(50, int(shutil.disk_usage(Path.cwd()).free / 4 / GIB)), 1)
+        keys["store"] = StoreConfig(requests=32, cache_dir="volumes/cache", cache_gib=float(cache_gib))
+    if not held_out:
+        keys["validation"] = ValidationConfig(fraction=0.0)
+    if foreground and _stored(volume)[0] < _SPARSE:
+        coarser = [level for level in volume.levels if level.level > max(volume.chosen.level, 0)]
+        masks = [level.level for level in coarser if math.prod(shape_zyx(volume, level)) <= _COARSE_VOXELS]
+        if volume.occupancy.present is not None:
+            keys["min_foreground"] = 0.5
+        elif masks:
+            keys |= {"min_foreground": 0.5, "foreground": ForegroundConfig(source="level", level=min(masks))}
+    drawn_from = VolumeConfig(path=spec.path, level=spec.level)
+    if spec.select:
+        drawn_from = drawn_from.model_copy(update={"select": spec.select})
+    return DataConfig(volumes=(drawn_from,), patch_size=patch, **keys)
+
+
+def _prepare(config: DataConfig) -> PreparedData:
+    return prepare_data(0, config.with_store(cache_dir=None))
+
+
+def _fits(config: Config, data: PreparedData) -> bool:
+    """Whether memory and shared memory hold the run."""
+    try:
+        check_store(data.job, StreamOptions.from_config(config.training, config.cluster))
+    except ConfigError:
+        return False
+    return not plan_run(config, data).problems()
+
+
+def _stored(volume: VolumeFacts) -> tuple[float, str]:
+    """The share of the chunks that are stored, 1 where it is not known, and in words: counted, or of some asked for."""
+    present, total, grey = volume.occupancy.present, max(volume.occupancy.total, 1), volume.grey
+    if present is not None:
+        return present / total, f", {format_percent(present * 1000 // total / 1000)} of the chunks are stored"
+    if grey is None or not grey.tried or grey.found is None:
+        return 1.0, ""
+    return grey.found / grey.tried, f", {grey.found} of {grey.tried} chunks asked for at random are stored"
+
+
+def _text(config: Config, said: dict[str, str], volume: VolumeFacts) -> str:
     """The config as commented YAML."""
-    head = [
-        f"# Written by vesuvius init for {to_yaml(volume.spec.path)} on {machine.words()}.",
-        "# All keys and their meanings: docs/config.md, or vesuvius train --config FILE --print-config",
-    ]
-    return "\n".join([*head, dump_set_keys(chosen.config, _reasons(volume, machine, chosen, finest_um))])
-
-
-def _reasons(volume: VolumeFacts, machine: Machine, chosen: Suggestion, finest_um: float | None) -> dict[str, str]:
-    """Why keys have their values."""
-    config, training, level = chosen.config, chosen.config.training, volume.chosen
-    others = len(volume.levels) - 1
-    model = f"{chosen.network.parameters / 1e6:.1f} M parameters: about {chosen.step_s:.2g} s a step on"
+    level, others = volume.chosen, len(volume.levels) - 1
     reasons = {
         "name": f"the run directory is runs/{config.name}",
-        "data.volumes[].level": f"{format_sizes(level.shape)} {level.dtype}, chunks "
-        f"{format_sizes(level.chunk_zyx)}; {others} other level{'s' * (others != 1)}; "
-        f"a patch: {_width(chosen, finest_um).partition(':')[0]}",
-        "data.patch_size": f"voxels z, y, x: {_patch_reason(volume, chosen)}",
+        "data.volumes[].level": f"{format_sizes(level.shape)} {level.dtype}, chunks {format_sizes(level.chunk_zyx)}; "
+        f"{others} other level{'s' * (others != 1)}",
+        "data.patch_size": f"voxels z, y, x: {_width_words(volume, config.data.patch_size)}",
         "data.min_foreground": "at least half of each patch lies in stored chunks",
         "data.foreground": "a coarse level says where material is",
         "data.validation": "the volume is too small to hold out a part",
-        "data.store.requests": "in flight per reader",
         "data.store.cache_dir": "fetched chunks are kept on this disk",
-        "data.store.cache_gib": f"hard limit; {gib(machine.disk_bytes)} GiB were free",
-        "training.train_batch_size": "what memory holds at once",
         "training.accumulate_steps": f"{config.global_batch} patches a step; only the product of both matters",
-        "training.workers": f"reader processes, of {machine.cores:g} cores",
-        "training.epochs": f"{config.horizon_steps} steps of about {chosen.step_s:.2g} s: about {chosen.minutes} "
-        "minutes here; to continue, raise epochs and add --resume",
-        "training.amp": "bf16 or fp16 on a GPU, float32 on a CPU",
+        "training.workers": "reader processes; 0 = the trainer reads: memory or /dev/shm is too small for Ray",
+        "training.epochs": f"{said['run']} here; to continue, raise epochs and add --resume",
         "training.lr_schedule": "needs no horizon: a longer run continues as if planned from the start",
         "training.preview_every": f"pictures in runs/{config.name}/samples",
-        "model": f"{model} {machine.gpu or 'a CPU'} at {machine.flops_s / 1e12:.2g} TFLOP/s",
-        "model.stem_stride": "too few slices to downsample z",
+        "model": said["model"],
     }
-    if training.workers == 0:
-        reasons["training.workers"] = "the trainer itself reads: memory or /dev/shm is too small for Ray"
-    if chosen.stored_share is not None and chosen.stored_share < SPARSE:
-        share = _stored_words(volume, chosen.stored_share)
-        reasons["data.min_foreground"] = f"{share}; {reasons['data.min_foreground']}"
-        if not config.data.min_foreground:
-            reasons["data"] = (
-                f"{share}, but which is not known: run vesuvius volume occupancy, then set min_foreground: 0.5"
-            )
-    return reasons
-
-
-def _patch_reason(volume: VolumeFacts, chosen: Suggestion) -> str:
-    if chosen.config.data.patch_size == PATCH:
-        return "the size that the defaults are made for"
-    if chosen.config.data.patch_size == chosen.largest_patch_zyx:
-        return f"the largest that fits a volume of {list(shape_zyx(volume))}"
-    return f"what this machine computes in about {chosen.step_s:.2g} s; {list(chosen.largest_patch_zyx)} would fit"
+    share, words = _stored(volume)
+    if share < _SPARSE and not config.data.min_foreground:
+        reasons["data"] = (
+            f"{words[2:]}, but which is not known: run vesuvius volume occupancy, then set min_foreground: 0.5"
+        )
+    head = [
+        f"# Written by vesuvius init for {to_yaml(volume.spec.path)} on {said['machine']}.",
+        "# All keys and their meanings: docs/config.md, or vesuvius train --config FILE --print-config",
+    ]
+    return "\n".join([*head, dump_set_keys(config, reasons)])

@@ -53,7 +53,7 @@ def is_gpu_memory_error(error: BaseException, share: Callable[[], float] = used_
 def gpu_memory_error(
     config: Config, device: torch.device, error: BaseException, saved_step: int | None, vram: Vram | None = None
 ) -> GpuMemoryError:
-    """The error to end a run with: what failed, value and remedy in its first line, the memory table below.
+    """The error to end a run with: what failed, value and remedy in its first line, who held the memory below.
 
     Takes seconds, because the memory plan is asked.  Raises nothing.  `saved_step` is of the checkpoint that holds all
     finished steps, None where none could be saved.
@@ -68,7 +68,7 @@ def gpu_memory_error(
     saved = "none could be saved now; --resume continues from the last one"
     if saved_step is not None:
         saved = f"step {saved_step} is saved, and nothing is lost"
-    return GpuMemoryError("\n".join([first, *memory_table(use), f"checkpoint: {saved}"]), what_to_do)
+    return GpuMemoryError("\n".join([first, f"memory: {_who_held(use)}", f"checkpoint: {saved}"]), what_to_do)
 
 
 def smaller_batch(config: Config, fitting: int | None) -> tuple[int, int] | None:
@@ -109,20 +109,14 @@ def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
     )
 
 
-def memory_table(use: VramUse | None) -> list[str]:
-    """Who held the GPU's memory, a line each.  Pure."""
+def _who_held(use: VramUse | None) -> str:
     if use is None:
-        return ["memory: unknown, no GPU reports it"]
-    unused = size_text(max(use.reserved_bytes - use.allocated_bytes, 0))
-    rows = {
-        "allocated": f"{size_text(use.allocated_bytes)} in tensors",
-        "reserved": f"{size_text(use.reserved_bytes)} held by torch, of which {unused} without tensors",
-        "peak": f"{size_text(use.peak_bytes)} allocated at the peak since the monitor's last sample",
-        "others": f"{size_text(use.foreign_bytes)} held by CUDA itself and by other processes",
-        "free": f"{size_text(use.free_bytes)} of {size_text(use.total_bytes)}",
-        "retries": f"{use.retries} allocations had to wait for memory to be freed, {use.failures} failed",
-    }
-    return [f"  {name:9}  {text}" for name, text in rows.items()]
+        return "unknown, no GPU reports it"
+    return (
+        f"{size_text(use.allocated_bytes)} in tensors ({size_text(use.peak_bytes)} at the peak), torch held "
+        f"{size_text(use.reserved_bytes)}, CUDA itself and other processes {size_text(use.foreign_bytes)}, "
+        f"{size_text(use.free_bytes)} of {size_text(use.total_bytes)} are free; {use.retries} allocations had to wait"
+    )
 
 
 def _go_on(config: Config, fitting: int | None) -> str:

@@ -12,29 +12,50 @@ holds 5 bytes a voxel more than the plan has.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, VolumeConfig
 from vesuvius.diffusion.network.unet import INT32_LIMIT, UNet, largest_activation_elements
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.units import GIB
-from vesuvius.training.forecast.footprint import Footprint
 from vesuvius.training.step.network import execution, lay_out_network
 from vesuvius.training.step.step import AmpMode, TrainStep, choose_device, resolve_amp
 
 CONTEXT_BYTES = int(0.6 * GIB)  # what CUDA itself, cuDNN's and cuBLAS's handles and kernels take of a GPU
+LARGEST_PLANNED_BATCH = 1024  # a larger answer is of no use
 # A CPU's allocator keeps holes between tensors of a step: 1.3 to 1.6 times the plan's bytes were seen in use.
 _CPU_HOLES = 0.5
 # The caching allocator takes segments of 2 MiB and more, and holes in them stay unused.  Assumed, not measured.
-FRAGMENTATION = 0.05
-LARGEST_PLANNED_BATCH = 1024  # a larger answer is of no use
+_FRAGMENTATION = 0.05
+# What of `training.*` a step's memory and operations follow from.
+_OF_A_STEP = (
+    "channels_last", "recompute_norm", "checkpoint_levels", "deterministic", "optimizer", "ema_decay",
+    "extra_ema_decays",
+)  # fmt: skip
+
+_aten = torch.ops.aten
+# torch counts attention in CUDA's kernels only; the CPU's has the same first arguments and the same products.
+_FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+_NO_BACKWARD_PASS = -1
 
 
 @dataclass(frozen=True)
@@ -48,7 +69,6 @@ class MemoryPlan:
     flops_per_step: int
     # weight_bytes, optimizer_bytes, ema_bytes: held through the whole run; float32
     weight_bytes: int
-    gradient_bytes: int  # of the weights' gradients, which come up in the backward pass
     optimizer_bytes: int
     ema_bytes: int
     activation_bytes: int  # kept from the forward pass of a micro-batch for its backward pass
@@ -56,6 +76,11 @@ class MemoryPlan:
     # what is alive after each allocation of a step, in their order, all of the above included
     live_bytes: tuple[int, ...]
     convolution_bytes: tuple[int, ...]  # input and output of each convolution
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the weights' gradients, which come up in the backward pass."""
+        return self.weight_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -82,20 +107,12 @@ class MemoryPlan:
     @property
     def vram_bytes(self) -> int:
         """The memory a GPU must have: the peak and a reserve for what allocated bytes do not show."""
-        return CONTEXT_BYTES + int((1 + FRAGMENTATION) * (self.peak_bytes + self.workspace_bytes))
+        return CONTEXT_BYTES + int((1 + _FRAGMENTATION) * (self.peak_bytes + self.workspace_bytes))
 
     @property
     def ram_bytes(self) -> int:
         """The same for a step on a CPU."""
         return int((1 + _CPU_HOLES) * (self.peak_bytes + self.workspace_bytes))
-
-
-def planned_amp(config: Config) -> AmpMode:
-    """The autocast dtype on this machine's GPU; where it has none, `auto` is bf16, which a large GPU takes."""
-    device = choose_device()
-    return (
-        "bf16" if config.training.amp == "auto" and device.type == "cpu" else resolve_amp(config.training.amp, device)
-    )
 
 
 def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = None) -> MemoryPlan:
@@ -107,11 +124,14 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
     Beyond three patches nothing is traced: the same operations follow each other, and each figure, as well as what is
     alive at each of them, lies on a straight line through those of two and of three patches.
 
+    Args:
+        amp: None = that of this machine's GPU; where it has none, `auto` is bf16, which a large GPU takes.
+
     Raises ConfigError where a tensor would reach 2^31 elements.  No volume is opened.
     """
     batch = batch or config.training.train_batch_size
     lay_out_network(config).check_size(batch, config.data.patch_size)
-    plan = _plan(_TracedStep(_what_matters(config), amp or planned_amp(config)), batch)
+    plan = _traced_step(config, amp).plan(batch)
     return replace(plan, flops_per_step=plan.flops_per_step * config.training.accumulate_steps)
 
 
@@ -121,73 +141,77 @@ def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -
     One more does not fit, or reaches the limit of 2^31 elements a tensor or `LARGEST_PLANNED_BATCH`.
     `accumulate_steps` stays.
     """
-    step = _TracedStep(_what_matters(config), amp or planned_amp(config))
+    step = _traced_step(config, amp)
     batches = range(1, min(indexable_batch(config), LARGEST_PLANNED_BATCH) + 1)
-    return bisect_right(batches, vram_bytes, key=lambda batch: _plan(step, batch).vram_bytes)
+    return bisect_right(batches, vram_bytes, key=lambda batch: step.plan(batch).vram_bytes)
 
 
-def _plan(step: _TracedStep, batch: int) -> MemoryPlan:
-    if batch <= 3:
-        return step.trace(batch)
-    two, three = step.trace(2), step.trace(3)
-    sizes = [(len(plan.live_bytes), len(plan.convolution_bytes)) for plan in (two, three)]
-    if sizes[0] != sizes[1]:  # other operations
-        return step.trace(batch)
-
-    def at(of_two: int, of_three: int) -> int:
-        return of_two + (batch - 2) * (of_three - of_two)
-
-    return replace(
-        two,
-        batch=batch,
-        flops_per_step=at(two.flops_per_step, three.flops_per_step),
-        activation_bytes=at(two.activation_bytes, three.activation_bytes),
-        live_bytes=tuple(map(at, two.live_bytes, three.live_bytes)),
-        convolution_bytes=tuple(map(at, two.convolution_bytes, three.convolution_bytes)),
-    )
+def indexable_batch(config: Config) -> int:
+    """The largest micro-batch without a tensor of 2^31 elements."""
+    elements = largest_activation_elements(config.model, 1, config.data.patch_size, config.input_channels)
+    return (INT32_LIMIT - 1) // elements
 
 
-def _what_matters(config: Config) -> Config:
-    """The keys that a step's memory and operations follow from, so that equal steps are traced once."""
-    training, data = config.training, config.data
+def leaner(config: Config) -> str:
+    """How one patch takes less memory.  Pure."""
+    lean = "" if config.training.recompute_norm else "set training.recompute_norm=true, "
+    return f"{lean}add training.checkpoint_levels, or lower model.channels"
+
+
+def _traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
+    """By what a step's memory and operations follow from, so that equal steps are traced once."""
+    training, data, device = config.training, config.data, choose_device()
+    if amp is None:
+        amp = "bf16" if training.amp == "auto" and device.type == "cpu" else resolve_amp(training.amp, device)
     condition = ArrayConfig(path="any") if config.has_condition else None
-    return Config(
-        name="any",
-        data=DataConfig(
-            volumes=(VolumeConfig(path="any", condition=condition),),
-            patch_size=data.patch_size,
-            condition_classes=data.condition_classes,
-            augment=data.augment,
-        ),
-        training=TrainingConfig(
-            accumulate_steps=min(training.accumulate_steps, 2),
-            channels_last=training.channels_last,
-            recompute_norm=training.recompute_norm,
-            checkpoint_levels=training.checkpoint_levels,
-            deterministic=training.deterministic,
-            optimizer=training.optimizer,
-            ema_decay=training.ema_decay,
-            extra_ema_decays=training.extra_ema_decays,
-        ),
-        diffusion=config.diffusion,
-        model=config.model,
+    of_data = {key: getattr(data, key) for key in ("patch_size", "condition_classes", "augment")}
+    of_training = {key: getattr(training, key) for key in _OF_A_STEP}
+    return TracedStep(
+        Config(
+            name="any",
+            data=DataConfig(volumes=(VolumeConfig(path="any", condition=condition),), **of_data),
+            training=TrainingConfig(accumulate_steps=min(training.accumulate_steps, 2), amp=amp, **of_training),
+            diffusion=config.diffusion,
+            model=config.model,
+        )
     )
 
 
 @lru_cache(maxsize=8)  # a dry run, a tune or a first config asks for the same step again and again
-class _TracedStep:
-    """A step on fake tensors that takes micro-batches of any size; the config is from `_what_matters`."""
+class TracedStep:
+    """A step on fake tensors that takes micro-batches of any size."""
 
-    def __init__(self, config: Config, amp: AmpMode) -> None:
-        self._config = config.with_training(amp=amp)
+    def __init__(self, config: Config) -> None:
+        self._config = config
         # Schedule tables and timesteps are real tensors among fake ones.
         self._fake, self._footprint = FakeTensorMode(allow_non_fake_inputs=True), Footprint()
         self._plans: dict[int, MemoryPlan] = {}
         with self._fake, self._footprint:
-            self._step = _step_with_state(self._config)
+            self._step = _step_with_state(config)
+
+    def plan(self, batch: int) -> MemoryPlan:
+        """Of one micro-batch of so many patches: traced, or from the traces of two and three patches."""
+        if batch <= 3:
+            return self.trace(batch)
+        two, three = self.trace(2), self.trace(3)
+        sizes = [(len(plan.live_bytes), len(plan.convolution_bytes)) for plan in (two, three)]
+        if sizes[0] != sizes[1]:  # other operations
+            return self.trace(batch)
+
+        def at(of_two: int, of_three: int) -> int:
+            return of_two + (batch - 2) * (of_three - of_two)
+
+        return replace(
+            two,
+            batch=batch,
+            flops_per_step=at(two.flops_per_step, three.flops_per_step),
+            activation_bytes=at(two.activation_bytes, three.activation_bytes),
+            live_bytes=tuple(map(at, two.live_bytes, three.live_bytes)),
+            convolution_bytes=tuple(map(at, two.convolution_bytes, three.convolution_bytes)),
+        )
 
     def trace(self, batch: int) -> MemoryPlan:
-        """Of one micro-batch of so many patches, with the operations of this one alone."""
+        """The plan of one micro-batch, with the operations of this one alone."""
         if batch not in self._plans:
             with self._fake, self._footprint:
                 self._plans[batch] = self._traced(batch)
@@ -201,8 +225,12 @@ class _TracedStep:
         if training.accumulate_steps > 1:  # the gradient of earlier micro-batches lives through the forward pass
             _give_gradients(step)
         footprint.restart()
-        with footprint.saving(weights):
-            _one_micro_batch(step, self._config, batch)
+        with footprint.saving(weights):  # noising, forward and backward pass of a batch as `DeviceFeed` delivers it
+            patch_size, channels = self._config.data.patch_size, self._config.condition_channels
+            condition = torch.empty(batch, channels, *patch_size) if channels else None
+            x_0 = torch.empty(batch, 1, *patch_size)
+            step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64), condition)
+            del x_0, condition
         # Before the update: Muon's products, below 3 % for a large model, come once a step, not once a micro-batch.
         flops = footprint.flops
         step.apply(training.lr)
@@ -211,7 +239,6 @@ class _TracedStep:
             amp=step.amp,
             flops_per_step=flops,
             weight_bytes=sum(weight.nbytes for weight in weights),
-            gradient_bytes=sum(weight.nbytes for weight in weights),
             optimizer_bytes=sum(value.nbytes for value in state),
             ema_bytes=sum(weight.nbytes for weight in averages),
             activation_bytes=footprint.saved_bytes,
@@ -219,18 +246,6 @@ class _TracedStep:
             live_bytes=tuple(footprint.history),
             convolution_bytes=tuple(footprint.convolution_bytes),
         )
-
-
-def indexable_batch(config: Config) -> int:
-    """The largest micro-batch without a tensor of 2^31 elements."""
-    elements = largest_activation_elements(config.model, 1, config.data.patch_size, config.input_channels)
-    return (INT32_LIMIT - 1) // elements
-
-
-def leaner(config: Config) -> str:
-    """How one patch takes less memory.  Pure."""
-    lean = "" if config.training.recompute_norm else "set training.recompute_norm=true, "
-    return f"{lean}add training.checkpoint_levels, or lower model.channels"
 
 
 class _FakeUNet(UNet):
@@ -259,10 +274,93 @@ def _give_gradients(step: TrainStep) -> None:
         weight.grad = torch.zeros_like(weight)
 
 
-def _one_micro_batch(step: TrainStep, config: Config, batch: int) -> None:
-    """Noising, forward and backward pass of a batch as `DeviceFeed` delivers it."""
-    patch_size = config.data.patch_size
-    channels = config.condition_channels
-    condition = torch.empty(batch, channels, *patch_size) if channels else None
-    x_0 = torch.empty(batch, 1, *patch_size)
-    step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64), condition)
+class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Follows every operation while it is entered, those of the backward pass and of custom functions among them.
+
+    Knows nothing of the step.  On real tensors its figures are measurements.  Memory counts from the operation that
+    made it until the last tensor, view or graph that holds it is gone; views of one storage count once.  What a kernel
+    allocates for itself is not seen.
+
+    Attributes:
+        live_bytes: of all storages that were made since entering and are still held.
+        history: `live_bytes` at `restart` and after each allocation since.
+        flops: floating-point operations of matrix products and convolutions since `restart`; a multiply-add is 2.
+        convolution_bytes: input and output of each convolution since `restart`.
+        saved_bytes: kept for the backward pass by what ran under `saving` since `restart`, without parameters and
+            their casts.
+        saved_cast_bytes: kept there in casts of parameters to another dtype.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._cast_from: dict[int, int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from here on; what is alive stays."""
+        self.history, self.flops = [self.live_bytes], 0
+        self.saved_bytes, self.saved_cast_bytes = 0, 0
+        self.convolution_bytes: list[int] = []
+
+    @contextmanager
+    def saving(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Count what autograd keeps of the forward pass that runs here, each storage once.
+
+        A backward pass may run here too: what checkpointed blocks save again in it does not count.
+        """
+        parameter_keys = {_key(parameter) for parameter in parameters}
+        seen = set(parameter_keys)
+
+        def pack(tensor: Tensor) -> Tensor:
+            key = _key(tensor)
+            if torch._C._current_graph_task_id() == _NO_BACKWARD_PASS and key not in seen:
+                seen.add(key)
+                if self._cast_from.get(key) in parameter_keys:
+                    self.saved_cast_bytes += tensor.untyped_storage().nbytes()
+                else:
+                    self.saved_bytes += tensor.untyped_storage().nbytes()
+            return tensor.detach()  # the tensor itself would hold the graph that holds it
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:  # two of three calls, by each look at where a fake tensor lies
+            return out
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                self._follow(leaf)
+        match func._overloadpacket:
+            case _aten._to_copy:
+                self._cast_from[_key(out)] = _key(args[0])
+            case _aten.convolution:
+                self.convolution_bytes.append(args[0].nbytes + out.nbytes)
+        if count := _FLOPS.get(func._overloadpacket):
+            self.flops += count(*args, **kwargs, out_val=out)
+        return out
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key in self._live:
+            return
+        storage_bytes = storage.nbytes()
+
+        def freed(_: object) -> None:
+            del self._live[key]
+            self._cast_from.pop(key, None)
+            self.live_bytes -= storage_bytes
+
+        # A storage keeps one Python object for as long as anything in C++ holds it: its end is the memory's end.
+        self._live[key] = weakref.ref(storage, freed)
+        self.live_bytes += storage_bytes
+        self.history.append(self.live_bytes)
+
+
+def _key(tensor: Tensor) -> int:
+    """What is equal for tensors that share memory, fake ones too, whose data pointers are all 0."""
+    key: int = tensor.untyped_storage()._cdata
+    return key

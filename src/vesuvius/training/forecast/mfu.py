@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 
 import torch
 
@@ -16,38 +15,27 @@ from vesuvius.training.step.step import AmpMode, resolve_amp
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Peaks:
-    """Dense peaks of a GPU at its boost clock, TFLOP/s; None = it has no such units."""
-
-    half: float  # fp16 on tensor cores with float32 sums, as torch asks for
-    # bf16, tf32: likewise
-    bf16: float | None
-    tf32: float | None
-    fp32: float  # without tensor cores
-
-
-# From NVIDIA's data sheets and architecture white papers, those "with sparsity" halved.  Whole names, as CUDA has them:
-# a laptop's, a MIG slice of one or the A10G have other peaks.
-_PEAKS = {
-    r"(NVIDIA )?A100-(SXM4|PCIE|PCIe)-[48]0GB|NVIDIA A100 80GB PCIe": Peaks(312, 312, 156, 19.5),
-    r"NVIDIA B200": Peaks(2250, 2250, 1125, 75),
-    r"NVIDIA H100 80GB HBM3|NVIDIA H200|NVIDIA GH200 480GB": Peaks(989.5, 989.5, 494.7, 66.9),
-    r"NVIDIA H100 PCIe": Peaks(756, 756, 378, 51),
-    r"NVIDIA H(100|200) NVL": Peaks(835.5, 835.5, 417.5, 60),
-    r"NVIDIA L40S": Peaks(362, 362, 183, 91.6),
-    r"NVIDIA L40": Peaks(181, 181, 90.5, 90.5),
-    r"NVIDIA L4": Peaks(121, 121, 60, 30.3),
-    r"(NVIDIA )?A10": Peaks(125, 125, 62.5, 31.2),
-    r"(NVIDIA )?A40": Peaks(149.7, 149.7, 74.8, 37.4),
-    r"(NVIDIA )?A30": Peaks(165, 165, 82, 10.3),
-    r"(NVIDIA )?RTX A6000": Peaks(154.8, 154.8, 77.4, 38.7),
-    r"(NVIDIA )?GeForce RTX 4090": Peaks(165.2, 165.2, 82.6, 82.6),
-    r"(NVIDIA )?GeForce RTX 3090": Peaks(71, 71, 35.6, 35.6),
-    r"Tesla V100-SXM2-(16|32)GB": Peaks(125, None, None, 15.7),
-    r"Tesla V100-PCIE-(16|32)GB": Peaks(112, None, None, 14),
-    r"Tesla T4": Peaks(65, None, None, 8.1),
+# Dense TFLOP/s at boost clock: fp16 on tensor cores with float32 sums, as torch asks for; bf16 and tf32 likewise, None
+# = no such units; fp32 without tensor cores.  From NVIDIA's data sheets and architecture white papers, those "with
+# sparsity" halved.  Whole names, as CUDA has them: a laptop's, a MIG slice of one or the A10G have other peaks.
+_PEAKS: dict[str, tuple[float, float | None, float | None, float]] = {
+    r"(NVIDIA )?A100-(SXM4|PCIE|PCIe)-[48]0GB|NVIDIA A100 80GB PCIe": (312, 312, 156, 19.5),
+    r"NVIDIA B200": (2250, 2250, 1125, 75),
+    r"NVIDIA H100 80GB HBM3|NVIDIA H200|NVIDIA GH200 480GB": (989.5, 989.5, 494.7, 66.9),
+    r"NVIDIA H100 PCIe": (756, 756, 378, 51),
+    r"NVIDIA H(100|200) NVL": (835.5, 835.5, 417.5, 60),
+    r"NVIDIA L40S": (362, 362, 183, 91.6),
+    r"NVIDIA L40": (181, 181, 90.5, 90.5),
+    r"NVIDIA L4": (121, 121, 60, 30.3),
+    r"(NVIDIA )?A10": (125, 125, 62.5, 31.2),
+    r"(NVIDIA )?A40": (149.7, 149.7, 74.8, 37.4),
+    r"(NVIDIA )?A30": (165, 165, 82, 10.3),
+    r"(NVIDIA )?RTX A6000": (154.8, 154.8, 77.4, 38.7),
+    r"(NVIDIA )?GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6),
+    r"(NVIDIA )?GeForce RTX 3090": (71, 71, 35.6, 35.6),
+    r"Tesla V100-SXM2-(16|32)GB": (125, None, None, 15.7),
+    r"Tesla V100-PCIE-(16|32)GB": (112, None, None, 14),
+    r"Tesla T4": (65, None, None, 8.1),
 }
 
 
@@ -59,8 +47,8 @@ def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
     peaks = next((peaks for pattern, peaks in _PEAKS.items() if re.fullmatch(pattern, name)), None)
     if peaks is None:
         return None
-    full = (peaks.tf32 if tf32 else None) or peaks.fp32
-    peak = {"fp16": peaks.half, "bf16": peaks.bf16, "off": full}[amp]
+    fp16, bf16, with_tf32, fp32 = peaks
+    peak = {"fp16": fp16, "bf16": bf16, "off": (with_tf32 if tf32 else None) or fp32}[amp]
     return None if peak is None else 1e12 * peak
 
 

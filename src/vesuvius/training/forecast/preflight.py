@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.network.unet import check_torch_version
-from vesuvius.errors import StorageError
-from vesuvius.monitor.probes.cores import usable_cores
-from vesuvius.plan.plan import Plan
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.monitor.probes.task_limits import task_limits
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing
 from vesuvius.runlog.listeners.trackers import check_trackers
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
-from vesuvius.runlog.units import GIB, format_sizes
+from vesuvius.runlog.units import GIB, format_sizes, size_text
 from vesuvius.stream.options import (
     StreamOptions,
     check_cluster,
@@ -30,7 +30,6 @@ from vesuvius.training.checkpoint.data_facts import DataFacts, trained_volumes
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
 from vesuvius.training.checkpoint.trained import InitialWeights, read_initial_weights
-from vesuvius.training.forecast.limits import check_limits
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import check_initial_weights, parameter_count, saved_copies
 from vesuvius.training.validation.preview import PREVIEWED
@@ -39,6 +38,15 @@ from vesuvius.volumes.store.cache import open_cache
 
 READERS_PER_CORE = 4
 """Readers of a remote store mostly wait, so more of them than processors are useful, but not more than these."""
+
+# Tasks (processes and threads), rounded up from the peaks of pids cgroups on two cores: 20 without readers, 305, 335
+# and 407 with 1, 2 and 4 of them.  Ray's daemons have 156, and each process that they start ahead, one a core, 22.
+_ALONE, _ALONE_PER_CORE = 20, 2
+_TRAINER = 75
+_DAEMONS = 160
+_PER_CORE = 25
+_PER_READER = 35
+_RANK = 110  # another trainer, in a process of Ray's
 
 
 @dataclass(frozen=True)
@@ -54,29 +62,6 @@ class Preflight:
     parameters: int  # trainable weights of the network
     checkpoint_bytes: int  # size of one checkpoint on disk, estimated
     free_bytes: int  # free space where the run directory is or will be
-
-    def doubts(self, config: Config, world: int) -> list[str]:
-        """What is allowed and seldom meant, a line each, for `world` ranks."""
-        plan, step = self.data.plan, self.resumed.step if self.resumed else 0
-        found = doubts(config, usable_cores(os.getpid())) + too_few_tasks(config, plan, step)
-        for number, (volume, planned) in enumerate(zip(self.data.volumes, plan.volumes, strict=True)):
-            amplification = plan.read_amplification(number, world)
-            # A small volume is in the page cache soon, and has small regions so that there are enough to mix.
-            small = planned.visits_per_pass < 4 * plan.regions_in_flight
-            if amplification > 1 and not small:
-                found.append(
-                    f"{amplification:.2f} bytes are decoded per byte of patch of {volume.name}, in chunks of "
-                    f"{format_sizes(volume.chunk_zyx)}, each read by {plan.reads_per_region(world):.1f} ranks; raise "
-                    f"data.patches_per_region (now {plan.patches_per_region}) in a new run, "
-                    + ("start 2, 4 or 8 ranks" if world > 1 else "or write the volume with smaller chunks")
-                )
-        if plan.repeats:
-            found.append(
-                "the volumes hold fewer patch positions than data.regions_in_flight="
-                f"{plan.regions_in_flight}: batches repeat patches; use larger volumes, a smaller data.patch_size or a "
-                "smaller data.validation.guard"
-            )
-        return found
 
 
 def for_other_ranks(checked: Preflight) -> Preflight:
@@ -140,8 +125,7 @@ def preflight(
     network.check_size(config.training.train_batch_size, config.data.patch_size)
     if config.training.workers and config.cluster.address is not None:
         check_cluster(config.cluster.address)
-    data_config = config.data if caches else config.data.with_store(cache_dir=None)
-    data = prepare_data(config.seed, data_config)
+    data = prepare_data(config.seed, config.data if caches else config.data.with_store(cache_dir=None))
     options = StreamOptions.from_config(config.training, config.cluster)
     if not store_is_there():
         check_store(data.job, options, ranks_here)
@@ -155,12 +139,13 @@ def preflight(
     greys = facts.greys if facts else data.grey_ranges(config.data)
     spectrum = facts.spectrum if facts else measure_spectrum(data, config.data, greys)
     # Read once, before a run starts, so that nothing fails weeks later.  A dry run says where they would lie.
-    fixed = None
-    if count := fixed_count(config.training, data):
-        fixed = read_fixed_patches(data, config.data, count if caches else 0)
-    initial = None if resumed else _initial_weights(config)
+    count = fixed_count(config.training, data)
+    fixed = read_fixed_patches(data, config.data, count if caches else 0) if count else None
+    initial = None
+    if config.training.init_from is not None and not resumed:
+        initial = read_initial_weights(Path(config.training.init_from))
+        check_initial_weights(network, initial.weights)
     checkpoint_bytes = sum(checkpoint_sizes(config))
-    free_bytes = _check_disk(directory.path, checkpoint_bytes)
     return Preflight(
         directory,
         data,
@@ -170,17 +155,8 @@ def preflight(
         fixed,
         parameter_count(network),
         checkpoint_bytes,
-        free_bytes,
+        _check_disk(directory.path, checkpoint_bytes),
     )
-
-
-def _initial_weights(config: Config) -> InitialWeights | None:
-    """The weights that `training.init_from` names; None where it names none."""
-    if config.training.init_from is None:
-        return None
-    initial = read_initial_weights(Path(config.training.init_from))
-    check_initial_weights(lay_out_network(config), initial.weights)
-    return initial
 
 
 def checkpoint_sizes(config: Config) -> list[int]:
@@ -195,16 +171,16 @@ def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
     return max(training.validate_patches if validates else 0, PREVIEWED if training.preview_every else 0)
 
 
-def doubts(config: Config, cores: float) -> list[str]:
-    """Settings that are allowed and seldom meant, a line each.  Pure.
+def doubts(config: Config, data: PreparedData, step: int, world: int, cores: float) -> list[str]:
+    """What is allowed and seldom meant, a line each, for `world` ranks that continue after `step`.  Pure.
 
     Args:
         cores: processors that the readers may use, if they run on this machine.
     """
-    diffusion, training, found = config.diffusion, config.training, []
-    if config.cluster.address is None and training.workers > READERS_PER_CORE * cores:
+    diffusion, plan, workers, found = config.diffusion, data.plan, config.training.workers, []
+    if config.cluster.address is None and workers > READERS_PER_CORE * cores:
         found.append(
-            f"training.workers {training.workers} readers share {cores:g} processors: each takes memory, and "
+            f"training.workers {workers} readers share {cores:g} processors: each takes memory, and "
             f"together they read no faster than a few; set training.workers={math.ceil(cores)}, or at "
             f"most {math.floor(READERS_PER_CORE * cores)} for a remote store"
         )
@@ -213,20 +189,70 @@ def doubts(config: Config, cores: float) -> list[str]:
             "diffusion.prediction eps without diffusion.sampler_clip: near pure noise x_0 is what eps leaves over, "
             "divided by almost 0, and samples may be useless; set diffusion.sampler_clip=1.5"
         )
+    first, stop = step * config.global_batch, config.stop_step * config.global_batch
+    tasks = sum(1 for _ in islice(plan.tasks(first, stop, 0, world), workers))
+    if 0 < tasks < workers:
+        found.append(
+            f"training.workers {workers} readers and {tasks} task{'s' * (tasks > 1)}: the others stay idle; set "
+            f"training.workers={tasks}, or lower data.regions_per_task (now {config.data.regions_per_task})"
+        )
+    for number, (volume, planned) in enumerate(zip(data.volumes, plan.volumes, strict=True)):
+        amplification = plan.read_amplification(number, world)
+        # A small volume is in the page cache soon, and has small regions so that there are enough to mix.
+        small = planned.visits_per_pass < 4 * plan.regions_in_flight
+        if amplification > 1 and not small:
+            found.append(
+                f"{amplification:.2f} bytes are decoded per byte of patch of {volume.name}, in chunks of "
+                f"{format_sizes(volume.chunk_zyx)}, each read by {plan.reads_per_region(world):.1f} ranks; raise "
+                f"data.patches_per_region (now {plan.patches_per_region}) in a new run, "
+                + ("start 2, 4 or 8 ranks" if world > 1 else "or write the volume with smaller chunks")
+            )
+    if plan.repeats:
+        found.append(
+            f"the volumes hold fewer patch positions than data.regions_in_flight={plan.regions_in_flight}: batches "
+            "repeat patches; use larger volumes, a smaller data.patch_size or a smaller data.validation.guard"
+        )
     return found
 
 
-def too_few_tasks(config: Config, plan: Plan, step: int) -> list[str]:
-    """A warning where a rank's samples after `step` are fewer tasks than it has readers.  Pure."""
-    workers, world = config.training.workers, config.training.ranks if isinstance(config.training.ranks, int) else 1
-    first, stop = step * config.global_batch, config.stop_step * config.global_batch
-    tasks = sum(1 for _ in islice(plan.tasks(first, stop, 0, world), workers))
-    if not 0 < tasks < workers:
-        return []
-    return [
-        f"training.workers {workers} readers and {tasks} task{'s' * (tasks > 1)}: the others stay idle; set "
-        f"training.workers={tasks}, or lower data.regions_per_task (now {config.data.regions_per_task})"
-    ]
+def tasks_needed(workers: int, ranks: int, cores: int) -> int:
+    """Tasks of a run on this machine with a private Ray; fewer would end it sooner or later.  Pure.
+
+    Args:
+        workers: readers of a rank.
+        ranks: here.
+    """
+    if workers == 0 and ranks == 1:
+        return _ALONE + _ALONE_PER_CORE * cores
+    return _TRAINER + _DAEMONS + _PER_CORE * cores + ranks * workers * _PER_READER + (ranks - 1) * _RANK
+
+
+def check_limits(config: Config, ranks: int, store_bytes: int, cores: int | None = None) -> None:
+    """Raises ConfigError where Ray would hang or die of a limit, without a word.
+
+    Args:
+        ranks: on this machine.
+        store_bytes: of the object store that is yet to be made; 0 = none.
+        cores: of this machine; None = look.
+    """
+    cores = cores or os.cpu_count() or 1
+    workers = config.training.workers if config.cluster.address is None else 0  # a cluster is there already
+    need, limits = tasks_needed(workers, ranks, cores), task_limits()
+    if limits and limits[0].left < need:
+        tightest = limits[0]
+        others = f", of which others use {tightest.others}" if tightest.others > 0 else ""
+        fewer = next((n for n in range(workers - 1, -1, -1) if tasks_needed(n, ranks, cores) <= tightest.left), None)
+        raise ConfigError(
+            f"{tightest.name} allows {tightest.limit} processes and threads{others}, and this run needs about {need}; "
+            "raise it (`ulimit -u`, docker run --pids-limit)"
+            + ("" if fewer is None else f" or set training.workers={fewer}")
+        )
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if largest != resource.RLIM_INFINITY and largest < store_bytes:
+        raise ConfigError(
+            f"`ulimit -f` allows files of {size_text(largest)}, and Ray's object store in /dev/shm is one of "
+            f"{size_text(store_bytes)}; raise it (`ulimit -f unlimited`) or set training.workers=0"
+        )
 
 
 def _check_disk(path: Path, checkpoint_bytes: int) -> int:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vesuvius.config import Config
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
-from vesuvius.monitor.probes.system_sample import sample_system
+from vesuvius.monitor.memory.limits import MemoryLimit
 from vesuvius.runlog.units import GIB, size_text
 from vesuvius.stream.feeder import HELD
 from vesuvius.stream.options import (
@@ -97,9 +96,8 @@ def plan_ram(config: Config, data: PreparedData | None = None, gpu: bool | None 
     data = data or prepare_data(config.seed, config.data)
     gpu = choose_device().type == "cuda" if gpu is None else gpu
     ranks = local_ranks(config)
-    parts = [*_readers(config, data), *_ray(config), *_trainer(config, data, gpu), *_network(config, gpu)]
-    times = [1 if part.once else ranks for part in parts]
-    parts = [replace(part, size_bytes=part.size_bytes * count) for part, count in zip(parts, times, strict=True)]
+    parts = [*_readers(config, data), *_trainer(config, data, gpu), *_network(config, gpu)]
+    parts = [part if part.once else replace(part, size_bytes=part.size_bytes * ranks) for part in parts]
     return RamPlan(gpu, tuple(part for part in parts if part.size_bytes), ranks)
 
 
@@ -111,24 +109,16 @@ def local_ranks(config: Config) -> int:
     return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
 
 
-def ram_limit(config: Config) -> MemoryLimit:
-    """The smallest of the machine's memory, the limits of this process's cgroups, and `monitor.ram_limit_gib`."""
-    gib = config.monitor.ram_limit_gib
-    limits = Limits(configured_bytes=None if gib is None else int(gib * GIB))
-    return tightest(sample_system(os.getpid()), limits)
-
-
 def ram_warning(config: Config, data: PreparedData, plan: RamPlan, limit: MemoryLimit) -> str | None:
     """A line where a plan takes more than 80 % of a limit: its largest part, and what to change."""
     allowed = _WARN_SHARE * limit.limit_bytes
     if plan.total_bytes <= allowed:
         return None
     largest = max(plan.parts, key=lambda part: part.size_bytes)
-    remedy = f"lower {largest.lower}"
-    for workers in range(config.training.workers - 1, -1, -1):
-        if plan_ram(config.with_training(workers=workers), data, plan.gpu).total_bytes <= allowed:
-            remedy = f"start with training.workers={workers}"
-            break
+    fewer = range(config.training.workers - 1, -1, -1)
+    plans = ((n, plan_ram(config.with_training(workers=n), data, plan.gpu)) for n in fewer)
+    workers = next((n for n, other in plans if other.total_bytes <= allowed), None)
+    remedy = f"lower {largest.lower}" if workers is None else f"start with training.workers={workers}"
     return (
         f"memory should stay below {_WARN_SHARE:.0%} of {size_text(limit.limit_bytes)} ({limit.name}); got "
         f"{size_text(plan.total_bytes)} predicted, most of it for {largest.term}: {largest.name} "
@@ -137,15 +127,14 @@ def ram_warning(config: Config, data: PreparedData, plan: RamPlan, limit: Memory
 
 
 def _readers(config: Config, data: PreparedData) -> list[RamPart]:
-    """What readers hold, in processes of their own or with `workers: 0` in the trainer, and the object store."""
-    job, workers = data.job, config.training.workers
+    """What readers hold, in processes of their own or with `workers: 0` in the trainer, the object store, and Ray."""
+    job, workers, cores = data.job, config.training.workers, os.cpu_count() or 1
     arrays = (*data.volumes, *data.conditions)
     chunk_bytes = max(math.prod(array.chunk_zyx) * array.dtype.itemsize for array in arrays)
-    scratch = 2 * chunk_bytes * (os.cpu_count() or 1)  # chunks in work, each with its compressed bytes, one a core
     covered = [math.prod(data.array("condition", number)[1].factors) for number in range(len(data.conditions))]
     # A region of a coarser or finer condition is held in voxels of its own, too.
     own = [int(job.dtypes[-1].itemsize * job.plan.region_voxels_max // n) for n in covered if n != 1]
-    scratch += max(own, default=0)
+    scratch = 2 * chunk_bytes * cores + max(own, default=0)  # chunks in work with their compressed bytes, one a core
     # At least one region is staged whatever its size; bytes that compression saves are not counted on.
     staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
     if workers == 0:
@@ -162,21 +151,16 @@ def _readers(config: Config, data: PreparedData) -> list[RamPart]:
     need = store_need_bytes(job, options) + (executions - 1) * store_ahead_bytes(job, options)
     run_bytes = tasks * job.plan.regions_per_task * job.block_bytes
     store = min(int((1 + _STORE_HOLES) * need), run_bytes) + job.plan.map_bytes
+    idle = max(cores - workers - 3, 0) * _RAY_IDLE_BYTES
+    ray = _RAY_BYTES + idle if config.cluster.address is None else 0  # those of a cluster are there anyway
     return [
         RamPart("readers", f"{readers} processes", readers * _READER_BYTES),
         RamPart("readers", "blocks", readers * READER_RING * job.block_bytes, "data.region_size"),
         RamPart("readers", "decoding", readers * scratch),
         RamPart("readers", "fetched ahead", readers * staged),
         RamPart("store", "regions in flight and ahead", store, "data.regions_in_flight or data.region_size"),
+        RamPart("Ray", "its own processes", ray, once=True),
     ]
-
-
-def _ray(config: Config) -> list[RamPart]:
-    """A private Ray's own processes; those of a cluster are there anyway."""
-    if config.training.workers == 0 or config.cluster.address is not None:
-        return []
-    idle = max((os.cpu_count() or 1) - config.training.workers - 3, 0)
-    return [RamPart("Ray", "its own processes", _RAY_BYTES + idle * _RAY_IDLE_BYTES, once=True)]
 
 
 def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamPart]:

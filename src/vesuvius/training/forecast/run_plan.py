@@ -1,13 +1,15 @@
-"""The memory plan of a run: what dry run, doctor, memcheck --config and tune ask, and what is printed of it."""
+"""The memory plan of a run: what dry run, doctor, memcheck --config, init and tune ask, and what is printed of it."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
 from vesuvius.config import Config
-from vesuvius.monitor.memory.limits import MemoryLimit
+from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
+from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.units import GIB, size_text
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import (
@@ -18,7 +20,7 @@ from vesuvius.training.forecast.memory_plan import (
     leaner,
     plan_memory,
 )
-from vesuvius.training.forecast.ram_plan import RamPlan, plan_ram, ram_limit, ram_warning
+from vesuvius.training.forecast.ram_plan import RamPlan, plan_ram, ram_warning
 from vesuvius.training.step.step import choose_device
 
 _ASSUMED_VRAM_GIB = 80  # of an A100 or H100
@@ -74,10 +76,16 @@ class RunPlan:
 
     def problems(self) -> list[Problem]:
         """What does not fit, with its remedy; empty where all does."""
-        found = []
-        if self.step.vram_bytes > self.vram_bytes:
-            found.append(Problem(self._too_large(), self.on_gpu))
-        elif self.vram_free_bytes is not None and self.step.vram_bytes > self.vram_free_bytes:
+        need, found = self.step.vram_bytes, []
+        if need > self.vram_bytes:
+            largest = largest_batch(self.config, self.vram_bytes)
+            remedy = f"set training.train_batch_size={largest} and raise training.accumulate_steps"
+            text = (
+                f"train_batch_size {self.step.batch} will not fit: {size_text(need)} of GPU memory needed of "
+                f"{size_text(self.vram_bytes)}; {remedy if largest else leaner(self.config)}"
+            )
+            found.append(Problem(text, self.on_gpu))
+        elif self.vram_free_bytes is not None and need > self.vram_free_bytes:
             free = size_text(self.vram_free_bytes)
             found.append(Problem(f"only {free} of GPU memory are free; see nvidia-smi for who holds the rest", False))
         if warning := ram_warning(self.config, self.data, self.ram, self.limit):
@@ -85,14 +93,6 @@ class RunPlan:
             here = self.whose != "--vram-gib" or self.config.monitor.ram_limit_gib is not None
             found.append(Problem(warning, here and self.ram.total_bytes > self.limit.limit_bytes))
         return found
-
-    def _too_large(self) -> str:
-        largest, batch = largest_batch(self.config, self.vram_bytes), self.step.batch
-        remedy = f"set training.train_batch_size={largest} and raise training.accumulate_steps"
-        return (
-            f"train_batch_size {batch} will not fit: {size_text(self.step.vram_bytes)} of GPU memory needed of "
-            f"{size_text(self.vram_bytes)}; {remedy if largest else leaner(self.config)}"
-        )
 
 
 def plan_run(config: Config, data: PreparedData | None = None, vram_gib: float | None = None) -> RunPlan:
@@ -114,5 +114,11 @@ def plan_run(config: Config, data: PreparedData | None = None, vram_gib: float |
     else:
         vram_bytes = _ASSUMED_VRAM_GIB * GIB
         whose = "assumed, as this machine has no GPU; --vram-gib N plans for another"
-    ram = plan_ram(config, data, on_gpu)
-    return RunPlan(config, data, on_gpu, plan_memory(config), ram, ram_limit(config), vram_bytes, whose, free_bytes)
+    ram, limit = plan_ram(config, data, on_gpu), ram_limit(config.monitor.ram_limit_gib)
+    return RunPlan(config, data, on_gpu, plan_memory(config), ram, limit, vram_bytes, whose, free_bytes)
+
+
+def ram_limit(configured_gib: float | None) -> MemoryLimit:
+    """The smallest of the machine's memory, the limits of this process's cgroups, and `monitor.ram_limit_gib`."""
+    limits = Limits(configured_bytes=None if configured_gib is None else int(configured_gib * GIB))
+    return tightest(sample_system(os.getpid()), limits)

@@ -1,57 +1,93 @@
-"""What is said before the first step, by a run and by its dry run: where it continues, on which volumes, how far."""
+"""What is said before the first step, by a run in its log and by its dry run, which stops there."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import time
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch.nn import functional
 
 from vesuvius.config import Config, DiffusionConfig
 from vesuvius.config.describe import CHANGES_TRAINING
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.runlog.units import format_duration, format_sizes, size_text
-from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.errors import ConfigError
+from vesuvius.monitor.probes.cores import usable_cores
+from vesuvius.runlog.run_dir import run_dir
+from vesuvius.runlog.units import format_duration, format_sizes, gib, size_text
+from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.forecast.preflight import Preflight
+from vesuvius.training.forecast.preflight import Preflight, doubts, preflight
+from vesuvius.training.forecast.run_plan import plan_run
 from vesuvius.training.ranks.part import Part
-from vesuvius.training.step.step import AmpMode, parameter_count
+from vesuvius.training.step.device import synchronize
+from vesuvius.training.step.step import AmpMode, autocast, choose_device, resolve_amp
+from vesuvius.training.validation.preview import PREVIEWED
 from vesuvius.volumes.box import format_box
 
 log = logging.getLogger(__name__)
 
+_TIME_RANGE = (0.6, 2.5)  # of what its operations predict, for a step
+# What a whole training step reaches of a convolution's rate: norms, attention, optimizer and memory take the rest.
+_SHARE_OF_CONVOLUTION = 0.5
+_MEASURED_S = 0.5
 
-def log_start(config: Config, preflight: Preflight, world: int, lost: bool) -> None:
-    """The checkpoint, what has changed since, and the data, as `world` ranks read them.
+
+def log_start(config: Config, checked: Preflight, world: int, lost: bool) -> None:
+    """Log `start_lines`."""
+    for level, line in start_lines(config, checked, world, lost):
+        log.log(level, "%s", line)
+
+
+def start_lines(config: Config, checked: Preflight, world: int, lost: bool) -> list[tuple[int, str]]:
+    """The checkpoint, what has changed since, the data as `world` ranks read them, and the network: levels and lines.
 
     `lost`: the run existed, so there should be a checkpoint.
     """
-    if preflight.resumed is not None:
-        log.info("continuing from %s", preflight.resumed.checkpoint)
+    info, warning, resumed, data = logging.INFO, logging.WARNING, checked.resumed, checked.data
+    training, device, lines = config.training, choose_device(), list[tuple[int, str]]()
+    if resumed is not None:
+        finished = ", which is the end: nothing to do" if resumed.step >= config.stop_step else ""
+        lines.append((info, f"continuing from {resumed.checkpoint}, step {resumed.step}{finished}"))
+        drift = ((warning if line.startswith(CHANGES_TRAINING) else info, line) for line in resumed.drift)
+        lines += [(level, f"changed since the checkpoint: {line}") for level, line in drift]
+        accepted = "accepted by --allow-drift, so the run is no longer one experiment"
+        lines += [(warning, f"{accepted}: {line}") for line in resumed.accepted]
     elif lost:
-        log.warning("no complete checkpoint in %s: starting at step 0", preflight.directory.checkpoints)
-    if preflight.initial is not None:
-        log.info("starting from the weights of %s", preflight.initial.source)
-    for doubt in preflight.doubts(config, world):
-        log.warning("%s", doubt)
-    if preflight.resumed is not None:
-        for line in preflight.resumed.drift:
-            level = logging.WARNING if line.startswith(CHANGES_TRAINING) else logging.INFO
-            log.log(level, "changed since the checkpoint: %s", line)
-        for line in preflight.resumed.accepted:
-            log.warning("accepted by --allow-drift, so the run is no longer one experiment: %s", line)
-    for line in data_lines(config, preflight, world):
-        log.info("%s", line)
-    if config.training.validate_every and not any(split.validation for split in preflight.data.splits):
-        log.info("no validation: data.validation.fraction is 0")
+        lines.append((warning, f"no complete checkpoint in {checked.directory.checkpoints}: starting at step 0"))
+    if checked.initial is not None:
+        lines.append((info, f"starting from the weights of {checked.initial.source}"))
+    step, cores = resumed.step if resumed else 0, usable_cores(os.getpid())
+    lines += [(warning, doubt) for doubt in doubts(config, data, step, world, cores)]
+    lines += [(info, line) for line in _data_lines(config, checked, world)]
+    ranks = "" if training.ranks == 1 else f" x {training.ranks} ranks"
+    sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
+    lines += [
+        (
+            info,
+            f"model      {checked.parameters / 1e6:.1f} M parameters, device {device}, amp "
+            f"{resolve_amp(training.amp, device)}",
+        ),
+        (info, f"batch      {sizes} = {config.global_batch} samples a step"),
+    ]
+    if training.validate_every and not any(split.validation for split in data.splits):
+        lines.append((info, "no validation: data.validation.fraction is 0"))
+    elif training.validate_every:
+        every = f"{training.validate_every} steps, {training.validate_patches} held-out patches"
+        lines.append((info, f"validation every {every}, 8 noise levels each"))
+    if training.preview_every:
+        lines.append((info, f"previews   every {training.preview_every} steps, {PREVIEWED} generated patches"))
+    return lines
 
 
-def data_lines(config: Config, preflight: Preflight, world: int) -> list[str]:
+def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
     """Volumes, their split, grey values and regions, the plan and the noise, as `world` ranks read them."""
-    data, lines = preflight.data, []
-    facts = zip(data.volumes, data.splits, preflight.facts.greys.volumes, data.plan.volumes, strict=True)
+    data, plan, lines = checked.data, checked.data.plan, []
+    facts = zip(data.volumes, data.splits, checked.facts.greys.volumes, plan.volumes, strict=True)
     for number, (volume, split, grey, planned) in enumerate(facts):
         lines += [
             f"volume     {volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}, "
@@ -60,23 +96,15 @@ def data_lines(config: Config, preflight: Preflight, world: int) -> list[str]:
             + (format_box(split.validation) if split.validation else "none"),
             f"  greys    {grey.low:g} becomes -1, {grey.high:g} becomes +1",
             f"  regions  {planned.visits_per_pass} a pass, of up to "
-            f"{format_sizes(planned.cells.region_zyx(data.plan.patch_zyx))}, "
-            f"{data.plan.read_amplification(number, world):.2f} bytes decoded per byte of patch",
+            f"{format_sizes(planned.cells.region_zyx(plan.patch_zyx))}, "
+            f"{plan.read_amplification(number, world):.2f} bytes decoded per byte of patch",
         ]
-    return [
-        *lines,
-        f"plan       {data.plan.hash}, {_mixing_text(data.job)}",
-        f"diffusion  {noise_text(config.diffusion, preflight.facts.spectrum)}",
-    ]
-
-
-def _mixing_text(job: ReaderJob) -> str:
-    """What a batch is drawn from."""
-    plan = job.plan
-    return (
-        f"a batch is drawn from {plan.regions_in_flight} regions in flight "
-        f"({size_text(plan.regions_in_flight * job.block_bytes)}), {plan.patches_per_region} patches from each"
+    in_flight = (
+        f"{plan.regions_in_flight} regions in flight ({size_text(plan.regions_in_flight * data.job.block_bytes)})"
     )
+    mixing = f"a batch is drawn from {in_flight}, {plan.patches_per_region} patches from each"
+    noise = noise_text(config.diffusion, checked.facts.spectrum)
+    return [*lines, f"plan       {plan.hash}, {mixing}", f"diffusion  {noise}"]
 
 
 def noise_text(config: DiffusionConfig, spectrum: Spectrum) -> str:
@@ -90,12 +118,6 @@ def noise_text(config: DiffusionConfig, spectrum: Spectrum) -> str:
         f"noise {config.noise}: sigma {least:.3g} to {most:.3g} times the signal; the data: mean {spectrum.mean:.3g}, "
         f"{spread}"
     )
-
-
-def log_network(config: Config, network: nn.Module, device: torch.device, amp: AmpMode) -> None:
-    """Size of the network and how it is computed."""
-    size, batch = parameter_count(network) / 1e6, config.global_batch
-    log.info("model %.1f M parameters, device %s, amp %s, global batch %d", size, device, amp, batch)
 
 
 def log_ranks(config: Config, part: Part) -> None:
@@ -135,3 +157,90 @@ def log_progress(config: Config, progress: Progress, limit_s: float | None) -> N
         progress.sessions,
         "unknown time" if left is None else format_duration(left),
     )
+
+
+def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_drift: bool = False) -> Iterator[str]:
+    """What would happen, a line each: what a run says at its start, then its time, memory and disk.  Writes nothing.
+
+    Args:
+        vram_gib: GPU memory to plan for; None = this machine's GPU, or 80 GiB where there is none.
+
+    Raises:
+        ConfigError: after all lines, where the run would not fit this machine or the GPU that was asked for.
+        VesuviusError: what `preflight` raises.
+    """
+    directory, training = run_dir(config), config.training
+    checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
+    auto = training.ranks == "auto"
+    ranks_here = max(torch.cuda.device_count(), 1) if auto else training.ranks
+    assert isinstance(ranks_here, int)
+    checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=ranks_here)
+    stop = f", stops at {config.stop_step}" if config.stop_step < config.horizon_steps else ""
+    steps = f"{training.epochs} x {training.steps_per_epoch} = {config.horizon_steps}{stop}"
+    yield f"run        {directory.path}, steps {steps}"
+    lines = start_lines(config, checked, 1 if auto else ranks_here, resume and directory.exists())
+    yield from (line for level, line in lines if level == logging.INFO)
+    plan, done = plan_run(config, checked.data, vram_gib), checked.resumed.step if checked.resumed else 0
+    yield _time_line(config, plan.step.flops_per_step, max(config.stop_step - done, 0), vram_gib is not None)
+    yield from plan.lines()
+    for_ever = config.horizon_steps // training.keep_every if training.keep_every else 0
+    validates = training.validate_every and any(split.validation for split in checked.data.splits)
+    count = training.keep_last + 1 + bool(validates) + for_ever  # with the last, and the best
+    yield (
+        f"disk       {gib(count * checked.checkpoint_bytes)} GiB for up to {count} checkpoints of "
+        f"{gib(checked.checkpoint_bytes)} GiB (one more while saving), {gib(checked.free_bytes)} GiB free; a copy of "
+        "one waits in host memory"
+    )
+    warned = [line for level, line in lines if level == logging.WARNING]
+    if count * checked.checkpoint_bytes > checked.free_bytes:
+        warned.append("the checkpoints will not fit on the disk: lower training.keep_last or raise training.keep_every")
+    problems = plan.problems()
+    warned += [problem.text for problem in problems if not problem.refused]
+    yield from (f"WARN       {line}" for line in warned)
+    if refused := [problem.text for problem in problems if problem.refused]:
+        raise ConfigError("\n".join(refused))
+    passed = f"passed with {len(warned)} warning{'s' * (len(warned) > 1)}" if warned else "all checks passed"
+    yield f"dry run: {passed}, nothing was written; `vesuvius volume verify` reads all chunks"
+
+
+def _time_line(config: Config, flops: int, steps: int, elsewhere: bool) -> str:
+    """Predicted time of a step, and of the run."""
+    device = choose_device()
+    compute = (f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP") + " a step"
+    if elsewhere and device.type == "cpu":
+        return f"time       {compute}; its time on a GPU that is not here is unknown"
+    step_s = step_range_s(flops, device, resolve_amp(config.training.amp, device))
+    of_step = " to ".join(f"{s:.2g} s" if s < 60 else format_duration(s) for s in step_s)
+    of_run = " to ".join(format_duration(s * steps) for s in step_s)
+    place = "GPU" if device.type == "cuda" else "CPU"
+    return f"time       {compute}, about {of_step} on this {place}: {of_run} for {steps} steps, if data never waits"
+
+
+def step_range_s(flops: int, device: torch.device, amp: AmpMode) -> tuple[float, float]:
+    """The least and the most that a step of so many operations will take; times a convolution for half a second.
+
+    On a CPU what it would take if nothing else ran.
+    """
+    step_s = flops / (_SHARE_OF_CONVOLUTION * convolution_flops_s(device, amp))
+    return _TIME_RANGE[0] * step_s, _TIME_RANGE[1] * step_s
+
+
+def convolution_flops_s(device: torch.device, amp: AmpMode) -> float:
+    """The best rate of forward and backward passes of a 3x3x3 convolution; a multiply-add is 2 operations.
+
+    On a CPU processor time counts, not the clock's: other programs may run.
+    """
+    on_cpu, size = device.type == "cpu", 32
+    channels = 32 if on_cpu else 128
+    x = torch.zeros(1, channels, size, size, size, device=device, requires_grad=True)
+    weight = torch.zeros(channels, channels, 3, 3, 3, device=device, requires_grad=True)
+    clock, passes_s = time.process_time if on_cpu else time.perf_counter, list[float]()
+    until = time.perf_counter() + _MEASURED_S
+    while len(passes_s) < 3 or time.perf_counter() < until:
+        began = clock()
+        with autocast(device, amp):
+            y = functional.conv3d(x, weight, padding=1)
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        synchronize(device)
+        passes_s.append((clock() - began) / (torch.get_num_threads() if on_cpu else 1))
+    return 3 * 2 * 27 * channels**2 * size**3 / min(passes_s)

@@ -52,9 +52,8 @@ def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode
     if backward and (problem := cudnn_problem(device, amp, config.training.channels_last)):
         raise ConfigError(problem)
     for convolution in network_convolutions(config, batch):
-        for name, error in convolution_errors(
-            convolution, device, amp, config.training.channels_last, backward
-        ).items():
+        errors = convolution_errors(convolution, device, amp, config.training.channels_last, backward)
+        for name, error in errors.items():
             if not error <= TOLERANCES[amp]:  # also where it is NaN
                 raise ConfigError(
                     f"{convolution} is wrong on this machine: {name} off by {error:.2g} of its norm, "
@@ -103,15 +102,19 @@ def convolution_errors(
         return x.contiguous(memory_format=torch.channels_last_3d) if channels_last and len(shape) == 5 else x
 
     x, kernel = normal(*convolution.input_shape), normal(*convolution.weight_shape)
-    leaves = [x, kernel * kernel[0].numel() ** -0.5, normal(len(kernel))]
+    x, kernel, bias = leaves = (x, kernel * kernel[0].numel() ** -0.5, normal(len(kernel)))
     for leaf in leaves:
         leaf.requires_grad_(backward)
+    towards: list[Tensor] = []  # of the output, the same for both
 
     def run(amp: AmpMode) -> list[Tensor]:
         with autocast(device, amp):
-            out = F.conv3d(*leaves, stride=convolution.stride, padding=convolution.padding)
-        towards = torch.sin(torch.arange(out.numel(), device=device)).view(out.shape).to(out.dtype)
-        return [out.detach(), *(torch.autograd.grad(out, leaves, towards) if backward else ())]
+            out = F.conv3d(x, kernel, bias, stride=convolution.stride, padding=convolution.padding)
+        if not backward:
+            return [out]
+        if not towards:
+            towards.append(normal(*out.shape))
+        return [out.detach(), *torch.autograd.grad(out, leaves, towards[0].to(out.dtype))]
 
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         exact = run("off")
