@@ -3,7 +3,6 @@
 import math
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -147,15 +146,3 @@ def test_noise_of_each_step_number_and_purpose_is_standard_normal_and_unrelated(
     assert noise.mean(1).abs().max() < 5 / math.sqrt(n)
     assert (noise.std(1) - 1).abs().max() < 5 / math.sqrt(2 * n)
     assert (torch.corrcoef(noise) - torch.eye(rows)).abs().max() < 5 / math.sqrt(n)
-
-
-def test_no_global_generator_is_read_or_moved() -> None:
-    method: SamplerMethod = "ddpm"
-    torch.manual_seed(1)
-    np.random.seed(1)  # noqa: NPY002 - the global generator is what must not matter
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    first = _generate(_config(method), [0, 1]).x_0
-    assert torch.equal(torch.get_rng_state(), torch_state)
-    assert np.array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
-    torch.manual_seed(2)
-    assert torch.equal(first, _generate(_config(method), [0, 1]).x_0)

@@ -51,10 +51,3 @@ def test_gain_is_the_difference_of_half_log_snrs(here: float, there: float) -> N
     gain = log_snr_gain(*(NoiseLevel(0, math.cos(angle), math.sin(angle)) for angle in (here, there)))
     # 1e-13: float64 logarithms up to 7, with cos(1.57) = 8e-4.
     assert gain == pytest.approx(half_log_snr(there) - half_log_snr(here), abs=1e-13)
-
-
-def test_gain_is_infinite_from_pure_noise_and_to_a_clean_sample() -> None:
-    middle = NoiseLevel(500, 0.6, 0.8)
-    assert log_snr_gain(NoiseLevel(999, 0.0, 1.0), middle) == math.inf
-    assert log_snr_gain(middle, CLEAN) == math.inf
-    assert log_snr_gain(NoiseLevel(999, 0.0, 1.0), CLEAN) == math.inf

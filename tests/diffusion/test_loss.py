@@ -45,16 +45,6 @@ def test_min_snr_loss_parity_with_the_papers_weight_on_x_0(kind: Prediction, gam
     np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_gamma_is_the_plain_mean_squared_error(kind: Prediction) -> None:
-    prediction, x_0, eps = _batch()
-    config = DiffusionConfig(noise="cosine", prediction=kind, min_snr_gamma=None)
-    target = Schedule.from_config(config).target(kind, x_0, eps, TIMES)
-    expected = torch.nn.functional.mse_loss(prediction, target, reduction="none").flatten(1).mean(1)
-    # 1e-6: the same float32 numbers, summed in another order.
-    torch.testing.assert_close(_loss(config, prediction, x_0, eps), expected, rtol=1e-6, atol=0)
-
-
 def test_each_samples_loss_is_its_own() -> None:
     prediction, x_0, eps = _batch()
     config = DiffusionConfig(noise="cosine")

@@ -103,13 +103,13 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
     model, training = _model(preset, patch), _training(preset, micro, step_s, held_out, is_remote(spec.path), device)
     data_config = _data(volume, patch, held_out)
     try:
-        data = _prepare(data_config)
+        data = prepare_data(0, data_config.with_store(cache_dir=None))
     except DataError as error:
         if not data_config.min_foreground:
             raise
         log.warning("data.min_foreground is left at 0: %s", one_line(error))
         data_config = _data(volume, patch, held_out, foreground=False)
-        data = _prepare(data_config)
+        data = prepare_data(0, data_config.with_store(cache_dir=None))
     config = Config(name=name, seed=0, data=data_config, training=training, model=model)
     workers = (n for n in range(training.workers, 0, -1) if _fits(config.with_training(workers=n), data))
     config = config.with_training(workers=next(workers, 0))  # 0 reads without Ray
@@ -268,10 +268,6 @@ def _data(volume: VolumeFacts, patch: Triple, held_out: bool, foreground: bool =
     if spec.select:
         drawn_from = drawn_from.model_copy(update={"select": spec.select})
     return DataConfig(volumes=(drawn_from,), patch_size=patch, **keys)
-
-
-def _prepare(config: DataConfig) -> PreparedData:
-    return prepare_data(0, config.with_store(cache_dir=None))
 
 
 def _fits(config: Config, data: PreparedData) -> bool:

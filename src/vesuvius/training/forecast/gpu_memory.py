@@ -65,10 +65,17 @@ def gpu_memory_error(
         f"a step must fit the GPU's memory; got train_batch_size {config.training.train_batch_size}: out of memory "
         f"({wanted[0] if wanted else one_line(error)}); {what_to_do}"
     )
+    held = "unknown, no GPU reports it"
+    if use is not None:
+        held = (
+            f"{size_text(use.allocated_bytes)} in tensors ({size_text(use.peak_bytes)} at the peak), torch held "
+            f"{size_text(use.reserved_bytes)}, CUDA itself and other processes {size_text(use.foreign_bytes)}, "
+            f"{size_text(use.free_bytes)} of {size_text(use.total_bytes)} are free"
+        )
     saved = "none could be saved now; --resume continues from the last one"
     if saved_step is not None:
         saved = f"step {saved_step} is saved, and nothing is lost"
-    return GpuMemoryError("\n".join([first, f"memory: {_who_held(use)}", f"checkpoint: {saved}"]), what_to_do)
+    return GpuMemoryError(f"{first}\nmemory: {held}\ncheckpoint: {saved}", what_to_do)
 
 
 def smaller_batch(config: Config, fitting: int | None) -> tuple[int, int] | None:
@@ -99,24 +106,14 @@ def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
     except Exception as problem:  # the error on its way out must not be hidden by that of its explanation
         return f"what would fit is unknown ({one_line(problem)}); {_go_on(config, None)}"
     planned = f"the memory plan needs {size_text(need_bytes)}"
-    if need_bytes > usable_bytes:
-        fit = f"{fitting} fit" if fitting else "not even one patch fits"
-        return f"{planned} of {size_text(usable_bytes)}, and {fit}: {_go_on(config, fitting)}"
-    return (
-        f"{planned} and should fit the {size_text(usable_bytes)} that other processes leave: fragments, validation or "
-        f"another process took the rest; continue with --resume and {_EXPANDABLE} in the environment, or "
-        f"{_go_on(config, fitting)}"
-    )
-
-
-def _who_held(use: VramUse | None) -> str:
-    if use is None:
-        return "unknown, no GPU reports it"
-    return (
-        f"{size_text(use.allocated_bytes)} in tensors ({size_text(use.peak_bytes)} at the peak), torch held "
-        f"{size_text(use.reserved_bytes)}, CUDA itself and other processes {size_text(use.foreign_bytes)}, "
-        f"{size_text(use.free_bytes)} of {size_text(use.total_bytes)} are free; {use.retries} allocations had to wait"
-    )
+    fit = f"{fitting} fit" if fitting else "not even one patch fits"
+    why = f"{planned} of {size_text(usable_bytes)}, and {fit}: "
+    if need_bytes <= usable_bytes:
+        why = (
+            f"{planned} and should fit the {size_text(usable_bytes)} that other processes leave: fragments, validation "
+            f"or another process took the rest; continue with --resume and {_EXPANDABLE} in the environment, or "
+        )
+    return why + _go_on(config, fitting)
 
 
 def _go_on(config: Config, fitting: int | None) -> str:

@@ -67,8 +67,7 @@ class MemoryPlan:
     # floating-point operations of an optimizer step, forward and backward, over all its micro-batches; a multiply-add
     # is 2; blocks that are computed again count again
     flops_per_step: int
-    # weight_bytes, optimizer_bytes, ema_bytes: held through the whole run; float32
-    weight_bytes: int
+    weight_bytes: int  # held through the whole run, float32, as are those of optimizer and EMA
     optimizer_bytes: int
     ema_bytes: int
     activation_bytes: int  # kept from the forward pass of a micro-batch for its backward pass
@@ -99,9 +98,8 @@ class MemoryPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Allowance for kernels that copy a convolution's input and output into an order of their own: both of the
-        largest one.  On a CPU oneDNN does just that (with it, float32 peaks were met to 0.1 %); of cuDNN, whose kernels
-        for bf16 and fp16 want channels last, it is assumed."""
+        """For kernels that copy the largest convolution's input and output into an order of their own, as oneDNN does
+        (with it, float32 peaks were met to 0.1 %) and cuDNN, which wants 16 bits channels last, is assumed to."""
         return max(self.convolution_bytes, default=0)
 
     @property

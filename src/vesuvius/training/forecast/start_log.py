@@ -66,14 +66,9 @@ def start_lines(config: Config, checked: Preflight, world: int, lost: bool) -> l
     lines += [(info, line) for line in _data_lines(config, checked, world)]
     ranks = "" if training.ranks == 1 else f" x {training.ranks} ranks"
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
-    lines += [
-        (
-            info,
-            f"model      {checked.parameters / 1e6:.1f} M parameters, device {device}, amp "
-            f"{resolve_amp(training.amp, device)}",
-        ),
-        (info, f"batch      {sizes} = {config.global_batch} samples a step"),
-    ]
+    computed = f"device {device}, amp {resolve_amp(training.amp, device)}"
+    lines.append((info, f"model      {checked.parameters / 1e6:.1f} M parameters, {computed}"))
+    lines.append((info, f"batch      {sizes} = {config.global_batch} samples a step"))
     if training.validate_every and not any(split.validation for split in data.splits):
         lines.append((info, "no validation: data.validation.fraction is 0"))
     elif training.validate_every:
@@ -122,41 +117,23 @@ def noise_text(config: DiffusionConfig, spectrum: Spectrum) -> str:
 
 def log_ranks(config: Config, part: Part) -> None:
     """How the ranks share a step; nothing where there is one."""
-    if part.world > 1:
-        log.info(
-            "rank %d of %d: %d of the %d samples of a step, in micro-batches of %d",
-            part.rank,
-            part.world,
-            len(part.places),
-            part.global_batch,
-            part.micro_batch,
-        )
-    if part.world != config.training.ranks:
-        log.warning(
-            "training.ranks is %s and %d are running: the effective batch stays %d, each accumulates %d micro-batches",
-            config.training.ranks,
-            part.world,
-            part.global_batch,
-            part.accumulate_steps,
-        )
+    world, samples = part.world, f"{len(part.places)} of the {part.global_batch} samples of a step"
+    if world > 1:
+        log.info("rank %d of %d: %s, in micro-batches of %d", part.rank, world, samples, part.micro_batch)
+    if world != config.training.ranks:
+        batch = f"the effective batch stays {part.global_batch}, each accumulates {part.accumulate_steps} micro-batches"
+        log.warning("training.ranks is %s and %d are running: %s", config.training.ranks, world, batch)
 
 
 def log_progress(config: Config, progress: Progress, limit_s: float | None) -> None:
     """How far a resumed run is and how long it will take, before its first step."""
     if progress.step == 0:
         return
-    left = progress.time_left(config, limit_s=limit_s)
-    log.info(
-        "step %d of %d, %d samples, epoch %d of %d; %s of training before session %d, about %s left",
-        progress.step,
-        config.stop_step,
-        progress.sample_index,
-        min(progress.step // config.training.steps_per_epoch + 1, config.training.epochs),
-        config.training.epochs,
-        format_duration(progress.trained_s),
-        progress.sessions,
-        "unknown time" if left is None else format_duration(left),
-    )
+    left, epochs = progress.time_left(config, limit_s=limit_s), config.training.epochs
+    epoch = min(progress.step // config.training.steps_per_epoch + 1, epochs)
+    done = f"step {progress.step} of {config.stop_step}, {progress.sample_index} samples, epoch {epoch} of {epochs}"
+    before = f"{format_duration(progress.trained_s)} of training before session {progress.sessions}"
+    log.info("%s; %s, about %s left", done, before, "unknown time" if left is None else format_duration(left))
 
 
 def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_drift: bool = False) -> Iterator[str]:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.errors import ConfigError, VesuviusError, one_line
+from vesuvius.errors import ConfigError, one_line
 from vesuvius.stream.feeder import HELD
 from vesuvius.stream.options import StreamChanges
 from vesuvius.stream.stream import PatchStream
-
-
-class Copied(Protocol):
-    """The end of a copy: a `torch.cuda.Event`."""
-
-    def synchronize(self) -> None:
-        """Wait for it."""
 
 
 class BatchRing:
@@ -36,7 +29,7 @@ class BatchRing:
     def __init__(self, allocate: Callable[[], list[Tensor]], count: int, kept: Sequence[list[Tensor]] = ()) -> None:
         self._allocate = allocate
         self._slots = [*kept, *(allocate() for _ in range(count - len(kept)))]
-        self._copied: list[Copied | None] = [None] * count
+        self._copied: list[Any] = [None] * count  # a `torch.cuda.Event` each, once it has been copied
         self._places = {buffer.ctypes.data: place for place, buffer in enumerate(self.buffers)}
         self._held: deque[int] = deque(maxlen=HELD)
 
@@ -65,17 +58,12 @@ class BatchRing:
 
     def take(self, patches: NDArray[Any]) -> list[Tensor]:
         """The slot in which the stream has delivered a batch, whose place in the ring the stream alone decides."""
-        place = self._places.get(patches.ctypes.data)
-        if place is None:
-            raise VesuviusError(
-                f"a batch must lie in one of the {len(self)} buffers that the stream was given; got one elsewhere; "
-                "report this as a bug"
-            )
+        place = self._places[patches.ctypes.data]
         self._held.append(place)
         return self._slots[place]
 
-    def copying(self, copied: Copied) -> None:
-        """The slot that was taken last is being copied."""
+    def copying(self, copied: Any) -> None:
+        """The slot that was taken last is being copied, until `copied`, a `torch.cuda.Event`."""
         self._copied[self._held[-1]] = copied
 
     def resized(self, count: int) -> BatchRing:
