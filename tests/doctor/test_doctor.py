@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.conftest import run_vesuvius
+from tests.monitor.probes.test_gpus import FakeNvml
 from tests.support.tiny import tiny_sections
 from vesuvius.commands import doctor as command
 from vesuvius.config.load import parse_stored, read_config
@@ -71,29 +72,6 @@ def test_a_check_that_hangs_is_left_behind_and_a_warning_only_on_a_busy_machine(
     end.set()
 
 
-class FakeNvml:
-    """A driver with one GPU."""
-
-    def nvmlInit(self) -> None: ...  # noqa: N802 - NVML's names
-    def nvmlShutdown(self) -> None: ...  # noqa: N802
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 1
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
-        return "NVIDIA A100"
-
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
-        return "550.1"
-
-
-class NoNvml:
-    def nvmlInit(self) -> None:  # noqa: N802
-        raise RuntimeError("Driver Not Loaded")
-
-
 def config_of(volume: str, **training: Any) -> Any:
     sections = tiny_sections("tiny", Path("x")) | {}
     sections["data"] |= {"volumes": [{"path": volume}]}
@@ -106,11 +84,11 @@ def test_a_torch_a_gpu_or_a_cudnn_that_does_not_fit_is_caught(monkeypatch: pytes
         device.look_at_torch("2.9.1")
     assert device.look_at_torch("2.13.0").level == "ok"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(sys.modules, "pynvml", NoNvml())
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     assert device.look_at_gpus(None).level == "ok", "a GPU is optional"
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     found = device.look_at_gpus(None)
-    assert (found.level, found.value[:38]) == ("fail", "NVIDIA A100, driver 550.1, but a torch")
+    assert (found.level, found.value[:36]) == ("fail", "NVIDIA H200, NVIDIA A100, but a torc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100")
@@ -119,7 +97,7 @@ def test_a_torch_a_gpu_or_a_cudnn_that_does_not_fit_is_caught(monkeypatch: pytes
         found = device.look_at_gpus(config_of("x", amp="bf16"))
         remedy = "" if level == "ok" else "set training.channels_last=true or install cuDNN 9.15 or newer"
         assert (found.level, found.remedy) == (level, remedy)
-    assert found.value == "NVIDIA A100, driver 550.1, cuDNN 90701, amp bf16"
+    assert found.value == "NVIDIA A100, cuDNN 90701, amp bf16"
 
 
 def test_a_ray_that_does_not_start_is_ended_with_all_that_it_has_started(
@@ -193,12 +171,12 @@ def test_each_rank_counts_its_store_in_shm(
     looked_at: list[int] = []
     monkeypatch.setattr(host, "look_at_shm", lambda need: looked_at.append(need) or Finding("ok", ""))
     monkeypatch.setattr(examination, "store_bytes", lambda job, options: options.workers * 2**30)
-    {check.name: check for check in examination._Examination(config).checks()}["/dev/shm"].look()
+    {check.name: check for check in examination.checks_of(config)}["/dev/shm"].look()
     assert looked_at == [0 if stores is None else max(stores * 2**30, 2**28)]  # Ray Train itself needs the least
 
 
 def test_a_config_without_readers_needs_no_ray(tiny_config: WriteConfig) -> None:
-    checks = {c.name: c for c in examination._Examination(read_config(tiny_config(training={"workers": 0}))).checks()}
+    checks = {c.name: c for c in examination.checks_of(read_config(tiny_config(training={"workers": 0})))}
     assert checks["/dev/shm"].look().value == checks["Ray"].look().value == "not needed with training.workers=0"
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tests.monitor.memory.simulated import sample
 from tests.monitor.test_verdict import GPU
-from tests.support.moments import moments
 from tests.support.system_trees import (
     Roots,
     write_cgroup_v1,
@@ -24,16 +19,11 @@ from tests.support.system_trees import (
     write_v1,
     write_v2,
 )
-from vesuvius.monitor.alerts.notices import Notice, Notices
-from vesuvius.monitor.alerts.watchdog import Watchdog
 from vesuvius.monitor.memory.guard import Guard
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.memory.risk import RiskWatch
-from vesuvius.monitor.postmortem.post_mortem import KillCounts, remedy_of
-from vesuvius.monitor.postmortem.post_mortem import judge as judge_death
 from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
-from vesuvius.monitor.probes.gpus import GpuUse
-from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between, read_machine
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, rates_between
 from vesuvius.monitor.verdict import judge
 from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.units import GIB
@@ -158,12 +148,6 @@ def judged(figures: Window, knobs: Knobs = GPU) -> Found:
     return Found(kind, " ".join(found.overrides) or NOTHING, found.line(100, 1000))
 
 
-def idle_among(bound: set[int], busy: set[int], cores: int) -> float:
-    """Idle processors of those that a run is bound to."""
-    rates = Rates(tuple(float(core in busy) for core in range(cores)), {})
-    return rates.idle_cores(bound)
-
-
 def recorded(
     directory: Path,
     figures: Window,
@@ -210,72 +194,3 @@ def recorded(
             stopped_readers=sum(process.is_stopped for process in seen[1].processes),
         )
     )
-
-
-# ---- troubles: what is said at once
-
-
-def noticed(samples: list[SystemSample]) -> Found:
-    notices = Notices()
-    said: list[Notice] = []
-    for before, now in pairwise(samples):
-        said += notices.of(before, now)
-    return Found(", ".join(each.event or "a line" for each in said) or NOTHING, NOTHING, " ".join(n.text for n in said))
-
-
-def gpu_for(seconds: int, **figures: Any) -> list[SystemSample]:
-    gpu = GpuUse(0, "GPU-A", "NVIDIA H200", 1, 2, 0.9, 690.0, 80.0, slowed_by=(), power_capped=False)
-    machine = read_machine()
-    healthy = [SystemSample(0.0, (), 0, None, machine, (gpu,), 0.0)]
-    return healthy + [
-        SystemSample(0.0, (), 0, None, machine, (replace(gpu, **figures),), float(t)) for t in range(1, seconds)
-    ]
-
-
-# ---- silence: what the watchdog makes of it
-
-
-def silent(tmp_path: Path, life: Callable[[Watchdog, SimpleNamespace], None], what: str, waiting_for: str) -> Found:
-    """`monitor.stall_minutes: 5`; `life` lets time pass."""
-    clock = SimpleNamespace(now=0.0)
-    records: list[dict[str, Any]] = []
-    dog = Watchdog(
-        300.0,
-        tmp_path / "stacks",
-        lambda kind, **fields: records.append(fields | {"kind": kind}),
-        lambda: (7, 100),
-        lambda: clock.now,
-    )
-    dog.expects(what, waiting_for)
-    life(dog, clock)
-    events = [record["event"] for record in records if record["kind"] == "event"]
-    return Found(", ".join(events) or "at work", NOTHING, " ".join(record["text"] for record in records))
-
-
-def pass_time(
-    dog: Watchdog, clock: SimpleNamespace, seconds: float, sign_every_s: float = math.inf, of: str = ""
-) -> None:
-    due = clock.now + sign_every_s
-    for _ in range(int(seconds / 10)):
-        clock.now += 10
-        if clock.now >= due:
-            dog.alive(of)
-            due = clock.now + sign_every_s
-        dog.sample()
-
-
-def suspend(dog: Watchdog, clock: SimpleNamespace) -> None:
-    pass_time(dog, clock, 60)
-    clock.now += 3600
-    pass_time(dog, clock, 60)
-
-
-# ---- deaths: what is said of them afterwards
-
-
-def died(rise: KillCounts, **last: Any) -> Found:
-    seen = moments(1000.0, growth=0, killer_used_bytes=6 * GIB) if not last else moments(1000.0, growth=0, **last)
-    cause, evidence = judge_death(rise, seen[-1], "12:00:00")
-    remedy = remedy_of(cause, "run", 2, seen[-1])
-    less = "less memory" if re.search(r"--resume training\.workers=1", remedy) else NOTHING
-    return Found(cause, less, " ".join([*evidence, remedy]))

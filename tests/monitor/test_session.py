@@ -74,15 +74,11 @@ def test_a_process_is_alive_until_it_is_killed_and_dead_before_it_is_reaped(tmp_
         assert is_alive(record) is False
 
 
-def test_a_pid_that_was_given_to_another_process_is_not_the_session(tmp_path: Path) -> None:
+def test_a_pid_given_to_another_a_restart_and_another_machine_are_told_apart(tmp_path: Path) -> None:
     record = begin_session(tmp_path / "session.json", "tiny", 0, LIMITS)
     assert is_alive(record) is True
     assert is_alive(replace(record, started_s=record.started_s - 60)) is False
-
-
-def test_nothing_survives_a_restart_of_the_machine_and_nobody_sees_another_machine(tmp_path: Path) -> None:
-    record = begin_session(tmp_path / "session.json", "tiny", 0, LIMITS)
-    assert is_alive(replace(record, boot_id="another")) is False
+    assert is_alive(replace(record, boot_id="another")) is False, "nothing survives a restart"
     assert is_alive(replace(record, boot_id="another", host="elsewhere")) is None
     assert is_alive(replace(record, boot_id="")) is None
     assert find_pid(replace(record, boot_id="another")) is None
@@ -101,22 +97,16 @@ def test_only_who_sees_the_runs_own_processes_can_say_that_it_is_dead(
     assert is_alive(record) is expected
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"name": "x"}'])
-def test_a_damaged_file_is_no_session(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_or_figure_is_no_session_and_keys_of_another_version_are_no_damage(tmp_path: Path) -> None:
     path = tmp_path / "session.json"
     assert read_session(path) is None
-    path.write_text(text)
-    assert read_session(path) is None
-
-
-@pytest.mark.parametrize("change", [{"pid": "x"}, {"limits": {"exit_at": "high"}}, {"limits": 3}, {"begin_time": None}])
-def test_a_figure_of_another_kind_is_damage_and_keys_of_another_version_are_not(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
-    path = tmp_path / "session.json"
+    for text in ("", "{", "[]", "null", '{"name": "x"}'):
+        path.write_text(text)
+        assert read_session(path) is None, text
     record = begin_session(path, "tiny", 0, LIMITS)
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"of_tomorrow": 1, "limits": data["limits"] | {"too": 2}}))
     assert read_session(path) == record
-    path.write_text(json.dumps(data | change))
-    assert read_session(path) is None
+    for change in ({"pid": "x"}, {"limits": {"exit_at": "high"}}, {"limits": 3}, {"begin_time": None}):
+        path.write_text(json.dumps(data | change))
+        assert read_session(path) is None, change

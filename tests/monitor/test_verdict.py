@@ -190,6 +190,19 @@ RULES: list[tuple[Window, dict[str, Any], str, str | None, str, str]] = [
     ),
     (hungry(decode_s=97.0, reader_cores=None, idle_cores=0.2), {"workers": 0}, "data-bound", "decoding", "", ""),
     (far(read_s=90.0, decode_s=5.0), {"workers": 0}, "data-bound", "store latency", "data.store.requests=32", ""),
+    # fewer tasks than readers; more readers than processors
+    (
+        hungry(decode_s=95.0, reader_cores=0.95, working_readers=1.0),
+        {"workers": 8},
+        *("data-bound", "too few tasks", "", "1 of 8 readers had a task"),
+    ),
+    (
+        hungry(idle_cores=0.0, cores=2, own_cores=2.0, decode_s=6300.0, reader_cores=1.8),
+        {"workers": 64},
+        *("data-bound", "decoding", "training.workers=2", "64 readers share 2 processors"),
+    ),
+    # one segment of Ray hands over to the next
+    (window(data_s=12.0, starved_s=12.0, full_s=80.0, ran_empty=2), {}, "compute-bound", None, "", ""),
     # between readers and trainer
     (hungry(decode_s=20.0, reader_cores=0.3), {}, "data-bound", "handing over", "", ""),
     (

@@ -43,114 +43,119 @@ Session(ClusterConfig(address=address), workers=1, ranks=1, store_bytes=2**28).c
 
 def examination(config: Config | None) -> Iterator[tuple[str, Finding]]:
     """Look at this machine, and with a config at what it needs; name and finding of each check, in order."""
-    yield from examine(_Examination(config).checks(), WITHIN_S)
+    yield from examine(checks_of(config), WITHIN_S)
 
 
-class _Examination:
-    """Checks of one config, or of none, which share the volumes that are opened."""
-
-    def __init__(self, config: Config | None) -> None:
-        self._config = config
-        self._opened: Future[PreparedData] | None = None
-
-    def checks(self) -> list[Check]:
-        """In the order in which they are shown."""
-        config = self._config
-        of_config = []
-        if config is not None:
-            self._opened = on_thread(_open_data, config, name="doctor: volumes")
-            of_config = [
-                Check("volumes", self._volumes, _STORE_HANGS),
-                Check("memory plan", self._plan, _DRY_RUN, "warn"),
-                Check("limits", self._limits),
-            ]
-        return [
-            Check("versions", host.look_at_versions),
-            Check("processors", self._cores),
-            Check("memory", host.look_at_memory),
-            Check("disk", self._disk, "a mount hangs: set VESUVIUS_RUNS elsewhere"),
-            *of_config,
-            Check("/dev/shm", self._shm),
-            Check("torch", lambda: _device("look_at_torch")),
-            Check("GPU", lambda: _device("look_at_gpus", config), _GPU_HANGS),
-            Check("Ray", self._ray),
+def checks_of(config: Config | None) -> list[Check]:
+    """In the order in which they are shown; those of a config share the volumes that are opened."""
+    workers = None if config is None else config.training.workers
+    opened = None if config is None else on_thread(_open_data, config, name="doctor: volumes")
+    of_config = []
+    if config is not None and opened is not None:
+        of_config = [
+            Check("volumes", lambda: _volumes(opened.result()), _STORE_HANGS),
+            Check("memory plan", lambda: _plan(config, opened), _DRY_RUN, "warn"),
+            Check("limits", lambda: _limits(config)),
         ]
+    return [
+        Check("versions", host.look_at_versions),
+        Check("processors", lambda: host.look_at_cores(workers, _ranks(config))),
+        Check("memory", host.look_at_memory),
+        Check("disk", lambda: _disk(config), "a mount hangs: set VESUVIUS_RUNS elsewhere"),
+        *of_config,
+        Check("/dev/shm", lambda: _shm(config, opened)),
+        Check("torch", _torch),
+        Check("GPU", lambda: _gpus(config), _GPU_HANGS),
+        Check("Ray", lambda: _ray(config)),
+    ]
 
-    def _data(self) -> PreparedData | None:
-        """The volumes, once they are open; None where they cannot be opened."""
-        assert self._opened is not None
-        return None if self._opened.exception() else self._opened.result()
 
-    def _volumes(self) -> Finding:
-        """Whether a patch of each can be read."""
-        assert self._opened is not None
-        data, texts = self._opened.result(), []
-        for number, volume in enumerate(data.volumes):
-            data.read_patch("volume", number, data.plan.uniform_patch(number, 0))
-            texts.append(f"{volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}")
-        return Finding("ok", f"{'; '.join(texts)}, a patch of each was read")
+def _open_data(config: Config) -> PreparedData:
+    """Open the volumes, without the disk cache.  Raises DataError, soon where a store does not answer."""
+    from vesuvius.stream.start.prepare import prepare_data
 
-    def _cores(self) -> Finding:
-        workers = None if self._config is None else self._config.training.workers
-        return host.look_at_cores(workers, self._ranks())
+    data = config.data.with_store(outage_minutes=_GIVE_UP_MINUTES, timeout_s=5.0, cache_dir=None)
+    return prepare_data(config.seed, data)
 
-    def _limits(self) -> Finding:
-        """Processes and threads that may be started, as before a run."""
-        from vesuvius.training.forecast.preflight import check_limits
 
-        assert self._config is not None
-        check_limits(self._config, self._ranks(), 0)
-        return Finding("ok", "enough processes and threads may be started")
+def _ranks(config: Config | None) -> int:
+    """That share this machine."""
+    if config is None or config.training.ranks == 1:
+        return 1
+    from vesuvius.training.forecast.ram_plan import local_ranks  # imports torch
 
-    def _ranks(self) -> int:
-        """That share this machine."""
-        config = self._config
-        if config is None or config.training.ranks == 1:
-            return 1
-        from vesuvius.training.forecast.ram_plan import local_ranks  # imports torch
+    return local_ranks(config)
 
-        return local_ranks(config)
 
-    def _shm(self) -> Finding:
-        config = self._config
-        if config is not None and config.cluster.address is not None:
-            return Finding("ok", f"the one of the cluster at {config.cluster.address} is used")
-        need = host.LEAST_SHM_BYTES if self._needs_ray() else 0
-        if config is not None and need and (data := self._data()) is not None:
-            options = StreamOptions.from_config(config.training, config.cluster)
-            need = max(self._ranks() * store_bytes(data.job, options), need)
-        return host.look_at_shm(need)
+def _disk(config: Config | None) -> Finding:
+    if config is None:
+        return host.look_at_disk(runs_root())
+    from vesuvius.training.forecast.preflight import checkpoint_sizes
 
-    def _needs_ray(self) -> bool:
-        """For readers, or for several ranks."""
-        return self._config is None or self._config.training.workers > 0 or self._ranks() > 1
+    kept = config.training.keep_last + 1  # and the best one
+    return host.look_at_disk(runs_root() / config.name, sum(checkpoint_sizes(config)), kept)
 
-    def _disk(self) -> Finding:
-        config, directory = self._config, runs_root()
-        if config is None:
-            return host.look_at_disk(directory)
-        from vesuvius.training.forecast.preflight import checkpoint_sizes
 
-        kept = config.training.keep_last + 1  # and the best one
-        return host.look_at_disk(directory / config.name, sum(checkpoint_sizes(config)), kept)
+def _volumes(data: PreparedData) -> Finding:
+    """Whether a patch of each can be read."""
+    texts = []
+    for number, volume in enumerate(data.volumes):
+        data.read_patch("volume", number, data.plan.uniform_patch(number, 0))
+        texts.append(f"{volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}")
+    return Finding("ok", f"{'; '.join(texts)}, a patch of each was read")
 
-    def _plan(self) -> Finding:
-        """RAM, and on a GPU its memory, as a dry run has them; tracing the network takes seconds."""
-        from vesuvius.training.forecast.run_plan import plan_run
 
-        config, data = self._config, self._data()
-        assert config is not None
-        if data is None:
-            return Finding("warn", "not checked: the volumes could not be read", "see volumes above")
-        plan = plan_run(config, data)
-        for problem in sorted(plan.problems(), key=lambda problem: not problem.refused):
-            return Finding("fail" if problem.refused else "warn", plan.short(), problem.text.rpartition("; ")[2])
-        return Finding("ok", plan.short())
+def _plan(config: Config, opened: Future[PreparedData]) -> Finding:
+    """RAM, and on a GPU its memory, as a dry run has them; tracing the network takes seconds."""
+    from vesuvius.training.forecast.run_plan import plan_run
 
-    def _ray(self) -> Finding:
-        if not self._needs_ray():
-            return Finding("ok", "not needed with training.workers=0")
-        return start_ray(self._config.cluster.address if self._config else None, _RAY_S)
+    if opened.exception():
+        return Finding("warn", "not checked: the volumes could not be read", "see volumes above")
+    plan = plan_run(config, opened.result())
+    for problem in sorted(plan.problems(), key=lambda problem: not problem.refused):
+        return Finding("fail" if problem.refused else "warn", plan.short(), problem.text.rpartition("; ")[2])
+    return Finding("ok", plan.short())
+
+
+def _limits(config: Config) -> Finding:
+    """Processes and threads that may be started, as before a run."""
+    from vesuvius.training.forecast.preflight import check_limits
+
+    check_limits(config, _ranks(config), 0)
+    return Finding("ok", "enough processes and threads may be started")
+
+
+def _needs_ray(config: Config | None) -> bool:
+    """For readers, or for several ranks."""
+    return config is None or config.training.workers > 0 or _ranks(config) > 1
+
+
+def _shm(config: Config | None, opened: Future[PreparedData] | None) -> Finding:
+    if config is not None and config.cluster.address is not None:
+        return Finding("ok", f"the one of the cluster at {config.cluster.address} is used")
+    need = host.LEAST_SHM_BYTES if _needs_ray(config) else 0
+    if need and config is not None and opened is not None and not opened.exception():
+        options = StreamOptions.from_config(config.training, config.cluster)
+        need = max(_ranks(config) * store_bytes(opened.result().job, options), need)
+    return host.look_at_shm(need)
+
+
+def _torch() -> Finding:
+    from vesuvius.doctor.device import look_at_torch  # imports torch
+
+    return look_at_torch()
+
+
+def _gpus(config: Config | None) -> Finding:
+    from vesuvius.doctor.device import look_at_gpus
+
+    return look_at_gpus(config)
+
+
+def _ray(config: Config | None) -> Finding:
+    if not _needs_ray(config):
+        return Finding("ok", "not needed with training.workers=0")
+    return start_ray(config.cluster.address if config else None, _RAY_S)
 
 
 def start_ray(address: str | None, within_s: float) -> Finding:
@@ -175,19 +180,3 @@ def start_ray(address: str | None, within_s: float) -> Finding:
         value = f"{where} did not start: {one_line(lines[-1] if lines else f'exit code {code}', 300)}"
         return Finding("fail", value, "see the message; training.workers=0 runs without Ray")
     return Finding("ok", f"{where} started and ended in {time.monotonic() - began:.1f} s")
-
-
-def _open_data(config: Config) -> PreparedData:
-    """Open the volumes, without the disk cache.  Raises DataError, soon where a store does not answer."""
-    from vesuvius.stream.start.prepare import prepare_data
-
-    data = config.data.with_store(outage_minutes=_GIVE_UP_MINUTES, timeout_s=5.0, cache_dir=None)
-    return prepare_data(config.seed, data)
-
-
-def _device(look: str, *arguments: Config | None) -> Finding:
-    """A check of device.py, which imports torch."""
-    from vesuvius.doctor import device
-
-    found: Finding = getattr(device, look)(*arguments)
-    return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -56,36 +56,12 @@ def untimed(part: Part) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class StepClock(Protocol):
-    """Enter the context managers around the parts of a step, any number of times each, then call `step_done`.
-
-    None lies within another.
-    """
-
-    def waiting(self) -> AbstractContextManager[None]: ...
-
-    def copying(self) -> AbstractContextManager[None]: ...
-
-    def computing(self, part: Part) -> AbstractContextManager[None]: ...
-
-    def pausing(self) -> AbstractContextManager[None]:
-        """Around what is done between two steps, which belongs to the later one."""
-        ...
-
-    def step_done(self) -> None: ...
-
-    def finished(self, wait: bool = False) -> list[StepTimes]:
-        """The steps finished since the last call, in order; with `wait`, all that were begun."""
-        ...
-
-
-def make_clock(device: torch.device) -> StepClock:
-    """The clock of the device that computes.  The first step is counted from here."""
-    return CudaClock() if device.type == "cuda" else HostClock()
-
-
 class HostClock:
-    """Parts and steps by the host's clock: right where the host itself computes."""
+    """Parts and steps by the host's clock: right where the host itself computes.
+
+    Enter the context managers around the parts of a step, any number of times each, none within another, then call
+    `step_done`.  What is done between two steps (`pausing`) belongs to the later one.
+    """
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
@@ -111,6 +87,7 @@ class HostClock:
         self._last_end = now
 
     def finished(self, wait: bool = False) -> list[StepTimes]:
+        """The steps finished since the last call, in order; with `wait`, all that were begun."""
         done, self._done = self._done, []
         return done
 
@@ -155,7 +132,7 @@ class _Computed:
 
 
 class CudaClock:
-    """Parts and steps by the device's clock, without a synchronize per step.
+    """As `HostClock`, by the device's clock, without a synchronize per step.
 
     Time in which the device computes is forward, backward or optimizer, whatever the host does meanwhile.  Each gap
     between two stretches of computing is split by what the host did between queueing the two: the part of its copies
@@ -272,3 +249,11 @@ def _seconds_within(gap: _Stretch, copy: _Stretch) -> float:
 
 def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(begin.elapsed_time(end)) / 1000
+
+
+StepClock = HostClock | CudaClock
+
+
+def make_clock(device: torch.device) -> StepClock:
+    """The clock of the device that computes.  The first step is counted from here."""
+    return CudaClock() if device.type == "cuda" else HostClock()

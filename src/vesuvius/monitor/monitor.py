@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from vesuvius.monitor.alerts.notices import DiskWatch, Notice, Notices, others_text
+from vesuvius.monitor.alerts.notices import Notice, Notices, others_text
 from vesuvius.monitor.memory.guard import Guard, Order
 from vesuvius.monitor.memory.limits import Limits, limit_of, run_bytes
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
@@ -28,7 +30,7 @@ from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, 
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import KEPT, MemorySample, RecentFile
 from vesuvius.monitor.system_record import SystemWindow, monitor_line, system_figures
-from vesuvius.runlog.files import DelayedWrites
+from vesuvius.runlog.files import DelayedWrites, directory_bytes
 from vesuvius.runlog.records import JsonLines, RotatedFile
 from vesuvius.runlog.run_dir import RunDir
 
@@ -41,6 +43,7 @@ SAMPLES_PER_RECORD = 10
 SINGLE_RECORDS = 30
 _RATES_OVER_S = 10.0
 _BLIND_EVERY_S = 600.0
+_DISK_EVERY_S = 60.0
 _JOIN_S = 2.0
 _OTHERS = 1000  # of the processes beside the run, among which the one that grows is looked for
 _GROWTH_OVER_S = 2.0
@@ -65,7 +68,7 @@ class Monitor:
     """Samples until it is closed.  A context manager.
 
     Args:
-        directory: of the run, in which it writes and whose disk it watches.
+        directory: of the run, in which it writes.
         limits: what memory is held against.
         watcher: samples the run's processes.
         vram: memory of the trainer's GPU; None without one.
@@ -117,7 +120,9 @@ class Monitor:
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._here: set[int] = set()
         self._notices = Notices(gpu_uuid)
-        self._disk = DiskWatch(directory.path, directory.checkpoints)
+        self._directory = directory.path
+        self._disk: dict[str, int] | None = None
+        self._disk_due_s = -math.inf
         self._stop = threading.Event()
         self._judging = threading.Lock()
         self.told = LoopStatus()
@@ -299,8 +304,15 @@ class Monitor:
         return SystemWindow(step, samples, vrams, self.ram()[1], readers, self.risk, self.rates())
 
     def _write(self, window: SystemWindow) -> None:
-        for notice in self._disk.look():
-            self._say(notice)
-        record = self._records.write("system", **system_figures(window), disk=self._disk.use)
+        record = self._records.write("system", **system_figures(window), disk=self._disk_use())
         self._lines.write_line(monitor_line(window))
         self._on_record(record)
+
+    def _disk_use(self) -> dict[str, int] | None:
+        """Once a minute, as it walks the run directory; None where the disk does not tell."""
+        if time.monotonic() >= self._disk_due_s:
+            self._disk_due_s, self._disk = time.monotonic() + _DISK_EVERY_S, None
+            with suppress(OSError):
+                free_bytes = shutil.disk_usage(self._directory).free
+                self._disk = {"free_bytes": free_bytes, "run_bytes": directory_bytes(self._directory)}
+        return self._disk

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from vesuvius.monitor.alerts.notices import Notices, others_text
+from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import SystemSample, read_machine
@@ -38,17 +39,9 @@ def test_a_gpu_that_is_too_hot_is_said_after_ten_seconds_once_and_again_after_it
     assert said(*flickering) == []
 
 
-def test_a_driver_that_does_not_answer_is_said_once_after_ten_seconds_and_again_after_it_has_answered() -> None:
-    spell = [replace(sample(t), gpus_silent_s=float(t)) for t in range(13)]
-    assert said(*spell[:10]) == []
-    assert said(*spell) == [("gpu_silent", {"silent_s": 10.0})]
-    assert said(*spell, sample(13, GPU), *spell) == [("gpu_silent", {"silent_s": 10.0})] * 2
-
-
 def test_a_gap_in_nvmls_answers_hides_neither_errors_of_memory_nor_heat() -> None:
-    hot = replace(GPU, slowed_by=("heat (hardware limit)",), ecc_uncorrected=2)
-    gap = [replace(sample(float(t)), gpus_silent_s=0.7) for t in range(3, 9)]
-    worse = replace(hot, ecc_uncorrected=3)
+    hot = replace(GPU, slowed_by=("heat (hardware limit)",))
+    gap, worse = [sample(float(t)) for t in range(3, 9)], replace(hot, ecc_uncorrected=3)
     found = said(*(sample(t, hot) for t in range(3)), *gap, *(sample(t, worse) for t in range(9, 13)))
     assert [event for event, _ in found] == ["gpu_ecc", "gpu_slowed"]
 
@@ -74,6 +67,17 @@ def test_errors_of_another_gpu_of_the_machine_do_not_ask_to_stop_this_run() -> N
     assert found[1].text.endswith("this run does not use that GPU")
     found = Notices("a part of a GPU").of(sample(0, ours, other), sample(1, *worse))
     assert [notice.level for notice in found] == [logging.ERROR] * 2, "each may be ours"
+
+
+def test_a_kill_in_the_cgroup_of_the_run_is_said() -> None:
+    """For whoever searches the log."""
+    looks = [replace(sample(t), cgroup=CgroupUse("/job", 0, 0, 0, (), kills)) for t, kills in enumerate((3, 3, 5))]
+    assert Notices().of(looks[0], looks[1]) == []
+    (notice,) = Notices().of(looks[1], looks[2])
+    assert notice.level == logging.ERROR
+    assert "out of memory: the kernel has killed 2 process(es) of cgroup /job" in notice.text
+    moved = replace(looks[2], cgroup=CgroupUse("/other", 0, 0, 0, (), 9))
+    assert Notices().of(looks[1], moved) == [], "another count"
 
 
 def _beside(pid: int, gib: float, rate: float) -> tuple[ProcessUse, float]:

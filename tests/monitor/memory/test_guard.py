@@ -96,21 +96,18 @@ def test_no_order_in_twenty_healthy_minutes(name: str):
     assert machine.killed_s is None
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("step_s", [0.5, 3.0, 18.0])
-@pytest.mark.parametrize("rate", [12 * MB, 50 * MB])
+@pytest.mark.parametrize(("rate", "step_s"), [(12 * MB, 3.0), (50 * MB, 18.0)])
 def test_a_leak_in_the_readers_is_answered_by_reopening_them(rate: float, step_s: float):
     """Each order sets the readers back to their base, so memory falls; nothing is killed in half an hour."""
-    machine = Machine(step_s=step_s, reader=lambda age: 1 * GIB + rate / 4 * age).run(1800)
+    machine = Machine(step_s=step_s, reader=lambda age: 1 * GIB + rate / 4 * age).run(1500)
     assert machine.killed_s is None
     assert machine.exited_s is None
     assert set(machine.rungs) == {"restart"}, "as many readers and batches ahead as before"
 
 
-@pytest.mark.parametrize("step_s", [0.5, 18.0])
-def test_the_last_reader_that_leaks_is_started_anew_too(step_s: float):
+def test_the_last_reader_that_leaks_is_started_anew_too():
     """One reader and one batch ahead: nothing can be made smaller, and without a reader the trainer would leak."""
-    machine = Machine(step_s=step_s, workers=1, prefetch=1, reader=lambda age: 1 * GIB + 25 * MB * age).run(3000)
+    machine = Machine(step_s=18.0, workers=1, prefetch=1, reader=lambda age: 1 * GIB + 25 * MB * age).run(2000)
     assert machine.killed_s is None
     assert machine.exited_s is None
     assert set(machine.rungs) == {"restart"}
@@ -122,9 +119,7 @@ def test_readers_that_leak_too_fast_to_be_started_anew_end_in_exit():
     assert machine.exited_s is not None
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("step_s", [0.5, 3.0, 18.0, 30.0])
-@pytest.mark.parametrize("rate", [8 * MB, 50 * MB, 100 * MB])
+@pytest.mark.parametrize(("rate", "step_s"), [(8 * MB, 30.0), (50 * MB, 18.0), (100 * MB, 0.5), (100 * MB, 30.0)])
 def test_a_leak_in_the_trainer_ends_in_exit_a_step_before_the_kill(rate: float, step_s: float):
     machine = Machine(step_s=step_s, trainer=lambda t: 4 * GIB + _leak(rate)(t)).run(20_000)
     assert machine.killed_s is None
@@ -145,11 +140,9 @@ def test_readers_are_left_alone_where_shrinking_would_leave_no_time_to_exit():
     assert machine.rungs == ["exit"]
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(
-    ("rate", "step_s"), [(1 * MB, 18.0), (20 * MB, 0.5), (20 * MB, 18.0), (100 * MB, 3.0), (496 * MB, 0.5)]
+    ("rate", "step_s", "own"), [(20 * MB, 18.0, 0.3 * GIB), (100 * MB, 3.0, 8 * GIB), (496 * MB, 0.5, 0.3 * GIB)]
 )
-@pytest.mark.parametrize("own", [0.3 * GIB, 8 * GIB])
 def test_other_peoples_growth_ends_no_run_and_is_answered_by_a_checkpoint_before_the_kill(
     rate: float, step_s: float, own: float
 ):
@@ -229,7 +222,7 @@ def test_exit_comes_a_step_before_exhaustion_for_leaks_that_last_long_enough():
     The same leaks each time, as the law has rare exceptions, of which one is below.
     """
     rng, tried = np.random.default_rng(0), 0
-    while tried < 60:
+    while tried < 20:
         rate, step_s = rng.uniform(20 * MB, 200 * MB), rng.uniform(0.2, 40.0)
         if (machine := _leaking(rate, step_s, rng.uniform(0.0, 200.0), int(rng.integers(100, 401)))) is None:
             continue
@@ -246,13 +239,10 @@ def _on_2_tib(own_gib: float, used_gib: float) -> list[str]:
     return [order.rung for order in orders if order]
 
 
-def test_a_healthy_run_is_not_ended_for_a_neighbour_s_memory():
+def test_a_healthy_run_is_not_ended_for_a_neighbour_s_memory_and_one_that_holds_what_is_missing_is():
     """20 GiB of 2 TiB, 93 % in use, 143 GiB free; then nearly all of it in use: whoever starts again finds the same."""
     assert _on_2_tib(20, 0.93 * 2048) == []
     assert set(_on_2_tib(20, 0.9475 * 2048)) == {"save"}
-
-
-def test_on_a_large_machine_too_a_run_shrinks_that_holds_what_is_missing():
     assert "exit" in _on_2_tib(400, 0.9475 * 2048)
 
 

@@ -117,14 +117,12 @@ def test_a_driver_that_hangs_is_waited_for_briefly_and_not_asked_again_until_it_
     gpus = Gpus(nvml, within_s=0.05)
     assert [gpus.sample() for _ in range(3)] == [[], [], []]
     assert nvml.asked == 1
-    assert gpus.silent_s > 0
     nvml.answer.set()
     deadline = time.monotonic() + 30
     while not (late := gpus.sample()):
         assert time.monotonic() < deadline
     assert [gpu.index for gpu in late] == [0, 1]
     assert nvml.asked == 2, "what came late is not asked for again"
-    assert gpus.silent_s == 0
 
 
 def test_a_driver_that_hangs_does_not_hold_up_the_end() -> None:

@@ -1,25 +1,20 @@
-"""What a sample of a run, or a look at its disk, gives cause to say at once."""
+"""What a sample of a run gives cause to say at once: kills, GPUs in trouble, others' memory.  Pure."""
 
 from __future__ import annotations
 
 import logging
 import math
-import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import SystemSample
-from vesuvius.runlog.files import directory_bytes
 from vesuvius.runlog.units import size_text
 
 _OTHERS_NAMED = 3
 _GROWS_BYTES_S = 1e6
 _LASTS_S = 10.0
-_LOOK_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -43,14 +38,11 @@ class Notices:
     def __init__(self, gpu_uuid: str | None = None) -> None:
         self._gpu_uuid = gpu_uuid
         self._slowed_since_s: dict[str, float] = {}  # by uuid; infinite = said
-        self._silent = False
         self._ecc: dict[str, int] = {}  # errors that ECC could not correct, of each GPU when it last told
 
     def of(self, before: SystemSample, sample: SystemSample) -> list[Notice]:
         """What two samples, one after the other, give cause to say.  Pure but for what it remembers."""
-        notices = [*_kills(before, sample), *self._memory_errors(before, sample), *self._driver_silent(sample)]
-        # While NVML does not answer, nothing is known: not that a GPU is no longer slowed down, either.
-        return [*notices, *self._slowed(sample)] if sample.gpus_silent_s == 0 else notices
+        return [*_kills(before, sample), *self._memory_errors(before, sample), *self._slowed(sample)]
 
     def _memory_errors(self, before: SystemSample, sample: SystemSample) -> Iterator[Notice]:
         """Errors of memory that ECC could not correct.  Another GPU's are no reason to stop this run."""
@@ -74,6 +66,8 @@ class Notices:
 
     def _slowed(self, sample: SystemSample) -> Iterator[Notice]:
         """Once for each GPU that heat or its power supply slows down for long."""
+        if not sample.gpus:  # NVML does not answer: nothing is known, not that one is no longer slowed down, either
+            return
         slowed = {gpu.uuid: gpu for gpu in sample.gpus if gpu.slowed_by}
         self._slowed_since_s = {uuid: self._slowed_since_s.get(uuid, sample.clock_s) for uuid in slowed}
         for uuid, gpu in slowed.items():
@@ -89,16 +83,6 @@ class Notices:
             fields = {"gpu": gpu.index, "reasons": reasons, "temperature_c": gpu.temperature_c}
             yield Notice(logging.WARNING, text, "gpu_slowed", fields)
 
-    def _driver_silent(self, sample: SystemSample) -> Iterator[Notice]:
-        """Once each time that NVML stops answering."""
-        was, self._silent = self._silent, sample.gpus_silent_s >= _LASTS_S
-        if self._silent and not was:
-            text = (
-                f"the GPU driver has not answered NVML for {sample.gpus_silent_s:.0f} s, so its figures are missing; "
-                "if steps hang too, a GPU has probably failed: see `sudo dmesg | grep -i xid`"
-            )
-            yield Notice(logging.WARNING, text, "gpu_silent", {"silent_s": round(sample.gpus_silent_s, 1)})
-
 
 def _kills(before: SystemSample, sample: SystemSample) -> Iterator[Notice]:
     """The kernel may have killed a process of which nobody else hears, such as one of Ray's own."""
@@ -111,48 +95,6 @@ def _kills(before: SystemSample, sample: SystemSample) -> Iterator[Notice]:
             "lower training.workers or monitor.ram_limit_gib"
         )
         yield Notice(logging.ERROR, text)
-
-
-class DiskWatch:
-    """Looks at the disk of a run once a minute, and says once that the next checkpoint will not fit.
-
-    Args:
-        run: the run directory.
-        checkpoints: the directory in it.
-        now: a monotonic clock, seconds.
-
-    Attributes:
-        use: `free_bytes` that a process of this user may still write (quotas count as far as the file system tells) and
-            `run_bytes` of the run directory; None before the first look, and where the disk does not tell.
-    """
-
-    def __init__(self, run: Path, checkpoints: Path, now: Callable[[], float] = time.monotonic) -> None:
-        self._run, self._checkpoints, self._now = run, checkpoints, now
-        self._looked_s = -math.inf
-        self._said_no_room = False
-        self.use: dict[str, int] | None = None
-
-    def look(self) -> list[Notice]:
-        """Look if it is time to; returns what is to be said.  Walks the run directory."""
-        if self._now() - self._looked_s < _LOOK_EVERY_S:
-            return []
-        self._looked_s, self.use = self._now(), None
-        try:
-            newest = max(self._checkpoints.glob("step_*[0-9]"), default=None)
-            needed = directory_bytes(newest) if newest else 0
-            free = shutil.disk_usage(self._run).free
-            self.use = {"free_bytes": free, "run_bytes": directory_bytes(self._run)}
-        except OSError:  # it is gone, or may not be asked: whoever writes there says so
-            return []
-        said, self._said_no_room = self._said_no_room, free < needed
-        if said or not self._said_no_room:
-            return []
-        # It is written before an older one is deleted.
-        text = (
-            f"the next checkpoint will not fit on the disk: it takes {size_text(needed)}, and {size_text(free)} are "
-            f"free for {self._run}; free some space before the next save"
-        )
-        return [Notice(logging.WARNING, text, "disk_no_room", {"needed": needed, "free_bytes": free})]
 
 
 def others_text(run_bytes: int, ranks_here: int, others: Sequence[tuple[ProcessUse, float]]) -> str:

@@ -114,8 +114,7 @@ def _machine_facts(found: Inspection, sample: SystemSample) -> Iterator[tuple[st
     for gpu in sample.gpus:
         yield f"GPU {gpu.index}", _gpu_text(gpu)
     if not sample.gpus:
-        silent = f"NVML has not answered for {sample.gpus_silent_s:.0f} s" if sample.gpus_silent_s else found.no_gpus
-        yield "GPU", f"- ({silent})" if silent else "-"
+        yield "GPU", f"- ({found.no_gpus or 'NVML does not answer'})"
 
 
 def _gpu_text(gpu: GpuUse) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
@@ -24,18 +23,12 @@ class BoundedCall(Generic[_T]):
         self._function = function
         self._wait_s = wait_s
         self._call: Future[_T] | None = None
-        self._began_s = 0.0
         self._late = False
 
     @property
     def is_running(self) -> bool:
         """Whether the function has been called and has not returned yet."""
         return self._call is not None and not self._call.done()
-
-    @property
-    def silent_s(self) -> float:
-        """For how many seconds the function has not returned; 0 where it has, or is not late yet."""
-        return time.monotonic() - self._began_s if self._late else 0.0
 
     def __call__(self) -> _T | None:
         """Return what the function returns; None while it takes longer: it is not called again before it has ended.
@@ -48,7 +41,6 @@ class BoundedCall(Generic[_T]):
                 self._call = on_thread(self._function, name="bounded-call")
             except RuntimeError:  # too many threads, or no memory for one
                 return None
-            self._began_s = time.monotonic()
         self._late = bool(wait([self._call], 0.0 if self._late else self._wait_s).not_done)
         if self._late:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 
@@ -49,8 +49,7 @@ class CgroupUse:
     oom_kills: int | None
 
 
-@dataclass(frozen=True)
-class _Names:
+class _Names(NamedTuple):
     """How a version of the hierarchy calls what is read."""
 
     prefix: str  # of the figures of `memory.stat` that hold for a cgroup with those below it
@@ -58,17 +57,13 @@ class _Names:
     file: str  # with shared memory in it
     kills: str  # file that counts them
     charged: str  # file of all that is charged
-    limits: tuple[tuple[str, bool], ...]  # files, and whether the kernel kills beyond them
+    limits: Mapping[str, bool]  # files, and whether the kernel kills beyond them
 
 
-_V2 = _Names("", "anon", "file", "memory.events", "memory.current", (("memory.max", True), ("memory.high", False)))
+_V2 = _Names("", "anon", "file", "memory.events", "memory.current", {"memory.max": True, "memory.high": False})
 _V1 = _Names(
-    "total_",
-    "total_rss",
-    "total_cache",
-    "memory.oom_control",
-    "memory.usage_in_bytes",
-    (("memory.limit_in_bytes", True),),
+    *("total_", "total_rss", "total_cache", "memory.oom_control", "memory.usage_in_bytes"),
+    {"memory.limit_in_bytes": True},
 )
 
 
@@ -98,7 +93,7 @@ def read_cgroup(pid: int) -> CgroupUse | None:
             kills = read_counts(directory / names.kills).get("oom_kill")
             use = CgroupUse(path, anon, shmem, max(stat.get(names.file, 0) - shmem, 0), (), kills)
             hidden_limit = _as_limit(str(stat.get("hierarchical_memory_limit")))  # of version 1
-        for file, kills_beyond in names.limits:
+        for file, kills_beyond in names.limits.items():
             if (limit := _limit(directory / file)) is not None:
                 above = [each for _, each in chain[number:]]
                 swap_left = _swap_left_v2(above) if version == 2 else _swap_left_v1(directory, stat, limit)

@@ -50,7 +50,6 @@ class Gpus:
 
     Attributes:
         reason: why no GPU is seen, None where some are.
-        silent_s: for how many seconds NVML has not answered the last question; 0 where it has.
     """
 
     def __init__(self, nvml: ModuleType | None = None, within_s: float = 0.5) -> None:
@@ -90,10 +89,6 @@ class Gpus:
     def sample(self) -> list[GpuUse]:
         """Each GPU once, without those that fail to answer.  Empty once closed, and while NVML hangs."""
         return (self._sample_all() or []) if self._gpus else []
-
-    @property
-    def silent_s(self) -> float:
-        return self._sample_all.silent_s
 
     def _sample_one(self, index: int, uuid: str, name: str, handle: Any) -> GpuUse | None:
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)

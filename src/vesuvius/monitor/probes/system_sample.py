@@ -69,7 +69,6 @@ class SystemSample:
     machine: MachineUse  # the whole of it, other people's processes too
     gpus: tuple[GpuUse, ...] = ()  # empty without NVML
     clock_s: float = 0.0  # the monotonic clock, for rates: the other one may be set
-    gpus_silent_s: float = 0.0  # for how long NVML has not answered; 0 = it has
 
     @property
     def anon_bytes(self) -> int:
@@ -127,7 +126,6 @@ def sample_system(
         machine=read_machine(),
         gpus=tuple(gpus.sample()) if gpus else (),
         clock_s=time.monotonic(),
-        gpus_silent_s=gpus.silent_s if gpus else 0.0,
     )
 
 
