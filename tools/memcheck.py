@@ -1,7 +1,7 @@
 """The same as `vesuvius memcheck`, from a checkout that is not installed: needs Python, psutil and rich alone.
 
 python tools/memcheck.py demo
-python tools/memcheck.py --pid 1234 --once --json
+python tools/memcheck.py demo --once --json
 """
 
 from __future__ import annotations

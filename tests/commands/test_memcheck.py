@@ -38,7 +38,6 @@ def test_a_terminal_is_watched_until_ctrl_c_which_is_no_error(tmp_path: Path) ->
     "arguments",
     [
         ["a", "b"],
-        ["a", "--pid", "1"],
         ["--once", "--watch", "1"],
         ["--watch", "0"],
         ["--watch", "soon"],

@@ -59,23 +59,6 @@ def test_a_living_run_is_found_by_name_and_by_directory_and_its_memory_is_right(
     assert not HYGIENE.search(json.dumps(found))
 
 
-def test_any_process_can_be_looked_at_and_one_that_is_not_there_is_13(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        f"held = b'x' * {HELD}; print('held', flush=True); import time; time.sleep(600)",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        found = found_in(run_memcheck("--pid", process.pid, "--json", cwd=tmp_path))
-        process.kill()
-    assert HELD < part(found, "root")["now_bytes"] < HELD + 30 * MIB
-    gone = run_memcheck("--pid", process.pid, cwd=tmp_path)
-    assert gone.returncode == 13
-    assert f"got {process.pid}, which does not exist" in gone.stderr
-
-
 def test_a_run_that_is_not_there_is_13_and_the_message_names_those_that_are(tmp_path: Path) -> None:
     (tmp_path / "runs/demo").mkdir(parents=True)
     (tmp_path / "runs/demo/metrics.jsonl").touch()
@@ -245,13 +228,11 @@ def test_a_real_runs_reader_and_ray_are_told_apart_by_whoever_looks(tmp_path: Pa
                 assert run.poll() is None, "it must go on until it has a reader"
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-            parts, by_pid = (seen_parts(tmp_path, *what) for what in (["tiny"], ["--pid", run.pid]))
+            parts = seen_parts(tmp_path, "tiny")
         finally:
             run.kill()
     readers = parts["reader"]
     assert len(readers) == 1
-    assert readers[0] in by_pid["reader"]
-    assert len(by_pid["reader"]) > 1, "Ray's own processes have a row each"
     assert {"others", "store", "total"} <= set(parts)
     killed = run_memcheck("tiny", cwd=tmp_path)
     assert killed.returncode == 12

@@ -1,4 +1,4 @@
-"""`vesuvius memcheck [RUN | --pid PID]`, also `tools/memcheck.py`.
+"""`vesuvius memcheck [RUN]`, also `tools/memcheck.py`.
 
 Looks from outside and changes nothing.  Needs psutil and rich alone, so that it runs where a run is dying.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from vesuvius.commands.cli import as_command, positive_number, say
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_OK
-from vesuvius.monitor.memcheck.inspection import Inspection, as_json, machine_inspector, process_inspector
+from vesuvius.monitor.memcheck.inspection import Inspection, as_json, machine_inspector
 from vesuvius.monitor.memcheck.run_inspector import RunInspector
 from vesuvius.monitor.postmortem.death import death_lines
 from vesuvius.monitor.postmortem.post_mortem import deaths_of, is_of_session
@@ -44,8 +44,6 @@ def main(argv: list[str]) -> int:
     with Gpus(within_s=5.0) as gpus:
         if run is not None:
             return watch(RunInspector(run, gpus).inspect, args)
-        if args.pid is not None:
-            return watch(process_inspector(args.pid, gpus), args)
         return watch(machine_inspector(gpus, _runs_at_work()), args)
 
 
@@ -56,9 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("run", nargs="?", metavar="RUN", help="a run directory, or the name of one below runs/")
-    what.add_argument("--pid", type=int, metavar="PID", help="any process and its descendants")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="a run directory, or the name of one below runs/")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="sample once; the default where the output is not a terminal")
     how.add_argument("--watch", type=positive_number, metavar="S", help="sample every S seconds; 2 on a terminal")

@@ -45,11 +45,11 @@ def seen(time: float, trainer: float = 10, readers: Iterable[float] = (5, 6), ra
 
 
 def living(**limits: Any) -> Living:
-    return Living(Limits(**limits), 100, Gpus(), 1000.0, ("trainer", "reader", "Ray's own", "object store"))
+    return Living(Limits(**limits), 100, Gpus(), 1000.0, "Ray's own")
 
 
 def looked(at: SystemSample, by: Living | None = None, found: Inspection = NOTHING, **known: Any) -> Inspection:
-    readers = {each.pid: "" for each in at.processes if is_reader(each)}
+    readers = {each.pid for each in at.processes if is_reader(each)}
     return (by or living()).add_to(found, at, readers, **known)
 
 

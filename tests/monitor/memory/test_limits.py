@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.monitor.memory.simulated import process, sample
+from tests.monitor.memory.simulated import sample
 from vesuvius.config import MonitorConfig
 from vesuvius.monitor.memory.limits import (
     Limits,
@@ -32,12 +32,9 @@ def test_the_machine_is_always_there_and_counts_what_is_not_available():
     )
     assert killer.left_bytes == 18 * GIB
     assert killer.share == 0.25
-
-
-def test_free_swap_postpones_the_kill_but_not_the_warning():
     swap = sample(0, 24 * GIB, 20 * GIB, swap_used_bytes=1 * GIB, swap_total_bytes=8 * GIB)
     (killer,) = killers_of(swap, Limits())
-    assert killer.kills_at_bytes == 31 * GIB
+    assert killer.kills_at_bytes == 31 * GIB, "free swap postpones the kill, but not the warning"
     assert killer.share == pytest.approx(20 / 24)
 
 
@@ -127,16 +124,11 @@ def test_a_cgroup_kills_once_what_it_may_swap_is_in_swap(swap_left: int | None, 
     assert (killer.limit_bytes, killer.kills_at_bytes) == (8 * GIB, kills_at_gib * GIB)
 
 
-def test_the_configured_limit_counts_the_run_alone():
-    at = sample(0, 24 * GIB, 20 * GIB, processes={1: 2 * GIB, 2: 1 * GIB})
-    killer = _named(killers_of(at, Limits(configured_bytes=4 * GIB)))["monitor.ram_limit_gib"]
-    assert (killer.used_bytes, killer.kills_at_bytes) == (3 * GIB, 4 * GIB)
-
-
-def test_the_largest_share_counts_not_that_of_the_fewest_bytes_left():
-    at = sample(0, 170 * GIB, 150 * GIB, processes=[process(1, GIB)])
+def test_the_configured_limit_counts_the_run_alone_and_the_largest_share_counts_not_the_fewest_bytes_left():
+    at = sample(0, 170 * GIB, 150 * GIB, processes={1: 2 * GIB, 2: 1 * GIB})
     killers = killers_of(at, Limits(configured_bytes=4 * GIB))
     assert killers[0].name == "monitor.ram_limit_gib"
+    assert (killers[0].used_bytes, killers[0].kills_at_bytes) == (3 * GIB, 4 * GIB)
     assert largest_share(killers, Limits()) == pytest.approx(150 / 170)
 
 

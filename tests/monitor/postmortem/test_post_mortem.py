@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,6 @@ from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.postmortem.death import Cause, Death, append_death, death_lines, headline, read_deaths
 from vesuvius.monitor.postmortem.post_mortem import (
     KillCounts,
-    ReaderEnd,
     deaths_of,
     examine_reader,
     examine_run,
@@ -155,14 +155,16 @@ def test_counts_of_two_cgroups_are_not_compared_and_those_of_the_machine_are(pat
 
 
 class TestReader:
-    end = ReaderEnd(11, exit_type="SYSTEM_ERROR", exit_detail="Worker unexpectedly exits", exit_time=time.time())
+    end: dict[str, Any] = {  # noqa: RUF012 - nobody changes it
+        "pid": 11, "node": "", "exit_type": "SYSTEM_ERROR", "exit_detail": "Worker unexpectedly exits",
+        "exit_time": time.time(), "signal": None, "volume": None,
+    }  # fmt: skip
 
-    def examine(self, end: ReaderEnd) -> Death:
-        return examine_reader(end, 144, session_record(), moments(time.time()))
+    def examine(self, **known: object) -> Death:
+        return examine_reader(self.end | known, 144, session_record(), moments(time.time()))
 
     def test_rays_monitor_says_so_itself(self) -> None:
-        end = ReaderEnd(11, exit_type="NODE_OUT_OF_MEMORY", exit_detail="Memory usage 22.83 GiB exceeded")
-        death = self.examine(end)
+        death = self.examine(exit_type="NODE_OUT_OF_MEMORY", exit_detail="Memory usage 22.83 GiB exceeded")
         assert death.cause == "ray"
         assert death.evidence[0] == "Ray: NODE_OUT_OF_MEMORY: Memory usage 22.83 GiB exceeded"
         assert "the reader itself held" in " ".join(death.evidence)
@@ -178,8 +180,7 @@ class TestReader:
             replace(m, cgroup_oom_kills=counts.cgroup - (m.time < died - 0.5), machine_oom_kills=counts.machine)
             for m in moments(time.time())
         ]
-        end = replace(self.end, exit_time=died)
-        death = examine_reader(end, 144, session_record(), samples)
+        death = examine_reader(self.end | {"exit_time": died}, 144, session_record(), samples)
         assert death.cause == "cgroup"
         assert "most likely this one" in death.evidence[0]
         assert max(moment.time for moment in death.moments) <= died
@@ -194,7 +195,7 @@ class TestReader:
         assert "Ray: SYSTEM_ERROR: Worker unexpectedly exits" in death.evidence
 
     def test_another_machine_s_kernel_is_not_asked(self) -> None:
-        death = self.examine(replace(self.end, node="elsewhere"))
+        death = self.examine(node="elsewhere")
         assert death.cause == "unknown"
         assert "elsewhere" in " ".join(death.evidence)
 

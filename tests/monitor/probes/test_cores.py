@@ -50,6 +50,7 @@ def test_version_2_takes_the_smallest_quota_of_the_cgroup_and_those_above(
 ) -> None:
     tree(tmp_path, "0::/job/step\n", V2, {"job/cpu.max": above, "job/step/cpu.max": own})
     assert usable_cores(PID) == (cores or bound())
+    assert len(cpu_quotas(PID)) == (cores is not None), "none, none with periods"
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("-1", None), ("75000", 0.75), ("", None)])
@@ -96,12 +97,6 @@ def test_what_holds_back_now_is_the_quota_that_was_used_up_most_often_since(
     assert found is not None
     assert (found[0], found[1].cores) == (pytest.approx(share), cores)
     assert throttling(after, after) is None, "no period since"
-
-
-def test_without_a_quota_there_are_no_periods(tmp_path: Path) -> None:
-    files = {"job/cpu.max": "max 100000", "job/cpu.stat": "usage_usec 5\nnr_periods 7\nnr_throttled 7\n"}
-    tree(tmp_path, "0::/job\n", V2, files)
-    assert cpu_quotas(PID) == ()
 
 
 def test_what_other_programs_use_is_said_from_a_tenth_of_the_cores_on() -> None:

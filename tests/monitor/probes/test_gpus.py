@@ -137,21 +137,18 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end() -> None:
     assert gpus.sample() == []
 
 
-def test_a_machine_without_a_driver_has_no_gpus_and_says_why() -> None:
+def test_a_machine_without_a_driver_or_nvidia_ml_py_has_no_gpus_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoDriver(FakeNvml):
         def nvmlInit(self) -> None:  # noqa: N802
             raise NVMLError("NVML Shared Library Not Found")
 
-    with Gpus(NoDriver()) as gpus:
-        assert gpus.sample() == []
-        assert gpus.reason == "NVML does not answer: NVML Shared Library Not Found"
-
-
-def test_a_machine_without_nvidia_ml_py_has_no_gpus_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    gpus = Gpus()
-    assert gpus.sample() == []
-    assert gpus.reason == "nvidia-ml-py is not installed"
+    for gpus, reason in (
+        (Gpus(NoDriver()), "NVML does not answer: NVML Shared Library Not Found"),
+        (Gpus(), "nvidia-ml-py is not installed"),
+    ):
+        with gpus:
+            assert (gpus.sample(), gpus.reason) == ([], reason)
 
 
 def test_the_real_nvml_says_what_it_sees_or_why_not() -> None:

@@ -1,37 +1,30 @@
-"""What is known from outside at one moment, for `memory_table.py`: of processes, or of the machine.  Reads only."""
+"""What is known from outside at one moment, for `memory_table.py`: of a run, or of the machine.  Reads only."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import psutil
-
-from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, NoRunError
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit, limit_of, ray_memory, ray_share_from_environment
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
+from vesuvius.monitor.memory.limits import Limits, MemoryLimit, limit_of
 from vesuvius.monitor.memory.risk import Level, RiskWatch
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between, sample_system
-from vesuvius.runlog.units import format_time
 
 State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
 
 WARMUP_S = 30.0
-_NAME_LENGTH = 24
-
-Labels = tuple[str, str, str, str]
-"""What the parts are called: the process at the top, each that has a row of its own, the rest, and shared memory."""
 
 
 @dataclass(frozen=True)
 class Row:
     """A part of the memory."""
 
-    # "root" (the trainer, or the process asked for), "readers" (all), "reader" (one), "others", "store" or "total"
+    # "root" (the trainer), "readers" (all), "reader" (one), "others", "store" or "total"
     part: str
     name: str  # for people
     pid: int | None = None  # of a single process
@@ -45,9 +38,9 @@ class Inspection:
     """What was found."""
 
     time: float  # of the inspection, seconds since 1970
-    what: Literal["run", "process", "machine"]
-    name: str  # of the run, the process or the machine, for people
-    state: State  # of the run or process; `elsewhere` = on another machine, where only its files can be read
+    what: Literal["run", "machine"]
+    name: str  # of the run or the machine, for people
+    state: State  # of the run; `elsewhere` = on another machine, where only its files can be read
     state_text: str  # the same for people, with the figure that says so
     stalled: bool = False  # it hangs: by its own watchdog, or because there is no sign of life
     rows: tuple[Row, ...] = ()  # the parts, then the total
@@ -108,18 +101,19 @@ def as_json(found: Inspection) -> dict[str, Any]:
 
 
 class Living:
-    """Processes, or the machine alone, sampled again and again: rows, peaks and risk.
+    """A run, or the machine alone, sampled again and again: rows, peaks and risk.
 
     Args:
-        pid: the process at the top; None = the machine alone.
+        pid: the trainer's process; None = the machine alone.
         age_s: how long it has been at work: at the beginning growth says nothing.
+        others: what the rest of the run's processes are called.
     """
 
-    def __init__(self, limits: Limits, pid: int | None, gpus: Gpus, age_s: float, labels: Labels) -> None:
+    def __init__(self, limits: Limits, pid: int | None, gpus: Gpus, age_s: float = WARMUP_S, others: str = "") -> None:
         self._limits = limits
         self._pid = pid
         self._gpus = gpus
-        self._labels = labels
+        self._others = others
         self._watcher = Watcher(pid, gpus) if pid is not None else None
         self._watch = RiskWatch(limits, max(WARMUP_S - age_s, 0.0))
         self._before: SystemSample | None = None
@@ -134,19 +128,19 @@ class Living:
         self,
         found: Inspection,
         sample: SystemSample,
-        names: Mapping[int, str],
+        readers: Collection[int] = (),
         known: Mapping[str | int, float] | None = None,
     ) -> Inspection:
         """`found` with what follows from a sample.
 
         Args:
-            names: the processes that have a row of their own, and what they are called besides their pid.
+            readers: pids of those that have a row of their own.
             known: peaks that the run has recorded.
         """
         risk = self._watch.add(sample)
         held = {process.pid: process.anon_bytes for process in sample.processes}
         root = held.pop(self._pid, 0) if self._pid is not None else 0
-        alone = {pid: size for pid, size in held.items() if pid in names}
+        alone = {pid: size for pid, size in held.items() if pid in readers}
         sizes = sizes_of(root, alone, sample.shared_bytes, sample.used_bytes)
         for name, size in [*(known or {}).items(), *sizes.items()]:
             self._peaks[name] = max(self._peaks.get(name, 0.0), size)
@@ -156,7 +150,7 @@ class Living:
         return replace(
             found,
             remarks=(*found.remarks, *([remark] if stopped else [])),
-            rows=rows_of(sizes, self._peaks, self._labels, names) if self._watcher else (),
+            rows=rows_of(sizes, self._peaks, self._others) if self._watcher else (),
             peaks_since=self._since if found.peaks_since is None else found.peaks_since,
             limit_bytes=limit_of(sample, self._limits),
             page_cache_bytes=sample.cgroup.file_bytes
@@ -185,18 +179,15 @@ def sizes_of(root: int, alone: Mapping[int, int], shared: int, used: int) -> dic
     return parts | dict(alone)
 
 
-def rows_of(
-    sizes: Mapping[str | int, int], peaks: Mapping[str | int, float], labels: Labels, names: Mapping[int, str]
-) -> tuple[Row, ...]:
+def rows_of(sizes: Mapping[str | int, int], peaks: Mapping[str | int, float], others: str) -> tuple[Row, ...]:
     """A row for each part that there is, the largest single process first, and the total as the last row.  Pure."""
-    root, single, others, shared = labels
     pids = sorted((name for name in sizes if isinstance(name, int)), key=lambda pid: -sizes[pid])
     wanted: list[tuple[str, str, str | int]] = [
-        *([("root", root, "root")] if sizes["root"] else []),
-        *([("readers", f"{single}s ({len(pids)})", "readers")] if pids else []),
-        *(("reader", f"{single} {pid} {names.get(pid, '')}".rstrip(), pid) for pid in pids),
+        *([("root", "trainer", "root")] if sizes["root"] else []),
+        *([("readers", f"readers ({len(pids)})", "readers")] if pids else []),
+        *(("reader", f"reader {pid}", pid) for pid in pids),
         *([("others", others, "others")] if sizes["others"] else []),
-        ("store", shared, "store"),
+        ("store", "object store", "store"),
         ("total", "total", "total"),
     ]
     return tuple(
@@ -205,41 +196,14 @@ def rows_of(
     )
 
 
-def process_inspector(pid: int, gpus: Gpus) -> Callable[[], Inspection]:
-    """Looks at a process and those below it.
-
-    Raises NoRunError: there is no such process.
-    """
-    try:
-        sample = Watcher(pid).sample()
-    except ProcessLookupError:
-        raise NoRunError(f"--pid must be a live process; got {pid}, which does not exist; see `ps aux`") from None
-    root, name = sample.processes[0], f"process {pid} {_short(sample.processes[0])}"
-    has_ray = any(process.name.startswith("ray::") for process in sample.processes)
-    limits = Limits(ray_share_from_environment(os.environ, ray_memory(sample)[1]) if has_ray else None)
-    age_s = time.time() - psutil.boot_time() - root.started_s
-    living = Living(limits, pid, gpus, age_s, ("process", "process", "others", "shared memory"))
-
-    def inspect() -> Inspection:
-        now = time.time()
-        try:
-            sample = living.sample()
-        except ProcessLookupError:
-            return Inspection(now, "process", name, "ended", f"ended before {format_time(now)}")
-        found = Inspection(now, "process", name, "running", "running", no_gpus=gpus.reason)
-        return living.add_to(found, sample, {process.pid: _short(process) for process in sample.processes[1:]})
-
-    return inspect
-
-
 def machine_inspector(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Callable[[], Inspection]:
     """Looks at the machine, and the limits that hold for what is started from here; `remarks`: what else is to be said
     of it."""
-    living, name = Living(Limits(), None, gpus, WARMUP_S, ("", "", "", "")), f"machine {os.uname().nodename}"
+    living, name = Living(Limits(), None, gpus), f"machine {os.uname().nodename}"
 
     def inspect() -> Inspection:
         found = Inspection(time.time(), "machine", name, "running", "", no_gpus=gpus.reason, remarks=remarks)
-        return living.add_to(found, living.sample(), {})
+        return living.add_to(found, living.sample())
 
     return inspect
 
@@ -247,9 +211,3 @@ def machine_inspector(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Callable[[],
 def is_reader(process: ProcessUse) -> bool:
     """Whether its title says that it is one of our readers, an actor of Ray Data."""
     return process.name.startswith("ray::") and ("_RayReader" in process.name or "MapWorker" in process.name)
-
-
-def _short(process: ProcessUse) -> str:
-    """The beginning of its title, without the directory of the program."""
-    command, _, rest = process.name.partition(" ")
-    return f"{command.rsplit('/', 1)[-1]} {rest}".rstrip()[:_NAME_LENGTH]

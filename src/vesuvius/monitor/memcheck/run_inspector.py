@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from vesuvius.monitor.memcheck.inspection import Inspection, Labels, Living, Row, State, is_reader, rows_of, sizes_of
+from vesuvius.monitor.memcheck.inspection import Inspection, Living, Row, State, is_reader, rows_of, sizes_of
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.postmortem.death import Death, headline
 from vesuvius.monitor.postmortem.post_mortem import KillCounts, deaths_of, is_of_session
@@ -77,8 +77,7 @@ class RunInspector:
             vram_limit_bytes=last.vram_limit_bytes if last else None,
         )
         if sample is not None and self._living is not None:
-            readers = dict.fromkeys([p.pid for p in sample.processes if is_reader(p)], "")
-            readers |= dict.fromkeys(last.reader_bytes if last else (), "")
+            readers = {p.pid for p in sample.processes if is_reader(p)}.union(last.reader_bytes if last else ())
             if last is not None and now - last.time <= _MONITOR_LATE_S and last.reason:
                 found = replace(found, level=Level[last.level], reason=last.reason)  # it has seen more than we have
             return self._living.add_to(found, sample, readers, run.peaks())
@@ -94,7 +93,7 @@ class RunInspector:
             self._session, self._living = session, None
             if (pid := find_pid(session)) is not None:
                 age_s = time.time() - session.begin_time
-                self._living = Living(session.limits, pid, self._gpus, age_s, _labels(session))
+                self._living = Living(session.limits, pid, self._gpus, age_s, _others(session))
         try:
             return self._living.sample() if self._living else None
         except ProcessLookupError:
@@ -152,9 +151,7 @@ class RunState:
         """What it does, also for people; `sample`: None where it does not live, or not here."""
         session = self.session
         if session is None:
-            return "unknown", (
-                "no session.json: it has not started, or an older version wrote it; --pid watches its process"
-            )
+            return "unknown", "no session.json: it has not started, or an older version wrote it"
         if session.end_time is not None:
             cause = f": {self.end_cause}" if session.exit_code and self.end_cause else ""
             return "ended", f"ended {format_time(session.end_time)} with exit code {session.exit_code}{cause}"
@@ -283,12 +280,12 @@ def _from_moment(found: Inspection, run: RunState, last: MemorySample) -> Inspec
     reason = f"{last.killer}: {size_text(last.killer_used_bytes)} in use; kills at {size_text(last.kills_at_bytes)}"
     return replace(
         found,
-        rows=rows_of(_sizes_then(last), run.peaks(), _labels(run.session), {}),
+        rows=rows_of(_sizes_then(last), run.peaks(), _others(run.session)),
         level=Level[last.level] if fresh else None,
         reason=reason if last.killer else "",
         remarks=(*found.remarks, f"figures from {format_time(last.time)}"),
     )
 
 
-def _labels(session: SessionRecord | None) -> Labels:
-    return "trainer", "reader", "Ray's own" if session and session.workers else "others", "object store"
+def _others(session: SessionRecord | None) -> str:
+    return "Ray's own" if session and session.workers else "others"

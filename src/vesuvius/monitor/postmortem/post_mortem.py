@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from vesuvius.monitor.postmortem.death import LAST_S, Cause, Death, Victim, append_death, read_deaths, share_of
 from vesuvius.monitor.probes.cgroup import read_cgroup
@@ -57,54 +57,39 @@ def read_counts_of(pid: int) -> KillCounts:
     return KillCounts(cgroup.oom_kills, machine, cgroup.path) if cgroup else KillCounts(machine=machine)
 
 
-@dataclass(frozen=True)
-class ReaderEnd:
-    """What is known of a reader that has died: the fields of the stream's event `reader_died`."""
-
-    # pid, node: which it was, and the host name of its machine; '' = this one
-    pid: int
-    node: str = ""
-    # exit_type, exit_detail: Ray's account; None and '' where Ray does not tell
-    exit_type: str | None = None
-    exit_detail: str = ""
-    exit_time: float | None = None  # when Ray noticed, seconds since 1970; None where it does not tell
-    new_pid: int | None = None  # another reader on that machine
-    signal: str | None = None  # the fatal signal by which it crashed, as its own note says; None where it left none
-    volume: str | None = None  # that it read
-
-
-def examine_reader(end: ReaderEnd, step: int, session: SessionRecord, moments: Sequence[MemorySample]) -> Death:
+def examine_reader(end: Mapping[str, Any], step: int, session: SessionRecord, moments: Sequence[MemorySample]) -> Death:
     """Why a reader died; called in the trainer once another has taken its place.  Reads the kernel's counts.
 
     Args:
-        end: what the stream says.
+        end: the fields of the stream's event `reader_died`.
         step: optimizer steps done.
         session: the present one.
         moments: the samples of the last two minutes.
     """
-    ended = time.time() if end.exit_time is None else end.exit_time
+    ended = time.time() if end["exit_time"] is None else end["exit_time"]
     moments = _last_minute(moments, ended)
-    account = [f"Ray: {end.exit_type}: {end.exit_detail}" if end.exit_type else "Ray does not say how it ended"]
+    exit_type, node = end["exit_type"], end["node"]
+    evidence = [f"Ray: {exit_type}: {end['exit_detail']}" if exit_type else "Ray does not say how it ended"]
     cause: Cause = "unknown"
-    if end.signal is not None:
+    if end["signal"] is not None:
         cause = "signal"
-        account.insert(
-            0, f"it crashed with {end.signal}, as its own note says, while it read {end.volume or 'nothing'}"
-        )
-    elif end.exit_type == "NODE_OUT_OF_MEMORY":
+        note = f"it crashed with {end['signal']}, as its own note says, while it read {end['volume'] or 'nothing'}"
+        evidence.insert(0, note)
+    elif exit_type == "NODE_OUT_OF_MEMORY":
         cause = "ray"
-    elif end.node not in ("", os.uname().nodename):
-        account.append(f"it ran on {end.node}, whose kernel cannot be queried from here")
-    elif end.exit_type in (None, "SYSTEM_ERROR"):
+    elif node not in ("", os.uname().nodename):
+        evidence.append(f"it ran on {node}, whose kernel cannot be queried from here")
+    elif exit_type in (None, "SYSTEM_ERROR"):
         # The monitor goes on while the new reader starts: a sample taken after the death has counted it already.
-        before = [moment for moment in moments if end.exit_time is not None and moment.time < ended - _NOTICED_S]
+        before = [moment for moment in moments if end["exit_time"] is not None and moment.time < ended - _NOTICED_S]
         sampled = next(iter([*before[-1:], *moments[:1]]), None)
-        # Readers of a Ray that somebody else has started live in another cgroup than the trainer, who has counted.
-        counts = read_counts_of(end.new_pid) if end.new_pid else KillCounts()
-        counts = counts if counts.path else read_counts_of(os.getpid())
-        cause, evidence = _judge_counts(session, sampled, moments[-1] if moments else None, counts)
-        account = [*evidence, *account]
-    return _death("reader", end.pid, step, cause, account, moments, session, session.workers)
+        # Readers of a Ray that somebody else has started live in another cgroup than the trainer: another of them tells.
+        others = [pid for pid in (moments[-1].reader_bytes if moments else ()) if pid != end["pid"]]
+        known = [counts for pid in others if (counts := read_counts_of(pid)).path]
+        counts = known[0] if known else read_counts_of(os.getpid())
+        cause, counted = _judge_counts(session, sampled, moments[-1] if moments else None, counts)
+        evidence = [*counted, *evidence]
+    return _death("reader", end["pid"], step, cause, evidence, moments, session, session.workers)
 
 
 def ended_run(
@@ -260,30 +245,27 @@ def remedy_of(
     """
     less = "Start it with --resume and a smaller data.regions_in_flight or training.train_batch_size."
     if workers:  # never 0: what readers leak, or hold, the trainer would
-        fewer = f"training.workers={workers - 1} training.prefetch_factor=1 (fewer readers, fewer batches ahead)"
-        fewer = fewer if workers > 1 else "training.prefetch_factor=1 (fewer batches ahead)"
-        less = f"Start it with --resume {fewer}, or with a smaller data.regions_in_flight."
+        fewer = f"training.workers={workers - 1} " if workers > 1 else ""
+        what = f"{'fewer readers, ' if fewer else ''}fewer batches ahead"
+        less = (
+            f"Start it with --resume {fewer}training.prefetch_factor=1 ({what}), or a smaller data.regions_in_flight."
+        )
+    again = "start again with --resume"
     if victim == "reader":
+        again = "the run continues with a new reader"
         less = f"The run continues with a new reader; if it happens again, stop it first. {less}"
-    again = "the run continues with a new reader" if victim == "reader" else "start again with --resume"
-    match cause:
-        case "cgroup" | "machine":
-            return less
-        case "ray":
-            at = "" if ray_share is None else f" at {100 * ray_share:.0f} % of it"
-            return (
-                f"{less} Ray counts the memory of the whole machine, including other users', and kills{at} "
-                "(RAY_memory_usage_threshold)."
-            )
-        case "signal" | "unknown" if last is not None and (share_of(last) or 0.0) >= _NEARLY_FULL:
-            return (
-                "memory was nearly used up: a container runtime, a scheduler, systemd-oomd or earlyoom ends processes "
-                f"like this. {less}"
-            )
-        case "signal" | "restart":
-            return f"nothing of the configuration; {again}."
-        case _:
-            return f"{again}; if it happens again, watch it: vesuvius memcheck --watch 2."
+    if cause == "ray":
+        at = "" if ray_share is None else f" at {100 * ray_share:.0f} % of it"
+        less += f" Ray counts the memory of the whole machine, including other users', and kills{at}"
+        return f"{less} (RAY_memory_usage_threshold)."
+    if cause in ("cgroup", "machine"):
+        return less
+    if cause in ("signal", "unknown") and last is not None and (share_of(last) or 0.0) >= _NEARLY_FULL:
+        ends = "a container runtime, a scheduler, systemd-oomd or earlyoom ends processes like this"
+        return f"memory was nearly used up: {ends}. {less}"
+    if cause in ("signal", "restart"):
+        return f"nothing of the configuration; {again}."
+    return f"{again}; if it happens again, watch it: vesuvius memcheck --watch 2."
 
 
 def _last_minute(moments: Sequence[MemorySample], end: float) -> tuple[MemorySample, ...]:

@@ -107,7 +107,7 @@ class ReaderWatch:
 
 
 def describe_death(pid: int, node: str, ended: dict[str, Any], note: Note | None) -> tuple[str, dict[str, Any]]:
-    """A death in one line, and as data for `ReaderEnd`.  Pure.
+    """A death in one line, and as data for a post-mortem.  Pure.
 
     Args:
         ended: Ray's account, as of `exit_of`.

@@ -8,8 +8,7 @@ from typing import Literal
 
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.postmortem.death import Death, append_death, death_lines
-from vesuvius.monitor.postmortem.post_mortem import ReaderEnd, ended_run, examine_reader, record_run_death
-from vesuvius.runlog.plain import from_plain
+from vesuvius.monitor.postmortem.post_mortem import ended_run, examine_reader, record_run_death
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.stream.events import StreamEvent
 from vesuvius.training.request import RunContext
@@ -20,7 +19,7 @@ log = logging.getLogger(__name__)
 def reader_died(run: RunContext, monitor: Monitor, workers: int, event: StreamEvent) -> None:
     """Examine a reader that was replaced, one of so many `workers`."""
     session = replace(run.session, workers=workers)  # the guard may have dropped some
-    _keep(run, examine_reader(from_plain(ReaderEnd, event.fields), run.progress.step, session, monitor.moments()))
+    _keep(run, examine_reader(event.fields, run.progress.step, session, monitor.moments()))
 
 
 def run_died(run: RunContext, monitor: Monitor, killer: Literal["gpu", "guard"], reason: str, remedy: str) -> None:
