@@ -45,21 +45,21 @@ def test_warnings_and_errors_go_to_standard_error_and_the_rest_to_standard_outpu
     assert [line.split()[2] for line in err.splitlines()] == ["WARNING", "ERROR"]
 
 
-@pytest.mark.parametrize("gone", ["hung up", "closed", "missing"])
 def test_an_output_that_is_gone_loses_its_lines_without_a_word_and_the_log_file_keeps_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, gone: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    stream = None if gone == "missing" else Hangup()
-    if stream is not None and gone == "closed":
-        stream.close()
-    monkeypatch.setattr(sys, "stdout", stream)
     open_log(tmp_path / "log")
-    log.info("first")
-    log.info("second")
-    log.warning("third")
-    assert [line.split()[-1] for line in (tmp_path / "log").read_text().splitlines()] == ["first", "second", "third"]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("WARNING third")
+    closed = Hangup()
+    closed.close()
+    for stream in (Hangup(), closed, None):
+        monkeypatch.setattr(sys, "stdout", stream)
+        log.info("one")
+        log.info("two")
+        log.warning("three")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("WARNING three")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.split()[-1] for line in lines] == ["one", "two", "three"] * 3
 
 
 @needs_dev_full

@@ -26,8 +26,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
-from tests.conftest import TINY_MODEL, run_vesuvius, textured
+from tests.conftest import TINY_MODEL, textured
 from tests.support import fork_server
+from tests.support.runs import vesuvius_train
 from tests.training.step.test_conditioning import write_group
 from vesuvius import __version__
 from vesuvius.commands import cli, sample
@@ -92,14 +93,13 @@ def write_config(path: Path, volumes: list[dict[str, Any]], data: dict[str, Any]
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the run `plain` lies in runs/, trained for 10 steps on two volumes that are gone."""
     place = tmp_path_factory.mktemp("plain")
-    voxels = textured((96, 128, 128))
+    voxels = textured((48, 64, 128))
     volumes = [
         write_group(place / "bright.zarr", voxels, [8.0, 8.0, 8.0]),
         write_group(place / "dark.zarr", voxels // 2 + 1, [4.0, 4.0, 5.0]),
     ]
     config = write_config(place / "plain.yaml", [{"path": str(volume)} for volume in volumes], {}, {})
-    trained = run_vesuvius("train", "--config", config, cwd=place)
-    assert trained.returncode == 0, trained.stderr
+    trains(config, place)
     for volume in volumes:
         shutil.rmtree(volume)
     return place
@@ -109,15 +109,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the run `shown` lies in runs/, trained on labels; the volume is gone, its labels not."""
     place = tmp_path_factory.mktemp("conditional")
-    voxels = textured((96, 128, 128), dtype="uint16")
+    voxels = textured((48, 64, 128), dtype="uint16")
     scan = write_group(place / "scan.zarr", voxels * 300, [8.0] * 3)
     labels = write_group(place / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
     volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
     config = write_config(place / "shown.yaml", volumes, {"condition_classes": 2}, {})
-    trained = run_vesuvius("train", "--config", config, "training.max_steps=4", cwd=place)
-    assert trained.returncode == 0, trained.stderr
+    trains(config, place, "training.max_steps=4")
     shutil.rmtree(scan)
     return place
+
+
+def trains(config: Path, place: Path, *arguments: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert vesuvius_train(config, *arguments) == 0
 
 
 @pytest.fixture
@@ -136,22 +141,20 @@ in_plain = pytest.mark.usefixtures("_in_plain")
 
 def drawn(out: Path, *arguments: object, checkpoint: object = "plain") -> Samples:
     """Draw into `out`, in this process."""
-    command = ["--checkpoint", checkpoint, "--out", out, "--batch-size", 2, *arguments]
-    assert sample.main([str(argument) for argument in command]) == 0
+    assert ends("--out", out, *arguments, checkpoint=checkpoint) == 0
     return Samples(out)
 
 
-def refused(*arguments: object, checkpoint: object = "plain") -> int:
+def ends(*arguments: object, checkpoint: object = "plain") -> int:
     return sample.main([str(argument) for argument in ("--checkpoint", checkpoint, "--batch-size", 2, *arguments)])
 
 
 @in_plain
-def test_samples_are_an_ome_zarr_in_the_volumes_dtype_with_a_chunk_each(tmp_path: Path) -> None:
-    samples = drawn(tmp_path / "out", "--count", 3, "--seed", 7)
+def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record_and_a_picture(tmp_path: Path) -> None:
+    samples = drawn(tmp_path / "out", "--count", 5, "--seed", 7)
     array = zarr.open_array(str(samples.path / "samples.zarr/0"), mode="r")
     assert array.metadata.zarr_format == 2
-    assert (array.shape, array.chunks, array.dtype) == ((3, *PATCH), (1, *PATCH), np.dtype("uint8"))
-    assert sorted(p.parent.parent.parent.name for p in samples.path.glob("samples.zarr/0/*/0/0/0")) == ["0", "1", "2"]
+    assert (array.shape, array.chunks, array.dtype) == ((5, *PATCH), (1, *PATCH), np.dtype("uint8"))
     (multiscale,) = samples.group["multiscales"]
     assert multiscale["version"] == "0.4"
     assert multiscale["axes"] == [
@@ -161,14 +164,18 @@ def test_samples_are_an_ome_zarr_in_the_volumes_dtype_with_a_chunk_each(tmp_path
     assert multiscale["datasets"] == [
         {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0, 8.0, 8.0, 8.0]}]}
     ]
-    run = Path("runs/plain")
-    split = json.loads((run / "split.json").read_text())["volumes"][0]
+    volume = open_volume(ArrayConfig(path=str(tmp_path / "out/samples.zarr"), select=(1,)))
+    assert volume.voxel_size_um == (8.0, 8.0, 8.0)
+    np.testing.assert_array_equal(volume.read(((0, 0, 0), PATCH)), samples.voxels()[1])
+
+    split = json.loads(Path("runs/plain/split.json").read_text())["volumes"][0]
+    checkpoint = Path("runs/plain/checkpoints/step_00000010")
+    weights = checkpoint / "model.safetensors"
     record = samples.record
     assert record.pop("torch") == torch.__version__
-    weights = Path("runs/plain/checkpoints/step_00000010/model.safetensors")
     assert record == {
         "seed": 7,
-        "numbers": [0, 1, 2],
+        "numbers": [0, 1, 2, 3, 4],
         "batch_size": 2,
         "noise": "edm",
         "sampler": "dpmpp2m",
@@ -176,7 +183,7 @@ def test_samples_are_an_ome_zarr_in_the_volumes_dtype_with_a_chunk_each(tmp_path
         "clip": None,
         "guidance": 1.0,
         "evaluations_per_sample": 3,
-        "checkpoint": "runs/plain/checkpoints/step_00000010",
+        "checkpoint": str(checkpoint),
         "step": 10,
         "weights": "ema",
         "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
@@ -187,37 +194,35 @@ def test_samples_are_an_ome_zarr_in_the_volumes_dtype_with_a_chunk_each(tmp_path
         "vesuvius": __version__,
     }
 
-
-@in_plain
-def test_what_is_written_is_what_the_averaged_weights_draw_in_grey_values(tmp_path: Path) -> None:
-    samples = drawn(tmp_path / "out", "--count", 2, "--seed", 3)
     config = read_config(Path("plain.yaml"))
-    network = build_unet(config.model, 0, config.input_channels)
-    weights = load_file("runs/plain/checkpoints/step_00000010/model.safetensors")
-
-    state = torch.load("runs/plain/checkpoints/step_00000010/state.pt", weights_only=True)
-    schedule = Schedule.from_config(config.diffusion, Spectrum.from_state(state["spectrum"]))
+    network, state = build_unet(config.model, 0, config.input_channels), load_file(weights)
+    spectrum = torch.load(checkpoint / "state.pt", weights_only=True)["spectrum"]
+    schedule = Schedule.from_config(config.diffusion, Spectrum.from_state(spectrum))
 
     @torch.no_grad()
     def denoise(x_t: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
-        return predict(lambda *arguments: functional_call(network, weights, arguments), schedule, x_t, t, condition)
+        return predict(lambda *arguments: functional_call(network, state, arguments), schedule, x_t, t, condition)
 
-    x_0 = generate(denoise, schedule, config.diffusion, 3, [0, 1], (1, *PATCH), "cpu").x_0
-    grey = GreyRange(samples.record["grey_low"], samples.record["grey_high"])
-    np.testing.assert_array_equal(samples.voxels(), to_greys(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
+    x_0 = generate(denoise, schedule, config.diffusion, 7, [0, 1], (1, *PATCH), "cpu").x_0
+    grey = GreyRange(record["grey_low"], record["grey_high"])
+    np.testing.assert_array_equal(samples.voxels()[:2], to_greys(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
+
+    picture = np.asarray(Image.open(samples.path / "montage.png")).astype(float)
+    # Each pixel 6 wide: slices of 96 beside and above ones of 48, a gap of 4 each, 12 more beside, a line of 16 above
+    # each sample and one at the top; 5 samples in 3 columns.
+    side = 96 + 4 + 48 + 4
+    assert picture.shape == (16 + 2 * (16 + side), 3 * (side + 12))
+    for number in range(5):
+        top, left = 32 + number // 3 * (16 + side), number % 3 * (side + 12)
+        shown = picture[top : top + 96 : 6, left : left + 96 : 6]
+        greys = samples.voxels()[number, 4].astype(float)
+        expected = 255 * (greys - record["grey_low"]) / (record["grey_high"] - record["grey_low"])
+        # half a grey value is 0.7 of a pixel's here, and pixels are cut to whole numbers
+        np.testing.assert_allclose(shown, expected.clip(0, 255), atol=2)
 
 
 @in_plain
-def test_a_sample_follows_from_seed_and_number_whatever_the_count(tmp_path: Path) -> None:
-    three, six = (drawn(tmp_path / str(count), "--count", count).voxels() for count in (3, 6))
-    np.testing.assert_array_equal(three, six[:3])
-    assert len({sample.tobytes() for sample in six}) == 6
-    other = drawn(tmp_path / "other", "--count", 3, "--seed", 1).voxels()
-    assert all((a != b).any() for a in other for b in three)
-
-
-@in_plain
-def test_batches_begin_at_multiples_of_their_size_and_hold_what_is_asked_for(
+def test_a_sample_follows_from_seed_and_number_and_batches_begin_at_multiples_of_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = []
@@ -227,32 +232,40 @@ def test_batches_begin_at_multiples_of_their_size_and_hold_what_is_asked_for(
         return generate(*arguments, **options)
 
     monkeypatch.setattr(sampling, "generate", noting)
-    assert len(drawn(tmp_path / "out", "--count", 5, "--batch-size", 3).voxels()) == 5
-    assert batches == [[0, 1, 2], [3, 4]]
+    three, five = (drawn(tmp_path / str(count), "--count", count).voxels() for count in (3, 5))
+    assert batches == [[0, 1], [2], [0, 1], [2, 3], [4]]
+    np.testing.assert_array_equal(three[:2], five[:2])
+    assert len({sample.tobytes() for sample in five}) == 5
+    other = drawn(tmp_path / "other", "--count", 2, "--seed", 1).voxels()
+    assert all((a != b).any() for a in other for b in three)
 
 
 @in_plain
-def test_the_averaged_weights_are_the_default_and_others_a_choice(
+def test_averaged_weights_and_the_first_volume_are_the_default_and_others_a_choice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     default = drawn(tmp_path / "default", "--count", 1)
     chosen = {name: drawn(tmp_path / name, "--count", 1, "--weights", name) for name in ("ema", "ema_0.5", "model")}
     np.testing.assert_array_equal(default.voxels(), chosen["ema"].voxels())
     assert len({samples.voxels().tobytes() for samples in chosen.values()}) == 3
-    assert default.record["weights"] == "ema"
-    assert [samples.record["weights"] for samples in chosen.values()] == list(chosen)
-    assert refused("--out", tmp_path / "other", "--weights", "ema_0.7") == 2
+    assert [samples.record["weights"] for samples in (default, *chosen.values())] == ["ema", *chosen]
+    assert ends("--out", tmp_path / "other", "--weights", "ema_0.7") == 2
     assert "--weights must be one of ema, ema_0.5, model, which the checkpoint holds; got 'ema_0.7' of " \
         in capsys.readouterr().err  # fmt: skip
     assert not (tmp_path / "other").exists()
+    dark = drawn(tmp_path / "dark", "--count", 1, "--volume", 1)
+    scale = dark.group["multiscales"][0]["datasets"][0]["coordinateTransformations"][0]["scale"]
+    assert scale == [1.0, 4.0, 4.0, 5.0]
+    assert dark.record["grey_high"] < 0.6 * default.record["grey_high"]
+    assert dark.voxels().mean() < 0.7 * default.voxels().mean()
 
 
 @in_plain
 def test_each_sampler_draws_and_says_what_it_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluations = {"ddim": 4, "ddpm": 4, "dpmpp2m": 4, "heun": 7}
+    evaluations = {"ddim": 3, "ddpm": 3, "dpmpp2m": 3, "heun": 5}
     found = {}
     for method, count in evaluations.items():
-        samples = drawn(tmp_path / method, "--count", 1, "--sampler", method, "--steps", 4)
+        samples = drawn(tmp_path / method, "--count", 1, "--sampler", method)
         found[method] = samples.voxels().tobytes()
         assert samples.record["sampler"] == method
         assert samples.record["evaluations_per_sample"] == count
@@ -269,58 +282,29 @@ def test_each_way_to_name_a_checkpoint_finds_it(plain: Path, tmp_path: Path, mon
     newest = Path("runs/plain/checkpoints/step_00000010")
     best = newest.with_name("best")
     best.symlink_to(newest.name)
-    ways: list[object] = ["plain", "runs/plain", plain / "runs/plain", newest, newest / "state.pt", best]
-    ways += [best / "model.safetensors", newest / "model_ema_0.5.safetensors"]
-    found = [drawn(tmp_path / str(n), "--count", 1, checkpoint=way) for n, way in enumerate(ways)]
+    ways: list[object] = [
+        "plain",
+        plain / "runs/plain",
+        newest,
+        newest / "state.pt",
+        best / "model_ema_0.5.safetensors",
+    ]
+    found = [drawn(tmp_path / str(n), "--count", 1, "--steps", 2, checkpoint=way) for n, way in enumerate(ways)]
     best.unlink()
     assert [samples.record["step"] for samples in found] == [10] * len(ways)
     assert {Path(samples.record["checkpoint"]).name for samples in found} == {newest.name}
     assert len({samples.voxels().tobytes() for samples in found}) == 1
-    older = drawn(tmp_path / "older", "--count", 1, checkpoint=newest.with_name("step_00000005"))
+    older = drawn(tmp_path / "older", "--count", 1, "--steps", 2, checkpoint=newest.with_name("step_00000005"))
     assert older.record["step"] == 5
     assert (older.voxels() != found[0].voxels()).any()
     # The place to write to is found from within the checkpoint too, and outside a run lies below where one is.
     monkeypatch.chdir(newest)
-    assert refused("--count", 1, "--steps", 2, checkpoint="model.safetensors") == 0
+    assert ends("--count", 1, "--steps", 2, checkpoint="model.safetensors") == 0
     assert (plain / "runs/plain/samples/step_00000010_dpmpp2m_2_seed0/samples.zarr").is_dir()
     monkeypatch.chdir(tmp_path)
     shutil.copytree(plain / newest, tmp_path / "copy")
-    assert refused("--count", 1, "--seed", 5, checkpoint="copy") == 0
+    assert ends("--count", 1, "--seed", 5, checkpoint="copy") == 0
     assert (tmp_path / "samples/step_00000010_dpmpp2m_3_seed5/montage.png").is_file()
-
-
-@in_plain
-def test_another_volume_of_the_training_gives_other_greys_and_another_scale(tmp_path: Path) -> None:
-    bright, dark = (drawn(tmp_path / str(n), "--count", 1, "--volume", n) for n in (0, 1))
-    scale = dark.group["multiscales"][0]["datasets"][0]["coordinateTransformations"][0]["scale"]
-    assert scale == [1.0, 4.0, 4.0, 5.0]
-    assert dark.record["grey_high"] < 0.6 * bright.record["grey_high"]
-    assert dark.voxels().mean() < 0.7 * bright.voxels().mean()
-
-
-@in_plain
-def test_a_sample_is_a_volume_to_whoever_fixes_the_first_axis(tmp_path: Path) -> None:
-    samples = drawn(tmp_path / "out", "--count", 2)
-    volume = open_volume(ArrayConfig(path=str(tmp_path / "out/samples.zarr"), select=(1,)))
-    assert volume.voxel_size_um == (8.0, 8.0, 8.0)
-    np.testing.assert_array_equal(volume.read(((0, 0, 0), PATCH)), samples.voxels()[1])
-
-
-@in_plain
-def test_the_picture_shows_the_slices_of_every_sample(tmp_path: Path) -> None:
-    samples = drawn(tmp_path / "out", "--count", 5)
-    picture = np.asarray(Image.open(samples.path / "montage.png")).astype(float)
-    # Each pixel 6 wide: slices of 96 beside and above ones of 48, a gap of 4 each, 12 more beside, a line of 16 above
-    # each sample and one at the top; 5 samples in 3 columns.
-    side = 96 + 4 + 48 + 4
-    assert picture.shape == (16 + 2 * (16 + side), 3 * (side + 12))
-    record, voxels = samples.record, samples.voxels().astype(float)
-    for number in range(5):
-        top, left = 32 + number // 3 * (16 + side), number % 3 * (side + 12)
-        shown = picture[top : top + 96 : 6, left : left + 96 : 6]
-        expected = 255 * (voxels[number, 4] - record["grey_low"]) / (record["grey_high"] - record["grey_low"])
-        # half a grey value is 0.7 of a pixel's here, and pixels are cut to whole numbers
-        np.testing.assert_allclose(shown, expected.clip(0, 255), atol=2)
 
 
 @in_plain
@@ -329,54 +313,47 @@ def test_existing_output_is_refused_and_replaced_where_it_is_samples(
 ) -> None:
     out = tmp_path / "out"
     first = drawn(out, "--count", 1).voxels()
-    assert refused("--out", out, "--count", 2) == 2
+    assert ends("--out", out, "--count", 2) == 2
     assert "exists, and samples do not replace it" in capsys.readouterr().err
     np.testing.assert_array_equal(Samples(out).voxels(), first)
     assert len(drawn(out, "--count", 2, "--overwrite").voxels()) == 2
     (out / "notes.txt").write_text("mine")
-    assert refused("--out", out, "--count", 1, "--overwrite") == 2
+    assert ends("--out", out, "--count", 1, "--overwrite") == 2
     assert "does not hold samples alone" in capsys.readouterr().err
     assert len(Samples(out).voxels()) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-REFUSALS = [
-    (("--steps", "1001"), "sampler_steps must not exceed timesteps; got 1001 of 1000"),
-    (("--steps", "many"), "override diffusion.sampler_steps=many: diffusion.sampler_steps: must be an integer"),
-    (("--sampler", "euler"), "must be one of ddim, ddpm, dpmpp2m, heun; got 'euler'"),
-    (("--guidance", "2"), "needs a model trained both with and without a condition"),
-    (("--volume", "2"), "--volume 2 does not exist: the 2 training volumes"),
-    (("--batch-size", "4000000", "--count", "4000000"), "here --batch-size replaces training"),
-]
+REFUSALS = {
+    ("--steps", "1001"): "sampler_steps must not exceed timesteps; got 1001 of 1000",
+    ("--steps", "many"): "override diffusion.sampler_steps=many: diffusion.sampler_steps: must be an integer",
+    ("--sampler", "euler"): "must be one of ddim, ddpm, dpmpp2m, heun; got 'euler'",
+    ("--guidance", "2"): "needs a model trained both with and without a condition",
+    ("--volume", "2"): "--volume 2 does not exist: the 2 training volumes",
+    ("--batch-size", "4000000", "--count", "4000000"): "here --batch-size replaces training",
+}
 
 
 @in_plain
-@pytest.mark.parametrize(("arguments", "message"), REFUSALS)
-def test_arguments_that_do_not_fit_the_checkpoint_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+def test_what_does_not_fit_or_is_no_checkpoint_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refused("--out", tmp_path / "out", "--count", 1, *arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
+    for arguments, message in REFUSALS.items():
+        assert ends("--out", tmp_path / "out", "--count", 1, *arguments) == 2, arguments
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error
+    for argument in (("--count", "0"), ("--batch-size", "0"), ("--seed", "-1"), ("--count", "few")):
+        with pytest.raises(SystemExit) as ended:
+            ends(*argument)
+        assert ended.value.code == 2
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("argument", [("--count", "0"), ("--batch-size", "0"), ("--seed", "-1"), ("--count", "few")])
-def test_numbers_that_are_none_are_refused_by_the_command_line(argument: tuple[str, str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        refused(*argument)
-    assert ended.value.code == 2
-
-
-@in_plain
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "young/checkpoints").mkdir(parents=True)
     for wrong in ("nowhere", "runs", "plain.yaml", "runs/plain/metrics.jsonl", tmp_path / "none/model.safetensors"):
-        assert refused(checkpoint=wrong) == 2
+        assert ends(checkpoint=wrong) == 2
         assert f"--checkpoint must be a run directory, the name of one in runs/, a checkpoint directory, or the " \
             f"model.safetensors or state.pt in one; got {wrong}" in capsys.readouterr().err  # fmt: skip
-    assert refused(checkpoint=tmp_path / "young") == 2
+    assert ends(checkpoint=tmp_path / "young") == 2
     assert "a run must have a checkpoint; got" in capsys.readouterr().err
 
 
@@ -386,43 +363,53 @@ def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(plain / "runs/plain/checkpoints", tmp_path / "run/checkpoints")
     older, newest = (tmp_path / f"run/checkpoints/step_000000{step}" for step in ("05", "10"))
-    for ema in (newest / "model.safetensors", older / "model.safetensors"):
-        assert drawn(tmp_path / f"run_{ema.parent.name}", "--count", 1, checkpoint="run").record["step"] in (5, 10)
+    for ema, step in ((newest / "model.safetensors", 10), (older / "model.safetensors", 5)):
+        assert drawn(tmp_path / str(step), "--count", 1, "--steps", 2, checkpoint="run").record["step"] == step
         ema.write_bytes(ema.read_bytes()[:-1] + b"\x55")
         capsys.readouterr()
-    assert refused(checkpoint="run") == 6
+    assert ends(checkpoint="run") == 6
     errors = capsys.readouterr().err
     assert errors.count("is damaged (model.safetensors has another checksum) and is skipped") == 2
     assert "all checkpoints in run/checkpoints are damaged: step_00000005, step_00000010; restore" in errors
-    assert refused(checkpoint=newest) == 6
-    assert "a checkpoint must be unchanged since it was written; got model.safetensors has another checksum for " \
-        in capsys.readouterr().err  # fmt: skip
     assert drawn(tmp_path / "model", "--count", 1, "--weights", "model", checkpoint=newest).record["step"] == 10
     state, manifest = newest / "state.pt", newest / "manifest.json"
-    whole = state.read_bytes()
-    state.write_bytes(whole[: len(whole) // 2])
-    assert refused(checkpoint=newest) == 6
-    assert f"for {state}; use another checkpoint" in capsys.readouterr().err
+    whole, earlier = state.read_bytes(), json.loads(manifest.read_text())
     without = torch.load(older / "state.pt", weights_only=True)
-    del without["volumes"]
-    torch.save(without, state)
-    assert refused(checkpoint=newest) == 6
-    assert "a checkpoint must say what it was trained on; got KeyError: 'volumes'" in capsys.readouterr().err
-    earlier = json.loads(manifest.read_text())
-    del earlier["format"]
+    del without["volumes"], earlier["format"]
     earlier["files"]["ema.safetensors"] = earlier["files"].pop("model.safetensors")
+
+    def is_refused(message: str) -> None:
+        assert ends(checkpoint=newest) == 6
+        assert message in capsys.readouterr().err
+
+    is_refused("a checkpoint must be unchanged since it was written; got model.safetensors has another checksum for ")
+    state.write_bytes(whole[: len(whole) // 2])
+    is_refused(f"for {state}; use another checkpoint")
+    torch.save(without, state)
+    is_refused("a checkpoint must say what it was trained on; got KeyError: 'volumes'")
     manifest.write_text(json.dumps(earlier))
-    assert refused(checkpoint=newest) == 6
-    assert "step_00000010, written by an earlier version of vesuvius; use that version" in capsys.readouterr().err
+    is_refused("step_00000010, written by an earlier version of vesuvius; use that version")
     manifest.unlink()
-    assert refused(checkpoint=newest) == 6
-    assert "FileNotFoundError" in capsys.readouterr().err
+    is_refused("FileNotFoundError")
 
 
-def test_samples_that_are_not_finite_are_named_and_not_written(
+@in_plain
+def test_what_fails_names_the_remedy_and_leaves_nothing(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    """A GPU without room, a file in the way, and a network that returns NaN."""
+
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sampling, "generate", full)
+        assert ends("--out", tmp_path / "out") == 3
+    assert "lower --batch-size" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert ends("--out", tmp_path / "file/out") == 6
+    assert "samples need a writable place with enough space; got" in capsys.readouterr().err
     checkpoint = tmp_path / "bad"
     shutil.copytree(plain / "runs/plain/checkpoints/step_00000010", checkpoint)
     weights = load_file(checkpoint / "model.safetensors")
@@ -431,29 +418,10 @@ def test_samples_that_are_not_finite_are_named_and_not_written(
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"]["model.safetensors"] = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    assert refused("--count", 1, checkpoint="bad") == 5
+    monkeypatch.chdir(tmp_path)
+    assert ends("--count", 1, checkpoint="bad") == 5
     assert "returned NaN or infinity for samples 0 (amp off" in capsys.readouterr().err
     assert list((tmp_path / "samples").iterdir()) == []
-
-
-@in_plain
-def test_a_gpu_without_room_names_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*arguments: object, **options: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(sampling, "generate", full)
-    assert refused("--out", tmp_path / "out") == 3
-    assert "lower --batch-size" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@in_plain
-def test_a_place_that_cannot_be_written_ends_with_exit_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert refused("--out", tmp_path / "file/out") == 6
-    assert "samples need a writable place with enough space; got" in capsys.readouterr().err
 
 
 # No file of this process may reach 100 bytes: its writes fail as on a full disk.
@@ -479,7 +447,7 @@ def test_a_full_disk_ends_with_exit_6_and_leaves_nothing(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)])
 def test_a_process_that_ends_in_the_middle_leaves_nothing_that_looks_finished(
     plain: Path, tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:
@@ -499,7 +467,7 @@ def test_a_process_that_ends_in_the_middle_leaves_nothing_that_looks_finished(
         assert f"{number.name} stopped sampling after" in error
 
 
-SAMPLE_THEN_HEAVY_MODULES = """
+HEAVY_MODULES = """
 import sys
 
 from vesuvius.commands.sample import main
@@ -508,21 +476,19 @@ try:
     main(["--help"])
 except SystemExit:
     print(sorted({"torch", "ray", "zarr", "numpy"} & set(sys.modules)))
-main(sys.argv[1:])
+import vesuvius.generate.sampling
 print(sorted({"ray"} & set(sys.modules)))
 """
 
 
-@in_plain
-def test_help_needs_nothing_heavy_and_sampling_no_ray(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SAMPLE_THEN_HEAVY_MODULES, "--checkpoint", "plain", "--out", str(tmp_path / "out")]
-    result = subprocess.run(command, text=True, capture_output=True, check=True)
-    assert result.stdout.count("\n[]\n") == 2, result.stdout
+def test_help_needs_nothing_heavy_and_sampling_no_ray() -> None:
+    result = subprocess.run([sys.executable, "-c", HEAVY_MODULES], text=True, capture_output=True, check=True)
+    assert result.stdout.endswith("\n[]\n[]\n"), result.stdout
     assert "sample" in cli.COMMANDS
 
 
 def test_a_conditional_model_is_shown_the_held_out_condition_and_both_are_written(
-    conditional: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    conditional: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(conditional)
     three = drawn(tmp_path / "three", "--count", 3, checkpoint="shown")
@@ -542,14 +508,8 @@ def test_a_conditional_model_is_shown_the_held_out_condition_and_both_are_writte
     assert (one.record["evaluations_per_sample"], three.record["evaluations_per_sample"]) == (6, 3)
     width, height = Image.open(tmp_path / "three/montage.png").size
     assert (width, height) == (2 * (2 * 152 + 12), 16 + 2 * 168), "label and sample of three, in two columns"
-
-
-def test_a_condition_that_is_gone_ends_with_exit_6(
-    conditional: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(conditional)
     moved = (conditional / "labels.zarr").rename(tmp_path / "moved.zarr")
-    assert refused("--out", tmp_path / "out", checkpoint="shown") == 6
+    assert ends("--out", tmp_path / "out", checkpoint="shown") == 6
     moved.rename(conditional / "labels.zarr")
     assert "labels.zarr, which does not exist" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "out").exists()

@@ -30,10 +30,10 @@ from tests.support.runs import vesuvius_train
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
+from vesuvius.generate.drawing import OnProgress, SamplingStoppedError
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
 from vesuvius.generate.volume.inputs import GivenVolumes
 from vesuvius.generate.volume.work import Work
-from vesuvius.generate.watch import OnProgress, SamplingStoppedError
 from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.volume import open_volume
 
@@ -75,7 +75,7 @@ def voxels(out: Path, level: int = 0) -> np.ndarray[Any, Any]:
 def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vesuvius.generate.volume.output._CHUNK", 16)
+    monkeypatch.setattr("vesuvius.generate.volume.draw._CHUNK", 16)
     out = tmp_path / "big.zarr"
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
     assert re.search(r"wrote .*big.zarr: 12x24x24 uint8, 2 level\(s\), in [\d.]+ s\n", capsys.readouterr().out)
@@ -98,9 +98,12 @@ def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
     assert voxels(out).tobytes() == before
 
 
-def test_a_condition_of_any_size_is_shown_tile_by_tile(tmp_path: Path) -> None:
+def test_a_condition_of_any_size_is_shown_tile_by_tile_and_a_box_keeps_its_place(tmp_path: Path) -> None:
     boxed, moved = tmp_path / "boxed.zarr", tmp_path / "moved.zarr"
     assert draws(boxed, "--condition", "labels.zarr", "--box", "4:16,0:24,8:32", "--batch-size", 3) == 0
+    geometry = open_volume(ArrayConfig(path=str(boxed))).geometry
+    assert geometry is not None
+    assert (geometry.translation_zyx, geometry.voxel_size_um) == ((32.0, 0.0, 64.0), (8.0, 8.0, 8.0))
     labels = voxels(Path("labels.zarr"))[4:16, 0:24, 8:32]
     cut = write_array(tmp_path / "cut.zarr", labels)
     assert draws(moved, "--condition", cut, "--batch-size", 3) == 0
@@ -110,11 +113,16 @@ def test_a_condition_of_any_size_is_shown_tile_by_tile(tmp_path: Path) -> None:
     assert (voxels(boxed) != voxels(tmp_path / "another.zarr")).mean() > 0.1
 
 
-def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled(tmp_path: Path) -> None:
-    source, gaps, mask = hole(tmp_path)
-    scan = voxels(Path("scan.zarr"))[:12, :24, :24]
+def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled_and_what_is_not_finite_is_read_as_training_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, gaps, mask = hole(tmp_path, dtype="float32")
+    scan = voxels(Path("scan.zarr"))[:12, :24, :24].astype("float32")
+    zarr.open_array(str(source), mode="r+")[0, 1, 2] = np.nan
+    scan[0, 1, 2] = 0
     arguments = ("--inpaint", source, "--mask", gaps, "--guidance", 0, "--rounds", 2)
     assert draws(tmp_path / "filled.zarr", *arguments) == 0
+    assert re.search(r"WARNING .* holds NaN or infinity, .* they are read as 0", capsys.readouterr().err)
     found = voxels(tmp_path / "filled.zarr")
     np.testing.assert_array_equal(found[mask == 0], scan[mask == 0])
     assert found[mask != 0].mean() > 20, "what is filled is not the zeros that were there"
@@ -143,7 +151,7 @@ def hole(place: Path, *, dtype: str = "uint8") -> tuple[Path, Path, np.ndarray[A
 def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vesuvius.generate.volume.output._CHUNK", 8)
+    monkeypatch.setattr("vesuvius.generate.volume.draw._CHUNK", 8)
     source, gaps, _ = hole(tmp_path)
     given = GivenVolumes(*(ArrayConfig(path=str(path)) for path in (source, gaps)))
     overrides = ("diffusion.sampler_steps=2", "diffusion.sampler_guidance=0")
@@ -159,8 +167,7 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
 
         return tell
 
-    phases = ("blocks searched for gaps", "blocks of --inpaint read", "batches of tiles", "chunks written",
-              "chunks of level 1 written")  # fmt: skip
+    phases = ("blocks searched for gaps", "blocks of --inpaint read", "batches of tiles", "chunks written")
     for phase in phases:
         told.clear()
         with pytest.raises(
@@ -172,6 +179,7 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
     assert draw_volume(request, told_of("")).shape_zyx == SHAPE
 
 
+@pytest.mark.long  # `test_sampling.py` has a drawing by two actors
 def test_the_default_route_of_two_workers_gives_the_bits_of_one(tmp_path: Path) -> None:
     arguments = ("--shape", "12,24,24", "--guidance", 0, "--batch-size", 5)
     assert draws(tmp_path / "one.zarr", *arguments) == 0
@@ -193,8 +201,8 @@ def acting(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return act(*arguments)
 setattr(*kind, acting)
-import vesuvius.generate.volume.output as output
-output._CHUNK = 8
+import vesuvius.generate.volume.draw as draw
+draw._CHUNK = 8
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -202,7 +210,7 @@ sys.exit(main(sys.argv[2:]))
 def test_a_command_that_is_killed_while_it_samples_and_while_it_writes_goes_on_to_the_same_voxels(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vesuvius.generate.volume.output._CHUNK", 8)
+    monkeypatch.setattr("vesuvius.generate.volume.draw._CHUNK", 8)
     arguments = ("--shape", "12,24,24", "--guidance", 0, "--batch-size", 5)
     assert draws(tmp_path / "once.zarr", *arguments) == 0
     out = tmp_path / "killed.zarr"
@@ -259,70 +267,41 @@ def test_another_network_or_another_mask_is_not_taken_for_the_same(
     assert re.search(r"got weights_sha256 \S+ \(there: ", capsys.readouterr().err)
 
 
-def test_a_box_keeps_its_place(tmp_path: Path) -> None:
-    out = tmp_path / "boxed.zarr"
-    assert draws(out, "--condition", "labels.zarr", "--box", "4:16,0:24,8:32") == 0
-    geometry = open_volume(ArrayConfig(path=str(out))).geometry
-    assert geometry is not None
-    assert (geometry.translation_zyx, geometry.voxel_size_um) == ((32.0, 0.0, 64.0), (8.0, 8.0, 8.0))
-
-
-def test_known_voxels_that_are_not_finite_are_what_training_takes_them_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_gpu_or_a_disk_that_is_too_small_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, gaps, _ = hole(tmp_path, dtype="float32")
-    zarr.open_array(str(source), mode="r+")[0, 1, 2] = np.nan
-    arguments = ("--inpaint", source, "--mask", gaps, "--guidance", 0)
-    assert draws(tmp_path / "out.zarr", *arguments) == 0
-    assert re.search(r"WARNING .* holds NaN or infinity, .* they are read as 0", capsys.readouterr().err)
-    assert open_volume(ArrayConfig(path=str(tmp_path / "out.zarr"))).read(((0, 0, 0), (1, 2, 3)))[0, 1, 2] == 0
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
+    for error, code, message in (
         (torch.OutOfMemoryError("CUDA out of memory"), 3, "The GPU ran out of memory with --batch-size 4"),
         (OSError(28, "No space left on device"), 6, "No space left on device"),
-    ],
-)
-def test_a_gpu_or_a_disk_that_is_too_small_names_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int,
-    message: str,
-) -> None:  # fmt: skip
-    def full(self: Work, number: int, batch: int) -> None:
-        raise error
+    ):
 
-    monkeypatch.setattr(Work, "tiles", full)
-    assert draws(tmp_path / "out.zarr", "--shape", "12,24,24", "--guidance", 0) == code
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
+        def full(self: Work, number: int, batch: int, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(Work, "tiles", full)
+        assert draws(tmp_path / "out.zarr", "--shape", "12,24,24", "--guidance", 0) == code
+        said = capsys.readouterr().err
+        assert message in said
+        assert "Traceback" not in said
 
 
-def test_a_dry_run_says_time_disk_and_memory_and_writes_nothing(
+def test_a_dry_run_says_disk_and_time_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("--shape", "200,400,400", "--guidance", 0, "--dry-run")
     assert draws(tmp_path / "big.zarr", *arguments) == 0
     said = capsys.readouterr().out
     assert "volume 200x400x400: 117649 tiles, 235298 network evaluations of a tile" in said
-    for line in (
-        r"disk: [\d.]+ .iB for the state and at most",
-        r"time: about \S+ with 1 worker",
-        r"memory: about .* per",
-    ):
+    for line in (r"disk: [\d.]+ .iB for the state and at most", r"time: about \S+ with 1 worker"):
         assert re.search(line, said), line
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
-    assert draws(tmp_path / "big.zarr", *arguments) == 6
-    assert draws(tmp_path / "big.zarr", *arguments[:-1]) == 6
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+        assert draws(tmp_path / "big.zarr", *arguments) == 6
+        assert draws(tmp_path / "big.zarr", *arguments[:-1]) == 6
     assert capsys.readouterr().err.count("The disk is too small for ") == 2
     assert not list(tmp_path.iterdir())
-
-
-def test_a_dry_run_of_an_inpainting_counts_the_tiles_near_gaps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    # Of an inpainting the tiles near gaps count.
     source, mask = tmp_path / "source.zarr", np.zeros((8, 16, 80), np.uint8)
     mask[:, :, 3] = 1  # in the first of five blocks, and too far from the second
     gaps = write_array(tmp_path / "mask.zarr", mask)
@@ -360,26 +339,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_drawn_is_refused_in_one_line_and_nothing_is_written(
-    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not Path("small.zarr").exists():
-        write_array(Path("small.zarr"), np.ones(PATCH, np.uint8))
-    arguments, code, message = REFUSED[case]
-    given = arguments if "--guidance" in arguments or "--condition" in arguments else (*arguments, "--guidance", 0)
-    try:
-        ended: Any = draws(tmp_path / "out.zarr", *given)
-    except SystemExit as error:  # argparse's way
-        ended = error.code
-    assert ended == code
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
-    assert not list(tmp_path.iterdir())
-
-
-def test_something_else_at_the_place_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_array(Path("small.zarr"), np.ones(PATCH, np.uint8))
+    for case, (arguments, code, message) in REFUSED.items():
+        given = arguments if "--guidance" in arguments or "--condition" in arguments else (*arguments, "--guidance", 0)
+        try:
+            ended: Any = draws(tmp_path / "out.zarr", *given)
+        except SystemExit as error:  # argparse's way
+            ended = error.code
+        assert ended == code, case
+        said = capsys.readouterr().err
+        assert message in said, case
+        assert "Traceback" not in said
+        assert not list(tmp_path.iterdir())
     out = tmp_path / "out.zarr"
     out.mkdir()
     (out / "mine").touch()

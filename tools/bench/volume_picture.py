@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.levels import sampling_levels
-from vesuvius.generate.described import DrawRequest
+from vesuvius.generate.drawing import DrawRequest, Network
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
 from vesuvius.generate.volume.inputs import GivenVolumes
-from vesuvius.generate.volume.network import Network
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info

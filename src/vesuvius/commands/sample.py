@@ -170,11 +170,9 @@ def _box(text: str) -> Box:
 def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.sampling import SampleRequest, draw_samples  # imports torch
 
-    count = 16 if arguments.count is None else arguments.count
+    request = SampleRequest(**common, count=arguments.count or 16, out=arguments.out, overwrite=arguments.overwrite)
     with Progress("sampling") as progress:
-        report = draw_samples(
-            SampleRequest(**common, count=count, out=arguments.out, overwrite=arguments.overwrite), progress.tell
-        )
+        report = draw_samples(request, progress.tell)
     say(
         f"wrote {report.out}: {report.count} samples of {format_sizes(report.shape_zyx)} {report.dtype} in "
         f"{report.seconds:.1f} s ({report.seconds / report.count:.2f} s each), {report.evaluations} network "
@@ -187,18 +185,11 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.volume.draw import VolumeRequest, draw_volume, forecast_volume
     from vesuvius.generate.volume.inputs import GivenVolumes
 
-    options = {name: getattr(arguments, name) for name in _OF_VOLUMES}
-    request = VolumeRequest(
-        **common,
-        out=arguments.out,
-        shape_zyx=arguments.shape,
-        given=GivenVolumes(arguments.inpaint, arguments.mask, arguments.condition, arguments.box),
-        **{name: value for name, value in options.items() if value is not None},
-    )
+    given = GivenVolumes(arguments.inpaint, arguments.mask, arguments.condition, arguments.box)
+    options = {name: found for name in _OF_VOLUMES if (found := getattr(arguments, name)) is not None}
+    request = VolumeRequest(**common, out=arguments.out, shape_zyx=arguments.shape, given=given, **options)
     if arguments.dry_run:
-        forecast = forecast_volume(request)
-        say(forecast.text())
-        forecast.check_space(request.out)
+        say(forecast_volume(request))
         return EXIT_OK
     with Progress("sampling") as progress:
         report = draw_volume(request, progress.tell)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from vesuvius import __version__
 from vesuvius.config.describe import flatten
 from vesuvius.errors import ConfigError
-from vesuvius.runlog.plain import from_plain
-from vesuvius.runlog.records import JsonLines, read_records
+from vesuvius.runlog.records import JsonLines, from_plain, read_records
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -22,8 +21,6 @@ from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.volume_tools.partial import Kind, new_array
 from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volumes.geometry import FloatTriple
-
-log = logging.getLogger(__name__)
 
 SAMPLES, CONDITIONS, MONTAGE = "samples.zarr", "conditions.zarr", "montage.png"
 SAMPLE = Kind("sample", "vesuvius sample")
@@ -137,10 +134,7 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
                 shutil.rmtree(scratch, ignore_errors=True)
                 time.sleep(0.05)
             raise
-    try:
-        shutil.rmtree(scratch)
-    except OSError as error:
-        log.warning("%s is written; what it replaced could not be deleted (%s): delete %s by hand", out, error, scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _move_into_place(staged: Path, out: Path, aside: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from vesuvius.runlog.files import AppendFile
-from vesuvius.runlog.plain import read_plain
+from vesuvius.runlog.records import read_plain
 
 log = logging.getLogger(__name__)
 

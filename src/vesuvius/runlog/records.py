@@ -15,15 +15,20 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from vesuvius.runlog.files import AppendFile
 
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+T = TypeVar("T")
 
 ROTATE_BYTES = 4 * 2**20
 _RUN_START, _VALIDATION, _PREVIEW = "run_start", "validation", "preview"
@@ -148,7 +153,7 @@ def _compress(part: Path) -> None:
 
 def make_record(kind: str, **figures: Any) -> Record:
     """A record as it is written: with its kind and the time (seconds since 1970), and null for what is not finite."""
-    record: Record = _finite({"kind": kind, "time": time.time(), **figures})
+    record: Record = finite({"kind": kind, "time": time.time(), **figures})
     return record
 
 
@@ -230,11 +235,62 @@ def _begins(record: Record) -> bool:
     return record.get("kind") == _RUN_START and isinstance(record.get("step"), int)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain data with None in place of every NaN and infinity, which JSON does not have; tuples become lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
+
+
+def from_plain(kind: type[T], data: Mapping[str, Any]) -> T:
+    """A dataclass from the plain data that JSON has of it (`dataclasses.asdict` the other way round).  Pure.
+
+    Names that it does not have are passed over, those that are missing have their default.
+    Raises KeyError, TypeError, ValueError, AttributeError: something needed is missing or of another kind.
+    """
+    hints = _hints(kind)  # type: ignore[arg-type]
+    return kind(**{name: _typed(hint, data[name]) for name, hint in hints.items() if name in data})
+
+
+def read_plain(kind: type[T], path: Path) -> list[T]:
+    """One for each line of a file of records, in order; lines that are torn are passed over.  Empty without a file."""
+    try:
+        records = read_records(path)
+    except OSError:
+        return []
+    found = []
+    for record in records:
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            found.append(from_plain(kind, record))
+    return found
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+@cache
+def _origin(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    origin, arguments = _origin(hint)
+    if origin is UnionType:  # X | None
+        return None if value is None else _typed(next(kind for kind in arguments if kind is not NoneType), value)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"must be one of {arguments}; got {value!r}")
+        return value
+    if origin is tuple:
+        return tuple(_typed(arguments[0], each) for each in value)
+    if origin is Mapping:
+        return {_typed(arguments[0], key): _typed(arguments[1], each) for key, each in value.items()}
+    if is_dataclass(hint):
+        return from_plain(hint, value)  # type: ignore[arg-type]
+    return hint(value)

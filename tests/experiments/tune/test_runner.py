@@ -30,8 +30,7 @@ from vesuvius.experiments.trainer import trainer_config
 from vesuvius.experiments.tune.measurement import Block, Setting
 from vesuvius.experiments.tune.runner import TrialRunner
 from vesuvius.monitor.session import read_session
-from vesuvius.runlog.plain import from_plain
-from vesuvius.runlog.records import read_records
+from vesuvius.runlog.records import from_plain, read_records
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges, prepare_data
 from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
 

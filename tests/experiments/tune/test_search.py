@@ -32,7 +32,7 @@ from vesuvius.experiments.process import Ended
 from vesuvius.experiments.tune.measurement import Block, BlockKind, Evidence, Knob, SearchSpace, Setting
 from vesuvius.experiments.tune.policy import conclude, recommend
 from vesuvius.experiments.tune.search import SHOWN, Entry, Recommendation, Search
-from vesuvius.runlog.plain import from_plain
+from vesuvius.runlog.records import from_plain
 
 DIES = BY_NAME["dies above a threshold"]
 every_machine = pytest.mark.parametrize("name", BY_NAME)

@@ -16,8 +16,7 @@ from vesuvius.experiments.tune.measurement import SearchSpace, Setting, in_words
 from vesuvius.experiments.tune.survey import ConfigPlanner, read_evidence, survey
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.verdict import judge
-from vesuvius.runlog.plain import from_plain
-from vesuvius.runlog.records import JsonLines
+from vesuvius.runlog.records import JsonLines, from_plain
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.start.prepare import prepare_data
 

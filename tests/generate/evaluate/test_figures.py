@@ -53,10 +53,9 @@ def test_samples_of_the_same_kind_are_at_the_floor_in_every_figure() -> None:
     found = judged(patches(THIRD, COUNT, 5), steps=40)
     assert not any(figure.beyond for figure in found.figures), verdict(found)
     assert figures(found)["auc"].distance == pytest.approx(0.5, abs=0.2)
-    assert not found.memorised
     assert set(figures(found)) == {
         "air", "means_std", "planarity", "histogram_distance", "spectrum_distance_db", "correlation_distance",
-        "auc", "nearest",
+        "auc", "copies",
     }  # fmt: skip
 
 
@@ -64,15 +63,12 @@ def test_copies_of_training_patches_are_called_memorised_and_nothing_else() -> N
     copies = patches(TRAINED, COUNT, 6)
     copies = np.stack([np.rot90(patch[::-1], number % 4, (1, 2)) for number, patch in enumerate(copies)])
     found = judged(copies)
-    assert found.memorised
-    assert found.copies["generated"] > 0.7
-    assert found.copies["held_out"] < 0.1
-    nearest = figures(found)["nearest"]
-    assert nearest.beyond
-    assert nearest.values["generated"] < 0.1 * nearest.values["held_out"]
+    copied = figures(found)["copies"]
+    assert copied.beyond
+    assert copied.values["generated"] > 0.7
+    assert copied.values["held_out"] < 0.1
     assert "Memorised" in verdict(found)
     assert not figures(found)["histogram_distance"].beyond
-    assert json.loads(json.dumps(plain(found), allow_nan=False))["memorised"]
 
 
 def test_samples_without_air_are_far_from_the_floor_in_air() -> None:
@@ -146,10 +142,11 @@ def overlapping(volume: Voxels, count: int, rng: np.random.Generator) -> PatchSe
     return PatchSet(values, cells(places, PATCH), places, disjoint_sides(places, PATCH, count))
 
 
-def test_the_auc_of_equal_sets_lies_around_a_half_though_their_patches_overlap() -> None:
+def test_the_auc_of_equal_sets_lies_around_a_half_though_their_patches_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were voxels both in training and in the test, a classifier that knows them by heart would be above it."""
+    monkeypatch.setattr("vesuvius.generate.evaluate.figures.two_sample_scores", knows_by_heart)
     found = []
-    for seed in range(24):
+    for seed in range(16):
         rng = np.random.default_rng(seed)
         real, drawn = (scroll(1000 + 2 * seed + k, (24, 64, 96), air=False) for k in (0, 1))
         every = overlapping(real, 160, rng)
@@ -157,12 +154,12 @@ def test_the_auc_of_equal_sets_lies_around_a_half_though_their_patches_overlap()
         training, beside = (every.rows(np.flatnonzero(side == k)[:40]) for k in (0, 1))
         other = overlapping(drawn, 40, rng)
         other = replace(other, places=other.places - (1, 0, 0, 0))
-        found.append(classifier_auc(beside, training, other, steps=0, scores_of=knows_by_heart))
+        found.append(classifier_auc(beside, training, other, steps=0))
     found = [each for each in found if math.isfinite(each.distance)]
     values = np.array([each.distance for each in found])
-    assert len(found) > 18
+    assert len(found) > 12
     assert abs(values.mean() - 0.5) < 3.3 * values.std() / math.sqrt(len(values))
-    assert sum(each.p < 0.05 for each in found) <= 4, "at most 5 %, within chance"
+    assert sum(each.p < 0.05 for each in found) <= 3, "at most 5 %, within chance"
 
 
 def test_the_summary_says_of_each_figure_what_its_row_says() -> None:
@@ -171,12 +168,11 @@ def test_the_summary_says_of_each_figure_what_its_row_says() -> None:
         Figure("b", "two", {}, -0.3, None, 0.01),
         Figure("c", "three", {}, 0.1, 0.1, 0.5),
         Figure("d", "four", {}, math.nan, math.nan, math.nan),
-        Figure("e", "five", {}, 0.3, None, 0.5),
+        Figure("copies", "five", {}, 0.3, None, 0.5),
     ]
-    judgement = Judgement(tuple(figures), {}, {}, {"generated": math.nan, "held_out": 0.0})
-    said = verdict(judgement)
+    said = verdict(Judgement(tuple(figures), {}, {}))
     assert "Beyond the floor: one. Unlike held out: two. Unknown: four." in said
-    assert judgement.memorised is None
+    assert said.endswith("No sign of memorised training voxels among those that were searched.")
     assert [row[1] for row in figure_table(figures).rows] == [
         "beyond the floor", "unlike held out", "at the floor", "unknown", "as held out"
     ]  # fmt: skip
@@ -185,7 +181,8 @@ def test_the_summary_says_of_each_figure_what_its_row_says() -> None:
 def test_patches_without_texture_are_unknown_and_figures_are_plain_json() -> None:
     found = judged(np.full((COUNT, 8, 16, 16), -3, np.float32))
     text = json.dumps(plain(found), allow_nan=False)
-    assert json.loads(text)["figures"]["nearest"]["values"]["generated"] is None
-    assert figures(found)["nearest"].reading == "unknown"
+    assert json.loads(text)["figures"]["copies"]["values"]["generated"] is None
+    assert figures(found)["copies"].reading == "unknown"
+    assert "memorised is unknown" in verdict(found)
     assert chance(math.nan, [0.0] * 499) is math.nan
     assert math.isnan(chance(0.0, [math.nan] * 499))

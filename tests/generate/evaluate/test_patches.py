@@ -22,7 +22,6 @@ from vesuvius.generate.evaluate.patches import (
     disjoint_sides,
     generated_set,
     open_generated,
-    qualifying,
 )
 from vesuvius.generate.sample_zarr import to_greys
 from vesuvius.plan.plan import augmentation_of
@@ -76,9 +75,9 @@ def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
     return to_greys(values, GREY, np.dtype(np.uint8)).astype(np.uint8)
 
 
-def judged(source: RealSource, found: GeneratedPatches, turned: AugmentConfig | None = None) -> Judgement:
+def judged(source: RealSource, found: GeneratedPatches) -> Judgement:
     real = source.read(COUNT)
-    generated = generated_set(found, source, GREY, np.dtype(np.uint8), turned)
+    generated = generated_set(found, source, has_condition=False)
     return judge(generated, real.held_out, real.training, real.sides, NoSearch(), 2)  # type: ignore[arg-type]
 
 
@@ -106,7 +105,7 @@ def test_patches_cut_from_one_volume_are_at_the_floor_though_the_volume_has_one_
     source = source_of(tmp_path, AugmentConfig())
     drawn = write_array(tmp_path / "drawn.zarr", grained((32, 64, 96), 7))
     found = open_generated(drawn, PATCH, COUNT, None, 0)
-    judgement = judged(source, found, AugmentConfig())
+    judgement = judged(source, found)
     assert not [figure.name for figure in judgement.figures if figure.beyond], verdict(judgement)
     assert [figure.name for figure in judgement.figures if figure.beyond is None] == ["classifier AUC"], "too few"
 
@@ -140,18 +139,17 @@ def test_samples_under_conditions_that_training_never_draws_are_left_out(tmp_pat
     source = RealSource(0, config, None, [GREY], (GREY, np.dtype(np.uint8)))
     places = np.array([(0, 0, y, 100) for y in (0, 4, 8, 12, 16) * 8])
     stored = np.stack([scan[:8, y : y + 16, :16] for _, _, y, _ in places])
-    found = qualifying(GeneratedPatches(stored, places), source)
-    assert found.places is not None
-    assert set(found.places[:, 2].tolist()) == {8, 12, 16}
-    assert len(found.stored) == 24
-    assert (found.stored > 0).mean((1, 2, 3)).min() >= 0.5
-    shown = generated_set(found, source, GREY, np.dtype(np.uint8), None)
+    shown = generated_set(GeneratedPatches(stored, places), source, has_condition=True)
+    assert shown.places is not None
+    assert set(shown.places[:, 2].tolist()) == {8, 12, 16}
+    assert len(shown) == 24
     assert shown.is_conditional
     assert set(shown.side.tolist()) <= {0, 1, -1}
     training = GeneratedPatches(stored[:16], np.array([(0, 0, y, 0) for y in (8, 12) * 8]))
-    assert set(generated_set(training, source, GREY, np.dtype(np.uint8), None).side.tolist()) == {-1}
+    assert set(generated_set(training, source, has_condition=True).side.tolist()) == {-1}
+    few = GeneratedPatches(stored[:16], np.array([(0, 0, y, 0) for y in (0, 8) * 8]))
     with pytest.raises(ConfigError, match="8 of 16 samples lie at places with enough foreground"):
-        qualifying(GeneratedPatches(stored[:16], np.array([(0, 0, y, 0) for y in (0, 8) * 8])), source)
+        generated_set(few, source, has_condition=True)
 
 
 def test_sides_share_no_voxel_and_lie_among_each_other(tmp_path: Path) -> None:

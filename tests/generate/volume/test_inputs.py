@@ -16,7 +16,7 @@ from vesuvius.errors import ConfigError, DataError
 from vesuvius.generate.sample_conditions import ConditionPatches
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.checkpoint.data_facts import DataFacts
+from vesuvius.training.checkpoint.data_facts import DataFacts, trained_volumes
 from vesuvius.volumes.box import box_at
 
 CONFIG = DataConfig(volumes=(VolumeConfig(path="scan"),))
@@ -51,7 +51,8 @@ def test_samples_are_shown_held_out_labels_of_a_part_where_they_lie(tmp_path: Pa
         validation=ValidationConfig(fraction=0.35, guard=0),
     )
     data = prepare_data(0, config)
-    facts = DataFacts.of(data, data.grey_ranges(config), None, np.zeros((1, 0), np.float32))
+    scalars = np.zeros((1, 0), np.float32)
+    facts = DataFacts(trained_volumes(data), data.grey_ranges(config), None, scalars)  # type: ignore[arg-type]
     with ConditionPatches(config, facts, 0, 0) as conditions:
         shown = conditions.read(range(8))
         boxes = [box_at(conditions.start_zyx(number), patch) for number in range(8)]

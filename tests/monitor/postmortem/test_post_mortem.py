@@ -31,6 +31,7 @@ from vesuvius.monitor.postmortem.post_mortem import (
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session
 from vesuvius.runlog.proc import boot_id
+from vesuvius.runlog.records import from_plain
 from vesuvius.runlog.units import GIB
 
 LIMIT_BYTES = 48 * 2**20
@@ -289,7 +290,7 @@ def test_the_time_of_the_death_is_that_of_the_last_sign_of_life(tmp_path: Path) 
 DYING = """
 import os, sys, time
 from pathlib import Path
-from vesuvius.runlog.plain import from_plain
+from vesuvius.runlog.records import from_plain
 from vesuvius.monitor.postmortem.post_mortem import read_counts_of
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.memory.limits import Limits

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.runs import WriteConfig
 from vesuvius.config.load import read_config
-from vesuvius.runlog.listeners.trackers import TensorBoard
 from vesuvius.runlog.run_dir import RunDir
+from vesuvius.runlog.trackers import TensorBoard
 from vesuvius.training.reporting.monitoring import _settings, open_metrics
 
 

@@ -40,7 +40,7 @@ from vesuvius.report.page import made_by, write_pages
 from vesuvius.runlog.environment import describe_environment
 from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.logfile import open_log
-from vesuvius.runlog.plain import from_plain
+from vesuvius.runlog.records import from_plain
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import TUNE, run_dir
 from vesuvius.runlog.units import format_duration

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError
-from vesuvius.generate.described import check_volume, run_of
+from vesuvius.generate.drawing import OnProgress, check_volume, run_of
 from vesuvius.generate.evaluate.figures import judge
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
 from vesuvius.generate.evaluate.page import build_page, figure_table, montage_cells, plain, verdict
@@ -22,18 +22,16 @@ from vesuvius.generate.evaluate.patches import (
     RealSource,
     generated_set,
     open_generated,
-    qualifying,
 )
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, published_when_whole
 from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
-from vesuvius.generate.watch import OnProgress
 from vesuvius.report.content import Picture, Table
 from vesuvius.report.page import FOLDER, new_folder, write_pages
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
 from vesuvius.training.validation.pictures import draw_grid, magnification
-from vesuvius.volume_tools.partial import finished_record
+from vesuvius.volume_tools.partial import check_record, finished_record
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +98,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         path = _samples(request, info, on_step)
         found = open_generated(path, patch, count, condition, place_of)
     started = time.monotonic()
-    found = qualifying(found, source)
-    turned = augment if config.has_condition or found.places is not None else None
-    generated = generated_set(found, source, grey, facts.dtype, turned)
+    generated = generated_set(found, source, config.has_condition)
     search = TrainingSearch(real.searched, patch, augment)
     judgement = judge(generated, real.held_out, real.training, real.sides, search, request.classifier_steps)
     seconds += time.monotonic() - started
@@ -153,18 +149,13 @@ def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: OnProgre
     )
     place = default_out(asked, info)
     out = place.with_name(f"{place.name}_{request.count}")
-    if out.exists():
-        wanted = describe(asked, info, "off", 0)
-        there = finished_record(out / SAMPLES, SAMPLE) or {}
-        differing = [k for k in wanted if k not in ("amp", "evaluations_per_sample") and there.get(k) != wanted[k]]
-        if differing:
-            raise ConfigError(
-                f"The existing samples {out} were drawn with another {differing[0]}; remove them, or name others with "
-                "--generated"
-            )
-        log.info("using the existing samples: %s", out)
+    if not out.exists():
+        draw_samples(replace(asked, out=out), on_step)
         return out
-    draw_samples(replace(asked, out=out), on_step)
+    wanted = describe(asked, info, "off", 0)
+    del wanted["amp"], wanted["evaluations_per_sample"]  # only drawing shows them
+    check_record(out, finished_record(out / SAMPLES, SAMPLE), wanted, SAMPLE)
+    log.info("using the existing samples: %s", out)
     return out
 
 

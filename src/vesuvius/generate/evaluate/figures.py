@@ -11,8 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,27 +31,28 @@ from vesuvius.training.validation.texture import (
 )
 
 Ints = NDArray[np.int64]
-Scores = Callable[..., tuple[NDArray[np.float64], ...]]
+Floats = NDArray[np.float64]
 
 LEVEL = 0.05
 """How often some texture figure of a perfect model is said to be beyond the floor."""
 _EXCHANGES = 499
 _LEAST_TEST = 8
 _ENOUGH = 256  # samples that a classifier needs, about, to learn what is wrong with them
-_NEAR, _COPIES = 0.5, 0.05
-"""A patch counts as a copy below this share of the distance that 5 % of held-out patches are below."""
-_TEXTURES = {
-    "air": "share of air",
-    "means_std": "std of patch means",
-    "planarity": "planarity",
-    "histogram_distance": "histogram distance",
-    "spectrum_distance_db": "spectrum distance, dB",
-    "correlation_distance": "correlation distance",
-}
-_DISTANCES: dict[str, Callable[[Texture, Texture], float]] = {
-    "histogram_distance": histogram_distance,
-    "spectrum_distance_db": spectrum_distance_db,
-    "correlation_distance": correlation_distance,
+_NEAR = 0.5
+COPIES = "copies"
+
+
+def _difference(key: str) -> Callable[[Texture, Texture], float]:
+    return lambda one, other: abs(float(getattr(one, key)) - float(getattr(other, key)))
+
+
+_TEXTURES: dict[str, tuple[str, Callable[[Texture, Texture], float]]] = {
+    "air": ("share of air", _difference("air")),
+    "means_std": ("std of patch means", _difference("means_std")),
+    "planarity": ("planarity", _difference("planarity")),
+    "histogram_distance": ("histogram distance", histogram_distance),
+    "spectrum_distance_db": ("spectrum distance, dB", spectrum_distance_db),
+    "correlation_distance": ("correlation distance", correlation_distance),
 }
 
 
@@ -91,16 +91,6 @@ class Judgement:
     textures: dict[str, Texture]  # of each set, for the curves
     # nearest distance of each generated and each held-out patch; NaN without texture
     distances: dict[str, NDArray[np.float64]]
-    # share of generated and of held-out patches that are so near to a place of training; NaN without texture
-    copies: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def memorised(self) -> bool | None:
-        """Whether more patches repeat training voxels than chance allows; None = not known."""
-        generated, held_out = (self.copies.get(of, math.nan) for of in ("generated", "held_out"))
-        if math.isnan(generated) or math.isnan(held_out):
-            return None
-        return generated > max(_COPIES, 2 * held_out)
 
 
 def judge(
@@ -128,13 +118,15 @@ def judge(
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             auc = pool.submit(classifier_auc, unseen, taught, generated, steps=classifier_steps)
-            nearest = pool.submit(_nearest, search, generated, held_out)
+            nearest = [pool.submit(search.distances, list(each.values)) for each in (generated, held_out)]
             parts = {name: list(pool.map(measure_patch, each.values)) for name, each in sets.items()}
-        figures = (*_textures(parts, generated.groups, training.groups), auc.result())
+        figures = _textures(parts, generated.groups, training.groups)
     finally:
         torch.set_num_threads(threads)
-    near, distances, copies = nearest.result()
-    return Judgement((*figures, near), {n: joint_texture(each) for n, each in parts.items()}, distances, copies)
+    distances = {"generated": nearest[0].result(), "held_out": nearest[1].result()}
+    copies = _copies(distances["generated"], distances["held_out"], generated.groups, held_out.groups)
+    textures = {name: joint_texture(each) for name, each in parts.items()}
+    return Judgement((*figures, auc.result(), copies), textures, distances)
 
 
 def exchanges(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
@@ -177,22 +169,15 @@ def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: I
         for side in exchanges(generated, training)
     ]
     figures = []
-    for key, name in _TEXTURES.items():
-        far = _DISTANCES.get(key) or partial(_difference, key)
+    for key, (name, far) in _TEXTURES.items():
         distance, floor = far(whole["generated"], real), far(whole["training"], real)
         p = len(_TEXTURES) * chance(distance - floor, [far(one, real) - far(other, real) for one, other in swapped])
-        values = {} if key in _DISTANCES else {of: float(getattr(each, key)) for of, each in whole.items()}
+        values = {of: float(getattr(each, key)) for of, each in whole.items()} if hasattr(real, key) else {}
         figures.append(Figure(key, name, values, distance, floor, min(p, 1.0) if math.isfinite(p) else p))
     return figures
 
 
-def _difference(key: str, one: Texture, other: Texture) -> float:
-    return abs(float(getattr(one, key)) - float(getattr(other, key)))
-
-
-def classifier_auc(
-    real: PatchSet, training: PatchSet, other: PatchSet, *, steps: int, scores_of: Scores = two_sample_scores
-) -> Figure:
+def classifier_auc(real: PatchSet, training: PatchSet, other: PatchSet, *, steps: int) -> Figure:
     """Two classifiers, each trained on one side of `other` and tested on the other side and on `real` patches.
 
     The AUC is the mean of both, and p that of the smaller one for two tries; NaN where `other` has no two sides that
@@ -201,7 +186,7 @@ def classifier_auc(
     areas, chances = [], []
     for train, test, rows in folds(other, real):
         tests = (real.values[rows], other.values[test])
-        scores = scores_of((training.values, other.values[train]), tests, steps=steps)
+        scores = two_sample_scores((training.values, other.values[train]), tests, steps=steps)
         pooled = np.concatenate(scores)
         by_chance = [
             area_under_curve(pooled[side], pooled[~side]) for side in exchanges(_wide(real)[rows], _wide(other)[test])
@@ -240,30 +225,19 @@ def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
     return found
 
 
-def _nearest(
-    search: TrainingSearch, generated: PatchSet, held_out: PatchSet
-) -> tuple[Figure, dict[str, NDArray[np.float64]], dict[str, float]]:
-    """Median distance of generated and of held-out patches to the nearest place of training."""
-    sets = {"generated": generated, "held_out": held_out}
-    distances = {of: search.distances(list(each.values)) for of, each in sets.items()}
-    copies = dict.fromkeys(sets, math.nan)
-    known = distances["held_out"][np.isfinite(distances["held_out"])]
-    if len(known):
-        limit = _NEAR * float(np.quantile(known, 0.05))
-        for of, found in distances.items():
-            textured = found[np.isfinite(found)]
-            copies[of] = float((textured < limit).mean()) if len(textured) else math.nan
-    values = {of: _median(found) for of, found in distances.items()}
-    distance, pooled = values["generated"] - values["held_out"], np.concatenate(list(distances.values()))
-    p = chance(
-        abs(distance),
-        [abs(_median(pooled[s]) - _median(pooled[~s])) for s in exchanges(generated.groups, held_out.groups)],
-    )
-    shown = {of: "unknown" if math.isnan(share) else f"{share:.0%}" for of, share in copies.items()}
-    note = f"copies: {shown['generated']}, of held-out ones {shown['held_out']}"
-    return Figure("nearest", "nearest training place", values, distance, None, p, note), distances, copies
+def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: Ints) -> Figure:
+    """The share of patches whose nearest place of training is so near that they are copies of it, by distances.
 
+    A copy is below half of what 5 % of held-out patches are below.
+    """
+    known, pooled = held_out[np.isfinite(held_out)], np.concatenate([generated, held_out])
+    limit = _NEAR * float(np.quantile(known, 0.05)) if len(known) else math.nan
 
-def _median(found: NDArray[np.float64]) -> float:
-    known = found[np.isfinite(found)]
-    return float(np.median(known)) if len(known) else math.nan
+    def share(found: Floats) -> float:
+        textured = found[np.isfinite(found)]
+        return float((textured < limit).mean()) if len(textured) and len(known) else math.nan
+
+    values = {"generated": share(generated), "held_out": share(held_out)}
+    distance = values["generated"] - values["held_out"]
+    p = chance(distance, [share(pooled[s]) - share(pooled[~s]) for s in exchanges(groups, held_out_groups)])
+    return Figure(COPIES, "share of copies", values, distance, None, p)

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.generate.evaluate.figures import Figure, Judgement
+from vesuvius.generate.evaluate.figures import COPIES, Figure, Judgement
 from vesuvius.report.content import RunReport, Table
 from vesuvius.report.curves import Chart, banded, chart
+from vesuvius.runlog.records import finite
 from vesuvius.training.validation.pictures import MontageCell, middle_slice
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES
 
@@ -25,37 +26,17 @@ _HOW = (
     "and turned as training does. p: how often some figure of a table would be as "
     "far off if patches changed places at random; those that overlap do so together. A figure is beyond the floor if "
     "that is below 5 %. What cannot be measured is unknown. Distances: of the histograms in model values "
-    "(Wasserstein), of the power spectra in dB, of the two-point correlations; nearest training place: the median "
-    "share of a patch's variance that the most similar place of training leaves unexplained, 0 for a copy."
+    "(Wasserstein), of the power spectra in dB, of the two-point correlations; of copies the difference of the shares."
 )
 
 
 def build_page(
-    name: str,
-    directory: str,
-    facts: Mapping[str, str],
-    judgement: Judgement,
-    notes: Sequence[str],
+    name: str, directory: str, facts: Mapping[str, str], judgement: Judgement, notes: Sequence[str]
 ) -> RunReport:
-    """The report.
-
-    Args:
-        notes: what limits the figures.
-    """
+    """The report; `notes`: what limits the figures."""
     how = Table("How to read it", ("",), tuple((text,) for text in (_HOW, *notes)))
-    return RunReport(
-        name=name,
-        directory=directory,
-        facts=facts,
-        verdict=verdict(judgement),
-        parts=(),
-        targets=(),
-        charts=tuple(_charts(judgement)),
-        tables=(figure_table(judgement.figures), how),
-        previews=(),
-        config={},
-        config_text="",
-    )
+    tables = (figure_table(judgement.figures), how)
+    return RunReport(name, directory, facts, verdict(judgement), charts=tuple(_charts(judgement)), tables=tables)
 
 
 def verdict(judgement: Judgement) -> str:
@@ -67,10 +48,11 @@ def verdict(judgement: Judgement) -> str:
     found = [f"{reading.capitalize()}: {names}." for reading, names in named.items() if names]
     if not named["beyond the floor"]:
         found.insert(0, "No figure is beyond the floor.")
-    generated, held_out = (judgement.copies.get(of, math.nan) for of in ("generated", "held_out"))
-    if judgement.memorised:
-        found.append(f"Memorised: {generated:.0%} of the samples repeat training voxels ({held_out:.0%} by chance).")
-    elif judgement.memorised is None:
+    copies = next(figure for figure in judgement.figures if figure.key == COPIES)
+    if copies.beyond:
+        shares = "{generated:.0%} of the samples repeat training voxels ({held_out:.0%} by chance)"
+        found.append(f"Memorised: {shares.format(**copies.values)}.")
+    elif copies.beyond is None:
         found.append("Whether training voxels are memorised is unknown: too few patches have texture.")
     else:
         found.append("No sign of memorised training voxels among those that were searched.")
@@ -96,15 +78,13 @@ def figure_table(figures: Sequence[Figure]) -> Table:
 
 def plain(judgement: Judgement) -> dict[str, Any]:
     """All figures as plain JSON; what is not finite is null."""
-    found: dict[str, Any] = _json(
+    found: dict[str, Any] = finite(
         {
             "verdict": verdict(judgement),
             "figures": {
                 figure.key: asdict(figure) | {"beyond": figure.beyond, "reading": figure.reading}
                 for figure in judgement.figures
             },
-            "copies": judgement.copies,
-            "memorised": judgement.memorised,
             "nearest_distances": {of: found.tolist() for of, found in judgement.distances.items()},
         }
     )
@@ -123,31 +103,21 @@ def montage_cells(rows: Mapping[str, NDArray[np.float32]], scale: int, columns: 
 
 
 def _charts(judgement: Judgement) -> list[Chart]:
-    textures = judgement.textures
+    textures = {_NAMES[of]: texture for of, texture in judgement.textures.items()}
     middles = (HISTOGRAM_EDGES[:-1] + HISTOGRAM_EDGES[1:]) / 2
-    found = chart(
-        "histogram",
-        "Grey values",
-        "share of voxels",
-        [banded(_NAMES[of], middles, texture.histogram) for of, texture in textures.items()],
-        x_label="model value",
-    )
-    found += chart(
-        "spectrum",
-        "Radial power spectrum",
-        "power",
-        [banded(_NAMES[of], texture.frequency, texture.power) for of, texture in textures.items()],
-        x_label="cycles per voxel",
-        log=all((texture.power > 0).all() for texture in textures.values()),
-    )
-    for axis in range(3):
+    greys = [banded(of, middles, texture.histogram) for of, texture in textures.items()]
+    power = [banded(of, texture.frequency, texture.power) for of, texture in textures.items()]
+    is_log = all((texture.power > 0).all() for texture in textures.values())
+    found = chart("histogram", "Grey values", "share of voxels", greys, x_label="model value")
+    found += chart("spectrum", "Radial power spectrum", "power", power, x_label="cycles per voxel", log=is_log)
+    for axis, name in enumerate("zyx"):
         series = [
-            banded(_NAMES[of], np.arange(len(texture.correlation[axis])), texture.correlation[axis])
+            banded(of, np.arange(len(texture.correlation[axis])), texture.correlation[axis])
             for of, texture in textures.items()
             if axis < len(texture.correlation)
         ]
-        title = f"Two-point correlation along {'zyx'[axis]}"
-        found += chart(f"correlation_{'zyx'[axis]}", title, "correlation", series, x_label="voxels apart")
+        title = f"Two-point correlation along {name}"
+        found += chart(f"correlation_{name}", title, "correlation", series, x_label="voxels apart")
     series = []
     for of, distances in judgement.distances.items():
         known = np.sort(distances[np.isfinite(distances)])
@@ -158,11 +128,3 @@ def _charts(judgement: Judgement) -> list[Chart]:
 
 def _number(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.3g}"
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _json(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

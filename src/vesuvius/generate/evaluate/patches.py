@@ -20,7 +20,7 @@ import torch
 import zarr
 from numpy.typing import NDArray
 
-from vesuvius.config import AugmentConfig, DataConfig, Triple
+from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, as_stored, to_greys
 from vesuvius.plan.plan import augmentation_of
@@ -101,12 +101,12 @@ class RealSource:
             )
         if number is not None:
             config, greys = config.model_copy(update={"volumes": (config.volumes[number],)}), [greys[number]]
-        self._config, self._scales, self._drawn = config, grey_scales(greys), drawn
+        self.config, self.drawn, self._scales = config, drawn, grey_scales(greys)
         self.data: PreparedData = prepare_data(seed, config)
 
     def read(self, count: int) -> RealPatches:
         """Read so many patches of each kind.  Raises DataError."""
-        data, config = self.data, self._config
+        data, config = self.data, self.config
         held_out = read_fixed_patches(data, config, count)
         found = read_training_patches(data, config, 4 * count)
         side = disjoint_sides(_places(found), config.patch_size, len(found.volumes))
@@ -137,7 +137,7 @@ class RealSource:
 
     def is_held_out(self, number: int, start_zyx: Triple) -> bool:
         """Whether the patch at a place of a volume lies in held-out voxels."""
-        held_out, box = self.data.splits[number].validation, box_at(start_zyx, self._config.patch_size)
+        held_out, box = self.data.splits[number].validation, box_at(start_zyx, self.config.patch_size)
         return held_out is not None and intersection(held_out, box) == box
 
     def qualifies(self, number: int, start_zyx: Triple) -> bool:
@@ -145,21 +145,18 @@ class RealSource:
         foreground = self.data.plan.volumes[number].foreground
         return foreground is None or foreground.qualifies(start_zyx)
 
+    def values_of(self, stored: NDArray[Any]) -> NDArray[np.float32]:
+        """Model values of grey values as generated patches have them."""
+        values: NDArray[np.float32] = normalised(torch.from_numpy(stored), grey_scales([self.drawn[0]])).numpy()
+        return values
+
     def _set_of(self, found: FixedPatches, seed: int, rows: Sequence[int] | None = None) -> PatchSet:
         """Some of these patches, or all, as a perfect model would have drawn them."""
-        rows = range(len(found.volumes)) if rows is None else rows
-        places, (grey, dtype) = _places(found)[list(rows)], self._drawn
-        shown = [augmentation_of(seed, self._config.augment, row) for row in rows]
-        raw, scales = torch.from_numpy(found.patches[list(rows)]), self._scales[places[:, 0]]
-        stored = to_greys(model_values(raw, shown, scales)[:, 0].numpy(), grey, dtype)
-        values = normalised(torch.from_numpy(stored), grey_scales([grey])).numpy()
-        return PatchSet(values, cells(places, self._config.patch_size), places=places)
-
-    def _model_values(self, stored: Sequence[NDArray[Any]], volumes: Sequence[int]) -> NDArray[np.float32]:
-        """Stored voxels of the same shape as model values, each with the grey range of its volume."""
-        raw, scales = torch.from_numpy(np.stack(stored)), self._scales[list(volumes)]
-        values: NDArray[np.float32] = normalised(raw, scales).numpy()
-        return values
+        rows = list(range(len(found.volumes)) if rows is None else rows)
+        places = _places(found)[rows]
+        shown = [augmentation_of(seed, self.config.augment, row) for row in rows]
+        values = model_values(torch.from_numpy(found.patches[rows]), shown, self._scales[places[:, 0]])[:, 0].numpy()
+        return PatchSet(self.values_of(to_greys(values, *self.drawn)), cells(places, self.config.patch_size), places)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
         """All training voxels, or where they are too many those around patches of training."""
@@ -172,11 +169,12 @@ class RealSource:
             left -= math.prod(shape_of(box))
             if left < 0:
                 break
-            searched.append(self._model_values([data.read_patch("volume", number, box)], [number])[0])
+            raw = torch.from_numpy(data.read_patch("volume", number, box)[None])
+            searched.append(normalised(raw, self._scales[[number]])[0].numpy())
         return searched
 
     def _around(self, number: int, start_zyx: Triple) -> Box:
-        patch = self._config.patch_size
+        patch = self.config.patch_size
         around = box_along((start - size, start + 2 * size) for start, size in zip(start_zyx, patch, strict=True))
         return intersection(around, self.data.splits[number].train)
 
@@ -295,44 +293,34 @@ def _opened(path: Path) -> Any:
         raise ConfigError(f"--generated {path} is no .npy file or zarr array: {one_line(error)}") from error
 
 
-def qualifying(found: GeneratedPatches, source: RealSource) -> GeneratedPatches:
-    """Those drawn under conditions of places that training could draw; all where the places are not known.
-
-    Raises ConfigError where they are too few.
-    """
-    if found.places is None:
-        return found
-    at = found.places.tolist()
-    rows = [row for row, (number, *start) in enumerate(at) if number < 0 or source.qualifies(number, triple(start))]
-    if len(rows) < LEAST_PATCHES:
-        raise ConfigError(
-            f"{len(rows)} of {len(at)} samples lie at places with enough foreground for training "
-            f"(data.min_foreground), and an evaluation needs {LEAST_PATCHES}; draw more with --count"
-        )
-    return GeneratedPatches(np.array(found.stored)[rows], found.places[rows])
-
-
-def generated_set(
-    found: GeneratedPatches, source: RealSource, grey: GreyRange, dtype: np.dtype[Any], turned: AugmentConfig | None
-) -> PatchSet:
+def generated_set(found: GeneratedPatches, source: RealSource, has_condition: bool) -> PatchSet:
     """Generated patches as model values; first rounded to the dtype of the volume, as real voxels are.
 
-    Args:
-        turned: the symmetries that are drawn for each patch; None = their orientation is the model's own.
+    Those drawn under conditions of places that training could not draw are left out.  Patches whose orientation is not
+    the model's own, as it is a condition's or a volume's, are mirrored and turned.
 
     Raises:
-        ConfigError: voxels are not finite.
+        ConfigError: too few are left, or voxels are not finite.
     """
-    voxels, places = np.array(found.stored), found.places
+    voxels, places, patch = np.array(found.stored), found.places, source.config.patch_size
     if voxels.dtype.kind not in "biuf" or not np.isfinite(voxels).all():
         raise ConfigError(f"Generated patches ({voxels.dtype}) hold NaN or infinity, or are no numbers; draw others")
-    raw = torch.from_numpy(np.ascontiguousarray(as_stored(voxels, dtype)))
-    if turned is not None:
-        raw = apply_symmetries(raw, [augmentation_of(_GENERATED, turned, row) for row in range(len(raw))])
-    values, patch = normalised(raw, grey_scales([grey])).numpy(), triple(voxels.shape[1:])
-    groups = np.arange(len(values)) if places is None else cells(places, patch)
-    side = disjoint_sides(places, patch, len(values))
-    if places is not None:  # under other conditions than held-out ones, nothing real is there to compare them with
-        real = [number < 0 or source.is_held_out(number, triple(start)) for number, *start in places.tolist()]
-        side = np.where(real, side, -1)
-    return PatchSet(values, groups, places, side)
+    if places is not None:
+        at = [(number, triple(start)) for number, *start in places.tolist()]
+        rows = [row for row, place in enumerate(at) if place[0] < 0 or source.qualifies(*place)]
+        if len(rows) < LEAST_PATCHES:
+            raise ConfigError(
+                f"{len(rows)} of {len(at)} samples lie at places with enough foreground for training "
+                f"(data.min_foreground), and an evaluation needs {LEAST_PATCHES}; draw more with --count"
+            )
+        voxels, places, at = voxels[rows], places[rows], [at[row] for row in rows]
+    raw = torch.from_numpy(np.ascontiguousarray(as_stored(voxels, source.drawn[1])))
+    if has_condition or places is not None:
+        turns = [augmentation_of(_GENERATED, source.config.augment, row) for row in range(len(raw))]
+        raw = apply_symmetries(raw, turns)
+    values, side = source.values_of(raw.numpy()), disjoint_sides(places, patch, len(raw))
+    if places is None:
+        return PatchSet(values, np.arange(len(values)), None, side)
+    # Under other conditions than held-out ones nothing real is there to compare them with.
+    real = [place[0] < 0 or source.is_held_out(*place) for place in at]
+    return PatchSet(values, cells(places, patch), places, np.where(real, side, -1))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,31 +21,30 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.generate.described import DrawRequest, check_volume, described
+from vesuvius.errors import ConfigError, StorageError, storage_errors
+from vesuvius.generate.drawing import DrawRequest, Network, OnProgress, Watch, check_volume, described, gpu_memory
+from vesuvius.generate.sample_zarr import to_greys
 from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.forecast import VolumeForecast, forecast_of, measured_too
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
-from vesuvius.generate.volume.network import open_network_work
-from vesuvius.generate.volume.output import DRAWING, Greys, output_plan, write_volume
-from vesuvius.generate.volume.run import RunParts, Sampling, this_process
+from vesuvius.generate.volume.run import GROUP, RunParts, Sampling, this_process
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import BlockSet, VolumeJob, forget_unflushed, live_blocks
-from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
-from vesuvius.runlog.files import write_whole
-from vesuvius.runlog.units import format_sizes
+from vesuvius.generate.volume.work import BlockSet, VolumeJob, Work, forget_unflushed, live_blocks, used_blocks
+from vesuvius.runlog.files import free_disk_bytes, write_whole
+from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import choose_device
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import is_begun, is_finished, open_partial
-from vesuvius.volume_tools.pyramid import multiscale
-from vesuvius.volumes.box import Box
+from vesuvius.volume_tools.partial import Kind, PartialCopy, is_begun, is_finished, open_partial, partial_path
+from vesuvius.volume_tools.pyramid import Pyramid, multiscale
+from vesuvius.volumes.box import Box, triple
 
 log = logging.getLogger(__name__)
 
+DRAWING = Kind("drawing", "vesuvius sample")
 _ROUNDS = 4
+_CHUNK, _LEVELS = 128, 6
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,15 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
     """
     started = time.monotonic()
     with _prepared(request) as drawing:
-        dtype, plan, out = drawing.greys.dtype, drawing.plan, request.out
-        summary = VolumeSummary(out, drawing.tiling.shape_zyx, dtype.name, plan.levels, 0.0)
+        dtype, plan, out = drawing.dtype, drawing.plan, request.out
+        summary = VolumeSummary(out, drawing.job.tiling.shape_zyx, dtype.name, plan.levels, 0.0)
         if is_finished(out, drawing.record, DRAWING):
             return replace(summary, already=True)
         with StopRequest(None) as stop, gpu_memory(request.batch_size):
-            watch = Watch(stop, on_progress, resumable=True)
+            watch, folder = Watch(stop, on_progress, resumable=True), partial_path(out) / "state"
+            live = drawing.live(watch, folder / "live")
             if not is_begun(out, DRAWING):
-                drawing.forecast(drawing.live(watch)).check_space(out)
+                drawing.check_space(live)
             with (
                 open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target,
                 storage_errors(
@@ -99,21 +100,43 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
                     f"while writing {target.path}",
                 ),
             ):
-                folder = target.path / "state"
                 folder.mkdir(exist_ok=True)
                 forget_unflushed(folder)
-                sampling = Sampling(drawing.job, folder, watch, drawing.live(watch, folder / "live.npy"))
+                if live.mask is not None and not (folder / "live").exists():
+                    write_whole(folder / "live", live.mask.tobytes())
+                sampling = Sampling(drawing.job, folder, watch, live)
                 drawing.fill(folder, sampling.used, watch)
                 with drawing.workers_on(folder, watch) as run_parts:
                     x = sampling.run(run_parts, drawing.workers)
-                write_volume(target, plan, x, sampling.used, drawing.greys, drawing.inputs, drawing.multiscale, watch)
+                drawing.write(target, x, sampling.used, watch)
     return replace(summary, seconds=time.monotonic() - started)
 
 
-def forecast_volume(request: VolumeRequest) -> VolumeForecast:
-    """The time, disk space and memory that a volume takes.  Calls the network twice, writes nothing."""
+def forecast_volume(request: VolumeRequest) -> str:
+    """The disk space and the time that a volume takes, in words.  Calls the network twice, writes nothing.
+
+    Raises what `draw_volume` does before it writes, StorageError included.
+    """
     with _prepared(request) as drawing, gpu_memory(request.batch_size):
-        return measured_too(drawing.forecast(drawing.live(Watch())), drawing.job, drawing.request)
+        job, live, workers = drawing.job, drawing.live(Watch()), drawing.workers
+        disk = drawing.check_space(live)
+        network, x = Network(drawing.request), torch.zeros((job.batch_size, 1, *job.tiling.patch_zyx))
+        estimate = network.estimate_for(None, job.batch_size)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        for _ in range(2):  # the first call prepares kernels
+            started = time.monotonic()
+            estimate(x.to(network.device), job.levels[0])[0].sum().item()
+        seconds = time.monotonic() - started
+        torch.set_num_threads(threads)
+        batches, passes = job.batches(live), len(job.passes)
+        tiles = min(batches * job.batch_size, job.tiling.tiles)
+        seconds *= passes * batches / max(1, min(workers, batches))
+        return (
+            f"volume {format_sizes(job.tiling.shape_zyx)}: {tiles} tiles, {tiles * passes} network evaluations of a "
+            f"tile\ndisk: {disk}\n"
+            f"time: about {format_duration(seconds)} with {workers} worker(s)"
+        )
 
 
 class _Drawing:
@@ -125,34 +148,34 @@ class _Drawing:
         shape = request.shape_zyx or inputs.shape_zyx
         assert shape is not None
         source = inputs.inpaint
-        dtype = source.dtype if source is not None else facts.volumes[request.volume].dtype
-        schedule = Schedule.from_config(config.diffusion, facts.spectrum)
-        self.greys = Greys(dtype, facts.greys.volumes[request.volume], schedule)
+        self.dtype = source.dtype if source is not None else facts.volumes[request.volume].dtype
+        self._grey = facts.greys.volumes[request.volume]
+        self._schedule = Schedule.from_config(config.diffusion, facts.spectrum)
+        # Chunks of at most 128 voxels along each axis, and levels down to one chunk, at most six.
+        levels = min(_LEVELS, max(1, (-(-max(shape) // _CHUNK) - 1).bit_length() + 1))
+        self.plan = Pyramid(shape, triple(min(size, _CHUNK) for size in shape), levels, self.dtype.itemsize)
         scale, unit, corner = inputs.space(facts.volumes[request.volume].voxel_size_um)
-        self.plan = output_plan(shape, dtype.itemsize)
-        self.multiscale = multiscale(request.out.stem, self.plan.levels, scale, [unit] * 3, corner)
-        self.tiling = Tiling(shape, config.data.patch_size, request.overlap)
+        self._multiscale = multiscale(request.out.stem, levels, scale, [unit] * 3, corner)
         self.job = VolumeJob(
-            self.tiling,
+            Tiling(shape, config.data.patch_size, request.overlap),
             request.seed,
-            sampling_levels(schedule, config.diffusion),
+            sampling_levels(self._schedule, config.diffusion),
             config.diffusion.sampler,
             batch_size=request.batch_size,
             rounds=(request.rounds or _ROUNDS) if source is not None else 1,
             inpaint=source is not None,
             condition=inputs.condition.dtype.str if inputs.condition is not None else None,
         )
-        self._live: NDArray[np.bool_] | None = None
         self._device = choose_device()
-        self.workers = request.workers or _default_workers(self._device, self.tiling.tiles // request.batch_size)
+        self.workers = request.workers or _default_workers(self._device, self.job.tiling.tiles // request.batch_size)
 
     @property
     def record(self) -> dict[str, Any]:
         """All that the voxels depend on, as plain JSON: a drawing is continued only if it is the same."""
-        request, info = self.request, self._info
+        request, info, tiling = self.request, self._info, self.job.tiling
         return {
-            "shape_zyx": list(self.tiling.shape_zyx),
-            "patch_zyx": list(self.tiling.patch_zyx),
+            "shape_zyx": list(tiling.shape_zyx),
+            "patch_zyx": list(tiling.patch_zyx),
             "checkpoint": str(info.checkpoint.resolve()),
             "overlap": request.overlap,
             "rounds": self.job.rounds,
@@ -163,39 +186,34 @@ class _Drawing:
             **described(info, request),
         }
 
-    def live(self, watch: Watch, note: Path | None = None) -> BlockSet:
+    def live(self, watch: Watch, note: Path = Path()) -> BlockSet:
         """The blocks with gaps near (`live_blocks`); all without --inpaint.
 
         Args:
-            note: a file with what an earlier start has found; else it is written.
+            note: a file with what an earlier start has found.
         """
+        blocks = self.job.tiling.blocks
         if not self.job.inpaint:
-            return BlockSet(self.tiling.blocks)
-        if note is not None and note.exists():
-            return BlockSet(self.tiling.blocks, np.load(note))
-        if self._live is None:
-            self._live = live_blocks(self.tiling, self.inputs.gaps, watch)
-        if note is not None:
-            npy = io.BytesIO()
-            np.save(npy, self._live)
-            write_whole(note, npy.getvalue())
-        return BlockSet(self.tiling.blocks, self._live)
+            return BlockSet(blocks)
+        if note.is_file():
+            return BlockSet(blocks, np.frombuffer(note.read_bytes(), np.bool_))
+        return BlockSet(blocks, live_blocks(self.job.tiling, self.inputs.gaps, watch))
 
     def fill(self, folder: Path, used: BlockSet, watch: Watch) -> None:
         """Copy the used blocks of the given volumes into the state."""
-        inputs, greys = self.inputs, self.greys
+        inputs, tiling = self.inputs, self.job.tiling
 
         def copy_blocks(field: Field, option: str, read: Callable[[Box], NDArray[Any]]) -> None:
             field.create()
             for block in watch.over(f"blocks of {option} read", used, len(used)):
                 if not field.has(block):
-                    field.write(block, read(self.tiling.block_box(block)))
+                    field.write(block, read(tiling.block_box(block)))
 
         if inputs.inpaint is not None:
-            known = Field(folder / "known", self.tiling)
-            copy_blocks(known, "--inpaint", lambda box: inputs.known(box, greys.grey, greys.schedule))
+            known = Field(folder / "known", tiling)
+            copy_blocks(known, "--inpaint", lambda box: inputs.known(box, self._grey, self._schedule))
         if (condition := inputs.condition) is not None:
-            shown = Field(folder / "condition", self.tiling, condition.dtype)
+            shown = Field(folder / "condition", tiling, condition.dtype)
             copy_blocks(shown, "--condition", lambda box: inputs.read(condition, box))
 
     def workers_on(self, folder: Path, watch: Watch) -> AbstractContextManager[RunParts]:
@@ -203,26 +221,78 @@ class _Drawing:
         request = self.request
         log.info(
             "drawing %s voxels from %s (%s weights): %d tiles, %d passes, %d worker(s) on %s",
-            format_sizes(self.tiling.shape_zyx),
+            format_sizes(self.job.tiling.shape_zyx),
             self._info.checkpoint,
             request.weights,
-            self.tiling.tiles,
+            self.job.tiling.tiles,
             len(self.job.passes),
             self.workers,
             self._device.type,
         )
         # Workers may run in another folder.
         elsewhere = replace(request, checkpoint=request.checkpoint.resolve())
-        open_work = partial(open_network_work, self.job, folder.resolve(), elsewhere)
+        open_work = partial(_open_work, self.job, folder.resolve(), elsewhere)
         if self.workers == 1 and request.cluster is None:
             return this_process(open_work)
         from vesuvius.generate.volume.ray_workers import ray_workers  # imports Ray
 
         return ray_workers(open_work, self.workers, int(self._device.type == "cuda"), request.cluster, watch.check)
 
-    def forecast(self, live: BlockSet) -> VolumeForecast:
-        """The forecast, still without time and memory."""
-        return forecast_of(self.job, self.plan.raw_bytes, self.workers, self.request.out, live)
+    def write(self, target: PartialCopy, x: Field, used: BlockSet, watch: Watch) -> None:
+        """Write all levels that are missing, known voxels as they were stored, and give the volume its name.
+
+        Args:
+            x: the last state.
+            used: the blocks that it has; the voxels of others are known.
+
+        Raises:
+            DataError: a given volume cannot be read any more.
+            StorageError: the disk refuses.
+        """
+        total = self.plan.chunk_count
+        left = sum(len(target.missing(level)) for level in range(self.plan.levels))
+        done = itertools.count(total - left + 1)
+
+        def read(box: Box) -> NDArray[Any]:
+            watch.check()
+            values = np.asarray(self._schedule.model_values(x.read(box, used)))  # type: ignore[arg-type]
+            voxels = to_greys(values, self._grey, self.dtype)
+            if self.inputs.inpaint is None:
+                return voxels
+            return np.where(self.inputs.gaps(box), voxels, self.inputs.read(self.inputs.inpaint, box))
+
+        def count(size: int) -> None:
+            watch.tell("chunks written", next(done), total)
+            watch.check()
+
+        target.fill(0, read, count)
+        target.fill_coarser(count)
+        target.publish(self._multiscale)
+
+    def check_space(self, live: BlockSet) -> str:
+        """The space that it needs, in words.  Raises StorageError where the disk is too small."""
+        out, volume = self.request.out, self.plan.raw_bytes
+        state, free = state_bytes(self.job, live, self.workers), free_disk_bytes(out.parent)
+        need = f"{size_text(state)} for the state and at most {size_text(volume)} for the volume"
+        if state + volume > free:
+            raise StorageError(
+                f"The disk is too small for {out}: {need} are needed, and {size_text(free)} are free; free space, "
+                "lower --overlap or --shape, or choose another --out"
+            )
+        return f"{need}; {size_text(free)} free"
+
+
+def state_bytes(job: VolumeJob, live: BlockSet, workers: int) -> int:
+    """The most that a state takes on the disk."""
+    tiling, used = job.tiling, len(used_blocks(job, live))
+    block_voxels = math.prod(tiling.patch_zyx)
+    fields = (4 if any(step.keeps_x_0 for step in job.passes) else 2) + job.inpaint
+    voxel_bytes = 4 * fields + (np.dtype(job.condition).itemsize if job.condition else 0)
+    # Of predictions the rows along z over a group of blocks, and over the row of blocks before it, are kept.
+    starts = tiling.starts[0]
+    depth = tiling.patch_zyx[0] * (2 + -(-GROUP * workers // math.prod(tiling.block_grid[1:])))
+    rows = min(len(starts), 2 + depth // (starts[1] - starts[0] if len(starts) > 1 else depth))
+    return block_voxels * (used * voxel_bytes + 4 * rows * math.prod(tiling.tile_grid[1:]))
 
 
 @contextmanager
@@ -257,7 +327,7 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
                 "leave --shape out, or change --box"
             )
         drawing = _Drawing(replace(request, checkpoint=info.checkpoint), info, inputs)
-        drawing.tiling.check()
+        drawing.job.tiling.check()
         yield drawing
 
 
@@ -265,3 +335,10 @@ def _default_workers(device: torch.device, batches: int) -> int:
     if device.type == "cuda":
         return torch.cuda.device_count()
     return max(1, min(len(os.sched_getaffinity(0)), batches))
+
+
+def _open_work(job: VolumeJob, folder: Path, request: DrawRequest) -> Work:
+    """Open the network in a worker and return what does the work with it."""
+    torch.set_num_threads(1)  # sums are rounded in the same order wherever a tile is computed
+    network = Network(request)
+    return Work(job, folder, lambda stored: network.estimate_for(stored, job.batch_size), network.device)

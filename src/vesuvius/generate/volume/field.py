@@ -7,11 +7,10 @@ is done.  Any zarr reader can open a field, also while it is being filled.
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import socket
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +56,6 @@ class Field:
         """Whether a block is written."""
         return self._file(block).exists()
 
-    def whole(self, blocks: Iterable[int]) -> bool:
-        """Whether all of these blocks are written."""
-        return all(map(self.has, blocks))
-
     def write(self, block: int, voxels: NDArray[Any]) -> None:
         """Write a block of the shape of its box, flushed to the disk: it survives a crash of the machine."""
         if voxels.shape != self._tiling.patch_zyx:
@@ -73,55 +68,14 @@ class Field:
         """The voxels of a box.  All blocks that it touches must be written, or all that are `used`; others are 0."""
         out = np.zeros(shape_of(box), self._dtype)
         for block in self._tiling.blocks_over(box):
-            if used is not None and block not in used:
-                continue
-            _, there, here = shared_part(self._tiling.block_box(block), box)
-            out[here] = mapped(self._file(block), self._dtype, self._tiling.patch_zyx)[there]
+            if used is None or block in used:
+                _, there, here = shared_part(self._tiling.block_box(block), box)
+                out[here] = mapped(self._file(block), self._dtype, self._tiling.patch_zyx)[there]
         return out
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of a block."""
-        return math.prod(self._tiling.patch_zyx) * self._dtype.itemsize
 
     def _file(self, block: int) -> Path:
         z, y, x = self._tiling.block_index(block)
         return self.path / f"{z}.{y}.{x}"
-
-
-class Predictions:
-    """The estimates of x_0 in one pass: a file per tile, kept as long as a block needs it."""
-
-    def __init__(self, path: Path, tiling: Tiling) -> None:
-        self.path, self._tiling = path, tiling
-
-    def create(self) -> None:
-        """Make the folder."""
-        self.path.mkdir(parents=True, exist_ok=True)
-
-    def has(self, tile: int) -> bool:
-        """Whether a tile is there."""
-        return self._file(tile).exists()
-
-    def write(self, tile: int, x_0: NDArray[np.float32]) -> None:
-        """Write a tile, which may be lost in a crash of the machine (`forget_unflushed`)."""
-        write_renamed(self._file(tile), x_0.astype("<f4", copy=False))
-
-    def delete(self, tile: int) -> None:
-        """Delete a tile that no block needs any more."""
-        self._file(tile).unlink(missing_ok=True)
-
-    def blended(self, box: Box) -> NDArray[np.float32]:
-        """The weighted mean of all tiles over a box, summed in the order of their numbers: float32 [Z, Y, X]."""
-        out = np.zeros(shape_of(box), np.float32)
-        for tile in self._tiling.tiles_over(box):
-            shared, there, here = shared_part(self._tiling.tile_box(tile), box)
-            x_0 = mapped(self._file(tile), np.dtype("<f4"), self._tiling.patch_zyx)
-            out[here] += self._tiling.weight(tile, shared) * x_0[there]
-        return out
-
-    def _file(self, tile: int) -> Path:
-        return self.path / str(tile)
 
 
 def write_renamed(file: Path, voxels: NDArray[Any], flush: bool = False) -> None:

@@ -81,9 +81,10 @@ class Inputs(AbstractContextManager["Inputs"]):
         self.volumes: dict[str, Volume] = volumes
         self.shape_zyx = shape_of(given.box) if given.box else whole
         self._origin = given.box[0] if given.box else (0, 0, 0)
-        self._alignment = None
-        if whole is not None and self.condition is not None:
-            self._alignment = Alignment(whole, self.condition.shape_zyx, condition_factors)
+        # How the condition lies in the drawing; the other volumes have its voxels.
+        self._alignments: dict[Volume, Alignment] = {}
+        if whole is not None and (condition := self.condition) is not None:
+            self._alignments[condition] = Alignment(whole, condition.shape_zyx, condition_factors)
 
     def __exit__(self, *_: object) -> None:
         for volume in self.volumes.values():
@@ -106,7 +107,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         found = {}
         for option, volume in self.volumes.items():
             assert self.shape_zyx is not None
-            box, alignment = box_at(self._origin, self.shape_zyx), self._alignment_of(volume)
+            box, alignment = box_at(self._origin, self.shape_zyx), self._alignments.get(volume)
             box = alignment.array_box(box) if alignment else box
             found[option.strip("-")] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
         return found
@@ -120,7 +121,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         volume = next(iter(self.volumes.values()), None)
         geometry = volume.geometry if volume is not None else None
         stored = own = geometry.voxel_size_um if geometry is not None else None
-        if stored is not None and volume is not None and (alignment := self._alignment_of(volume)):
+        if stored is not None and volume is not None and (alignment := self._alignments.get(volume)):
             own = triple(size / float(factor) for size, factor in zip(stored, alignment.factors, strict=True))
         z, y, x = scale = own or voxel_size_um or (1.0, 1.0, 1.0)
         oz, oy, ox = self._origin
@@ -133,15 +134,11 @@ class Inputs(AbstractContextManager["Inputs"]):
 
     def read(self, volume: Volume, box: Box) -> NDArray[Any]:
         """Stored voxels, those of the condition upsampled.  Raises DataError."""
-        there, alignment = shifted(box, self._origin), self._alignment_of(volume)
+        there, alignment = shifted(box, self._origin), self._alignments.get(volume)
         voxels = alignment.read(there, volume.read) if alignment else volume.read(there)
         if self._labels and volume is self.condition:
             check_labels(voxels, self._labels, volume.name, there)
         return voxels
-
-    def _alignment_of(self, volume: Volume) -> Alignment | None:
-        """How the condition lies in the drawing; None for the other volumes, which have its voxels."""
-        return self._alignment if volume is self.condition else None
 
     def gaps(self, box: Box) -> NDArray[np.bool_]:
         """Which voxels are to be filled.  Raises DataError."""

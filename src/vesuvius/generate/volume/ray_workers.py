@@ -60,14 +60,13 @@ def ray_workers(
 
 
 class _Worker:
-    """An actor."""
+    """An actor; its first part opens the network."""
 
     def __init__(self, open_work: OpenWork) -> None:
         self._open = open_work
         self._work: Work | None = None
 
     def do(self, part: Part) -> None:
-        """Do a part; the first one opens the network."""
         self._work = self._work or self._open()
         self._work.do(part)
 
@@ -85,7 +84,15 @@ def _run(parts: Iterable[Part], actors: list[Any], check: Callable[[], None]) ->
         check()
         for reference in finished:
             actor, part = flying.pop(reference)
-            _raise_error(reference)
+            try:
+                ray.get(reference)
+            except RayTaskError as error:
+                raise error.cause from None
+            except RayActorError as error:
+                raise VesuviusError(
+                    f"A part of the volume ended its worker {_RETRIES + 1} time(s), probably because memory ran out; "
+                    "see the kernel log (dmesg), and lower --batch-size or --workers; what is done is kept"
+                ) from error
             free.append(actor)
             last = time.monotonic()
             yield part
@@ -94,15 +101,3 @@ def _run(parts: Iterable[Part], actors: list[Any], check: Callable[[], None]) ->
                 f"No worker has finished a part for {_SILENT_S / 60:.0f} min; `ray status` says whether the nodes have "
                 "the GPUs and processors of --workers; what is done is kept"
             )
-
-
-def _raise_error(reference: Any) -> None:
-    try:
-        ray.get(reference)
-    except RayTaskError as error:
-        raise error.cause from None
-    except RayActorError as error:
-        raise VesuviusError(
-            f"A part of the volume ended its worker {_RETRIES + 1} time(s), probably because memory ran out; see the "
-            "kernel log (dmesg), and lower --batch-size or --workers; what is done is kept"
-        ) from error

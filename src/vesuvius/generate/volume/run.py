@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from vesuvius.generate.drawing import Watch
 from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.work import BlockSet, Part, State, VolumeJob, Work, state_numbers, used_blocks
-from vesuvius.generate.watch import Watch
+from vesuvius.generate.volume.work import BlockSet, Part, State, VolumeJob, Work, used_blocks
 
 GROUP = 16
 """Blocks per worker that are done together: enough that their tiles keep all workers busy."""
@@ -76,8 +76,9 @@ class Sampling:
 
     def _resumed(self) -> int:
         """The pass to continue with, -1 = the noise is to be drawn; older states are deleted."""
-        states = [State(self._folder, self._job, number) for number in state_numbers(self._folder)]
-        newest = max((state.number for state in states if state.x.whole(self.used)), default=-1)
+        numbers = sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
+        states = [State(self._folder, self._job, number) for number in numbers]
+        newest = max((state.number for state in states if all(map(state.x.has, self.used))), default=-1)
         for state in states:
             if state.number == newest:
                 state.flush_names()  # a process that was killed may not have done it
@@ -89,7 +90,7 @@ class Sampling:
         """Write all blocks of the next state that are missing, and flush all of it."""
         for each in range(max(0, number), number + 2):
             State(self._folder, self._job, each).create()
-        _, batches = self._job.tiles_and_batches(self._live)
+        batches = self._job.batches(self._live)
         before, total, done = max(0, number) * batches, len(self._job.passes) * batches, 0
         blocks = iter(self.used)
         while found := list(itertools.islice(blocks, group)):
@@ -112,11 +113,12 @@ class Sampling:
         if number < 0:
             yield from run_parts(Part("start", number, block) for block in missing)
             return
-        batches = job.batches_over((block for block in missing if block in self._live), here.predictions.has)
+        lacking = (block for block in missing if block in self._live)
+        batches = job.batches_over(lacking, lambda tile: here.tile(tile).exists())
         yield from run_parts(Part("tiles", number, batch) for batch in sorted(batches))
         yield from run_parts(Part("block", number, block, block in self._live) for block in missing)
         live = (block for block in blocks if block in self._live)
         for tile in {tile for block in live for tile in tiling.tiles_over(tiling.block_box(block))}:
             over = tiling.blocks_over(tiling.tile_box(tile))
             if all(block <= blocks[-1] or block not in self._live for block in over):
-                here.predictions.delete(tile)
+                here.tile(tile).unlink(missing_ok=True)

@@ -12,7 +12,6 @@ A part writes the block of the next state last: if that file exists, nothing of 
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,15 +27,13 @@ from vesuvius.config import SamplerMethod
 from vesuvius.diffusion.levels import NoiseLevel
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.errors import NonFiniteError
-from vesuvius.generate.volume.field import Field, Predictions
+from vesuvius.generate.drawing import Watch
+from vesuvius.generate.volume.field import Field, mapped, write_renamed
 from vesuvius.generate.volume.passes import START, STEP, Pass, advanced, block_noise, corrected, passes_of
-from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.watch import Watch
+from vesuvius.generate.volume.tiling import Tiling, shared_part
 from vesuvius.runlog.files import flush_to_disk, write_whole
 from vesuvius.runlog.proc import boot_id
-from vesuvius.volumes.box import Box, format_box
-
-_LISTED = 2**16  # blocks of a set that are listed at once
+from vesuvius.volumes.box import Box, format_box, shape_of
 
 EstimateFor = Callable[[NDArray[Any] | None], Estimate]
 """From the stored condition of a batch of tiles, [B, 1, Z, Y, X] or None, to the estimate for tiles [B, 1, Z, Y, X]."""
@@ -74,12 +71,9 @@ class VolumeJob:
         """The tiles of a batch."""
         return range(number * self.batch_size, min((number + 1) * self.batch_size, self.tiling.tiles))
 
-    def tiles_and_batches(self, live: BlockSet) -> tuple[int, int]:
-        """How many tiles lie over some blocks, all in the batches of these, and how many batches there are."""
-        if live.mask is None:
-            return self.tiling.tiles, -(-self.tiling.tiles // self.batch_size)
-        batches = self.batches_over(live)
-        return sum(len(self.batch(batch)) for batch in batches), len(batches)
+    def batches(self, live: BlockSet) -> int:
+        """How many batches of tiles lie over some blocks."""
+        return -(-self.tiling.tiles // self.batch_size) if live.mask is None else len(self.batches_over(live))
 
     def batches_over(self, blocks: Iterable[int], is_done: Callable[[int], bool] = lambda tile: False) -> set[int]:
         """The batches with the tiles over some blocks, except for tiles that are done."""
@@ -99,11 +93,7 @@ class BlockSet:
         return self.mask is None or bool(self.mask[block])  # type: ignore[call-overload]
 
     def __iter__(self) -> Iterator[int]:
-        if self.mask is None:
-            yield from range(self.blocks)
-            return
-        for first in range(0, self.blocks, _LISTED):
-            yield from (first + np.flatnonzero(self.mask[first : first + _LISTED])).tolist()
+        return iter(range(self.blocks)) if self.mask is None else map(int, np.flatnonzero(self.mask))
 
     def __len__(self) -> int:
         return self.blocks if self.mask is None else int(np.count_nonzero(self.mask))
@@ -113,15 +103,28 @@ class State:
     """The files of the state before one pass."""
 
     def __init__(self, folder: Path, job: VolumeJob, number: int) -> None:
-        self.number, self.path = number, folder / f"{number:05d}"
+        self.number, self.path, self._tiling = number, folder / f"{number:05d}", job.tiling
         self.x = Field(self.path / "x", job.tiling)
         self.x_0 = Field(self.path / "x_0", job.tiling)
-        self.predictions = Predictions(self.path / "tiles", job.tiling)
 
     def create(self) -> None:
         """Make the folders, where they are missing."""
-        for part in (self.x, self.x_0, self.predictions):
-            part.create()
+        self.x.create()
+        self.x_0.create()
+        (self.path / "tiles").mkdir(exist_ok=True)
+
+    def tile(self, tile: int) -> Path:
+        """The file with the estimate of x_0 of a tile, float32; it may be lost in a crash (`forget_unflushed`)."""
+        return self.path / "tiles" / str(tile)
+
+    def blended(self, box: Box) -> NDArray[np.float32]:
+        """The weighted mean of all tiles over a box, summed in the order of their numbers: float32 [Z, Y, X]."""
+        out = np.zeros(shape_of(box), np.float32)
+        for tile in self._tiling.tiles_over(box):
+            shared, there, here = shared_part(self._tiling.tile_box(tile), box)
+            x_0 = mapped(self.tile(tile), np.dtype("<f4"), self._tiling.patch_zyx)
+            out[here] += self._tiling.weight(tile, shared) * x_0[there]
+        return out
 
     def flush_names(self) -> None:
         """Flush the names of all blocks to the disk; their voxels were flushed when they were written."""
@@ -149,13 +152,12 @@ class Work:
 
     def do(self, part: Part) -> None:
         """Do a part."""
-        match part.kind:
-            case "start":
-                self.start(part.index)
-            case "tiles":
-                self.tiles(part.number, part.index)
-            case "block":
-                self.block(part.number, part.index, part.live)
+        if part.kind == "start":
+            self.start(part.index)
+        elif part.kind == "tiles":
+            self.tiles(part.number, part.index)
+        else:
+            self.block(part.number, part.index, part.live)
 
     def start(self, block: int) -> None:
         """The first state of a block: noise, or known voxels with as much noise."""
@@ -184,7 +186,7 @@ class Work:
                     f"The network returned NaN or infinity for the tile {format_box(box)} at sampling pass {number}; "
                     "try --amp off, --clip 1 or an earlier checkpoint"
                 )
-            state.predictions.write(tile, values)
+            write_renamed(state.tile(tile), values.astype("<f4", copy=False))
 
     def block(self, number: int, block: int, live: bool = True) -> None:
         """The next state of a block, from the predictions of the tiles over it.
@@ -196,7 +198,7 @@ class Work:
         here, there = State(self._folder, job, number), State(self._folder, job, number + 1)
         box = job.tiling.block_box(block)
         x = torch.from_numpy(here.x.read(box))
-        x_0 = torch.from_numpy(here.predictions.blended(box)) if live else torch.zeros_like(x)
+        x_0 = torch.from_numpy(here.blended(box)) if live else torch.zeros_like(x)
         if self.known is not None:
             known = torch.from_numpy(self.known.read(box))
             if live:
@@ -247,11 +249,6 @@ def used_blocks(job: VolumeJob, live: BlockSet) -> BlockSet:
         for tile in job.batch(batch):
             used[tiling.blocks_over(tiling.tile_box(tile))] = True
     return BlockSet(live.blocks, used)
-
-
-def state_numbers(folder: Path) -> list[int]:
-    """The passes before which there is a state, whole or not, in order."""
-    return sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdigit())
 
 
 def forget_unflushed(folder: Path) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from vesuvius.monitor.recent import MemorySample
-from vesuvius.runlog.plain import read_plain
-from vesuvius.runlog.records import JsonLines
+from vesuvius.runlog.records import JsonLines, read_plain
 from vesuvius.runlog.units import format_time, gib
 
 Victim = Literal["reader", "run"]

@@ -25,7 +25,7 @@ import psutil
 
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
-from vesuvius.runlog.plain import from_plain
+from vesuvius.runlog.records import from_plain
 from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from vesuvius.diffusion.network.unet import check_torch_version
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.monitor.probes.task_limits import task_limits
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing
-from vesuvius.runlog.listeners.trackers import check_trackers
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
+from vesuvius.runlog.trackers import check_trackers
 from vesuvius.runlog.units import GIB, format_sizes, size_text
 from vesuvius.stream.options import (
     StreamOptions,

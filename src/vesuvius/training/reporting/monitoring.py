@@ -19,11 +19,11 @@ from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import Watcher, sample_system
 from vesuvius.monitor.probes.vram import Vram, gpu_uuid
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session
-from vesuvius.runlog.listeners.prometheus import Exporter
-from vesuvius.runlog.listeners.trackers import TRACKERS, TensorBoard, Tracker
+from vesuvius.runlog.prometheus import Exporter
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import RunDir
+from vesuvius.runlog.trackers import TRACKERS, TensorBoard, Tracker
 from vesuvius.runlog.units import GIB
 from vesuvius.training.request import RunContext
 

@@ -23,9 +23,8 @@ from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTH
 
 from tests.support.small_disk import fill, small_disk
 from vesuvius.errors import ConfigError
-from vesuvius.runlog.listeners.scalars import Scalars
-from vesuvius.runlog.listeners.trackers import TRACKERS, TensorBoard, Tracker, check_trackers
 from vesuvius.runlog.records import JsonLines, Record, current_records, read_records, run_starts
+from vesuvius.runlog.trackers import TRACKERS, Scalars, TensorBoard, Tracker, check_trackers
 
 TAGS = [
     "events/nonfinite/text_summary",

@@ -19,7 +19,7 @@ from tests.conftest import REPOSITORY
 from vesuvius.monitor.memory.guard import Rung
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.verdict import Kind
-from vesuvius.runlog.listeners.prometheus import _BOUNDS, _RISKS, _RUNGS, COUNTED, LATEST, Exporter, label_of
+from vesuvius.runlog.prometheus import _BOUNDS, _RISKS, _RUNGS, COUNTED, LATEST, Exporter, label_of
 
 DOCS = REPOSITORY / "docs" / "prometheus"
 STEP = {
