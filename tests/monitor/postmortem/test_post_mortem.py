@@ -31,7 +31,6 @@ from vesuvius.monitor.postmortem.post_mortem import (
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session
 from vesuvius.runlog.proc import boot_id
-from vesuvius.runlog.records import from_plain
 from vesuvius.runlog.units import GIB
 
 LIMIT_BYTES = 48 * 2**20

@@ -83,7 +83,7 @@ def examine_reader(end: Mapping[str, Any], step: int, session: SessionRecord, mo
         # The monitor goes on while the new reader starts: a sample taken after the death has counted it already.
         before = [moment for moment in moments if end["exit_time"] is not None and moment.time < ended - _NOTICED_S]
         sampled = next(iter([*before[-1:], *moments[:1]]), None)
-        # Readers of a Ray that somebody else has started live in another cgroup than the trainer: another of them tells.
+        # Readers of a Ray that somebody else has started live in another cgroup than the trainer: another one tells.
         others = [pid for pid in (moments[-1].reader_bytes if moments else ()) if pid != end["pid"]]
         known = [counts for pid in others if (counts := read_counts_of(pid)).path]
         counts = known[0] if known else read_counts_of(os.getpid())
