@@ -117,18 +117,6 @@ def test_a_sparse_volume_is_drawn_from_its_stored_chunks(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("no_plans")
-def test_a_volume_without_a_place_of_foreground_is_left_to_be_drawn_from_anywhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    voxels = np.zeros((96, 128, 128), "uint8")
-    voxels[90:] = 7  # in the validation slab alone
-    write_array(tmp_path / "empty.zarr", voxels, chunk=8)
-    config = written("empty.zarr")
-    assert config.data.min_foreground == 0
-    assert "data.min_foreground is left at 0" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("no_plans")
 def test_a_remote_volume_is_cached(tmp_path: Path, server: ChunkServer) -> None:
     write_array(tmp_path / "far.zarr", textured((96, 128, 128)))
     assert init.main([f"{server.url_of(tmp_path)}/far.zarr/"]) == EXIT_OK

@@ -98,24 +98,6 @@ def test_norm_and_silu_are_run_again_and_no_convolution_is(rows: int | None, aut
     assert [counted.calls[name] for name in names] == [8, 8, 4, 4, 4]
 
 
-@ROWS
-@pytest.mark.parametrize(("recompute", "kept"), [(False, 3), (True, 1)])
-def test_recomputed_it_keeps_one_tensor_of_the_size_of_x_and_else_three(
-    rows: int | None, recompute: bool, kept: int
-) -> None:
-    x, weight, bias, conv = _parts(rows)
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        norm_silu_conv(x * 1, weight, bias, GROUPS, conv, recompute)
-    assert sum(size == x.nbytes for size in sizes.values()) == kept
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_convolves_in_its_dtype_and_gradients_come_back_in_float32(dtype: torch.dtype) -> None:
     results = []

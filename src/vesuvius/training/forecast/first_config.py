@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import shutil
@@ -26,7 +25,7 @@ from vesuvius.config import (
 )
 from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import dump_set_keys
-from vesuvius.errors import ConfigError, DataError, one_line
+from vesuvius.errors import ConfigError, DataError
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.plan.split import split_volume
 from vesuvius.runlog.units import GIB, format_percent, format_sizes, gib
@@ -39,8 +38,6 @@ from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import AmpMode, choose_device, parameter_count, resolve_amp
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
 from vesuvius.volumes.store.object_store import is_remote
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,16 +98,8 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
         volume = describe_volume(spec, _FULL, store, places=_PLACES)
     patch, held_out = fitting_patch(shape_zyx(volume), preset.patch)
     model, training = _model(preset, patch), _training(preset, micro, step_s, held_out, is_remote(spec.path), device)
-    data_config = _data(volume, patch, held_out)
-    try:
-        data = prepare_data(0, data_config.with_store(cache_dir=None))
-    except DataError as error:
-        if not data_config.min_foreground:
-            raise
-        log.warning("data.min_foreground is left at 0: %s", one_line(error))
-        data_config = _data(volume, patch, held_out, foreground=False)
-        data = prepare_data(0, data_config.with_store(cache_dir=None))
-    config = Config(name=name, seed=0, data=data_config, training=training, model=model)
+    config = Config(name=name, seed=0, data=_data(volume, patch, held_out), training=training, model=model)
+    data = prepare_data(0, config.data.with_store(cache_dir=None))
     workers = (n for n in range(training.workers, 0, -1) if _fits(config.with_training(workers=n), data))
     config = config.with_training(workers=next(workers, 0))  # 0 reads without Ray
     gpu = "no GPU"
@@ -250,14 +239,14 @@ def _training(
     )
 
 
-def _data(volume: VolumeFacts, patch: Triple, held_out: bool, foreground: bool = True) -> DataConfig:
+def _data(volume: VolumeFacts, patch: Triple, held_out: bool) -> DataConfig:
     spec, keys = volume.spec, dict[str, Any]()
     if is_remote(spec.path):
         cache_gib = max(min(50, int(shutil.disk_usage(Path.cwd()).free / 4 / GIB)), 1)
         keys["store"] = StoreConfig(requests=32, cache_dir="volumes/cache", cache_gib=float(cache_gib))
     if not held_out:
         keys["validation"] = ValidationConfig(fraction=0.0)
-    if foreground and _stored(volume)[0] < _SPARSE:
+    if _stored(volume)[0] < _SPARSE:
         coarser = [level for level in volume.levels if level.level > max(volume.chosen.level, 0)]
         masks = [level.level for level in coarser if math.prod(shape_zyx(volume, level)) <= _COARSE_VOXELS]
         if volume.occupancy.present is not None:
@@ -298,9 +287,7 @@ def _text(config: Config, said: dict[str, str], volume: VolumeFacts) -> str:
         f"{others} other level{'s' * (others != 1)}",
         "data.patch_size": f"voxels z, y, x: {_width_words(volume, config.data.patch_size)}",
         "data.min_foreground": "at least half of each patch lies in stored chunks",
-        "data.foreground": "a coarse level says where material is",
         "data.validation": "the volume is too small to hold out a part",
-        "data.store.cache_dir": "fetched chunks are kept on this disk",
         "training.accumulate_steps": f"{config.global_batch} patches a step; only the product of both matters",
         "training.workers": "reader processes; 0 = the trainer reads: memory or /dev/shm is too small for Ray",
         "training.epochs": f"{said['run']} here; to continue, raise epochs and add --resume",

@@ -8,12 +8,10 @@ processors with avx512_bf16).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
@@ -67,24 +65,19 @@ def network_convolutions(config: Config, batch: int) -> list[Convolution]:
 
     Runs the network on the meta device: takes no memory.
     """
-    network = lay_out_network(config)
-    with torch.device("meta"), torch.no_grad(), _Recorder() as recorder:
+    network, seen = lay_out_network(config), dict[Convolution, None]()
+
+    def note(conv: nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
+        assert isinstance(conv, nn.Conv3d)
+        assert not isinstance(conv.padding, str)
+        seen[Convolution(tuple(given[0].shape), tuple(conv.weight.shape), conv.stride, conv.padding)] = None
+
+    for module in network.modules():
+        if isinstance(module, nn.Conv3d):
+            module.register_forward_hook(note)
+    with torch.device("meta"), torch.no_grad():
         network(torch.empty(batch, config.input_channels, *config.data.patch_size), torch.empty(batch))
-    return list(recorder.seen)
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Keeps what each convolution is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: dict[Convolution, None] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.convolution.default:
-            x, weight, _, stride, padding = args[:5]
-            self.seen[Convolution(tuple(x.shape), tuple(weight.shape), tuple(stride), tuple(padding))] = None
-        return func(*args, **(kwargs or {}))
+    return list(seen)
 
 
 def convolution_errors(
