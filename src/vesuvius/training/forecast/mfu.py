@@ -52,17 +52,12 @@ def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
     return None if peak is None else 1e12 * peak
 
 
-def model_flops(config: Config, amp: AmpMode) -> int:
-    """Operations of the forward and backward passes of a step; a multiply-add is 2.
+def seconds_at_peak(config: Config, device: torch.device, part: Part) -> float | None:
+    """How long a rank's part of a step would take at the device's peak; None where that is not known.
 
     What memory is saved with is no work of the model: blocks that are computed again count once, an optimizer's matrix
     products not at all.  Takes seconds where the step has not been traced before.
     """
-    return plan_memory(config.with_training(checkpoint_levels=(), optimizer="adamw"), amp=amp).flops_per_step
-
-
-def seconds_at_peak(config: Config, device: torch.device, part: Part) -> float | None:
-    """How long a rank's part of a step would take at the device's peak; None where that is not known."""
     if device.type != "cuda":
         return None
     name, amp = torch.cuda.get_device_name(device), resolve_amp(config.training.amp, device)
@@ -71,8 +66,9 @@ def seconds_at_peak(config: Config, device: torch.device, part: Part) -> float |
         log.info("no mfu_pct: the peak of %s in amp %s is unknown", name, amp)
         return None
     try:
-        one_rank = config.training.train_batch_size * config.training.accumulate_steps  # samples that the flops are of
-        return model_flops(config, amp) * part.global_batch / (part.world * one_rank) / peak
+        model = config.with_training(checkpoint_levels=(), optimizer="adamw", accumulate_steps=1)
+        per_sample = plan_memory(model, amp=amp).flops_per_step / config.training.train_batch_size
+        return per_sample * part.global_batch / part.world / peak
     except Exception as error:  # a figure must not end a run
         log.warning("no mfu_pct: a step could not be traced: %s", one_line(error))
         return None

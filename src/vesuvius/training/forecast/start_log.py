@@ -11,10 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from vesuvius.config import Config, DiffusionConfig
+from vesuvius.config import Config
 from vesuvius.config.describe import CHANGES_TRAINING
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import ConfigError
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
@@ -98,21 +97,19 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
         f"{plan.regions_in_flight} regions in flight ({size_text(plan.regions_in_flight * data.job.block_bytes)})"
     )
     mixing = f"a batch is drawn from {in_flight}, {plan.patches_per_region} patches from each"
-    noise = noise_text(config.diffusion, checked.facts.spectrum)
-    return [*lines, f"plan       {plan.hash}, {mixing}", f"diffusion  {noise}"]
-
-
-def noise_text(config: DiffusionConfig, spectrum: Spectrum) -> str:
-    """Which noise levels are trained, and what of the data they follow from.  Pure."""
-    schedule = Schedule.from_config(config, spectrum)
-    least, most = (math.sqrt(1 / alpha_bar - 1) for alpha_bar in schedule.alpha_bar_64[[0, -1]])
-    spread = f"standard deviation {spectrum.std:.3g}, largest amplitude of a frequency {math.sqrt(spectrum.peak):.3g}"
+    spectrum = checked.facts.spectrum
+    table = Schedule.from_config(config.diffusion, spectrum).alpha_bar_64
+    sigmas = " to ".join(f"{math.sqrt(1 / alpha_bar - 1):.3g}" for alpha_bar in table[[0, -1]])
+    amplitude = f"largest amplitude of a frequency {math.sqrt(spectrum.peak):.3g}"
+    spread = f"standard deviation {spectrum.std:.3g}, {amplitude}"
     if not spectrum.peak:
         spread = "constant in all patches measured, which leaves nothing to learn"
-    return (
-        f"noise {config.noise}: sigma {least:.3g} to {most:.3g} times the signal; the data: mean {spectrum.mean:.3g}, "
-        f"{spread}"
-    )
+    return [
+        *lines,
+        f"plan       {plan.hash}, {mixing}",
+        f"diffusion  noise {config.diffusion.noise}: sigma {sigmas} times the signal; the data: mean "
+        f"{spectrum.mean:.3g}, {spread}",
+    ]
 
 
 def log_ranks(config: Config, part: Part) -> None:
