@@ -19,8 +19,8 @@ BOX = ((0, 0, 0), (32, 32, 32))
 OTHER_BOX = ((32, 0, 0), (64, 32, 32))
 
 
-def record(box: Any, key: str = "box", **fields: Any) -> dict[str, Any]:
-    return {"volume": "v.zarr", "number": 0, key: [list(corner) for corner in box], "chunk": [0, 0, 0]} | fields
+def record(box: Any, **fields: Any) -> dict[str, Any]:
+    return {"volume": "v.zarr", "number": 0, "box": [list(corner) for corner in box], "chunk": [0, 0, 0]} | fields
 
 
 def write(path: Path, *records: dict[str, Any]) -> None:
@@ -30,18 +30,17 @@ def write(path: Path, *records: dict[str, Any]) -> None:
     lines.close()
 
 
-@pytest.mark.parametrize("key", ["box", "region"])
-def test_the_last_line_about_a_box_holds(tmp_path: Path, key: str) -> None:
+def test_the_last_line_about_a_box_holds(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     assert read_quarantine(path) == []
-    assert still_quarantined([record(BOX, key)], path) == [record(BOX, key)]
-    write(path, record(BOX, key, cause="torn"), record(OTHER_BOX, key, cause="torn"))
+    assert still_quarantined([record(BOX)], path) == [record(BOX)]
+    write(path, record(BOX, cause="torn"), record(OTHER_BOX, cause="torn"))
     assert [box_of(found) for found in read_quarantine(path)] == [BOX, OTHER_BOX]
-    clear(path, [record(BOX, key)])
+    clear(path, [record(BOX)])
     assert [box_of(found) for found in read_quarantine(path)] == [OTHER_BOX]
-    of_checkpoint = [record(BOX, key), record(OTHER_BOX, key), record(BOX, key, number=1)]
+    of_checkpoint = [record(BOX), record(OTHER_BOX), record(BOX, number=1)]
     assert still_quarantined(of_checkpoint, path) == of_checkpoint[1:]
-    write(path, record(BOX, key, cause="torn still"))
+    write(path, record(BOX, cause="torn still"))
     assert {found["cause"] for found in read_quarantine(path)} == {"torn", "torn still"}
     assert still_quarantined(of_checkpoint, path) == of_checkpoint
 

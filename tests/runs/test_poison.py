@@ -43,4 +43,4 @@ def test_a_run_with_readers_goes_on_and_says_what_killed_them(
     assert f"it crashed with Aborted, as its own note says, while it read {sharded}" in death["evidence"]
     quarantined = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
     assert {tuple(record["chunk"]) for record in quarantined} == {(1, 1, 1)}
-    assert " % of the patches were replaced, as 1 damaged places of the volumes are" in done.stderr
+    assert "damaged places in quarantine: 1; list them with `vesuvius quarantine tiny`" in done.stderr

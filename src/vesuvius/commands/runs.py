@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from pathlib import Path
 
@@ -47,14 +48,14 @@ def quarantine(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     run = find_run(args.run)
     from vesuvius.stream.reading.notes import forget_notes  # these import numpy
-    from vesuvius.training.quarantine import as_json, box_of, clear, read_quarantine
+    from vesuvius.training.quarantine import box_of, clear, read_quarantine
     from vesuvius.volumes.box import format_box
 
     path = run / "quarantine.jsonl"
     records = read_quarantine(path)
     count = "1 place" if len(records) == 1 else f"{len(records)} places"
     if args.json:
-        say(as_json(records))
+        say(json.dumps(records, indent=2))
     elif args.clear:
         if records:
             with storage_errors("the run directory must be writable", "free some space"):

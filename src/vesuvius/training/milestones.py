@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from vesuvius.errors import StorageError
 from vesuvius.training.checkpoint.progress import Best
@@ -57,22 +55,11 @@ class Milestones:
         if not self.due():
             return
         if progress.validation_due(config) and not stop.wanted():
-            with self._timed("validation"):
-                improved = self._validate()
+            improved = self._validate()
         if progress.preview_due(config) and not stop.wanted():
-            with self._timed("preview"):
-                self._preview()
+            self._preview()
         if improved or self._save_due():
-            with self._timed("save"):
-                self.save()
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        """Note for the time left what one takes, unless it is cut short."""
-        started = time.monotonic()
-        yield
-        if not self._run.stop.wanted():
-            self._progress.note_pause(what, time.monotonic() - started)
+            self.save()
 
     def rehearse(self) -> None:
         """Validate and save, due or not, so that memory peaks as it will.
@@ -116,11 +103,8 @@ class Milestones:
         """Record which checkpoints were saved, and which could not be; the writer has logged them."""
         while self._writer.ended:
             ended = self._writer.ended.popleft()
-            if "text" in ended:
-                self._run.metrics.write("event", event="save_failed", **ended)
-            else:
-                self._progress.note_pause("write", ended["seconds"])
-                self._run.metrics.write("checkpoint", **ended)
+            failed = {"event": "save_failed"} if "text" in ended else {}
+            self._run.metrics.write("event" if failed else "checkpoint", **failed, **ended)
 
     def _save_due(self) -> bool:
         """At multiples of `save_every`, and where this step's checkpoint lacks a validation or preview made since."""

@@ -5,21 +5,18 @@
     {"kind": "cleared", "volume": "v.zarr level 0", "number": 0, "box": [[z0, y0, x0], [z1, y1, x1]]}
 
 The file only grows; the last line about a box holds.  Checkpoints hold the list as it was when they were saved, so a
-resume leaves out what was cleared since.  Runs of earlier versions wrote `region` in place of `box`.
+resume leaves out what was cleared since.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from vesuvius.plan.plan import Plan
 from vesuvius.runlog.records import JsonLines, read_records
-from vesuvius.stream.reading.quarantine import replaced_share
 from vesuvius.volumes.box import Box
 
 log = logging.getLogger(__name__)
@@ -33,7 +30,7 @@ _CLEARED = "cleared"
 
 def box_of(record: Record) -> Box:
     """The voxels that a record of the quarantine is about."""
-    (z0, y0, x0), (z1, y1, x1) = record["box"] if "box" in record else record["region"]
+    (z0, y0, x0), (z1, y1, x1) = record["box"]
     return (z0, y0, x0), (z1, y1, x1)
 
 
@@ -62,18 +59,6 @@ def still_quarantined(records: Sequence[Record], path: Path) -> list[Record]:
     return kept
 
 
-def log_replaced(plan: Plan, records: Sequence[Record], samples: int, run: str) -> None:
-    """Log which share of the first `samples` patches was replaced; nothing where all could be read."""
-    if records:
-        log.warning(
-            "%.1f %% of the patches were replaced, as %d damaged places of the volumes are in "
-            "quarantine; list them with `vesuvius quarantine %s`",
-            100 * replaced_share(plan, records, samples),
-            len(records),
-            run,
-        )
-
-
 def _last_lines(path: Path) -> dict[Key, Record]:
     """The last line about each box, in the order of the first ones."""
     try:
@@ -88,8 +73,3 @@ def _last_lines(path: Path) -> dict[Key, Record]:
 
 def _key_of(record: Record) -> Key:
     return record["volume"], record["number"], box_of(record)
-
-
-def as_json(records: Sequence[Record]) -> str:
-    """Records of either form with their `box`."""
-    return json.dumps([{k: v for k, v in r.items() if k != "region"} | {"box": box_of(r)} for r in records], indent=2)

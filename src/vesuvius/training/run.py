@@ -35,7 +35,7 @@ from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memor
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.start_log import log_progress, log_ranks, log_start
 from vesuvius.training.loop import TrainingLoop
-from vesuvius.training.quarantine import log_replaced, still_quarantined
+from vesuvius.training.quarantine import still_quarantined
 from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks
 from vesuvius.training.reporting.deaths import log_killed_session, run_died
@@ -240,7 +240,7 @@ def load_weights(config: Config, checked: Preflight, train_step: TrainStep, devi
 def _record_start(run: RunContext) -> None:
     """Log and record where this session begins: what was recorded beyond that is void."""
     progress, resumed = run.progress, run.checked.resumed
-    log_progress(run.config, progress, run.stop.left_s())
+    log_progress(run.config, progress)
     run.metrics.write(
         "run_start",
         name=run.config.name,
@@ -296,7 +296,8 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
         raise failure
     if stop.exit_code is None or finished:
         log.info("done: step %d", progress.step)
-        log_replaced(job.plan, progress.quarantined, progress.sample_index, config.name)
+        if count := len(progress.quarantined):
+            log.warning("damaged places in quarantine: %d; list them with `vesuvius quarantine %s`", count, config.name)
         return EXIT_OK
     if stop.exit_code == EXIT_OK:  # a profile, which is over
         log.info("ended after step %d: %s", progress.step, stop.reason)

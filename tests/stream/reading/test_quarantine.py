@@ -18,7 +18,7 @@ from vesuvius.commands import train
 from vesuvius.errors import DataError
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.events import EventRecorder
-from vesuvius.stream.reading.quarantine import damaged_box, replaced_share
+from vesuvius.stream.reading.quarantine import damaged_box
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.volumes.box import intersects
@@ -192,14 +192,3 @@ def test_a_run_trains_on_past_an_unreadable_chunk_and_its_resume_knows_of_it(
     assert train.main(["--config", str(config), "--resume", "training.max_steps=20"]) == 0
     assert records_of(run) == records
     assert load_checkpoint(list_checkpoints(run / "checkpoints")[-1])["quarantined"] == kept
-
-
-def test_the_share_that_was_replaced_is_that_of_the_samples_whose_region_is_damaged(volume: Path) -> None:
-    plan, samples = make_job(volume).plan, 700
-    records = [{"number": 0, "box": [[0, 0, 0], [32, 32, 32]]}]
-    regions = [plan.sample(index).region for index in range(samples)]
-    replaced = sum(all(start < 32 for start in low) for low, _ in regions) / samples
-    assert 0.02 < replaced < 0.5
-    assert replaced_share(plan, records, samples) == replaced
-    assert replaced_share(plan, records, 20 * samples) == pytest.approx(replaced, abs=0.05)
-    assert replaced_share(plan, records, 0) == replaced_share(plan, [], samples) == 0

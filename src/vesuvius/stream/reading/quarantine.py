@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from vesuvius.errors import ConfigError, DataError, one_line
@@ -10,7 +10,6 @@ from vesuvius.plan.plan import Plan, Sample
 from vesuvius.volumes.box import Box, intersects
 from vesuvius.volumes.errors import UnreadableChunkError
 
-_COUNTED = 1000
 _ATTEMPTS = 100
 
 DamagedBox = tuple[int, Box]
@@ -31,7 +30,7 @@ def record_of(number: int, error: UnreadableChunkError) -> dict[str, Any]:
 def damaged_box(record: Any, volumes: int) -> DamagedBox:
     """Volume and voxels of a record.  Raises ConfigError for anything but a record of one of so many volumes."""
     try:
-        (z0, y0, x0), (z1, y1, x1) = record["box"] if "box" in record else record["region"]  # as version 0.1
+        (z0, y0, x0), (z1, y1, x1) = record["box"]
         number = record["number"]
         if not 0 <= number < volumes or not all(isinstance(edge, int) for edge in (z0, y0, x0, z1, y1, x1)):
             raise ValueError
@@ -46,22 +45,8 @@ def damaged_box(record: Any, volumes: int) -> DamagedBox:
 def sample_beside(plan: Plan, index: int, damaged: Collection[DamagedBox]) -> Sample:
     """Sample `index` as readers deliver it that know of this damage.  Pure."""
     attempts = (plan.sample(index, attempt) for attempt in range(_ATTEMPTS))
-    return next((sample for sample in attempts if not _touches(sample, damaged)), plan.sample(index))
-
-
-def replaced_share(plan: Plan, records: Iterable[dict[str, Any]], samples: int) -> float:
-    """Share of the first `samples` samples whose region is damaged, so that others are drawn in their place.
-
-    Counted over up to 1,000 of them, evenly spaced.
-    """
-    damaged = {damaged_box(record, len(plan.volumes)) for record in records}
-    counted = [plan.sample(index) for index in range(0, samples, -(-samples // _COUNTED) or 1)]
-    replaced = sum(_touches(sample, damaged) for sample in counted)
-    return replaced / len(counted) if counted else 0.0
-
-
-def _touches(sample: Sample, damaged: Collection[DamagedBox]) -> bool:
-    return any(sample.volume == number and intersects(sample.region, box) for number, box in damaged)
+    whole = (s for s in attempts if not any(s.volume == n and intersects(s.region, box) for n, box in damaged))
+    return next(whole, plan.sample(index))
 
 
 def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:

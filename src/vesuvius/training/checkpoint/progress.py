@@ -1,9 +1,8 @@
-"""How far a run is: what a checkpoint knows beside the tensors, and the times that a resumed run continues to count."""
+"""How far a run is: what a checkpoint knows beside the tensors, and how long it has trained."""
 
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,8 +12,7 @@ from vesuvius.config import Config
 
 log = logging.getLogger(__name__)
 
-_PACE_STEPS = 200
-_PAUSES = 10
+_PACE_STEPS = 1000  # of which the time left follows: some validations and saves are among them
 _COUNTS = ("step", "sample_index", "validated_step", "previewed_step")
 
 
@@ -41,11 +39,8 @@ class Progress:
     best: Best | None = None  # the best validation, whose checkpoint is kept
     trained_s: float = 0.0  # seconds of training in earlier sessions, as far as their work was kept
     sessions: int = 1  # sessions so far, with this one
-    # seconds of the last steps without the work between them; until this session has made some, of earlier ones
-    pace: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
-    # seconds of the last validations, previews, hand-overs of a checkpoint ("save") and writes to disk ("write")
-    pauses: dict[str, deque[float]] = field(default_factory=dict)
-    _has_pace: bool = False  # of this session
+    # the last steps of this session that were reported, and when, from the second one: readers start in the first
+    _reported: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     _session_start: float = field(default_factory=time.monotonic)
 
     def advance(self, samples: int) -> None:
@@ -68,17 +63,6 @@ class Progress:
         """Count as if nothing after `step` had been launched."""
         self.sample_index -= (self.step - step) * samples_per_step
         self.step = step
-
-    def note_step(self, seconds: float) -> None:
-        """A step took so long, without the work between steps."""
-        if not self._has_pace:
-            self._has_pace = True
-            self.pace.clear()
-        self.pace.append(seconds)
-
-    def note_pause(self, what: str, seconds: float) -> None:
-        """A validation, preview, save or write took so long."""
-        self.pauses.setdefault(what, deque(maxlen=_PAUSES)).append(seconds)
 
     def validation_due(self, config: Config) -> bool:
         """Whether a validation is due after the present step and has not been finished."""
@@ -103,29 +87,19 @@ class Progress:
         """Seconds of training over all sessions."""
         return self.trained_s + self.session_s
 
-    def time_left(self, config: Config, after: int | None = None, limit_s: float | None = None) -> float | None:
-        """Seconds from step `after` to the last one or `max_hours`; None without a pace.
+    def note_step(self, step: int) -> None:
+        """A step was reported."""
+        self._reported.append((step, time.monotonic()))
 
-        The steps left at their recent mean pace (a median would miss the waits of a run that is short of data), and
-        each validation, preview and save to come at the mean of the last few; nothing for what has not been seen yet.
+    def time_left(self, config: Config, limit_s: float | None = None) -> float | None:
+        """Seconds from the last reported step to the last one, or `limit_s` until `max_hours`; None before the third.
 
-        Args:
-            after: a step that has just been reported; default: the present one, and what is due there is done.
-            limit_s: seconds until `max_hours` are over.
+        At the mean pace of the last thousand steps, with the validations, previews and saves that came between them.
         """
-        if not self.pace:
+        if len(self._reported) < 2:
             return None
-        training, stop, horizon = config.training, config.stop_step, config.horizon_steps
-        after, saved = (self.step, self.step) if after is None else (after, after - 1)
-        validates = training.validate_every if config.data.validation.fraction > 0 else 0
-        to_come = {
-            "validation": _times_due(validates, max(after - 1, self.validated_step), stop, horizon),
-            "preview": _times_due(training.preview_every, max(after - 1, self.previewed_step), stop, horizon),
-            "save": _times_due(training.save_every, saved, stop, stop),
-            "write": 1,  # of the last checkpoint, for which the run waits
-        }
-        seconds = statistics.fmean(self.pace) * (stop - after)
-        seconds += sum(statistics.fmean(known) * to_come[what] for what, known in self.pauses.items())
+        (first, began), (last, now) = self._reported[0], self._reported[-1]
+        seconds = (now - began) / (last - first) * (config.stop_step - last)
         return seconds if limit_s is None else min(seconds, limit_s)
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,8 +109,6 @@ class Progress:
             "best": None if self.best is None else vars(self.best).copy(),
             "trained_s": self.total_s,
             "sessions": self.sessions,
-            "pace_s": list(self.pace),
-            "pauses_s": {what: list(pauses) for what, pauses in self.pauses.items()},
         }
 
     @classmethod
@@ -148,14 +120,4 @@ class Progress:
             best=Best(**state["best"]) if state["best"] else None,
             trained_s=state["trained_s"],
             sessions=state["sessions"] + 1,
-            pace=deque(state["pace_s"], maxlen=_PACE_STEPS),
-            pauses={what: deque(known, maxlen=_PAUSES) for what, known in state["pauses_s"].items()},
         )
-
-
-def _times_due(every: int, done: int, stop: int, last: int) -> int:
-    """How often what comes at each multiple, and after step `last`, comes after step `done` and until `stop`."""
-    if every <= 0:
-        return 0
-    at_the_end = stop == last and stop % every > 0 and done < stop
-    return stop // every - min(done, stop) // every + at_the_end

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,8 +21,6 @@ from vesuvius.threads import on_thread
 from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint, tensors_in
 
 log = logging.getLogger(__name__)
-
-_WARN_EVERY_S = 60.0
 
 
 class CheckpointWriter:
@@ -110,15 +108,8 @@ class CheckpointWriter:
         log.error("%s", text)
 
     def _join(self) -> None:
-        """Wait for as long as it takes, since a disk that hangs may come back, and say what for."""
-        started = time.monotonic()
+        """Wait for as long as it takes: a disk that hangs may come back, and the watchdog says what is waited for."""
         job, self._job = self._job, None
-        while job is not None and wait([job], _WARN_EVERY_S).not_done:
-            log.warning(
-                "waiting for the checkpoint writer for %.0f s: it is writing to %s; check whether the disk answers",
-                time.monotonic() - started,
-                self._directory,
-            )
         if job is not None:
             job.result()
 

@@ -122,15 +122,15 @@ def log_ranks(config: Config, part: Part) -> None:
         log.warning("training.ranks is %s and %d are running: %s", config.training.ranks, world, batch)
 
 
-def log_progress(config: Config, progress: Progress, limit_s: float | None) -> None:
-    """How far a resumed run is and how long it will take, before its first step."""
+def log_progress(config: Config, progress: Progress) -> None:
+    """How far a resumed run is, before its first step."""
     if progress.step == 0:
         return
-    left, epochs = progress.time_left(config, limit_s=limit_s), config.training.epochs
+    epochs = config.training.epochs
     epoch = min(progress.step // config.training.steps_per_epoch + 1, epochs)
     done = f"step {progress.step} of {config.stop_step}, {progress.sample_index} samples, epoch {epoch} of {epochs}"
     before = f"{format_duration(progress.trained_s)} of training before session {progress.sessions}"
-    log.info("%s; %s, about %s left", done, before, "unknown time" if left is None else format_duration(left))
+    log.info("%s; %s", done, before)
 
 
 def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_drift: bool = False) -> Iterator[str]:

@@ -110,7 +110,7 @@ class StepReporter:
         self._reported += 1
         if self._reported > 1:
             self._work_s.append(times.step_s - times.pause_s)
-            run.progress.note_step(times.step_s - times.pause_s)
+            run.progress.note_step(launched.step)
         record = self._record_of(launched, outcome, times)
         log.info(step_line(record))
         run.metrics.write("step", **record)
@@ -199,7 +199,7 @@ class StepReporter:
             "workers": self._stream.readers_alive,
             "working": self._stream.readers_with_work,
             "worker_max_bytes": max(peaks, default=None) if self._stream.options.workers else None,
-            "eta_s": progress.time_left(config, launched.step, self._run.stop.left_s()),
+            "eta_s": progress.time_left(config, self._run.stop.left_s()),
             "ranks": self._run.part.world,
             "slowest_rank": self._news.slowest,  # whom the others waited for, in the step before
             "mfu": self._seconds_at_peak / (times.step_s - times.pause_s) if self._seconds_at_peak else None,
