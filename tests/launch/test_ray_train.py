@@ -21,7 +21,7 @@ from vesuvius.errors import EXIT_STOPPED, ConfigError, DataError, VesuviusError
 from vesuvius.launch.launch import with_number_of_ranks
 from vesuvius.launch.ray import command, worker
 from vesuvius.stream.options import StreamOptions, reads_here
-from vesuvius.stream.ray.start import passed_on
+from vesuvius.stream.ray.session import passed_on
 from vesuvius.training.ranks.ranks import RankLostError
 from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest
@@ -199,11 +199,6 @@ def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(job: work
     result.set_exception(ray.exceptions.RayActorError())
     with pytest.raises(VesuviusError, match=r"given up, after at most .*=7 restarts: RayActorError.* with --resume"):
         command._wait(job.request.config, result, None, StopRequest(None))
-
-
-def test_a_rank_on_a_node_without_the_folder_of_the_command_says_so_once_and_for_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot enter .*gone on .*; start it in a folder that is on"):
-        worker._enter(str(tmp_path / "gone"))
 
 
 def test_run_directory_and_credentials_reach_other_nodes_unless_a_job_has_set_them() -> None:

@@ -45,7 +45,7 @@ def counts_per_start(plan: Plan, layout: Layout, count: int) -> Any:
 
 DRAWS = pytest.mark.parametrize(
     ("seed", "draws"),
-    [(0, 8_000)] + [pytest.param(seed, 1_000_000, marks=pytest.mark.long) for seed in range(5)],
+    [(0, 5_000)] + [pytest.param(seed, 1_000_000, marks=pytest.mark.long) for seed in range(5)],
 )
 
 
@@ -124,7 +124,7 @@ def test_voxels_are_covered_as_evenly_as_by_ideal_uniform_patches() -> None:
     assert ours < 1.1 * ideal
 
 
-@pytest.mark.parametrize("name", ["u8", "u8 160^3", "u16, little memory", "chunks of 64^3"])
+@pytest.mark.parametrize("name", ["u8", "chunks of 64^3"])
 def test_consecutive_batches_come_from_other_places(name: str) -> None:
     plan = plan_of(LAYOUTS[name])
     assert plan.regions_in_flight == 64
@@ -178,7 +178,7 @@ def test_patches_of_a_visit_differ_where_few_starts_qualify() -> None:
         fraction[z : z + 3, y : y + 5, x : x + 5] = 255
     foreground = ForegroundMap(fraction, (8, 8, 8), layout.shape)
     plan = plan_of(layout, foreground=foreground)
-    drawn = [(plan.mixing.slot_of(index), plan.sample(index).start_zyx) for index in range(64 * 40, 64 * 48)]
+    drawn = [(plan.mixing.slot_of(index), plan.sample(index).start_zyx) for index in range(64 * 40, 64 * 43)]
     assert all(patch_fraction(foreground, start, layout.patch) >= 0.9 for _, start in drawn)
     assert len(set(drawn)) > 0.8 * len(drawn)
 
@@ -207,12 +207,12 @@ def test_patches_with_a_region_each_are_uniform_and_share_nothing() -> None:
     plan = plan_of(layout)
     assert len({plan.mixing.slot_of(index) for index in range(500)}) == 500
     assert plan.sample(5).region == plan.sample(5).box
-    starts = starts_of(plan, 10_000)
+    starts = starts_of(plan, 5_000)
     counts = np.bincount(np.ravel_multi_index(tuple(starts.T), (9, 11, 13)), minlength=9 * 11 * 13)
-    assert chi_square_p(counts, np.full(counts.size, 10_000 / counts.size)) > 0.01
+    assert chi_square_p(counts, np.full(counts.size, 5_000 / counts.size)) > 0.01
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(weights=st.lists(st.floats(0.05, 20), min_size=2, max_size=5), seed=st.integers(0, 10))
 def test_volumes_are_drawn_by_weight(weights: list[float], seed: int) -> None:
     volumes = [planned(SMALL, name=str(i), weight=w) for i, w in enumerate(weights)]
@@ -275,9 +275,9 @@ def test_starts_of_several_volumes_are_drawn_alike_within_each_and_by_weight() -
     other = TINY._replace(shape=(9, 12, 15))
     volumes = [planned(TINY, name="a", weight=3), planned(other, name="b", weight=1)]
     plan = make_plan(0, data_config(TINY.patch, **TINY.options), volumes)
-    expected = [w / 4 * 9_000 / n for w, n in ((3, 9 * 11 * 13), (1, 6 * 5 * 10)) for _ in range(n)]
+    expected = [w / 4 * 5_000 / n for w, n in ((3, 9 * 11 * 13), (1, 6 * 5 * 10)) for _ in range(n)]
     counts = np.zeros(len(expected))
-    for n in range(9_000):
+    for n in range(5_000):
         sample = plan.sample(APART * n)
         shape = (6, 5, 10) if sample.volume else (9, 11, 13)
         counts[int(np.ravel_multi_index(sample.start_zyx, shape)) + 9 * 11 * 13 * sample.volume] += 1

@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from vesuvius.errors import ConfigError
-from vesuvius.stream.ray import private, start
+from vesuvius.stream.ray import private
+from vesuvius.stream.ray import session as start
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -61,7 +62,7 @@ def test_a_process_that_ends_while_ray_starts_leaves_its_last_words(death: str) 
     """As Ray's C++ core ends it: no Python runs any more."""
     code = f"""
 import os
-from vesuvius.stream.ray import start
+from vesuvius.stream.ray import session as start
 with start._filtered_stderr():
     os.write(2, b"Set ray log level from environment variable RAY_BACKEND_LOG_LEVEL to 3\\nwhat(): no threads\\n")
     {death}

@@ -24,7 +24,6 @@ from vesuvius.stream import events
 from vesuvius.stream import stream as stream_module
 from vesuvius.stream.ray import blocks
 from vesuvius.stream.ray import session as ray_session
-from vesuvius.stream.ray import start as ray_start
 from vesuvius.stream.reading.reader import Block
 
 
@@ -47,7 +46,7 @@ def refuse(*_: Any) -> None:
 
 
 def test_only_the_announcement_of_ray_s_core_is_hidden(capfd: pytest.CaptureFixture[str]) -> None:
-    with ray_start._filtered_stderr():
+    with ray_session._filtered_stderr():
         os.write(2, b"[x] logging.cc: Set ray log level from environment variable RAY_BACKEND_LOG_LEVEL to 4\n")
         os.write(2, b"a reason to look at\n")
     os.write(2, b"and on\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, cast
 
 import ray
 
-from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
+from vesuvius.errors import EXIT_ERROR, VesuviusError, one_line
 from vesuvius.launch.rank import train_as_rank
 from vesuvius.runlog.logfile import close_logs
 from vesuvius.training.ranks.ranks import RankLostError
@@ -87,7 +86,7 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
     if rank == 0:
         threading.Thread(target=_follow, args=(job.mailbox, stop, ended), name="mailbox", daemon=True).start()
     try:
-        _enter(job.directory)
+        os.chdir(job.directory)
         return train_as_rank(request, stop=stop), ""
     except RankLostError as error:
         log.error("%s; Ray Train starts all ranks again, from the last checkpoint", error)
@@ -114,17 +113,6 @@ def _restart_may_help(error: BaseException) -> bool:
     """
     text = str(error)
     return any(word in text for word in ("CUDA", "NCCL")) and "device-side assert" not in text
-
-
-def _enter(directory: str) -> None:
-    """Go where the command was started.  Raises ConfigError."""
-    try:
-        os.chdir(directory)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot enter {directory} on {platform.node()}, in which the command was started: {error}; start it in a "
-            "folder that is on a file system of all nodes"
-        ) from error
 
 
 def _follow(mailbox: Any, stop: StopRequest, ended: threading.Event) -> None:
