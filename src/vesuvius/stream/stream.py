@@ -224,7 +224,8 @@ class PatchStream(Iterator[Batch]):
 
     def readers_here(self) -> frozenset[int]:
         """The reader processes on this machine, by pid; children of this process only where it started Ray itself."""
-        return frozenset(self._readers.on_node(socket.gethostname()))
+        host = socket.gethostname()
+        return frozenset(pid for pid, figures in self.readers.copy().items() if figures.node == host)
 
     def reader_memory(self) -> dict[int, int]:
         """Bytes of private memory of each reader process, by pid, as last reported."""
@@ -333,8 +334,7 @@ class PatchStream(Iterator[Batch]):
     def _reader_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
         """On any thread; returns what ends the stream."""
         self.readers.pop(fields["pid"], None)
-        other = next(iter(self._readers.on_node(fields["node"])), None)
-        return self._events.reader_died(text, fields | {"new_pid": other})
+        return self._events.reader_died(text, fields)
 
 
 def _check_state(state: Any) -> None:

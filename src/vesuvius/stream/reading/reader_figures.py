@@ -85,10 +85,6 @@ class Readers:
         self.totals = self.totals.plus(report.done)
         return (before, died.node) if died else None
 
-    def on_node(self, node: str) -> list[int]:
-        """The processes on a machine, by pid.  On any thread."""
-        return [pid for pid, figures in self.living.copy().items() if figures.node == node]
-
     def clear(self) -> None:
         """All readers have ended."""
         self._pids.clear()
