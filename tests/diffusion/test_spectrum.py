@@ -61,13 +61,6 @@ def test_the_mean_power_of_all_modes_is_the_variance(shape: tuple[int, int, int]
     assert (power * counts).sum() / counts.sum() == pytest.approx(1, rel=1e-5)
 
 
-def test_the_power_at_0_is_the_variance_of_the_means_of_patches() -> None:
-    patches = patches_of(red(), 50)
-    found = Spectrum.of(patches)
-    means = (patches - found.mean).mean(dim=AXES) / found.std
-    assert float(found.power[0, 0, 0]) == pytest.approx(float(means.square().mean()) * math.prod(SHAPE), rel=1e-5)
-
-
 def test_patches_that_are_all_equal_have_no_power_and_divide_nothing_by_0() -> None:
     found = Spectrum.of(torch.full((2, *SHAPE), 3.0))
     assert (found.mean, found.std, found.peak) == (3.0, 1.0, 0.0)
@@ -139,12 +132,6 @@ def test_levels_fall_by_equal_steps_of_the_seventh_root_and_each_t_has_its_noise
         below, above = math.floor(level.t), math.ceil(level.t)
         assert table[below] * (1 - 1e-9) <= sigma <= table[above] * (1 + 1e-9)
     assert all(a.sigma > b.sigma for a, b in pairwise([*levels, last]))
-
-
-def test_timesteps_are_uniform_in_log_sigma() -> None:
-    schedule = Schedule.from_config(DiffusionConfig(noise="edm"), spectrum_up_to(900.0))
-    logs = np.log(np.sqrt(1 / schedule.alpha_bar_64 - 1))
-    np.testing.assert_allclose(logs, np.linspace(math.log(0.02), math.log(120.0), 1000), atol=1e-6)
 
 
 def test_the_most_noise_follows_from_the_largest_amplitude() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,7 +22,7 @@ from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
-from vesuvius.training.forecast.memory_plan import TracedStep, _traced_step, largest_batch, plan_memory
+from vesuvius.training.forecast.memory_plan import Footprint, TracedStep, _traced_step, largest_batch, plan_memory
 from vesuvius.training.step.network import build_network, lay_out_network
 from vesuvius.training.step.step import AmpMode, TrainStep
 
@@ -188,6 +191,20 @@ def test_a_checkpointed_level_is_computed_again() -> None:
     again = plan_memory(config.with_training(checkpoint_levels=(0, 1, 2))).flops_per_step
     # The first convolution of each block runs a third time, the second, whose result nothing needs, does not.
     assert 1.1 * once < again < 4 / 3 * once
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_attention_is_counted_without_a_matrix_of_scores(fake: bool) -> None:
+    n, width = 1024, 16
+    with FakeTensorMode() if fake else nullcontext(), Footprint() as footprint:
+        q, k, v = (torch.empty(1, 1, n, width, requires_grad=True) for _ in range(3))
+        with footprint.saving([]):
+            F.scaled_dot_product_attention(q, k, v).sum().backward()
+    # Forward QK' and PV; backward forms the scores again and four gradients.
+    assert footprint.flops == (2 + 5) * 2 * n * n * width
+    # q, k, v, the result, and a float32 number for each query
+    assert footprint.saved_bytes == 4 * n * width * 4 + n * 4
+    assert max(footprint.history) < n * n * 4, "the scores of all pairs would take 4 MiB"
 
 
 def test_accumulated_gradients_live_through_the_forward_passes() -> None:

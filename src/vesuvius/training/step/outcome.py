@@ -11,28 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step came to.
+    """What a step came to."""
 
-    Attributes:
-        loss: mean weighted loss of the global batch, before the update.
-        losses: that of each sample, in the order of the global batch.
-        grad_norm: length of the gradient before clipping.
-        finite: whether loss and gradient were finite.
-        applied: whether the weights moved: finite, and not after `max_nonfinite` steps that were not.
-        overflowed: an fp16 gradient too large for its scale: skipped, the scale halved; normal now and then.
-        nonfinite_in_a_row: steps so far, this one included, that were not finite, since the last that was applied.
-            An overflow neither counts nor resets the count: it says nothing about the run.
-        scale: what the loss was multiplied by for fp16; 1 without it.
-    """
-
-    loss: float
-    losses: tuple[float, ...]
-    grad_norm: float
-    finite: bool
-    applied: bool
-    overflowed: bool
+    loss: float  # mean weighted loss of the global batch, before the update
+    losses: tuple[float, ...]  # that of each sample, in the order of the global batch
+    grad_norm: float  # length of the gradient before clipping
+    finite: bool  # whether loss and gradient were finite
+    applied: bool  # whether the weights moved: finite, and not after `max_nonfinite` steps that were not
+    overflowed: bool  # an fp16 gradient too large for its scale: skipped, the scale halved; normal now and then
+    # steps so far, this one included, that were not finite, since the last that was applied; an overflow neither counts
+    # nor resets the count: it says nothing about the run
     nonfinite_in_a_row: int
-    scale: float
+    scale: float  # what the loss was multiplied by for fp16; 1 without it
 
 
 class StepResult:
