@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from vesuvius.config import DiffusionConfig
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,12 @@ def trailing_timesteps(timesteps: int, steps: int) -> npt.NDArray[np.int64]:
 
     round(T k / S) - 1 for k = S ... 1 (Lin et al. 2023, table 2, "trailing").  It starts at the noisiest timestep of
     training; "leading" and "linspace" do not (diffusers #12633).
-
-    Raises:
-        ConfigError: steps is not in [1, timesteps].
     """
-    _check_steps(timesteps, steps)
     return np.round(timesteps * np.arange(steps, 0, -1) / steps).astype(np.int64) - 1
 
 
 def trailing_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
-    """Return steps + 1 levels in float64: those of `trailing_timesteps`, then `CLEAN`.  Raises as it does.  Pure."""
+    """Return steps + 1 levels in float64: those of `trailing_timesteps`, then `CLEAN`.  Pure."""
     table = schedule.alpha_bar_64
     times = trailing_timesteps(schedule.timesteps, steps).tolist()
     return (*(NoiseLevel(t, math.sqrt(table[t]), math.sqrt(1 - table[t])) for t in times), CLEAN)
@@ -67,11 +62,7 @@ def rho_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
 
     The seventh root of sigma/alpha decreases in equal steps (Karras et al. 2022, eq. 5, rho = 7).  The t of a level is
     interpolated between timesteps in log sigma/alpha.
-
-    Raises:
-        ConfigError: steps is not in [1, timesteps].
     """
-    _check_steps(schedule.timesteps, steps)
     table = np.sqrt((1 - schedule.alpha_bar_64) / schedule.alpha_bar_64)
     roots = np.linspace(table[-1] ** (1 / _RHO), table[0] ** (1 / _RHO), steps)
     noise = np.clip(roots**_RHO, table[0], table[-1])
@@ -85,13 +76,6 @@ def rho_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
 
 
 def sampling_levels(schedule: Schedule, config: DiffusionConfig) -> tuple[NoiseLevel, ...]:
-    """Return the sampling levels for `noise` and `sampler_steps` of the config.  Raises as `rho_levels`.  Pure."""
+    """Return the sampling levels for `noise` and `sampler_steps` of the config.  Pure."""
     levels = rho_levels if config.noise == "edm" else trailing_levels
     return levels(schedule, config.sampler_steps)
-
-
-def _check_steps(timesteps: int, steps: int) -> None:
-    if not 1 <= steps <= timesteps:
-        raise ConfigError(
-            f"sampler_steps must be between 1 and timesteps; got {steps} of {timesteps}; change diffusion.sampler_steps"
-        )
