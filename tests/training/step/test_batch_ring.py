@@ -105,7 +105,7 @@ def test_a_ring_that_cannot_be_had_leaves_stream_and_ring_as_they_were(job: Read
             ConfigError, match=r"must fit into pinned memory; got CUDA error: .* for 6 buffers instead of 4"
         ):
             exchange(stream, ring, 6, prefetch_factor=4)
-        with pytest.raises(ConfigError, match="a ring of buffers must have at least 3"):
+        with pytest.raises(ConfigError, match="are too small"):
             exchange(stream, ring, 2, prefetch_factor=1)
         assert stream.options is before
         copies += [one_batch(stream, ring) for _ in range(4)]
