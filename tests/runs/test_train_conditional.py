@@ -72,7 +72,7 @@ def test_how_samples_are_drawn_may_change_on_resume_and_what_the_network_is_may_
     scan = tmp_path / "scan.zarr"
     other_labels = f"data.volumes=[{{path: {scan}, condition: {{path: {moved}}}}}]"
     assert vesuvius_train(conditional_config, *resume, other_labels) == 2
-    assert "dtype of the conditions: was uint8, is uint16" in capsys.readouterr().err
+    assert 'dtype of the conditions: was "uint8", is "uint16"' in capsys.readouterr().err
 
 
 def test_guidance_without_a_condition_is_refused(
@@ -93,7 +93,7 @@ def test_a_scale_may_change_on_resume_and_labels_may_not_move(
     assert vesuvius_train(conditional_config, "training.max_steps=2", "--resume") == 0
     attributes.write_text(attributes.read_text().replace("2.0", "4.0"))  # as coarse again, from the same corner
     assert vesuvius_train(conditional_config, "training.max_steps=3", "--resume") == 2
-    moved = "place of the conditions in their volumes (factors, offsets): was 1x1x1 at 0x0x0, is 2x2x2 at 0x0x0"
+    moved = 'place of the conditions in their volumes (factors, offsets): was "1x1x1 at 0x0x0", is "2x2x2 at 0x0x0"'
     assert moved in capsys.readouterr().err
 
 

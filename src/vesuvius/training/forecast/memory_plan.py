@@ -42,10 +42,7 @@ _CPU_HOLES = 0.5
 # The caching allocator takes segments of 2 MiB and more, and holes in them stay unused.  Assumed, not measured.
 _FRAGMENTATION = 0.05
 # What of `training.*` a step's memory and operations follow from.
-_OF_A_STEP = (
-    "channels_last", "recompute_norm", "checkpoint_levels", "deterministic", "optimizer", "ema_decay",
-    "extra_ema_decays",
-)  # fmt: skip
+_OF_A_STEP = ("channels_last", "recompute_norm", "checkpoint_levels", "deterministic", "optimizer")
 
 _aten = torch.ops.aten
 # torch counts attention in CUDA's kernels only; the CPU's has the same first arguments and the same products.
@@ -164,11 +161,14 @@ def _traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
     condition = ArrayConfig(path="any") if config.has_condition else None
     of_data = {key: getattr(data, key) for key in ("patch_size", "condition_classes", "augment")}
     of_training = {key: getattr(training, key) for key in _OF_A_STEP}
+    averages = tuple(0.1 / (number + 1) for number in range(len(training.extra_ema_decays)))  # as many
     return TracedStep(
         Config(
             name="any",
             data=DataConfig(volumes=(VolumeConfig(path="any", condition=condition),), **of_data),
-            training=TrainingConfig(accumulate_steps=min(training.accumulate_steps, 2), amp=amp, **of_training),
+            training=TrainingConfig(
+                accumulate_steps=min(training.accumulate_steps, 2), amp=amp, extra_ema_decays=averages, **of_training
+            ),
             diffusion=config.diffusion,
             model=config.model,
         )
