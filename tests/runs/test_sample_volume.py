@@ -176,7 +176,7 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
             draw_volume(request, told_of(phase))
         assert told[-1] == phase
         assert told.count(phase) <= 2, "no more is done after the signal than two batches that were handed out"
-    assert draw_volume(request, told_of("")).shape_zyx == SHAPE
+    assert "out.zarr: 12x24x24 uint8, " in draw_volume(request, told_of(""))
 
 
 @pytest.mark.long  # `test_sampling.py` has a drawing by two actors

@@ -11,7 +11,6 @@ from vesuvius.commands.cli import as_command, natural, positive, say, triple
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
-from vesuvius.runlog.units import format_sizes
 
 if TYPE_CHECKING:
     from vesuvius.volumes.box import Box
@@ -172,12 +171,8 @@ def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 
     request = SampleRequest(**common, count=arguments.count or 16, out=arguments.out, overwrite=arguments.overwrite)
     with Progress("sampling") as progress:
-        report = draw_samples(request, progress.tell)
-    say(
-        f"wrote {report.out}: {report.count} samples of {format_sizes(report.shape_zyx)} {report.dtype} in "
-        f"{report.seconds:.1f} s ({report.seconds / report.count:.2f} s each), {report.evaluations} network "
-        "evaluations per sample"
-    )
+        text = draw_samples(request, progress.tell)
+    say(text)
     return EXIT_OK
 
 
@@ -192,10 +187,6 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         say(forecast_volume(request))
         return EXIT_OK
     with Progress("sampling") as progress:
-        report = draw_volume(request, progress.tell)
-    shape = f"{format_sizes(report.shape_zyx)} {report.dtype}"
-    if report.already:
-        say(f"{report.out} is already there: {shape}, drawn with the same arguments")
-    else:
-        say(f"wrote {report.out}: {shape}, {report.levels} level(s), in {report.seconds:.1f} s")
+        text = draw_volume(request, progress.tell)
+    say(text)
     return EXIT_OK

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vesuvius.config import Triple
 from vesuvius.diffusion.generate import generate
 from vesuvius.errors import ConfigError, NonFiniteError
 from vesuvius.generate.drawing import (
@@ -40,6 +39,7 @@ from vesuvius.generate.sample_zarr import (
     published_when_whole,
     to_greys,
 )
+from vesuvius.runlog.units import format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint_info
 from vesuvius.training.step.network import lay_out_network
@@ -61,20 +61,8 @@ class SampleRequest(DrawRequest):
     overwrite: bool  # replace samples that are there
 
 
-@dataclass(frozen=True)
-class SampleSummary:
-    """What was written."""
-
-    out: Path  # the directory
-    count: int
-    shape_zyx: Triple
-    dtype: str  # of the array of shape (count, *shape_zyx)
-    evaluations: int  # calls of the network per sample
-    seconds: float  # in all
-
-
-def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, done, total: None) -> SampleSummary:
-    """Draw samples and write them with their conditions and a picture.
+def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
+    """Draw samples and write them with their conditions and a picture.  Returns what was written, in words.
 
     Raises:
         ConfigError: there is no checkpoint, arguments do not fit its config, or the output exists.
@@ -94,8 +82,12 @@ def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, 
     check_target(out, request.overwrite)
     with StopRequest(None) as stop, published_when_whole(out) as staged, gpu_memory(request.batch_size):
         evaluations = _draw(request, info, Watch(stop, on_progress), staged)
-    dtype, seconds = info.data.volumes[request.volume].dtype.name, time.monotonic() - started
-    return SampleSummary(out, request.count, info.config.data.patch_size, dtype, evaluations, seconds)
+    shape, dtype = format_sizes(info.config.data.patch_size), info.data.volumes[request.volume].dtype.name
+    seconds = time.monotonic() - started
+    return (
+        f"wrote {out}: {request.count} samples of {shape} {dtype} in {seconds:.1f} s "
+        f"({seconds / request.count:.2f} s each), {evaluations} network evaluations per sample"
+    )
 
 
 def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory: Path) -> int:
@@ -164,7 +156,12 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
         if conditions:
             starts = [conditions.start_zyx(number) for number in record["numbers"]]
             shown.finish(record | {"condition": conditions.volume.name, "starts_zyx": starts})
-    draw_grid(cells, _title(request, info)).save(directory / MONTAGE, format="PNG")
+    more = f", first {MAX_IN_MONTAGE} of {request.count}" if request.count > MAX_IN_MONTAGE else ""
+    title = (
+        f"{config.name} step {info.step} ({request.weights}), {config.diffusion.sampler} "
+        f"{config.diffusion.sampler_steps} steps, seed {request.seed}{more}: z, y, x slices"
+    )
+    draw_grid(cells, title).save(directory / MONTAGE, format="PNG")
     return evaluations
 
 
@@ -191,13 +188,3 @@ def describe(request: SampleRequest, info: CheckpointInfo, amp: AmpMode, evaluat
         "amp": amp,
         **described(info, request),
     }
-
-
-def _title(request: SampleRequest, info: CheckpointInfo) -> str:
-    """The first line of the picture."""
-    diffusion = info.config.diffusion
-    shown = f", first {MAX_IN_MONTAGE} of {request.count}" if request.count > MAX_IN_MONTAGE else ""
-    return (
-        f"{info.config.name} step {info.step} ({request.weights}), {diffusion.sampler} "
-        f"{diffusion.sampler_steps} steps, seed {request.seed}{shown}: z, y, x slices"
-    )

@@ -60,20 +60,11 @@ class VolumeRequest(DrawRequest):
     given: GivenVolumes = field(default_factory=GivenVolumes)
 
 
-@dataclass(frozen=True)
-class VolumeSummary:
-    """What was written."""
-
-    out: Path
-    shape_zyx: Triple
-    dtype: str
-    levels: int
-    seconds: float
-    already: bool = False  # it existed, drawn with the same arguments
-
-
-def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> VolumeSummary:
+def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
     """Draw a volume, or continue one; a finished one that was drawn with the same arguments is left as it is.
+
+    Returns:
+        What was written, in words.
 
     Raises:
         ConfigError: arguments do not fit the checkpoint or each other, or something else is at `out`.
@@ -84,9 +75,9 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
     started = time.monotonic()
     with _prepared(request) as drawing:
         dtype, plan, out = drawing.dtype, drawing.plan, request.out
-        summary = VolumeSummary(out, drawing.job.tiling.shape_zyx, dtype.name, plan.levels, 0.0)
+        shape = f"{format_sizes(drawing.job.tiling.shape_zyx)} {dtype}"
         if is_finished(out, drawing.record, DRAWING):
-            return replace(summary, already=True)
+            return f"{out} is already there: {shape}, drawn with the same arguments"
         with StopRequest(None) as stop, gpu_memory(request.batch_size):
             watch, folder = Watch(stop, on_progress, resumable=True), partial_path(out) / "state"
             live = drawing.live(watch, folder / "live")
@@ -109,7 +100,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
                 with drawing.workers_on(folder, watch) as run_parts:
                     x = sampling.run(run_parts, drawing.workers)
                 drawing.write(target, x, sampling.used, watch)
-    return replace(summary, seconds=time.monotonic() - started)
+        return f"wrote {out}: {shape}, {plan.levels} level(s), in {time.monotonic() - started:.1f} s"
 
 
 def forecast_volume(request: VolumeRequest) -> str:
