@@ -24,9 +24,8 @@ from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.generate.volume.run import Sampling, this_process
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import VolumeJob, Work
+from vesuvius.generate.volume.work import Sampling, VolumeJob, Work, this_process
 from vesuvius.training.step.network import build_network
 
 

@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.generate.evaluate.scrolls import PATCH, Voxels, patch_set, patches, scroll, search_in, within_chance
+from vesuvius.generate.evaluate.evaluate import figure_table, plain, verdict
 from vesuvius.generate.evaluate.figures import Figure, Judgement, chance, classifier_auc, exchanges, folds, judge
-from vesuvius.generate.evaluate.page import figure_table, plain, verdict
 from vesuvius.generate.evaluate.patches import PatchSet, cells, disjoint_sides
 
 COUNT = 32

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tests.conftest import write_array
 from vesuvius.config import AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import ConfigError
+from vesuvius.generate.evaluate.evaluate import verdict
 from vesuvius.generate.evaluate.figures import Judgement, judge
-from vesuvius.generate.evaluate.page import verdict
 from vesuvius.generate.evaluate.patches import (
     GeneratedPatches,
     RealSource,

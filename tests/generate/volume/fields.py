@@ -20,9 +20,8 @@ from vesuvius.generate.drawing import Watch
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.passes import Pass, advanced, block_noise, corrected
 from vesuvius.generate.volume.ray_workers import ray_workers
-from vesuvius.generate.volume.run import Sampling, this_process
 from vesuvius.generate.volume.tiling import Tiling, shared_part
-from vesuvius.generate.volume.work import BlockSet, VolumeJob, Work, live_blocks
+from vesuvius.generate.volume.work import BlockSet, Sampling, VolumeJob, Work, live_blocks, this_process
 from vesuvius.volumes.box import Box, shape_of, slices
 
 Correlation = Callable[[Tensor], Tensor]

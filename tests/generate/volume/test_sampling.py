@@ -42,9 +42,8 @@ from vesuvius.generate.volume import ray_workers
 from vesuvius.generate.volume.draw import state_bytes
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.passes import START, STEP, block_noise, passes_of
-from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import BlockSet, State, VolumeJob, forget_unflushed, live_blocks
+from vesuvius.generate.volume.work import BlockSet, Sampling, State, VolumeJob, forget_unflushed, live_blocks
 from vesuvius.volumes.box import slices
 
 PATCH = (4, 6, 6)

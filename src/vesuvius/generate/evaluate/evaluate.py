@@ -5,19 +5,21 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError
 from vesuvius.generate.drawing import OnProgress, check_volume, run_of
-from vesuvius.generate.evaluate.figures import judge
+from vesuvius.generate.evaluate.figures import COPIES, Figure, Judgement, judge
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
-from vesuvius.generate.evaluate.page import build_page, figure_table, montage_cells, plain, verdict
 from vesuvius.generate.evaluate.patches import (
     RealSource,
     generated_set,
@@ -25,18 +27,32 @@ from vesuvius.generate.evaluate.patches import (
 )
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, published_when_whole
 from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
-from vesuvius.report.content import Picture, Table
+from vesuvius.report.content import Picture, RunReport, Table
+from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.page import FOLDER, new_folder, write_pages
+from vesuvius.runlog.records import finite
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
-from vesuvius.training.validation.pictures import draw_grid, magnification
+from vesuvius.training.validation.pictures import MontageCell, draw_grid, magnification, middle_slice
+from vesuvius.training.validation.texture import HISTOGRAM_EDGES
 from vesuvius.volume_tools.partial import check_record, finished_record
 
 log = logging.getLogger(__name__)
 
 NAME = "evaluation"
 _COLUMNS = 8
+_SHOWN = 24
+_NAMES = {"generated": "generated", "held_out": "held out", "training": "training"}
+
+_HOW = (
+    "Generated patches are compared with held-out ones, which training has never seen. The floor is the same "
+    "comparison with patches of training in their place: a perfect model comes out there. Real patches are mirrored "
+    "and turned as training does. p: how often some figure of a table would be as "
+    "far off if patches changed places at random; those that overlap do so together. A figure is beyond the floor if "
+    "that is below 5 %. What cannot be measured is unknown. Distances: of the histograms in model values "
+    "(Wasserstein), of the power spectra in dB, of the two-point correlations; of copies the difference of the shares."
+)
 _SEARCHED = (
     "Nearest places of training were looked for in {} of the training voxels, at every shift and in every symmetry "
     "that training draws. A sample counts as a copy if its distance is below half of that which 5 % of held-out "
@@ -115,7 +131,12 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         "patch": format_sizes(patch),
         "time without sampling": format_duration(seconds),
     }
-    report = build_page(f"{config.name}: evaluation", str(info.checkpoint), described, judgement, notes)
+    tables = (
+        figure_table(judgement.figures),
+        Table("How to read it", ("",), tuple((text,) for text in (_HOW, *notes))),
+    )
+    name, charts = f"{config.name}: evaluation", tuple(_charts(judgement))
+    report = RunReport(name, str(info.checkpoint), described, verdict(judgement), charts=charts, tables=tables)
     folder = request.out or new_folder(run_of(info.checkpoint) / FOLDER)
     with published_when_whole(folder, "evaluations") as staged:
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(judgement)
@@ -175,3 +196,94 @@ def _terminal(table: Table) -> str:
     widths = [max(len(row[place]) for row in rows) for place in range(len(table.columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([table.title, *lines, ""])
+
+
+def verdict(judgement: Judgement) -> str:
+    """What an operator should know first."""
+    named = {
+        reading: ", ".join(figure.name for figure in judgement.figures if figure.reading == reading)
+        for reading in ("beyond the floor", "unlike held out", "unknown")
+    }
+    found = [f"{reading.capitalize()}: {names}." for reading, names in named.items() if names]
+    if not named["beyond the floor"]:
+        found.insert(0, "No figure is beyond the floor.")
+    copies = next(figure for figure in judgement.figures if figure.key == COPIES)
+    if copies.beyond:
+        shares = "{generated:.0%} of the samples repeat training voxels ({held_out:.0%} by chance)"
+        found.append(f"Memorised: {shares.format(**copies.values)}.")
+    elif copies.beyond is None:
+        found.append("Whether training voxels are memorised is unknown: too few patches have texture.")
+    else:
+        found.append("No sign of memorised training voxels among those that were searched.")
+    return " ".join(found)
+
+
+def figure_table(figures: Sequence[Figure]) -> Table:
+    """One line per figure."""
+    rows = [
+        (
+            figure.name,
+            figure.reading + (f"; {figure.note}" if figure.note else ""),
+            *(_number(figure.values[of]) if of in figure.values else "" for of in _NAMES),
+            _number(figure.distance),
+            "" if figure.floor is None else _number(figure.floor),
+            _number(figure.p),
+        )
+        for figure in figures
+    ]
+    columns = ("figure", "reading", *_NAMES.values(), "distance", "real against real", "p")
+    return Table("Generated against real patches", columns, tuple(rows))
+
+
+def plain(judgement: Judgement) -> dict[str, Any]:
+    """All figures as plain JSON; what is not finite is null."""
+    found: dict[str, Any] = finite(
+        {
+            "verdict": verdict(judgement),
+            "figures": {
+                figure.key: asdict(figure) | {"beyond": figure.beyond, "reading": figure.reading}
+                for figure in judgement.figures
+            },
+            "nearest_distances": {of: found.tolist() for of, found in judgement.distances.items()},
+        }
+    )
+    return found
+
+
+def montage_cells(rows: Mapping[str, NDArray[np.float32]], scale: int, columns: int) -> list[MontageCell]:
+    """Middle slices of the first patches of each kind, in rows by turns."""
+    count = min(_SHOWN, *map(len, rows.values())) // columns * columns
+    return [
+        MontageCell(f"{name} {number}", middle_slice(patches[number], scale))
+        for first in range(0, count, columns)
+        for name, patches in rows.items()
+        for number in range(first, first + columns)
+    ]
+
+
+def _charts(judgement: Judgement) -> list[Chart]:
+    textures = {_NAMES[of]: texture for of, texture in judgement.textures.items()}
+    middles = (HISTOGRAM_EDGES[:-1] + HISTOGRAM_EDGES[1:]) / 2
+    greys = [banded(of, middles, texture.histogram) for of, texture in textures.items()]
+    power = [banded(of, texture.frequency, texture.power) for of, texture in textures.items()]
+    is_log = all((texture.power > 0).all() for texture in textures.values())
+    found = chart("histogram", "Grey values", "share of voxels", greys, x_label="model value")
+    found += chart("spectrum", "Radial power spectrum", "power", power, x_label="cycles per voxel", log=is_log)
+    for axis, name in enumerate("zyx"):
+        series = [
+            banded(of, np.arange(len(texture.correlation[axis])), texture.correlation[axis])
+            for of, texture in textures.items()
+            if axis < len(texture.correlation)
+        ]
+        title = f"Two-point correlation along {name}"
+        found += chart(f"correlation_{name}", title, "correlation", series, x_label="voxels apart")
+    series = []
+    for of, distances in judgement.distances.items():
+        known = np.sort(distances[np.isfinite(distances)])
+        series.append(banded(_NAMES[of], 100 * (np.arange(len(known)) + 0.5) / max(len(known), 1), known))
+    title = "Nearest training place: unexplained variance"
+    return found + chart("nearest", title, "share", series, x_label="% of patches that are nearer")
+
+
+def _number(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.3g}"

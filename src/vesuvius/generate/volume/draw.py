@@ -26,9 +26,19 @@ from vesuvius.generate.drawing import DrawRequest, Network, OnProgress, Watch, c
 from vesuvius.generate.sample_zarr import to_greys
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
-from vesuvius.generate.volume.run import GROUP, RunParts, Sampling, this_process
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import BlockSet, VolumeJob, Work, forget_unflushed, live_blocks, used_blocks
+from vesuvius.generate.volume.work import (
+    GROUP,
+    BlockSet,
+    RunParts,
+    Sampling,
+    VolumeJob,
+    Work,
+    forget_unflushed,
+    live_blocks,
+    this_process,
+    used_blocks,
+)
 from vesuvius.runlog.files import free_disk_bytes, write_whole
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.training.checkpoint.format import find_checkpoint

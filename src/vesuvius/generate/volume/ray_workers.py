@@ -6,18 +6,17 @@ Parts go from files to files and can be repeated: Ray starts an actor that died 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util import ActorPool
 
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, VesuviusError
-from vesuvius.generate.volume.run import OpenWork, RunParts
-from vesuvius.generate.volume.work import Part, Work
+from vesuvius.generate.volume.work import OpenWork, Part, RunParts, Work
 from vesuvius.stream.ray.session import Session
 
 _POLL_S = 0.5
@@ -66,38 +65,33 @@ class _Worker:
         self._open = open_work
         self._work: Work | None = None
 
-    def do(self, part: Part) -> None:
+    def do(self, part: Part) -> Part:
         self._work = self._work or self._open()
         self._work.do(part)
+        return part
 
 
 def _run(parts: Iterable[Part], actors: list[Any], check: Callable[[], None]) -> Iterator[Part]:
-    free, flying = deque(actors * _IN_FLIGHT), dict[Any, tuple[Any, Part]]()
-    queue, last = iter(parts), time.monotonic()
-    while True:
-        while free and (part := next(queue, None)) is not None:
-            actor = free.popleft()
-            flying[actor.do.remote(part)] = actor, part
-        if not flying:
-            return
-        finished, _ = ray.wait(list(flying), timeout=_POLL_S)
-        check()
-        for reference in finished:
-            actor, part = flying.pop(reference)
-            try:
-                ray.get(reference)
-            except RayTaskError as error:
-                raise error.cause from None
-            except RayActorError as error:
+    pool, last = ActorPool(actors * _IN_FLIGHT), time.monotonic()
+    for part in parts:
+        pool.submit(lambda actor, part: actor.do.remote(part), part)
+    while pool.has_next():  # type: ignore[no-untyped-call]
+        try:
+            part = pool.get_next_unordered(timeout=_POLL_S)
+        except TimeoutError:
+            if time.monotonic() - last > _SILENT_S:
                 raise VesuviusError(
-                    f"A part of the volume ended its worker {_RETRIES + 1} time(s), probably because memory ran out; "
-                    "see the kernel log (dmesg), and lower --batch-size or --workers; what is done is kept"
-                ) from error
-            free.append(actor)
+                    f"No worker has finished a part for {_SILENT_S / 60:.0f} min; `ray status` says whether the nodes "
+                    "have the GPUs and processors of --workers; what is done is kept"
+                ) from None
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayActorError as error:
+            raise VesuviusError(
+                f"A part of the volume ended its worker {_RETRIES + 1} time(s), probably because memory ran out; see "
+                "the kernel log (dmesg), and lower --batch-size or --workers; what is done is kept"
+            ) from error
+        else:
             last = time.monotonic()
             yield part
-        if time.monotonic() - last > _SILENT_S:
-            raise VesuviusError(
-                f"No worker has finished a part for {_SILENT_S / 60:.0f} min; `ray status` says whether the nodes have "
-                "the GPUs and processors of --workers; what is done is kept"
-            )
+        check()
