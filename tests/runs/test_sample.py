@@ -354,7 +354,7 @@ def test_what_does_not_fit_or_is_no_checkpoint_is_refused_in_one_line(
         assert f"--checkpoint must be a run directory, the name of one in runs/, a checkpoint directory, or the " \
             f"model.safetensors or state.pt in one; got {wrong}" in capsys.readouterr().err  # fmt: skip
     assert ends(checkpoint=tmp_path / "young") == 2
-    assert "a run must have a checkpoint; got" in capsys.readouterr().err
+    assert "young has no checkpoint yet; wait for its first" in capsys.readouterr().err
 
 
 def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
