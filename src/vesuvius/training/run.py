@@ -255,7 +255,7 @@ def _record_start(run: RunContext) -> None:
 
 def _train(run: RunContext, train_step: TrainStep) -> int:
     """Run steps until the last one or a request to stop, save, and return the exit code."""
-    config, progress, stop, job = run.config, run.progress, run.stop, run.checked.data.job
+    config, progress, stop = run.config, run.progress, run.stop
     guard = GuardActions(run)
     with (
         run.watchdog,
