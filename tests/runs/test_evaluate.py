@@ -44,6 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _in_place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
+    monkeypatch.setattr("vesuvius.generate.evaluate.memorisation._PLACES", 2**13)  # a coarser search takes less time
 
 
 def evaluates(*arguments: object) -> int:
