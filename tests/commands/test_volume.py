@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import zarr
 
-from tests.conftest import run_vesuvius, textured, write_array
+from tests.conftest import textured, write_array
 from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
 from tests.volumes.test_alignment import volume_of
-from tests.volumes.test_axes import axis, ome_06
-from vesuvius.commands import cli, volume
+from vesuvius.commands import volume
 from vesuvius.runlog import progress
 from vesuvius.volume_tools.phantom import Phantom
 
@@ -97,12 +96,6 @@ def test_ctrl_c_exits_130_and_the_same_command_continues(tmp_path):
     assert not (tmp_path / "v.zarr").exists()
 
 
-def test_the_door_does_not_import_torch():
-    code = "import sys, vesuvius.commands.volume; print(*{'torch', 'ray'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
-
-
 USAGES = [
     (["info", "v.zarr", "--patch", "8,16"], "'8,16' is not three whole numbers z,y,x of at least 1"),
     (["info", "v.zarr", "--patch", "0,16,16"], "at least 1"),
@@ -174,26 +167,6 @@ def test_info_says_what_the_volume_is(tmp_path, capsys):
     assert (facts["present"], facts["total"], facts["source"]) == (str(stored), "48", "listing")
 
 
-@pytest.mark.parametrize(
-    ("transform", "dtype", "message"),
-    [
-        ({"type": "rotation", "rotation": []}, "int16", "got a transformation of type 'rotation'"),
-        ({"type": "scale", "scale": [1, 1, 1]}, "complex64", "complex64"),
-        ({"type": "scale", "scale": [1, 1, 1]}, str, "string"),
-    ],
-    ids=["rotation", "complex", "text"],
-)
-def test_info_of_what_cannot_be_read_ends_with_one_line(tmp_path, capsys, transform, dtype, message):
-    attributes = ome_06(transform, systems={"physical": [axis(name) for name in "zyx"]})
-    zarr.create_group(str(tmp_path / "v.zarr"), zarr_format=3, attributes=attributes)
-    zarr.create_array(str(tmp_path / "v.zarr/0"), shape=(32, 32, 32), dtype=dtype, zarr_format=3)
-    assert volume.main(["info", str(tmp_path / "v.zarr")]) == 6
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert message in line
-
-
 def test_json_is_alone_on_the_output_and_null_is_unknown(tmp_path, capsys):
     write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
     with ChunkServer(tmp_path) as server:
@@ -237,17 +210,6 @@ def test_copy_says_how_far_it_is_and_then_what_it_did(tmp_path, capsys, monkeypa
     assert "c.zarr, is complete" in capsys.readouterr().out
 
 
-def test_a_copy_with_an_unreadable_chunk_exits_6_and_says_what_was_copied(tmp_path, capsys):
-    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
-    (path / "1" / "0" / "1").write_bytes(b"damaged")
-    assert volume.main(["copy", str(path), str(tmp_path / "c.zarr")]) == 6
-    captured = capsys.readouterr()
-    assert re.search(r"written +7\nair +0\n", captured.out)
-    assert re.search(r"failures +1\n", captured.out)
-    assert "WARNING chunk [1, 0, 1] cannot be read" in captured.err
-    assert "the first chunk [1, 0, 1] of " in captured.err
-
-
 @pytest.mark.parametrize("arguments", [["info", "v.zarr", "--json"], ["info", "--help"]])
 def test_a_reader_of_the_output_that_leaves_is_no_error(tmp_path, arguments):
     write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
@@ -274,17 +236,3 @@ def test_an_output_that_cannot_be_written_exits_6(tmp_path, option):
     assert done.returncode == 6
     assert "the output must be writable; got [Errno 28]" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_command_is_found_by_its_names(tmp_path):
-    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
-    assert run_vesuvius("volume", "info", "v.zarr", cwd=tmp_path).stdout.startswith("spec\n  path    v.zarr\n")
-
-
-def test_help_names_what_verifies_and_says_where_its_list_of_chunks_comes_from(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert {"list", "verify"} <= set(re.findall(r"\w+", cli.COMMANDS["volume"]))
-    with pytest.raises(SystemExit):
-        volume.main(["verify", "--help"])
-    assert "the list of stored chunks" in " ".join(capsys.readouterr().out.split())

@@ -26,8 +26,7 @@ from tests.support.object_server import objects_of, serving
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
-from vesuvius.volume_tools.partial import open_partial
-from vesuvius.volume_tools.pyramid import Pyramid, halve
+from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.volume import open_volume
 
 Voxels = np.ndarray[Any, Any]
@@ -205,15 +204,6 @@ def test_a_copy_of_permuted_axes_is_in_zyx(server: ChunkServer, tmp_path: Path, 
     copy_box(CopyRequest(source, tmp_path / "c.zarr", START, (40, 33, 21)), QUICK)
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), cut(voxels, START, (40, 33, 21)))
     assert zarr.open_group(tmp_path / "c.zarr", mode="r")["0"].chunks == (12, 16, 20)
-
-
-def test_the_place_in_a_bare_array_is_told_in_voxels(tmp_path: Path) -> None:
-    source = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
-    copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", (1, 2, 3)), QUICK)
-    multiscale = zarr.open_group(tmp_path / "c.zarr", mode="r").attrs["multiscales"][0]
-    scale, translation = multiscale["datasets"][0]["coordinateTransformations"]
-    assert scale["scale"] == [1, 1, 1]
-    assert translation["translation"] == [1, 2, 3]
 
 
 class Interrupted(Exception):  # noqa: N818 - it stands for a kill, which is no error
@@ -457,21 +447,6 @@ def test_a_full_disk_ends_the_copy_with_6_and_nothing_is_torn(tmp_path: Path) ->
     assert "Traceback" not in limited.stderr
     assert not list((tmp_path / "c.zarr.partial").glob("volume.zarr/0/*/*/*"))
     assert subprocess.run(command, capture_output=True).returncode == 0
-
-
-def test_what_a_killed_process_left_half_written_is_done_again_and_removed(tmp_path: Path) -> None:
-    arguments: Any = (tmp_path / "c.zarr", {}, Pyramid((32, 48, 64), (16, 16, 16), 1, 1), np.dtype("uint8"), 0.0)
-    voxels = textured((16, 16, 16))
-    with open_partial(*arguments) as target:
-        assert target.write(0, (1, 2, 3), voxels) > 0
-        assert target.write(0, (0, 0, 1), voxels * 0) == 0
-    folder = tmp_path / "c.zarr.partial/volume.zarr/0/1/2"
-    (folder / ".0.4711.tmp").write_bytes(b"half of a chun")
-    with open_partial(*arguments) as target:
-        assert [chunk in target.missing(0) for chunk in ((1, 2, 3), (1, 2, 0), (0, 0, 1))] == [False, True, True]
-        target.fill_coarser()
-        target.publish({})
-    assert [path.name for path in (tmp_path / "c.zarr/0/1/2").iterdir()] == ["3"]
 
 
 @needs_scroll_data

@@ -106,13 +106,6 @@ def test_the_sidecar_is_believed_unless_a_listing_is_asked_for(tmp_path: Path) -
     assert (listed.present, listed.source) == (26, "listing")
 
 
-def test_a_damaged_sidecar_is_told_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
-    (path / "0" / ".chunk_occupancy.npz").write_bytes(b"damaged")
-    assert look(path).occupancy.source == "listing"
-    assert "is no npz with `occupancy`" in caplog.text
-
-
 def test_what_a_web_server_does_not_tell_is_unknown_and_not_0(tmp_path: Path) -> None:
     path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
     stored = np.ones((3, 3, 3), bool)
@@ -171,12 +164,6 @@ def test_grey_values_are_those_of_the_material(tmp_path: Path, dtype: str) -> No
     np.testing.assert_allclose([grey.mean, grey.std], [material.mean(), material.std()], rtol=1e-10)
     np.testing.assert_allclose(grey.percentiles, np.percentile(material, (0.5, 50, 99.5)), rtol=1e-6)
     assert grey.air_share == pytest.approx(1 - material.size / voxels.size)
-
-
-def test_grey_values_of_bool(tmp_path: Path) -> None:
-    grey = look(write_array(tmp_path / "v.zarr", textured((48, 48, 48)) > 100, chunk=16), places=27).grey
-    assert grey is not None
-    assert (grey.minimum, grey.maximum, grey.mean, grey.std, grey.percentiles) == (1, 1, 1, 0, (1, 1, 1))
 
 
 def test_grey_values_are_taken_where_something_is_stored_and_are_the_same_each_time(tmp_path: Path) -> None:
@@ -241,42 +228,6 @@ def test_axes_are_told_as_they_are_stored_and_everything_else_in_zyx(tmp_path: P
     assert (facts.occupancy.present, facts.occupancy.total) == (100, 100)
     with pytest.raises(ConfigError, match="add --out FILE"):
         make_sidecar(ArrayConfig(path=str(path), select=(1,)), None)
-
-
-def test_a_level_that_is_rotated_or_holds_no_numbers_does_not_hide_the_others(tmp_path: Path) -> None:
-    def level(path: str, transform: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "path": path,
-            "coordinateTransformations": [transform | {"input": {"path": path}, "output": {"name": "physical"}}],
-        }
-
-    scale = {"type": "scale", "scale": [4.0, 2.0, 2.0]}
-    shift = {"type": "translation", "translation": [1.0, 0.5, 0.5]}
-    axes = [{"name": name, "type": "space", "unit": "nanometer"} for name in "zyx"]
-    entry = {
-        "coordinateSystems": [{"name": "physical", "axes": axes}],
-        "datasets": [
-            level("0", scale),
-            level("1", {"type": "sequence", "transformations": [scale, shift]}),
-            level("2", {"type": "rotation", "rotation": [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]]}),
-            level("3", scale),
-        ],
-    }
-    path = tmp_path / "v.zarr"
-    zarr.create_group(str(path), zarr_format=3, attributes={"ome": {"version": "0.6", "multiscales": [entry]}})
-    for name in "012":
-        write_array(path / name, textured((32, 32, 32)), chunk=16, zarr_format=3)
-    zarr.create_array(str(path / "3"), shape=(32, 32, 32), dtype="complex64", zarr_format=3)
-    facts = look(path, level=1)
-    assert [facts.ome_version, facts.axes] == ["0.6", ("z", "y", "x")]
-    assert [found.path for found in facts.levels] == ["0", "1"]
-    assert (facts.chosen.scale_zyx, facts.chosen.translation_zyx) == ((4, 2, 2), (1, 0.5, 0.5))
-    assert facts.chosen.unit == "nanometer"
-    broken = facts.broken
-    assert list(broken) == ["2", "3"]
-    assert "type 'rotation'" in broken["2"]
-    assert "dtype" in broken["3"]
-    assert "complex64" in broken["3"]
 
 
 @pytest.mark.parametrize("patch", [(8, 16, 16), (8, 16, 24)])

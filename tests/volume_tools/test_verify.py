@@ -4,8 +4,6 @@ does to the process that decodes it."""
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +19,6 @@ from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
 from tests.support.poison import poison, write_volume
 from tests.volumes.test_volume import LAYOUTS
-from vesuvius.commands import volume
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volume_tools import verify
@@ -88,14 +85,6 @@ def test_a_folder_a_dangling_link_and_a_listed_chunk_that_is_gone_are_broken(tmp
     assert len(found) == 3
     (path / ".chunk_occupancy.npz").unlink()
     assert set(causes(verified(path))) == {(0, 1, 1), (1, 1, 1)}, "without a listing the third is air"
-
-
-def test_a_file_in_the_place_of_a_folder_of_chunks_is_no_air(tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    shutil.rmtree(path / "1/1")
-    (path / "1/1").write_bytes(b"")
-    with pytest.raises(DataError, match=r"a folder of chunks must be a folder; got a file, .*1/1;"):
-        verified(path)
 
 
 def test_a_volume_with_a_slab_whose_disk_is_not_mounted_is_not_whole(tmp_path: Path) -> None:
@@ -202,14 +191,3 @@ def test_the_command_ends_without_a_word_of_python(tmp_path: Path) -> None:
     ]
     done = fork_server.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_command_prints_what_is_broken_and_exits_with_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    assert volume.main(["verify", str(path), "--processes=1"]) == 0
-    assert "all are intact" in capsys.readouterr().out
-    (path / "1/1/1").write_bytes(b"torn")
-    assert volume.main(["verify", str(path), "--processes=1"]) == 6
-    out = capsys.readouterr().out
-    assert "restore what is broken from its source" in out
-    assert re.search(r"\n  1x1x1  1/1/1  RuntimeError.*  z 32:64, y 32:64, x 32:64\n", out)

@@ -19,7 +19,8 @@ from vesuvius.volume_tools.copy import CopyRequest, copy_box
 from vesuvius.volume_tools.grey_statistics import grey_statistics
 from vesuvius.volume_tools.verify import verify_volume
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.volume import Nan, Volume, open_volume
+from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.voxels import Nan
 
 SHAPE = (64, 64, 96)
 WHOLE = ((0, 0, 0), SHAPE)

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.volume_tools.partial import Kind, new_array
+from vesuvius.volume_tools.partial import attribute, new_array
 from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volumes.geometry import FloatTriple
 
 SAMPLES, CONDITIONS, MONTAGE = "samples.zarr", "conditions.zarr", "montage.png"
-SAMPLE = Kind("sample", "vesuvius sample")
+SAMPLE = "sample"
 """Its `attribute` of a group says how the samples were made."""
 
 
@@ -63,7 +63,7 @@ class SampleArray:
 
     def finish(self, record: dict[str, Any]) -> None:
         """Write the metadata; `record`, plain JSON, says how the samples were made."""
-        self._group.attrs.put({"multiscales": [self._multiscale], SAMPLE.attribute: record})
+        self._group.attrs.put({"multiscales": [self._multiscale], attribute(SAMPLE): record})
 
 
 def to_greys(x_0: NDArray[np.float32], grey: GreyRange, dtype: np.dtype[Any]) -> NDArray[Any]:

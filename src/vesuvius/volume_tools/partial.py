@@ -36,25 +36,7 @@ from vesuvius.volumes.box import Box, doubled, slices, triple
 _WRITERS = min(4, os.cpu_count() or 1)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What is being written."""
-
-    name: str  # as messages have it
-    command: str  # what makes it
-
-    @property
-    def attribute(self) -> str:
-        """Attribute of a finished volume that says what it was made from."""
-        return f"vesuvius_{self.name}"
-
-    @property
-    def file(self) -> str:
-        """The arguments, in the folder of an unfinished one."""
-        return f"{self.name}.json"
-
-
-COPY = Kind("copy", "vesuvius volume copy")
+COPY = "copy"  # what is being written, as messages, the file of its arguments and the attribute have it
 
 
 @dataclass(frozen=True)
@@ -66,7 +48,7 @@ class PartialCopy:
     plan: Pyramid
     dtype: np.dtype[Any]
     fill_value: Any  # of all levels
-    kind: Kind
+    kind: str
 
     @property
     def path(self) -> Path:
@@ -149,7 +131,7 @@ class PartialCopy:
             for torn in self._volume.rglob(".*.tmp"):  # was being written when its process was killed
                 torn.unlink()
             group = zarr.open_group(str(self._volume), mode="a", zarr_format=2)
-            group.attrs.put({"multiscales": [multiscale], self.kind.attribute: self.record})
+            group.attrs.put({"multiscales": [multiscale], attribute(self.kind): self.record})
             self._volume.rename(self.out)
             shutil.rmtree(self.path)
 
@@ -177,7 +159,7 @@ def open_partial(
     plan: Pyramid,
     dtype: np.dtype[Any],
     fill_value: float,
-    kind: Kind = COPY,
+    kind: str = COPY,
 ) -> Iterator[PartialCopy]:
     """Begin or resume a volume, alone: the folder is locked until the context ends.
 
@@ -191,14 +173,14 @@ def open_partial(
         StorageError: the disk refuses.
     """
     path = partial_path(out)
-    recorded = path / kind.file
+    recorded = path / f"{kind}.json"
     with ExitStack() as held:
         with _disk_errors(out, kind):
             path.mkdir(parents=True, exist_ok=True)
             foreign = sorted(name for name in os.listdir(path) if name != "lock" and name[0] != ".")
-            if foreign and kind.file not in foreign:
+            if foreign and recorded.name not in foreign:
                 raise ConfigError(
-                    f"an unfinished {kind.name} holds {kind.file}; got {path} with {foreign[0]!r} and without it; "
+                    f"an unfinished {kind} holds {recorded.name}; got {path} with {foreign[0]!r} and without it; "
                     "remove that folder or choose another name"
                 )
             lock = held.enter_context((path / "lock").open("w"))
@@ -213,17 +195,22 @@ def open_partial(
         yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind)
 
 
+def attribute(kind: str) -> str:
+    """Attribute of a finished volume that says what it was made from."""
+    return f"vesuvius_{kind}"
+
+
 def partial_path(out: Path) -> Path:
     """Where a volume is while it is not whole."""
     return out.with_name(f"{out.name}.partial")
 
 
-def is_begun(out: Path, kind: Kind = COPY) -> bool:
+def is_begun(out: Path, kind: str = COPY) -> bool:
     """Whether there is an unfinished volume to resume."""
-    return (partial_path(out) / kind.file).exists()
+    return (partial_path(out) / f"{kind}.json").exists()
 
 
-def is_finished(out: Path, record: dict[str, Any], kind: Kind = COPY) -> bool:
+def is_finished(out: Path, record: dict[str, Any], kind: str = COPY) -> bool:
     """Whether the whole volume is there, made with these arguments; removes what a kill has left beside it.
 
     Raises ConfigError where something else is there.
@@ -235,27 +222,26 @@ def is_finished(out: Path, record: dict[str, Any], kind: Kind = COPY) -> bool:
     return True
 
 
-def finished_record(out: Path, kind: Kind = COPY) -> Any:
+def finished_record(out: Path, kind: str = COPY) -> Any:
     """The arguments that a finished volume was made with; None for any other volume."""
     try:
         attributes = parsed((out / ".zattrs").read_text())
     except (OSError, UnicodeDecodeError):
         return None
-    return attributes.get(kind.attribute) if attributes else None
+    return attributes.get(attribute(kind)) if attributes else None
 
 
-def check_record(path: Path, there: Any, wanted: dict[str, Any], kind: Kind = COPY) -> None:
+def check_record(path: Path, there: Any, wanted: dict[str, Any], kind: str = COPY) -> None:
     """Raises ConfigError where the volume at `path` was made with other arguments, or is none of this kind."""
     if not isinstance(there, dict):
         raise ConfigError(
-            f"a {kind.name} does not replace files; got {path}, which is not a {kind.name} "
-            f"made by `{kind.command}`; choose another name, or remove it"
+            f"a {kind} does not replace files; got {path}, which is none; choose another name, or remove it"
         )
     differing = [key for key in wanted if there.get(key) != wanted[key]]
     if differing:
         got = ", ".join(f"{key} {json.dumps(wanted[key])} (there: {json.dumps(there.get(key))})" for key in differing)
         raise ConfigError(
-            f"a {kind.name} continues with the arguments it was started with; got {got} for {path}; use the "
+            f"a {kind} continues with the arguments it was started with; got {got} for {path}; use the "
             "same ones, choose another name, or remove it"
         )
 
@@ -290,7 +276,7 @@ def _codec_for(dtype: np.dtype[Any]) -> Blosc:
     return Blosc(cname="zstd", clevel=3, shuffle=Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE)
 
 
-def _disk_errors(out: Path, kind: Kind) -> AbstractContextManager[None]:
-    rule = f"a {kind.name} needs a writable disk with enough space"
+def _disk_errors(out: Path, kind: str) -> AbstractContextManager[None]:
+    rule = f"a {kind} needs a writable disk with enough space"
     remedy = "free space or choose another place: what is done is kept, and the same command continues"
     return storage_errors(rule, remedy, f"while writing {out}")

@@ -15,7 +15,7 @@ import numpy as np
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
-from vesuvius.volume_tools.partial import Kind, is_begun, is_finished, open_partial, partial_path
+from vesuvius.volume_tools.partial import is_begun, is_finished, open_partial, partial_path
 from vesuvius.volume_tools.phantom import Phantom, UInt8
 from vesuvius.volume_tools.pyramid import Pyramid, multiscale
 from vesuvius.volumes.box import Box, triple
@@ -23,7 +23,7 @@ from vesuvius.volumes.box import Box, triple
 VOXEL_UM = 7.91
 MIN_SIZE_VOXELS = 16
 LEVELS = 3
-PHANTOM = Kind("phantom", "vesuvius volume synth")
+PHANTOM = "phantom"
 
 
 @dataclass(frozen=True)

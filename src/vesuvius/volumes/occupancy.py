@@ -8,11 +8,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +20,13 @@ from vesuvius.config import ArrayConfig, DataConfig, Triple, VolumeConfig
 from vesuvius.runlog.progress import with_progress
 from vesuvius.volumes.alignment import Alignment, log_alignment
 from vesuvius.volumes.box import Box, box_along, grid_shape, triple
-from vesuvius.volumes.listing import Bools, chunk_occupancy
+from vesuvius.volumes.listing import chunk_occupancy
 from vesuvius.volumes.missing import StoredChunks
-from vesuvius.volumes.volume import Nan, Volume, open_volume
+from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.voxels import Nan
 
 _CELLS_MAX = 64_000_000
-_BLOCK_BYTES = 16 * 2**20
+_BLOCK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,60 +111,42 @@ def coarse_map(
     fraction = np.zeros(counts, np.uint8)
     steps = [step // m for step, m in zip(_block_edges(coarse, merged), merged, strict=True)]
     blocks = list(itertools.product(*(_spans(alignment, axis, cell[axis], steps[axis]) for axis in range(3))))
-    boxes = [box_along(span.voxels for span in block) for block in blocks]
+    boxes = [box_along(voxels for voxels, _, _ in block) for block in blocks]
     reading = f"reading {coarse.name} for the foreground of {volume.name}"
     with closing(coarse):
         for number, block in enumerate(with_progress(blocks, reading, len(blocks))):
             for near in boxes[number : number + 2]:
                 coarse.stage(near)
             voxels = coarse.read(boxes[number])
-            foreground = voxels != 0 if threshold is None else voxels > threshold
-            share = _share_of_cells(foreground & np.isfinite(voxels), block)
-            fraction[tuple(span.cells for span in block)] = share
+            foreground = (voxels != 0 if threshold is None else voxels > threshold) & np.isfinite(voxels)
+            shown, sizes = foreground.astype(np.float64), np.ones((1, 1, 1))
+            for *_, places in block:  # the first axis goes to the end, three times
+                shown, sizes = np.tensordot(shown, places, (0, 1)), sizes[0, ..., None] * places.sum(1)
+            fraction[tuple(cells for _, cells, _ in block)] = (255 * shown + sizes // 2) // sizes
     return ForegroundMap(fraction, cell, volume.shape_zyx, alignment.covered)
 
 
-@dataclass(frozen=True, eq=False)
-class _Span:
-    """Cells along an axis that are read together, in pieces: voxels of the volume in one cell and one array voxel."""
+def _spans(
+    alignment: Alignment, axis: int, cell: int, step: int
+) -> Iterator[tuple[tuple[int, int], slice, NDArray[np.float64]]]:
+    """`step` cells at a time along an axis, where the array lies; its last voxels count as a whole.
 
-    voxels: tuple[int, int]  # of the array: first, and one after the last
-    cells: slice
-    # piece_voxels, piece_sizes: of each piece, its array voxel from the first on, and its length
-    piece_voxels: NDArray[np.int64]
-    piece_sizes: NDArray[np.int64]
-    cell_pieces: NDArray[np.int64]  # the first piece of each cell
-
-
-def _spans(alignment: Alignment, axis: int, cell: int, step: int) -> Iterator[_Span]:
-    """Spans of `step` cells, where the array lies; its last voxels count as a whole."""
+    Yields:
+        The array's voxels (first and stop) that these cells are shown, the cells, and [cells, voxels]: at how many
+        places of a cell the volume is shown a voxel.
+    """
     first, stop = alignment.shown(axis)
     for begin in range(first // cell, -(-stop // cell), step):
         lo, hi = max(begin * cell, first), min((begin + step) * cell, stop)
         voxels, cells = alignment.indices(axis, lo, hi), np.arange(lo, hi) // cell
-        pieces = np.flatnonzero(np.diff(voxels, prepend=-1) | np.diff(cells, prepend=-1))
-        sizes = np.diff(pieces, append=hi - lo)
-        of_cells = np.flatnonzero(np.diff(cells[pieces], prepend=-1))
-        ends = int(voxels[0]), int(voxels[-1]) + 1
-        yield _Span(ends, slice(int(cells[0]), int(cells[-1]) + 1), voxels[pieces] - ends[0], sizes, of_cells)
+        places = np.zeros((cells[-1] + 1 - cells[0], voxels[-1] + 1 - voxels[0]))
+        np.add.at(places, (cells - cells[0], voxels - voxels[0]), 1)
+        yield (int(voxels[0]), int(voxels[-1]) + 1), slice(int(cells[0]), int(cells[-1]) + 1), places
 
 
 def _block_edges(coarse: Volume, merged: list[int]) -> Triple:
-    """Edges of boxes of some 16 million voxels; multiples of `merged`, and of chunks where possible."""
+    """Edges of boxes of some 8 million voxels; multiples of `merged`, and of chunks where possible."""
     edge = int((_BLOCK_BYTES / coarse.dtype.itemsize) ** (1 / 3))
     whole = [math.lcm(m, chunk) for m, chunk in zip(merged, coarse.chunk_zyx, strict=True)]
     units = [unit if unit <= edge else m for unit, m in zip(whole, merged, strict=True)]
     return triple(max(edge // unit, 1) * unit for unit in units)
-
-
-def _share_of_cells(foreground: Bools, block: Sequence[_Span]) -> NDArray[np.uint8]:
-    """Foreground share of each cell of a block, 0..255; the last cells may be smaller."""
-    total: NDArray[Any] = foreground.view(np.uint8)
-    voxels: NDArray[Any] = np.ones((1, 1, 1), np.int64)
-    for axis, span in enumerate(block):
-        along = [-1 if a == axis else 1 for a in range(3)]
-        pieces = total.take(span.piece_voxels, axis) * span.piece_sizes.reshape(along)
-        total = np.add.reduceat(pieces, span.cell_pieces, axis=axis)
-        voxels = voxels * np.add.reduceat(span.piece_sizes, span.cell_pieces).reshape(along)
-    share: NDArray[np.uint8] = ((255 * total + voxels // 2) // voxels).astype(np.uint8)
-    return share

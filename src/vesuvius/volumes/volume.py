@@ -17,7 +17,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +42,7 @@ from vesuvius.volumes.staged import Staging
 from vesuvius.volumes.store.object_store import is_remote
 from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
+from vesuvius.volumes.voxels import Nan, Nonfinite, check_finite
 
 log = logging.getLogger(__name__)
 
@@ -50,32 +50,6 @@ log = logging.getLogger(__name__)
 _AHEAD = 4
 # A damaged chunk is fetched again, past all caches, before it is quarantined.
 _TRIES = 3
-
-_SAID: set[str] = set()
-
-Nan = Literal["air", "error", "keep"] | float
-"""What NaN and infinity are read as: `data.nan`, or 'keep' for what is stored."""
-
-
-@dataclass(frozen=True)
-class Nonfinite:
-    """NaN and infinity that were met in a volume.  Picklable."""
-
-    volume: str  # its name
-    share: float  # of the voxels that were read
-    read_as: float  # the number that replaces them
-
-    def say(self) -> None:
-        """Warn of them, once per volume and process."""
-        if self.volume not in _SAID:
-            _SAID.add(self.volume)
-            log.warning(
-                "%s holds NaN or infinity, %.2g %% of the voxels read so far; they are read as %g: set data.nan to "
-                "another number, or to error to treat them as damage",
-                self.volume,
-                100 * self.share,
-                self.read_as,
-            )
 
 
 class Volume:
@@ -284,7 +258,7 @@ class Volume:
                     return None
                 voxels = self._decode(data)
                 if self._nan == "error":
-                    _check_finite(voxels)
+                    check_finite(voxels)
                 self.missing.note_present(chunk)
                 return self._to_zyx(voxels)
             except (DataError, ClosedError):
@@ -404,11 +378,3 @@ def metadata_hash(array: zarr.Array[Any]) -> str:
     """Changes with shape, chunks, dtype and codecs; not with attributes."""
     metadata = {key: value for key, value in array.metadata.to_dict().items() if key != "attributes"}
     return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _check_finite(voxels: NDArray[Any]) -> None:
-    if voxels.dtype.kind == "f" and (bad := np.count_nonzero(~np.isfinite(voxels))):
-        raise ValueError(
-            f"{bad} of {voxels.size} voxels are NaN or infinite, and data.nan=error; set data.nan to air, or to the "
-            "number that they are read as"
-        )

@@ -1,9 +1,11 @@
-"""Figures of voxels of any stored dtype, and the classes that a network knows.  Pure."""
+"""Voxels of any stored dtype: NaN and infinity, the classes that a network knows, percentiles."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,43 @@ from numpy.typing import NDArray
 from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, format_box
 
+log = logging.getLogger(__name__)
+
 _NAMED = 5
+_SAID: set[str] = set()
+
+Nan = Literal["air", "error", "keep"] | float
+"""What NaN and infinity are read as: `data.nan`, or 'keep' for what is stored."""
+
+
+@dataclass(frozen=True)
+class Nonfinite:
+    """NaN and infinity that were met in a volume.  Picklable."""
+
+    volume: str  # its name
+    share: float  # of the voxels that were read
+    read_as: float  # the number that replaces them
+
+    def say(self) -> None:
+        """Warn of them, once per volume and process."""
+        if self.volume not in _SAID:
+            _SAID.add(self.volume)
+            log.warning(
+                "%s holds NaN or infinity, %.2g %% of the voxels read so far; they are read as %g: set data.nan to "
+                "another number, or to error to treat them as damage",
+                self.volume,
+                100 * self.share,
+                self.read_as,
+            )
+
+
+def check_finite(voxels: NDArray[Any]) -> None:
+    """Raise ValueError where a voxel is NaN or infinite."""
+    if voxels.dtype.kind == "f" and (bad := np.count_nonzero(~np.isfinite(voxels))):
+        raise ValueError(
+            f"{bad} of {voxels.size} voxels are NaN or infinite, and data.nan=error; set data.nan to air, or to the "
+            "number that they are read as"
+        )
 
 
 def check_labels(voxels: NDArray[Any], classes: Sequence[int], name: str, box: Box) -> None:

@@ -46,13 +46,13 @@ from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, 
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import choose_device
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import Kind, PartialCopy, is_begun, is_finished, open_partial, partial_path
+from vesuvius.volume_tools.partial import PartialCopy, is_begun, is_finished, open_partial, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, multiscale
 from vesuvius.volumes.box import Box, triple
 
 log = logging.getLogger(__name__)
 
-DRAWING = Kind("drawing", "vesuvius sample")
+DRAWING = "drawing"
 _ROUNDS = 4
 _CHUNK, _LEVELS = 128, 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vesuvius.volumes.volume import Nonfinite
+from vesuvius.volumes.voxels import Nonfinite
 
 
 @dataclass(frozen=True)
