@@ -23,8 +23,9 @@ from vesuvius.volume_tools.partial import PartialCopy, is_finished, open_partial
 from vesuvius.volume_tools.pyramid import Pyramid, multiscale
 from vesuvius.volumes.box import Box, box_at, chunk_ranges, is_inside, shape_of, shifted
 from vesuvius.volumes.errors import OutageError, UnreadableChunkError
+from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.geometry import VOXELS
-from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
+from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
 

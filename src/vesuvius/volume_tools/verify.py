@@ -31,9 +31,10 @@ from vesuvius.errors import DataError, storage_errors
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, triple
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.listing import Bools, list_objects, read_sidecar
 from vesuvius.volumes.missing import StoredChunks
-from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
+from vesuvius.volumes.volume import Volume, open_volume
 
 _CHUNKS_PER_TASK = 64
 _STAGED_AHEAD = 8

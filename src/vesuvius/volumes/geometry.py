@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.format.axes import Names
@@ -119,34 +121,29 @@ def _scale_and_translation(
     transforms: list[Any], ndim: int, name: str
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
     """Those of a chain of transformations; values that cannot be read make both unknown."""
-    scale, translation = [1.0] * ndim, [0.0] * ndim
-    scaled = translated = False
+    scale, translation, kinds = np.ones(ndim), np.zeros(ndim), set()
     waiting = list(transforms)
     while waiting:
         transform = waiting.pop(0)
         kind = transform["type"]
         if kind == "sequence":
-            waiting = [*transform["transformations"], *waiting]
-            continue
-        if kind == "identity":
-            scaled = True
-            continue
-        if kind not in ("scale", "translation"):
-            raise _unsupported(f"a transformation of type {kind!r}", name)
-        try:
-            values = [float(value) for value in transform.get(kind)]
-        except (TypeError, ValueError):
-            return None, None
-        if len(values) != ndim:
-            return None, None
-        if kind == "scale":
-            scaled = True
-            scale = [s * v for s, v in zip(scale, values, strict=True)]
-            translation = [t * v for t, v in zip(translation, values, strict=True)]
+            waiting[:0] = transform["transformations"]
+        elif kind == "identity":
+            kinds.add("scale")
+        elif kind in ("scale", "translation"):
+            kinds.add(kind)
+            try:
+                values = np.array(transform.get(kind), np.float64).reshape(ndim)
+            except (TypeError, ValueError):
+                return None, None
+            if kind == "scale":
+                scale, translation = scale * values, translation * values
+            else:
+                translation = translation + values
         else:
-            translated = True
-            translation = [t + v for t, v in zip(translation, values, strict=True)]
-    return tuple(scale) if scaled else None, tuple(translation) if translated else None
+            raise _unsupported(f"a transformation of type {kind!r}", name)
+    found = tuple(scale.tolist()), tuple(translation.tolist())
+    return found[0] if "scale" in kinds else None, found[1] if "translation" in kinds else None
 
 
 def _unsupported(what: str, name: str) -> DataError:

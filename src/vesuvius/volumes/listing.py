@@ -19,7 +19,8 @@ from vesuvius.errors import DataError, one_line
 from vesuvius.runlog.progress import with_progress
 from vesuvius.volumes.box import box_at, grid_shape, slices, times, triple
 from vesuvius.volumes.errors import FetchError, RefusedError
-from vesuvius.volumes.volume import Volume, metadata_hash
+from vesuvius.volumes.format.metadata import metadata_hash
+from vesuvius.volumes.volume import Volume
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,7 @@ by one, on the thread that reads.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 import time
@@ -17,6 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -52,49 +51,30 @@ _AHEAD = 4
 _TRIES = 3
 
 
+@dataclass(eq=False)
 class Volume:
-    """One level of one volume, opened for reading.
+    """One level of one volume, opened for reading."""
 
-    Attributes:
-        name: path and level as the user gave them, for messages.
-        array: of zarr-python; describes the chunks, and reads none.
-        axis_names: of the array, in stored order; None where an axis has no name.
-        geometry: where its voxels lie in space; None where the metadata do not say.
-        level: of its pyramid; None for a bare array.
-        metadata: whether the volume is still there.
-        missing: its chunks that are not stored, air or gone.
-        wait_s: seconds for which `read` has waited for bytes from a remote store, in all.
-    """
+    name: str  # path and level as the user gave them, for messages
+    array: zarr.Array[Any]  # of zarr-python; describes the chunks, and reads none
+    axes: Axes
+    axis_names: Names  # of the array, in stored order; None where an axis has no name
+    geometry: Geometry | None  # where its voxels lie in space; None where the metadata do not say
+    level: Level | None  # of its pyramid; None for a bare array
+    source: Source
+    node: Node
+    missing_chunk: Literal["air", "error"]
+    nan: Nan
+    stored: StoredChunks | None
 
-    def __init__(
-        self,
-        name: str,
-        array: zarr.Array[Any],
-        axes: Axes,
-        axis_names: Names,
-        geometry: Geometry | None,
-        level: Level | None,
-        source: Source,
-        node: Node,
-        missing_chunk: Literal["air", "error"],
-        nan: Nan,
-        stored: StoredChunks | None,
-    ) -> None:
-        self.name = name
-        self.array = array
-        self.axes = axes
-        self.axis_names = axis_names
-        self.geometry = geometry
-        self.level = level
-        self.source = source
-        self.grid = ChunkGrid(array, axes, source)
-        self.wait_s = 0.0
-        self.metadata = MetadataCheck(source, node.key, node.stored)
-        self.missing = MissingChunks(name, self.grid, self.metadata, missing_chunk, stored)
+    def __post_init__(self) -> None:
+        self.grid = ChunkGrid(self.array, self.axes, self.source)
+        self.wait_s = 0.0  # for which `read` has waited for bytes from a remote store, in all
+        self.metadata = MetadataCheck(self.source, self.node.key, self.node.stored)  # whether the volume is still there
+        self.missing = MissingChunks(self.name, self.grid, self.metadata, self.missing_chunk, self.stored)
         self._voxels_read = self._nonfinite = 0
-        self._nan = nan
-        self._decode = ChunkDecoder(array)
-        self._staging = Staging(self.grid) if source.remote else None
+        self._decode = ChunkDecoder(self.array)
+        self._staging = Staging(self.grid) if self.source.remote else None
 
     @cached_property
     def shape_zyx(self) -> Triple:
@@ -123,14 +103,14 @@ class Volume:
         Where the array's own fill value is NaN or infinite, what these are read as.
         """
         value: float = self.dtype.type(self.array.fill_value or 0).item()
-        return value if math.isfinite(value) or self._nan == "keep" else self.nan_value
+        return value if math.isfinite(value) or self.nan == "keep" else self.nan_value
 
     @cached_property
     def nan_value(self) -> float:
         """What NaN and infinity are read as: the number of `data.nan`, or air: the array's fill value, if that is a
         number, else 0.  No meaning for other dtypes than floats, and where they are kept."""
-        if not isinstance(self._nan, str):
-            return float(self._nan)
+        if not isinstance(self.nan, str):
+            return float(self.nan)
         value = float(self.array.fill_value or 0)
         return value if math.isfinite(value) else 0.0
 
@@ -257,7 +237,7 @@ class Volume:
                     self.missing.check_absent(chunk, box)
                     return None
                 voxels = self._decode(data)
-                if self._nan == "error":
+                if self.nan == "error":
                     check_finite(voxels)
                 self.missing.note_present(chunk)
                 return self._to_zyx(voxels)
@@ -289,7 +269,7 @@ class Volume:
     def _replace_nonfinite(self, voxels: NDArray[Any]) -> None:
         """Have NaN and infinity read as a number, in place, and count them."""
         self._voxels_read += voxels.size
-        if self.dtype.kind != "f" or self._nan == "keep":
+        if self.dtype.kind != "f" or self.nan == "keep":
             return
         bad = ~np.isfinite(voxels)
         if bad.any():
@@ -372,9 +352,3 @@ def _find_array(source: Source, spec: ArrayConfig) -> tuple[Node, Level | None, 
 def _check_nan(nan: Nan, array: zarr.Array[Any], name: str) -> None:
     if not isinstance(nan, str) and array.dtype.kind == "f" and not abs(nan) <= float(np.finfo(array.dtype).max):
         raise DataError(f"data.nan={nan:g} does not fit into the {array.dtype} voxels of {name}; take a smaller number")
-
-
-def metadata_hash(array: zarr.Array[Any]) -> str:
-    """Changes with shape, chunks, dtype and codecs; not with attributes."""
-    metadata = {key: value for key, value in array.metadata.to_dict().items() if key != "attributes"}
-    return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:16]

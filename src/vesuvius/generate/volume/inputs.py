@@ -31,8 +31,9 @@ from vesuvius.volumes.box import (
     slices,
     triple,
 )
+from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.geometry import FloatTriple
-from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
+from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import check_labels
 
 

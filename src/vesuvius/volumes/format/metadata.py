@@ -5,6 +5,7 @@ Spellings that zarr-python does not know are put into its own: `|u1` written as 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -189,3 +190,9 @@ def _codecs(codecs: Any, axes: int) -> Any:
                 numcodecs.registry.get_codec(dict(configuration, id=codec["name"].removeprefix("numcodecs.")))
         found.append(codec)
     return found
+
+
+def metadata_hash(array: zarr.Array[Any]) -> str:
+    """Changes with shape, chunks, dtype and codecs; not with attributes."""
+    metadata = {key: value for key, value in array.metadata.to_dict().items() if key != "attributes"}
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:16]
