@@ -192,9 +192,12 @@ def test_a_hung_run_is_told_from_a_slow_one_and_from_one_that_validates(tmp_path
         assert "it is stopped (SIGSTOP)" in stopped["state_text"]
 
 
-def test_a_run_on_another_machine_shows_what_its_files_say(tmp_path: Path) -> None:
+def test_a_run_on_another_machine_and_one_without_a_session_show_what_their_files_say(tmp_path: Path) -> None:
     directory = tmp_path / "runs/tiny"
     directory.mkdir(parents=True)
+    write_metrics(directory, {"kind": "step", "time": 5.0, "step": 3})
+    found = found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
+    assert (found["state"], found["level"], found["exit_code"], found["steps"]["step"]) == ("unknown", None, 0, 3)
     record = begin_session(directory / "session.json", "tiny", 0, Limits())
     elsewhere = asdict(record) | {"host": "far", "boot_id": "another"}
     (directory / "session.json").write_text(json.dumps(elsewhere))
@@ -205,14 +208,6 @@ def test_a_run_on_another_machine_shows_what_its_files_say(tmp_path: Path) -> No
     assert (found["state"], found["level"], found["exit_code"]) == ("elsewhere", "WARN", 10)
     assert found["state_text"].startswith("on far")
     assert part(found, "total")["now_bytes"] == 300 * MIB
-
-
-def test_a_run_without_a_session_says_so(tmp_path: Path) -> None:
-    (tmp_path / "runs/old").mkdir(parents=True)
-    write_metrics(tmp_path / "runs/old", {"kind": "step", "time": 5.0, "step": 3})
-    found = found_in(run_memcheck("old", "--json", cwd=tmp_path))
-    assert (found["state"], found["level"], found["exit_code"]) == ("unknown", None, 0)
-    assert found["steps"]["step"] == 3
 
 
 @pytest.mark.long

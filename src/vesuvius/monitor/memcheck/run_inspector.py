@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class RunInspector:
             no_gpus=self._gpus.reason,
             steps=run.steps_at(now),
             kills=run.kills(sample, state, deaths),
-            remarks=(*([guard.remedy] if guard else []), *run.remarks(sample, now), *_rank_lines(run.metrics)),
+            remarks=(*([guard.remedy] if guard else []), *run.remarks(sample, now)),
             peaks_since=run.since,
             vram=run.vram(),
             vram_limit_bytes=last.vram_limit_bytes if last else None,
@@ -257,17 +257,6 @@ def _watchdog(metrics: Sequence[Record]) -> tuple[str, float] | None:
         if record.get("event") == "hung" and record.get("text"):
             return str(record["text"]), record["time"] - (record.get("seconds") or 0.0)
     return None
-
-
-def _rank_lines(metrics: Sequence[Record]) -> list[str]:
-    """A line for each rank, of the last step that all told of; none where there is one rank."""
-    last: Mapping[str, Any] = next((record for record in reversed(metrics) if record["kind"] == "ranks"), {})
-    return [
-        f"rank {rank} on {times['node']}: trainer {size_text(times['trainer_bytes'])} private, step "
-        f"{times['step_s']:.3f} s, of which {times['comm_s']:.3f} s waiting for others"
-        + (", the slowest" if rank == last.get("slowest") else "")
-        for rank, times in enumerate(last.get("times") or ())
-    ]
 
 
 def _sizes_then(moment: MemorySample) -> dict[str | int, int]:
