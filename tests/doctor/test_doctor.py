@@ -24,7 +24,7 @@ from vesuvius.config.load import parse_stored, read_config
 from vesuvius.doctor import device, examination, host
 from vesuvius.doctor.check import Check, Finding, examine
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_OK, ConfigError
-from vesuvius.monitor.probes.task_limits import TaskLimit
+from vesuvius.monitor.probes.cores import TaskLimit
 from vesuvius.runlog.environment import installed_version
 
 WriteConfig = Callable[..., Path]

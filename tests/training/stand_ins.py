@@ -17,11 +17,11 @@ import torch
 from vesuvius.config import Config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.monitor.alerts.watchdog import Watchdog
 from vesuvius.monitor.clock import HostClock
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.session import SessionRecord
+from vesuvius.monitor.watchdog import Watchdog
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.stream.feeder import FeederFigures

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from vesuvius.monitor.alerts.notices import Notice, Notices, others_text
 from vesuvius.monitor.memory.guard import Guard, Order
-from vesuvius.monitor.memory.limits import Limits, limit_of, run_bytes
+from vesuvius.monitor.memory.limits import Limits, run_bytes, tightest
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
+from vesuvius.monitor.notices import Notice, Notices, others_text
 from vesuvius.monitor.probes.bounded import BoundedCall
 from vesuvius.monitor.probes.cgroup import is_in_cgroup
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
@@ -154,7 +154,7 @@ class Monitor:
 
     def ram(self) -> tuple[int, int]:
         """Bytes of memory that the run uses, and the limit."""
-        return self.sample.used_bytes, limit_of(self.sample, self._limits)
+        return self.sample.used_bytes, tightest(self.sample, self._limits).limit_bytes
 
     def rates(self) -> Rates | None:
         """What processors did in the last ten seconds; None at the beginning."""

@@ -15,8 +15,8 @@ from vesuvius.config import Config
 if TYPE_CHECKING:
     import torch
 
-    from vesuvius.monitor.alerts.watchdog import Watchdog
     from vesuvius.monitor.session import SessionRecord
+    from vesuvius.monitor.watchdog import Watchdog
     from vesuvius.runlog.records import JsonLines
     from vesuvius.runlog.run_dir import RunDir
     from vesuvius.training.checkpoint.progress import Progress

@@ -20,7 +20,7 @@ from vesuvius.config.load import dump_config
 from vesuvius.config.trial import without_listeners
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, StorageError, VesuviusError, one_line, storage_errors
-from vesuvius.monitor.alerts.watchdog import Watchdog
+from vesuvius.monitor.watchdog import Watchdog
 from vesuvius.runlog.logfile import close_logs, close_terminal, open_log
 from vesuvius.runlog.records import run_starts
 from vesuvius.runlog.run_dir import RunDir, run_dir

@@ -9,9 +9,9 @@ from vesuvius.monitor.memory.limits import (
     killers_of,
     largest_share,
     left_bytes,
-    limit_of,
     ray_memory,
     ray_share_from_environment,
+    tightest,
     used_share,
 )
 from vesuvius.monitor.probes.cgroup import CgroupLevel
@@ -56,13 +56,13 @@ def test_each_level_of_the_cgroup_counts_its_own_and_the_nearest_comes_first():
 
 def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
     levels = [CgroupLevel("/a/b", "memory.max", 8 * GIB, 1 * GIB, True)]
-    assert limit_of(sample(0, 24 * GIB, 1 * GIB), Limits(ray_share=0.5)) == 24 * GIB
-    assert limit_of(sample(0, 24 * GIB, 1 * GIB, levels=levels), Limits()) == 8 * GIB
+    assert tightest(sample(0, 24 * GIB, 1 * GIB), Limits(ray_share=0.5)).limit_bytes == 24 * GIB
+    assert tightest(sample(0, 24 * GIB, 1 * GIB, levels=levels), Limits()).limit_bytes == 8 * GIB
     levels.append(CgroupLevel("/a", "memory.high", 6 * GIB, 2 * GIB, False))
     at = sample(0, 24 * GIB, 1 * GIB, levels=levels)
-    assert limit_of(at, Limits()) == 6 * GIB
-    assert limit_of(at, Limits(configured_bytes=4 * GIB)) == 4 * GIB
-    assert limit_of(at, Limits(configured_bytes=7 * GIB)) == 6 * GIB
+    assert tightest(at, Limits()).limit_bytes == 6 * GIB
+    assert tightest(at, Limits(configured_bytes=4 * GIB)).limit_bytes == 4 * GIB
+    assert tightest(at, Limits(configured_bytes=7 * GIB)).limit_bytes == 6 * GIB
 
 
 def test_the_ladder_is_that_of_the_config():

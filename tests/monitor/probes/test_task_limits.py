@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.real_cgroup import popen_in
-from vesuvius.monitor.probes.task_limits import task_limits
+from vesuvius.monitor.probes.cores import task_limits
 
 PIDS = Path("/sys/fs/cgroup/pids")
 
@@ -27,7 +27,7 @@ PIDS = Path("/sys/fs/cgroup/pids")
 COUNT = """
 import json, threading
 from dataclasses import asdict
-from vesuvius.monitor.probes.task_limits import task_limits
+from vesuvius.monitor.probes.cores import task_limits
 before = [asdict(limit) | {"left": limit.left} for limit in task_limits()]
 over, threads = threading.Event(), 1
 try:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit, limit_of
+from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
 from vesuvius.monitor.memory.risk import Level, RiskWatch
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.processes import ProcessUse
@@ -152,7 +152,7 @@ class Living:
             remarks=(*found.remarks, *([remark] if stopped else [])),
             rows=rows_of(sizes, self._peaks, self._others) if self._watcher else (),
             peaks_since=self._since if found.peaks_since is None else found.peaks_since,
-            limit_bytes=limit_of(sample, self._limits),
+            limit_bytes=tightest(sample, self._limits).limit_bytes,
             page_cache_bytes=sample.cgroup.file_bytes
             if sample.cgroup and self._watcher
             else sample.machine.page_cache_bytes,

@@ -147,14 +147,8 @@ def ray_memory(sample: SystemSample) -> tuple[int, int]:
 
 
 def tightest(sample: SystemSample, limits: Limits) -> MemoryLimit:
-    """The one with the smallest limit."""
+    """The one with the smallest limit: that is what a run may use."""
     return min(killers_of(sample, limits), key=lambda killer: killer.limit_bytes)
-
-
-def limit_of(sample: SystemSample, limits: Limits) -> int:
-    """Bytes that a run may use: the smallest of the machine's memory, the limits of the cgroup and its ancestors, and
-    `limits.configured_bytes`."""
-    return tightest(sample, limits).limit_bytes
 
 
 def left_bytes(killers: Iterable[MemoryLimit], limits: Limits) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.network.unet import check_torch_version
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.monitor.probes.task_limits import task_limits
+from vesuvius.monitor.probes.cores import task_limits
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.trackers import check_trackers

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vesuvius.monitor.alerts.watchdog import Watchdog
+from vesuvius.monitor.watchdog import Watchdog
 
 STALL_S = 300.0
 
@@ -98,7 +98,7 @@ def test_a_disk_that_hangs_under_the_log_and_the_records_holds_no_word_of_it_bac
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event is what Prometheus counts."""
-    monkeypatch.setattr("vesuvius.monitor.alerts.watchdog._WITHIN_S", 0.1)
+    monkeypatch.setattr("vesuvius.monitor.watchdog._WITHIN_S", 0.1)
     answers, begun = threading.Event(), []
 
     def record(kind: str, **fields: Any) -> None:

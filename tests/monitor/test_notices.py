@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from vesuvius.monitor.alerts.notices import Notices, others_text
+from vesuvius.monitor.notices import Notices, others_text
 from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.processes import ProcessUse
