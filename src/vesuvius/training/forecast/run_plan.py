@@ -1,4 +1,4 @@
-"""The memory plan of a run: what dry run, doctor, memcheck --config, init and tune ask, and what is printed of it."""
+"""The memory plan of a run: what dry run, doctor, init and tune ask, and what is printed of it."""
 
 from __future__ import annotations
 
