@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,56 +21,39 @@ class NVMLError(Exception):
     pass
 
 
-class NotSupportedError(NVMLError):
-    pass
+def refuse(*arguments: int) -> Any:
+    raise NVMLError("Not Supported")
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "Init": lambda: None,
+    "Shutdown": lambda: None,
+    "DeviceGetCount": lambda: 2,
+    "DeviceGetHandleByIndex": lambda index: index,
+    "DeviceGetUUID": lambda handle: f"GPU-{handle}A",
+    "DeviceGetName": lambda handle: ("NVIDIA H200", "NVIDIA A100")[handle],
+    "DeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=GIB * (handle + 1), total=80 * GIB),
+    "DeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=75, memory=1),
+    "DeviceGetPowerUsage": lambda handle: refuse() if handle else 350_500,
+    "DeviceGetTemperature": lambda handle, sensor: {0: 61}[sensor],
+}
 
 
 class FakeNvml(ModuleType):
-    """Two GPUs; the second does not tell its power, and answers nothing once it is `lost`."""
+    """Two GPUs; the second does not tell its power.  Other answers may be given by their names."""
 
     NVMLError = NVMLError
     NVML_TEMPERATURE_GPU = 0
 
-    def __init__(self) -> None:
+    def __init__(self, **answers: Callable[..., Any]) -> None:
         super().__init__("pynvml")
-        self.inits = self.shutdowns = self.handles = 0
-        self.lost = False
+        self.asked: Counter[str] = Counter()
+        for name, answer in (ANSWERS | answers).items():
+            setattr(self, f"nvml{name}", partial(self._answer, name, answer))
 
-    def nvmlInit(self) -> None:  # noqa: N802
-        self.inits += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.shutdowns += 1
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        self.handles += 1
-        return index
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return f"GPU-{handle}A"
-
-    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
-        return "NVIDIA A100" if handle else "NVIDIA H200"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
-        if handle == 1 and self.lost:
-            raise NVMLError("GPU is lost")
-        return SimpleNamespace(used=GIB * (handle + 1), total=80 * GIB)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
-        return SimpleNamespace(gpu=75, memory=1)
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802
-        if handle == 1:
-            raise NotSupportedError("Not Supported")
-        return 350_500
-
-    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:  # noqa: N802
-        assert sensor == self.NVML_TEMPERATURE_GPU
-        return 61
+    def _answer(self, name: str, answer: Callable[..., Any], *arguments: int) -> Any:
+        self.asked[name] += 1
+        return answer(*arguments)
 
 
 def test_each_gpu_is_looked_at_and_what_one_does_not_tell_is_none() -> None:
@@ -76,75 +62,56 @@ def test_each_gpu_is_looked_at_and_what_one_does_not_tell_is_none() -> None:
     assert (first.used_bytes, first.total_bytes, first.busy) == (GIB, 80 * GIB, 0.75)
     assert (first.power_w, first.temperature_c) == (350.5, 61.0)
     assert (second.name, second.used_bytes, second.power_w) == ("NVIDIA A100", 2 * GIB, None)
+    assert (first.slowed_by, first.power_capped, first.ecc_uncorrected) == (None, None, None)
 
 
-class HealthNvml(FakeNvml):
-    """Both GPUs tell what slows them down and count errors of memory."""
-
-    reasons = 0x1 | 0x4 | 0x20 | 0x40  # idle and capped are no trouble
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:  # noqa: N802
-        return self.reasons
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:  # noqa: N802
-        assert (kind, counter) == (1, 0)  # uncorrected, since the driver was loaded
-        return 3 + handle
-
-
-def test_what_slows_a_gpu_down_and_its_errors_are_told_and_what_it_does_not_know_is_none() -> None:
-    nvml = HealthNvml()
+def test_what_slows_a_gpu_down_and_its_errors_are_told() -> None:
+    told = SimpleNamespace(reasons=0x1 | 0x4 | 0x20 | 0x40)  # idle and capped are no trouble
+    uncorrected_since_load = {(0, 1, 0): 3, (1, 1, 0): 4}
+    nvml = FakeNvml(
+        DeviceGetCurrentClocksEventReasons=lambda handle: told.reasons,
+        DeviceGetTotalEccErrors=lambda *asked: uncorrected_since_load[asked],
+    )
     with Gpus(nvml) as gpus:
         first, second = gpus.sample()
         assert first.slowed_by == ("heat (software limit)", "heat (hardware limit)")
         assert (first.power_capped, first.ecc_uncorrected, second.ecc_uncorrected) == (True, 3, 4)
-        nvml.reasons = 0x1
+        told.reasons = 0x1
         assert (gpus.sample()[0].slowed_by, gpus.sample()[0].power_capped) == ((), False)
-    first, _ = Gpus(FakeNvml()).sample()
-    assert (first.slowed_by, first.power_capped, first.ecc_uncorrected) == (None, None, None)
 
 
 def test_a_driver_that_hangs_is_waited_for_briefly_and_not_asked_again_until_it_answers() -> None:
-    class Hanging(FakeNvml):
-        asked = 0
-        answer = threading.Event()
+    answer = threading.Event()
 
-        def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
-            self.asked += 1
-            assert self.answer.wait(60)
-            return super().nvmlDeviceGetMemoryInfo(handle)
+    def hang(handle: int) -> Any:
+        assert answer.wait(60)
+        return ANSWERS["DeviceGetMemoryInfo"](handle)
 
-    nvml = Hanging()
-    gpus = Gpus(nvml, within_s=0.05)
-    assert [gpus.sample() for _ in range(3)] == [[], [], []]
-    assert nvml.asked == 1
-    nvml.answer.set()
-    deadline = time.monotonic() + 30
-    while not (late := gpus.sample()):
-        assert time.monotonic() < deadline
-    assert [gpu.index for gpu in late] == [0, 1]
-    assert nvml.asked == 2, "what came late is not asked for again"
+    nvml = FakeNvml(DeviceGetMemoryInfo=hang)
+    with Gpus(nvml, within_s=0.05) as gpus:
+        assert [gpus.sample() for _ in range(3)] == [[], [], []]
+        assert nvml.asked["DeviceGetMemoryInfo"] == 1
+        answer.set()
+        deadline = time.monotonic() + 30
+        while not (late := gpus.sample()):
+            assert time.monotonic() < deadline
+        assert [gpu.index for gpu in late] == [0, 1]
+        assert nvml.asked["DeviceGetMemoryInfo"] == 2, "what came late is not asked for again"
+    assert nvml.asked["Shutdown"] == 1
 
 
 def test_a_driver_that_hangs_does_not_hold_up_the_end() -> None:
-    class Hanging(FakeNvml):
-        def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
-            threading.Event().wait()
-
-    nvml = Hanging()
+    nvml = FakeNvml(DeviceGetMemoryInfo=lambda handle: threading.Event().wait())
     with Gpus(nvml, within_s=0.05) as gpus:
         assert gpus.sample() == []
-    assert nvml.shutdowns == 0, "it would wait for the call that hangs"
+    assert nvml.asked["Shutdown"] == 0, "it would wait for the call that hangs"
     assert gpus.sample() == []
 
 
 def test_a_machine_without_a_driver_or_nvidia_ml_py_has_no_gpus_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoDriver(FakeNvml):
-        def nvmlInit(self) -> None:  # noqa: N802
-            raise NVMLError("NVML Shared Library Not Found")
-
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for gpus, reason in (
-        (Gpus(NoDriver()), "NVML does not answer: NVML Shared Library Not Found"),
+        (Gpus(FakeNvml(Init=refuse)), "NVML does not answer: Not Supported"),
         (Gpus(), "nvidia-ml-py is not installed"),
     ):
         with gpus:
