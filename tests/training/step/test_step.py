@@ -194,8 +194,8 @@ def test_autocast_trains_close_to_float32(amp: str) -> None:
     assert all(p.dtype == torch.float32 for p in reduced.network.parameters())
 
 
-@pytest.mark.parametrize(("amp", "optimizer"), [("off", "adamw"), ("fp16", "adamw"), ("bf16", "muon")])
-def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str, optimizer: str) -> None:
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str) -> None:
     config = make_config(train_batch_size=4, amp=amp, extra_ema_decays=(0.5,), optimizer="muon")
     step = make_step(config)
     train(step, config, steps=2)
