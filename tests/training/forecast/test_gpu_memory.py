@@ -25,7 +25,7 @@ from vesuvius.training.forecast.gpu_memory import (
     remedy,
     smaller_batch,
 )
-from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, plan_memory
+from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -117,13 +117,18 @@ def test_the_smaller_batch_fits_and_keeps_the_effective_batch(
     assert found is None or found[0] * found[1] == batch * accumulate
 
 
-def test_the_plan_finds_the_largest_batch_that_fits_beside_other_processes() -> None:
-    config = small(*batches(8, 1), "training.amp=bf16")
-    accumulating = small(*batches(3, 2), "training.amp=bf16")
-    enough = plan_memory(accumulating, amp="bf16").vram_bytes
-    alone, others = gpu_of(enough), gpu_of(enough + 5 * GIB, 5 * GIB + CONTEXT_BYTES)
-    for use in (alone, others):  # memory of other processes is not ours
-        text = remedy(config, CPU, use)
+def test_the_plan_is_asked_what_fits_beside_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of other processes is not ours; a smaller batch accumulates."""
+    place = "vesuvius.training.forecast.gpu_memory"
+
+    def fitting(config: Config, vram_bytes: int, amp: str) -> int:
+        assert (config.training.accumulate_steps, vram_bytes, amp) == (2, GIB, "bf16")
+        return 3
+
+    monkeypatch.setattr(f"{place}.plan_memory", lambda config, amp: SimpleNamespace(vram_bytes=2 * GIB))
+    monkeypatch.setattr(f"{place}.largest_batch", fitting)
+    for use in (gpu_of(GIB), gpu_of(6 * GIB, 5 * GIB + CONTEXT_BYTES)):
+        text = remedy(small(*batches(8, 1), "training.amp=bf16"), CPU, use)
         assert ", and 3 fit: continue with --resume training.train_batch_size=2 training.accumulate_steps=4" in text
 
 
