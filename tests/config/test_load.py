@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -319,15 +318,26 @@ def test_a_key_that_was_removed_is_refused_with_what_takes_its_place_and_without
         read_config(tmp_path / "c.yaml", environment={"VESUVIUS_MONITOR__WEBHOOK": "https://h/s3cr3t"})
 
 
-def test_a_stored_config_with_a_key_that_was_removed_is_read() -> None:
+def test_a_stored_config_with_a_key_that_was_removed_is_read_unless_what_was_trained_depends_on_it() -> None:
     """A checkpoint of an earlier version resumes and samples."""
     stored: dict[str, Any] = parse_config(MINIMAL).model_dump(mode="json")
     assert parse_stored(stored | {"monitor": stored["monitor"] | {"webhook": "https://h/s"}}) == parse_stored(stored)
-    for contrast in (0.0, 0.2):
-        stored["data"]["augment"]["contrast"] = contrast
-        with (
-            pytest.raises(ConfigError, match=r"was trained with data\.augment\.contrast=0\.2")
-            if contrast
-            else nullcontext()
-        ):
-            assert parse_stored(stored) == parse_config(MINIMAL)
+    for section, key, kept, gone in (
+        ("model", "norm_groups", 32, 8),
+        ("model", "skips", "concat", "add"),
+        ("model", "scalars", [], ["level"]),
+        ("diffusion", "loss", "l2", "huber"),
+        ("diffusion", "noise", "edm", "sigmoid"),
+        ("training", "threads", 3, None),
+    ):
+        given = stored | {section: stored[section] | {key: kept}}
+        assert parse_stored(given) == parse_config(MINIMAL)
+        if gone is not None:
+            given[section][key] = gone
+            with pytest.raises(
+                ConfigError, match=rf"was trained with {section}\.{key}=.*no longer has; use the version"
+            ):
+                parse_stored(given)
+    stored["data"]["augment"]["contrast"] = 0.2
+    with pytest.raises(ConfigError, match=r"was trained with data\.augment\.contrast=0\.2"):
+        parse_stored(stored)
