@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -45,14 +43,6 @@ def refuse(*_: Any) -> None:
     raise ConfigError("no readers today")
 
 
-def test_only_the_announcement_of_ray_s_core_is_hidden(capfd: pytest.CaptureFixture[str]) -> None:
-    with ray_session._filtered_stderr():
-        os.write(2, b"[x] logging.cc: Set ray log level from environment variable RAY_BACKEND_LOG_LEVEL to 4\n")
-        os.write(2, b"a reason to look at\n")
-    os.write(2, b"and on\n")
-    assert capfd.readouterr().err == "a reason to look at\nand on\n"
-
-
 def test_a_ray_that_does_not_even_end_once_it_is_killed_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,16 +82,15 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("run", [fork_server.run, pytest.param(subprocess.run, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("workers", "streams", "end"), [(0, 1, "exit"), pytest.param(1, 3, "error", marks=pytest.mark.long)]
 )
 def test_a_stream_that_nobody_closes_does_not_keep_the_interpreter(
-    tmp_path: Path, workers: int, streams: int, end: str, run: Callable[..., Any]
+    tmp_path: Path, workers: int, streams: int, end: str
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
     command = [sys.executable, "-c", LEFT_OPEN, str(path), str(workers), str(streams), end]
-    done = run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = fork_server.run(command, capture_output=True, text=True, timeout=200, check=False)
     ended = time.time()
     assert done.returncode == {"exit": 3, "error": 1}[end], done.stderr
     began, *children = done.stdout.split()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,15 +56,6 @@ def test_a_chunk_is_blamed_once_two_readers_crashed_on_it(tmp_path: Path, death:
     assert len(read_notes(tmp_path)) == (2 if crash else 0), "crashes stay on record"
     forget_notes(tmp_path, crashes=True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_processes_of_the_same_number_do_not_overwrite_each_other(tmp_path: Path) -> None:
-    alone = ["unshare", "--pid", "--fork"]  # as in a container: each is process 1
-    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
-        pytest.skip("only root may give a process the number 1")
-    for _ in range(2):
-        subprocess.run([*alone, sys.executable, "-c", DIES, tmp_path, "os.abort()"], capture_output=True, timeout=120)
-    assert [(note.pid, note.crash) for note in read_notes(tmp_path)] == [(1, "Aborted")] * 2
 
 
 def test_a_name_of_any_letters_and_an_outage_are_read_back(tmp_path: Path) -> None:

@@ -108,6 +108,13 @@ def test_slots_do_not_depend_on_who_reads_them_or_on_what_is_known(job: ReaderJo
             assert found == {slot: expected[slot] for slot in task}, f"{readers} readers"
         for reader in at_work:
             reader.close()
+    boxes = [damaged_box(record, 1)[1] for record in records]
+    readable = ((48, 48, 0), (64, 64, 16))  # the first chunk of the shard that is cut
+    assert not any(intersects(box, readable) for box in boxes), "only what fails for every region that touches it"
+    for slot, (visit, _) in expected.items():
+        touches = [any(intersects(box, job.plan.visit(slot, n).region) for box in boxes) for n in range(visit.attempt)]
+        assert all(touches), "a region is replaced if it touches what is quarantined"
+        assert not any(intersects(box, visit.region) for box in boxes), "and only if"
     causes = " ".join(record["cause"] for record in records)
     assert all(words in causes for words in ("NaN", "checksum do not match", "of an object of", "index"))
     for first in range(0, len(tasks), 17):  # resumed, with all or some of the damage known
@@ -116,25 +123,6 @@ def test_slots_do_not_depend_on_who_reads_them_or_on_what_is_known(job: ReaderJo
         for task in tasks[first : first + 6]:
             assert read(resumed, job, task)[0] == {slot: expected[slot] for slot in task}
         resumed.close()
-
-
-def test_a_region_is_replaced_if_and_only_if_it_touches_what_is_quarantined(job: ReaderJob) -> None:
-    tasks = list(job.tasks(0, 240))
-    reader = Reader(job, ring=3)
-    expected: Slots = {}
-    records = []
-    for task in tasks:
-        found, new = read(reader, job, task)
-        expected |= found
-        records += new
-    reader.close()
-    boxes = [damaged_box(record, 1)[1] for record in records]
-    for slot, (visit, _) in expected.items():
-        touches = [any(intersects(box, job.plan.visit(slot, n).region) for box in boxes) for n in range(visit.attempt)]
-        assert all(touches), "of each attempt before"
-        assert not any(intersects(box, visit.region) for box in boxes)
-    readable = ((48, 48, 0), (64, 64, 16))  # the first chunk of the shard that is cut
-    assert not any(intersects(box, readable) for box in boxes)
 
 
 @pytest.mark.parametrize("world", [1, 2])
