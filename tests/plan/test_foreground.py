@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.plan.layouts import patch_fraction
 from vesuvius.config import Triple
-from vesuvius.plan.foreground import QualifyingStarts, qualifying_starts
+from vesuvius.plan.foreground import QualifyingStarts, qualifying_starts, starts_within
 from vesuvius.volumes.occupancy import ForegroundMap
 
 Voxels = np.ndarray[Any, Any]
@@ -186,13 +186,13 @@ def test_starts_are_drawn_evenly_from_all_that_qualify_in_a_cell() -> None:
     assert (inside == minimum).any()
     rng = np.random.default_rng(0)
     counts = dict.fromkeys(valid, 0)
-    within = found.within(cell)
+    within = starts_within(found, cell)
     assert within is not None
     for _ in range(50 * len(valid)):
         counts[within.draw(rng)] += 1
     # 5 standard deviations of a count of mean 50; a seeded draw, so it cannot fail by chance.
     assert max(abs(count - 50) for count in counts.values()) < 5 * 50**0.5
-    assert found.within(((0, 0, 0), (1, 1, 1))) is None, "a cell without one"
+    assert starts_within(found, ((0, 0, 0), (1, 1, 1))) is None, "a cell without one"
 
 
 def test_the_hash_changes_with_cells_their_size_and_the_shape_but_not_with_the_layout() -> None:

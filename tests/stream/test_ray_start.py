@@ -45,7 +45,6 @@ def test_a_ray_that_does_not_start_is_one_line_with_the_remedy_of_its_cause(
         raise error
 
     monkeypatch.setattr(start.ray, "init", fails)
-    monkeypatch.setattr(start.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(start.ray, "shutdown", lambda: None)
     with pytest.raises(ConfigError) as caught:
         start.start_ray(start.ClusterConfig(), 2, 2**28)

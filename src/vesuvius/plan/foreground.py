@@ -94,10 +94,6 @@ class QualifyingStarts:
             f"data.min_foreground={self.min_fraction:g}; lower it"
         )
 
-    def within(self, cell: Box) -> QualifyingStarts | None:
-        """Those in a cell, in blocks small enough for fast draws; None where there are none."""
-        return _within(self, cell)
-
     @cached_property
     def _least(self) -> int:
         return _least_sum(self.min_fraction, self.patch_zyx)
@@ -190,7 +186,8 @@ def qualifying_starts(
 
 
 @lru_cache(maxsize=256)
-def _within(found: QualifyingStarts, cell: Box) -> QualifyingStarts | None:
+def starts_within(found: QualifyingStarts, cell: Box) -> QualifyingStarts | None:
+    """Those of the starts in a cell, in blocks small enough for fast draws; None where there are none."""
     return qualifying_starts(found.map, cell, found.patch_zyx, found.min_fraction, shape_of(cell))
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from vesuvius.config import AugmentConfig, Triple
 from vesuvius.plan.cells import Cells, region_of
-from vesuvius.plan.foreground import QualifyingStarts
+from vesuvius.plan.foreground import QualifyingStarts, starts_within
 from vesuvius.plan.mixing import GROUPS, Mixing
 from vesuvius.plan.order import permuted, volume_of_slot
 from vesuvius.volumes.box import Box, box_at, triple
@@ -269,7 +269,7 @@ class Plan:
         foreground = self.volumes[visit.volume].foreground
         if foreground is None or foreground.qualifies(start):
             return start
-        within = foreground.within(visit.cell)
+        within = starts_within(foreground, visit.cell)
         rng = np.random.default_rng((self.seed, _RETRY, index, visit.attempt))
         return within.draw(rng) if within else visit.anchor_zyx
 

@@ -141,13 +141,11 @@ def _shut_down() -> bool:
 def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     """Start a private Ray with an object store of `store_bytes`, or connect to the cluster that the config names.
 
-    Does nothing where Ray is up already.  Leaves the process's signal handlers as they are.
+    Leaves the process's signal handlers as they are.
 
     Raises:
         ConfigError: Ray does not start, or the cluster does not answer.
     """
-    if ray.is_initialized():
-        return
     settings: dict[str, Any]
     if config.address is None:
         settings = {
