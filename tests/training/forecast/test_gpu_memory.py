@@ -23,7 +23,6 @@ from vesuvius.training.forecast.gpu_memory import (
     gpu_memory_error,
     is_gpu_memory_error,
     remedy,
-    smaller_batch,
 )
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 
@@ -106,15 +105,17 @@ def test_cudnn_without_a_kernel_is_out_of_memory_where_memory_was_nearly_full(
         (6, 1, None, (3, 2)),
         (8, 1, 8, (4, 2)),  # what has just failed is never proposed, whatever the plan says
         (8, 1, 0, None),
-        (1, 16, None, None),
     ],
 )
 def test_the_smaller_batch_fits_and_keeps_the_effective_batch(
-    batch: int, accumulate: int, fitting: int | None, expected: tuple[int, int] | None
+    batch: int, accumulate: int, fitting: int | None, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = smaller_batch(small(*batches(batch, accumulate)), fitting)
-    assert found == expected
-    assert found is None or found[0] * found[1] == batch * accumulate
+    place = "vesuvius.training.forecast.gpu_memory"
+    monkeypatch.setattr(f"{place}.plan_memory", lambda config, amp: SimpleNamespace(vram_bytes=99 * GIB))
+    monkeypatch.setattr(f"{place}.largest_batch", lambda config, vram_bytes, amp: fitting)
+    text = remedy(small(*batches(batch, accumulate)), CPU, USE if fitting is not None else None)
+    overrides = " ".join(batches(*expected)) if expected else "add training.checkpoint_levels"
+    assert overrides in text
 
 
 def test_the_plan_is_asked_what_fits_beside_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:

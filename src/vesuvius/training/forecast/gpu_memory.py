@@ -78,17 +78,6 @@ def gpu_memory_error(
     return GpuMemoryError(f"{first}\nmemory: {held}\ncheckpoint: {saved}", what_to_do)
 
 
-def smaller_batch(config: Config, fitting: int | None) -> tuple[int, int] | None:
-    """The largest micro-batch below the present one that fits and divides the global batch, and its accumulation.
-
-    None where there is none.  Where it is not known how many patches are `fitting`, the next smaller one.  Pure.
-    """
-    present, total = config.training.train_batch_size, config.global_batch
-    most = present - 1 if fitting is None else min(fitting, present - 1)
-    batch = next((size for size in range(most, 0, -1) if total % size == 0), None)
-    return None if batch is None else (batch, total // batch)
-
-
 def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
     """What to change, with the overrides, by what the memory plan says would fit beside the other processes on the GPU.
 
@@ -117,8 +106,14 @@ def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
 
 
 def _go_on(config: Config, fitting: int | None) -> str:
-    smaller = smaller_batch(config, fitting)
-    if smaller is None:
+    """The largest micro-batch below the present one that fits and divides the global batch, and its accumulation.
+
+    Where it is not known how many patches are `fitting`, the next smaller one.
+    """
+    present, total = config.training.train_batch_size, config.global_batch
+    most = present - 1 if fitting is None else min(fitting, present - 1)
+    batch = next((size for size in range(most, 0, -1) if total % size == 0), None)
+    if batch is None:
         return leaner(config)
-    overrides = f"training.train_batch_size={smaller[0]} training.accumulate_steps={smaller[1]}"
+    overrides = f"training.train_batch_size={batch} training.accumulate_steps={total // batch}"
     return f"continue with --resume {overrides}, which keeps the effective batch"
