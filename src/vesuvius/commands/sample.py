@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster", metavar="ADDRESS", help="Ray cluster whose nodes share the folder of --out; needs --workers"
     )
     volumes.add_argument(
-        "--dry-run", action="store_true", help="print the time, disk and memory that it takes; write nothing"
+        "--dry-run", action="store_true", help="print the disk space and the time that it takes; write nothing"
     )
     add_keys(parser)
     return parser
