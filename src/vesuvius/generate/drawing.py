@@ -120,12 +120,9 @@ class SamplingStoppedError(VesuviusError):
     """A signal came before all was drawn and written."""
 
     def __init__(self, exit_code: int, name: str, progress: str, resumable: bool) -> None:
-        left = (
-            "what is done is kept: run the same command again to continue"
-            if resumable
-            else "nothing of them is kept: run the same command again"
-        )
-        super().__init__(f"{name} stopped sampling {progress}; {left}")
+        again = "what is done is kept: run the same command again to continue"
+        anew = "nothing of them is kept: run the same command again"
+        super().__init__(f"{name} stopped sampling {progress}; {again if resumable else anew}")
         self.exit_code = exit_code
 
 

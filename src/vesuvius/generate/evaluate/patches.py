@@ -29,7 +29,7 @@ from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
 from vesuvius.training.step.device import apply_symmetries, model_values
 from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volume_tools.partial import finished_record
-from vesuvius.volumes.box import Box, box_along, box_at, intersection, shape_of, slices, triple
+from vesuvius.volumes.box import box_along, box_at, intersection, shape_of, slices, triple
 
 log = logging.getLogger(__name__)
 
@@ -116,16 +116,13 @@ class RealSource:
                 f"The volumes of the run are too small to judge by: {len(sides[0])} and {len(sides[1])} patches of "
                 f"training that share no voxel were found, and twice {LEAST_PATCHES} are needed"
             )
-        boxes = [split.validation for split in data.splits if split.validation is not None]
-        side_by_side = sum(
-            math.prod(n // p for n, p in zip(shape_of(box), config.patch_size, strict=True)) for box in boxes
-        )
+        held_out_boxes = [split.validation for split in data.splits if split.validation is not None]
+        side_by_side = sum(_side_by_side(shape_of(box), config.patch_size) for box in held_out_boxes)
         if side_by_side < count:
             log.warning(
                 "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and all figures rest "
                 "on that little; data.validation.fraction says how much is held out",
-                side_by_side,
-                count,
+                *(side_by_side, count),
             )
         return RealPatches(
             self._set_of(held_out, _HELD_OUT),
@@ -163,7 +160,10 @@ class RealSource:
         data, left = self.data, _SEARCHED_VOXELS
         boxes = [(number, split.train) for number, split in enumerate(data.splits)]
         if sum(math.prod(shape_of(box)) for _, box in boxes) > left:
-            boxes = [(n, self._around(n, s)) for n, s in zip(found.volumes, found.starts_zyx, strict=True)]
+            patch, boxes = self.config.patch_size, []
+            for number, start_zyx in zip(found.volumes, found.starts_zyx, strict=True):
+                around = box_along((at - size, at + 2 * size) for at, size in zip(start_zyx, patch, strict=True))
+                boxes.append((number, intersection(around, data.splits[number].train)))
         searched = []
         for number, box in boxes:
             left -= math.prod(shape_of(box))
@@ -173,10 +173,10 @@ class RealSource:
             searched.append(normalised(raw, self._scales[[number]])[0].numpy())
         return searched
 
-    def _around(self, number: int, start_zyx: Triple) -> Box:
-        patch = self.config.patch_size
-        around = box_along((start - size, start + 2 * size) for start, size in zip(start_zyx, patch, strict=True))
-        return intersection(around, self.data.splits[number].train)
+
+def _side_by_side(shape: Sequence[int], patch_zyx: Sequence[int]) -> int:
+    """How many patches a box holds that share no voxel."""
+    return math.prod(size // patch for size, patch in zip(shape, patch_zyx, strict=True))
 
 
 def _places(found: FixedPatches) -> NDArray[np.int64]:
@@ -269,8 +269,7 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
 
 def _cut(volume: Any, patch_zyx: Triple, count: int, path: Path) -> GeneratedPatches:
     """Patches from random places of a drawn volume.  Raises ConfigError: it holds too few."""
-    apart = math.prod(n // p for n, p in zip(volume.shape, patch_zyx, strict=True))
-    if apart < LEAST_PATCHES:
+    if (apart := _side_by_side(volume.shape, patch_zyx)) < LEAST_PATCHES:
         raise ConfigError(
             f"{path} is too small to judge: it holds {apart} patches side by side, of {LEAST_PATCHES} that are needed; "
             "draw a larger one"
