@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig
-from vesuvius.generate.sample_conditions import ConditionPatches
+from vesuvius.generate.sampling import ConditionPatches
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
 from vesuvius.training.checkpoint.data_facts import DataFacts, TrainedVolume
 

@@ -13,7 +13,7 @@ from tests.conftest import textured
 from tests.volumes.test_alignment import RAW, volume_of
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
-from vesuvius.generate.sample_conditions import ConditionPatches
+from vesuvius.generate.sampling import ConditionPatches
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.data_facts import DataFacts, trained_volumes
