@@ -12,7 +12,7 @@ from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig
 from vesuvius.generate.sampling import ConditionPatches
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
-from vesuvius.training.checkpoint.data_facts import DataFacts, TrainedVolume
+from vesuvius.training.checkpoint.trained import DataFacts, TrainedVolume
 
 PATCH = (8, 16, 16)
 

@@ -32,8 +32,7 @@ from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.ranks.part import part_of
 from vesuvius.training.ranks.ranks import SINGLE
 from vesuvius.training.replay import Diagnosis, diagnose
-from vesuvius.training.reporting.rank_news import RankNews
-from vesuvius.training.reporting.report import Launched, StepReporter
+from vesuvius.training.reporting.report import Launched, RankNews, StepReporter
 from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.grey_values import Conditioner

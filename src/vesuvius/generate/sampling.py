@@ -46,9 +46,8 @@ from vesuvius.generate.sample_zarr import (
 from vesuvius.plan.split import split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.checkpoint.format import find_checkpoint
-from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint_info
+from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts, read_checkpoint_info
 from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import AmpMode

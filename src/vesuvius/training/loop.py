@@ -25,9 +25,8 @@ from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.milestones import Milestones
 from vesuvius.training.ranks.ranks import RankError
 from vesuvius.training.replay import MicroBatch, diagnose
-from vesuvius.training.reporting.deaths import reader_died
-from vesuvius.training.reporting.rank_news import RankNews
-from vesuvius.training.reporting.report import Launched, StepReporter
+from vesuvius.training.reporting.monitoring import reader_died
+from vesuvius.training.reporting.report import Launched, RankNews, StepReporter
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed
 from vesuvius.training.step.grey_values import Conditioner

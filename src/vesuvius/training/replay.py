@@ -26,8 +26,8 @@ from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.feeder import Batch
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
+from vesuvius.training.checkpoint.trained import DataFacts
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.step.network import build_network

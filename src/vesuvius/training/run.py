@@ -25,11 +25,11 @@ from vesuvius.runlog.logfile import close_logs, close_terminal, open_log
 from vesuvius.runlog.records import run_starts
 from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.training.actions import GuardActions
-from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import check_same_config, is_finished, restore
 from vesuvius.training.checkpoint.save import RetentionPolicy
+from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
@@ -38,8 +38,13 @@ from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.quarantine import still_quarantined
 from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks
-from vesuvius.training.reporting.deaths import log_killed_session, run_died
-from vesuvius.training.reporting.monitoring import open_metrics, open_monitor, open_session
+from vesuvius.training.reporting.monitoring import (
+    log_killed_session,
+    open_metrics,
+    open_monitor,
+    open_session,
+    run_died,
+)
 from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.self_test import check_kernels

@@ -32,7 +32,7 @@ from vesuvius.experiments.tune.runner import TrialRunner
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import from_plain, read_records
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges, prepare_data
-from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
+from vesuvius.training.checkpoint.trained import read_facts, write_facts
 
 _HANG_S = 120
 # Far longer than any test takes: whoever waits for the end of such a block hangs.

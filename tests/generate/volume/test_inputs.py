@@ -16,7 +16,7 @@ from vesuvius.errors import ConfigError, DataError
 from vesuvius.generate.sampling import ConditionPatches
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.checkpoint.data_facts import DataFacts, trained_volumes
+from vesuvius.training.checkpoint.trained import DataFacts, trained_volumes
 from vesuvius.volumes.box import box_at
 
 CONFIG = DataConfig(volumes=(VolumeConfig(path="scan"),))

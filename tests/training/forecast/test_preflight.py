@@ -22,7 +22,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.monitor.probes.cores import TaskLimit
-from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
+from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.forecast import preflight as module
 from vesuvius.training.forecast.preflight import check_limits, doubts, preflight, tasks_needed
 

@@ -18,9 +18,9 @@ from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import differences
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import PreparedData
-from vesuvius.training.checkpoint.data_facts import DataFacts, TrainedVolume, trained_volumes
 from vesuvius.training.checkpoint.format import STATE, load_checkpoint, load_state, step_of
 from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.checkpoint.trained import DataFacts, TrainedVolume, trained_volumes
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
 

@@ -26,10 +26,9 @@ from vesuvius.stream.options import (
 )
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.checkpoint.data_facts import DataFacts, trained_volumes
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
-from vesuvius.training.checkpoint.trained import InitialWeights, read_initial_weights
+from vesuvius.training.checkpoint.trained import DataFacts, InitialWeights, read_initial_weights, trained_volumes
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import check_initial_weights, parameter_count, saved_copies
 from vesuvius.training.validation.preview import PREVIEWED

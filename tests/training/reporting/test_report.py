@@ -14,7 +14,7 @@ from vesuvius.config.load import read_config
 from vesuvius.errors import DataError
 from vesuvius.runlog.records import read_records
 from vesuvius.training.ranks.ranks import Ranks
-from vesuvius.training.reporting.rank_news import RankNews
+from vesuvius.training.reporting.report import RankNews
 
 
 def damage(z: int) -> dict[str, Any]:
