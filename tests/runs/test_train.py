@@ -331,9 +331,8 @@ def test_help_needs_nothing_heavy() -> None:
 def test_no_process_of_a_run_outlives_it(tiny_config: WriteConfig, tmp_path: Path) -> None:
     marker = f"marker-{os.getpid()}-{time.time_ns()}"
     environment = os.environ | {"TEST_OF_VESUVIUS": marker}
-    result = run_vesuvius(
-        "train", "--config", tiny_config(), "training.max_steps=2", "training.workers=2", cwd=tmp_path, env=environment
-    )
+    config = tiny_config(training={"max_steps": 2, "workers": 2}, data={"regions_per_task": 1})
+    result = run_vesuvius("train", "--config", config, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert left_after(marker, at_most_s=30) == []

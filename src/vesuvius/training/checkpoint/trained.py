@@ -94,6 +94,17 @@ class DataFacts:
         return cls(tuple(volumes), GreyRanges(greys, conditions), Spectrum.from_state(state["spectrum"]))
 
 
+def stored_facts(state: dict[str, Any], checkpoint: Path) -> DataFacts:
+    """What a checkpoint's state says of the data.  Raises StorageError: it is of a version that said less."""
+    try:
+        return DataFacts.from_state(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"{checkpoint} does not say what it was trained on ({type(error).__name__}: {one_line(error)}): it is from "
+            "an earlier version of vesuvius; use that version, or start a new run"
+        ) from error
+
+
 def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
     """The volumes of prepared data."""
     kind: Kind = "condition" if data.conditions else "volume"
@@ -182,24 +193,16 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
         ConfigError: the config and the overrides do not go together.
         StorageError: the state cannot be read, or lacks what sampling needs.
     """
-    path = checkpoint / STATE
     state = load_state(checkpoint, mmap=True)
+    data = stored_facts(state, checkpoint)
     try:
-        stored = state["config"]
-        data, step = DataFacts.from_state(state), int(state["step"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise StorageError(
-            f"a checkpoint must say what it was trained on; got {type(error).__name__}: {one_line(error)} in {path}; "
-            "it is from an earlier version: train on with `vesuvius train --resume`, and sample from its new checkpoint"
-        ) from error
-    try:
-        config = parse_stored(stored, overrides, source=str(path))
+        config = parse_stored(state["config"], overrides, source=str(checkpoint / STATE))
     except ConfigError as error:
         raise ConfigError(
             f"{error}\n(for a trained model, only keys that have an option of `vesuvius sample` can change: "
             "set or drop that option)"
         ) from error
-    return CheckpointInfo(checkpoint, step, config, data)
+    return CheckpointInfo(checkpoint, state["step"], config, data)
 
 
 def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:

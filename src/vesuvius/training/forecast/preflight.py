@@ -28,7 +28,13 @@ from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
-from vesuvius.training.checkpoint.trained import DataFacts, InitialWeights, read_initial_weights, trained_volumes
+from vesuvius.training.checkpoint.trained import (
+    DataFacts,
+    InitialWeights,
+    read_initial_weights,
+    stored_facts,
+    trained_volumes,
+)
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import check_initial_weights, parameter_count, saved_copies
 from vesuvius.training.validation.preview import PREVIEWED
@@ -134,7 +140,7 @@ def preflight(
     resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None
     facts = known if known and known.volumes == trained_volumes(data) else None
     if resumed:
-        facts = None if resumed.other_data else DataFacts.from_state(resumed.state)
+        facts = None if resumed.other_data else stored_facts(resumed.state, resumed.checkpoint)
     greys = facts.greys if facts else data.grey_ranges(config.data)
     spectrum = facts.spectrum if facts else measure_spectrum(data, config.data, greys)
     # Read once, before a run starts, so that nothing fails weeks later.  A dry run says where they would lie.
