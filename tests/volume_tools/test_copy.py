@@ -232,8 +232,11 @@ DOOR = (
 
 @pytest.mark.parametrize(
     ("number", "start"),
-    [(signal.SIGKILL, (16, 0, 32)), (signal.SIGKILL, (5, 9, 21)), (signal.SIGINT, (16, 0, 32))],
-    ids=["SIGKILL-aligned", "SIGKILL-amid chunks", "Ctrl-C"],
+    [
+        pytest.param(signal.SIGKILL, (16, 0, 32), id="SIGKILL-aligned", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, (5, 9, 21), id="SIGKILL-amid chunks"),
+        pytest.param(signal.SIGINT, (16, 0, 32), id="Ctrl-C", marks=pytest.mark.long),
+    ],
 )
 def test_a_copy_that_was_ended_goes_on_and_equals_an_uninterrupted_one(
     tmp_path: Path, number: int, start: Triple

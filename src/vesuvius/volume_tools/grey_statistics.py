@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,11 @@ class GreyStatistics:
     found: int | None
     voxels: int  # voxels read
     air_share: float | None  # share of them that are air, or NaN or infinite; the other figures are of the rest
-    minimum: float | None
-    maximum: float | None
-    mean: float | None
-    std: float | None
-    percentiles: tuple[float, ...] | None  # at `PERCENTILES`
+    minimum: float | None = None
+    maximum: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    percentiles: tuple[float, ...] | None = None  # at `PERCENTILES`
 
 
 def grey_statistics(volume: Volume, stored: Bools | None, patch_zyx: Triple, boxes: int) -> GreyStatistics:
@@ -71,19 +71,17 @@ def grey_statistics(volume: Volume, stored: Bools | None, patch_zyx: Triple, box
         voxels += read.size
         material.append(volume.material(read))
     values: NDArray[Any] = np.concatenate(material) if material else np.empty(0, volume.dtype)
-    some = len(values) > 0
-    return GreyStatistics(
-        places=len(sample) - unreadable,
-        unreadable=unreadable,
-        tried=tried,
-        found=None if tried is None else len(chunks),
-        voxels=voxels,
-        air_share=1 - len(values) / voxels if voxels else None,
-        minimum=float(values.min()) if some else None,
-        maximum=float(values.max()) if some else None,
-        mean=float(values.mean(dtype=np.float64)) if some else None,
-        std=float(values.std(dtype=np.float64)) if some else None,
-        percentiles=percentiles(values, PERCENTILES) if some else None,
+    found, air_share = None if tried is None else len(chunks), 1 - len(values) / voxels if voxels else None
+    known = GreyStatistics(len(sample) - unreadable, unreadable, tried, found, voxels, air_share)
+    if len(values) == 0:
+        return known
+    return replace(
+        known,
+        minimum=float(values.min()),
+        maximum=float(values.max()),
+        mean=float(values.mean(dtype=np.float64)),
+        std=float(values.std(dtype=np.float64)),
+        percentiles=percentiles(values, PERCENTILES),
     )
 
 

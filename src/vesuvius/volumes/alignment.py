@@ -63,10 +63,8 @@ class Alignment:
 
     def array_box(self, box: Box) -> Box:
         """The array's voxels that a covered box of the volume is shown."""
-        ends = zip(*box, self.array_zyx, strict=True)
-        return box_along(
-            (self._clipped(axis, lo, n), self._clipped(axis, hi - 1, n) + 1) for axis, (lo, hi, n) in enumerate(ends)
-        )
+        ends = (self.indices(axis, lo, hi)[[0, -1]].tolist() for axis, (lo, hi) in enumerate(zip(*box, strict=True)))
+        return box_along((first, last + 1) for first, last in ends)
 
     def volume_box(self, box: Box) -> Box:
         """All voxels of the volume that a box of the array is shown in; at least one."""
@@ -121,9 +119,6 @@ class Alignment:
         """'each voxel on 2 x 2 x 2, the first at z 10, y 0, x 0; both exist in z 10:30, y 0:40, x 0:40'."""
         factors, corner = " x ".join(map(str, self.factors)), _zyx(self.offsets)
         return f"each voxel on {factors}, the first at {corner}; both exist in {format_box(self.covered)}"
-
-    def _clipped(self, axis: int, place: int, count: int) -> int:
-        return min(max(int(self._index(axis, place)), 0), count - 1)
 
     def _index(self, axis: int, place: Any) -> Any:
         """The array's voxel that holds the centre of a voxel of the volume."""
