@@ -29,9 +29,11 @@ def config_of(tiny_config: WriteConfig, path: Path, **data: Any) -> Path:
 def test_a_run_with_readers_goes_on_and_says_what_killed_them(
     tiny_config: WriteConfig, sharded: Path, tmp_path: Path
 ) -> None:
-    poison(sharded, (1, 1, 1))
     config = config_of(tiny_config, sharded)
-    done = run_armed("train", "--config", config, "training.workers=1", "training.max_steps=15", cwd=tmp_path)
+    assert run_armed("train", "--config", config, "training.max_steps=1", cwd=tmp_path).returncode == 0
+    poison(sharded, (1, 1, 1))  # after the start has read patches in the trainer
+    readers = ["training.workers=1", "training.max_steps=15"]
+    done = run_armed("train", "--config", config, "--resume", *readers, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "was killed or died (Aborted, by its own account; SYSTEM_ERROR: Worker" in done.stderr
     assert f"while it decoded chunk [1, 1, 1] of volume {sharded}" in done.stderr
