@@ -26,6 +26,7 @@ from vesuvius.volumes.box import times, triple
 from vesuvius.volumes.chunks import ChunkGrid, KeyForm, ShardIndexError, key_form
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.format.axes import Axes
+from vesuvius.volumes.store.object_store import warn_once
 from vesuvius.volumes.store.source import Source
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,6 @@ _FORMS: tuple[KeyForm, ...] = (("default", "/"), ("default", "."), ("v2", "/"), 
 _FIRST_PROBES, _PROBES = 8, 64
 _PAGE = 1000  # keys of a listing that are looked at
 _NAMES = 100_000  # names in the folder of an array on a disk that are looked at
-
-_warned: set[str] = set()
 
 
 def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source) -> zarr.Array[Any]:
@@ -66,10 +65,8 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source) -> 
                 f"{'' if complete else ' of those asked for'} lie as {example}, not as {first}, and would be read as "
                 f"air; rename them, or correct {correct or 'the metadata'}"
             )
-        _warn_once(
-            f"{name}: its metadata name chunks like {first}, but they are stored like {example} and are read so; "
-            f"correct {correct}"
-        )
+        text = "%s: its metadata name chunks like %s, but they are stored like %s and are read so; correct %s"
+        warn_once(text, name, first, example, correct)
         return with_key_form(array, grid.form)
     if source.forbidden is not None or (stored and not (complete and _only_empty_shards(declared, stored))):
         return array
@@ -79,9 +76,10 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source) -> 
             "key); correct its path, level or select, or copy its chunks too.  An array that is meant to be empty "
             "needs one stored chunk"
         )
-    _warn_once(
-        f"{name}: none of {min(_PROBES, total)} chunks that were asked for at random is stored, of {total}; check its "
-        "path, level and select if patches come out empty"
+    warn_once(
+        "%s: none of %d chunks that were asked for at random is stored, of %d; check its path, level and select if "
+        "patches come out empty",
+        *(name, min(_PROBES, total), total),
     )
     return array
 
@@ -197,10 +195,3 @@ def _correction(array: zarr.Array[Any], form: KeyForm) -> str | None:
     if array.metadata.zarr_format == 3:
         return f'chunk_key_encoding in zarr.json to "{encoding}" with the separator "{separator}"'
     return f'dimension_separator in .zarray to "{separator}"' if encoding == "v2" else None
-
-
-def _warn_once(message: str) -> None:
-    """Once per process."""
-    if message not in _warned:
-        _warned.add(message)
-        log.warning("%s", message)

@@ -35,11 +35,6 @@ class Axes:
         """Positions of the axes that `select` fixes."""
         return tuple(axis for axis in range(3 + len(self.select)) if axis not in self.zyx)
 
-    @property
-    def permuted(self) -> bool:
-        """Whether z, y and x are stored in another order."""
-        return list(self.zyx) != sorted(self.zyx)
-
     def zyx_of(self, per_axis: Sequence[T]) -> tuple[T, T, T]:
         """Of one value per stored axis, those of z, y and x."""
         return triple(per_axis[axis] for axis in self.zyx)

@@ -236,11 +236,11 @@ class RemoteStore:
         return bytes(data)
 
 
-def warn_once(text: str, address: str, *arguments: object) -> None:
-    """Log a warning about an address, unless this process has."""
-    if (text, address) not in _warned:
-        _warned.add((text, address))
-        log.warning(text, address, *arguments)
+def warn_once(text: str, subject: str, *arguments: object) -> None:
+    """Log a warning about an address or a volume, unless this process has."""
+    if (text, subject) not in _warned:
+        _warned.add((text, subject))
+        log.warning(text, subject, *arguments)
 
 
 def _stamp(meta: Any) -> str | None:

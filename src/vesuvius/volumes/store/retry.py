@@ -42,8 +42,13 @@ class Outage:
     cause: str  # why the last try of that read failed
     address: str  # of the store
 
+    @property
+    def clock(self) -> str:
+        """`since`, as a local time."""
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+
     def __str__(self) -> str:
-        return f"{self.address} has not answered since {_clock(self.since)}: {self.cause}"
+        return f"{self.address} has not answered since {self.clock}: {self.cause}"
 
 
 class Retrier:
@@ -57,6 +62,7 @@ class Retrier:
 
     Attributes:
         outage: set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time.
+        closed: once it is set, all pauses end, and what is being read is not tried again.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class Retrier:
         self._patient = patient
         self._may_pass = may_pass
         self._count = count
-        self._closed = threading.Event()
+        self.closed = threading.Event()
         self._lock = threading.Lock()
         self._failing: dict[int, Outage] = {}  # by thread
         self._said: float | None = None  # when a line last told of this outage
@@ -86,14 +92,14 @@ class Retrier:
 
         Raises:
             OutageError: it has failed for as long as an outage may last.
-            ClosedError: another thread has called `close`.
+            ClosedError: another thread has set `closed`.
             Exception: whatever else `read` raises.
         """
         pause_s, tries, answered, broke_protocol = _FIRST_PAUSE_S, 0, True, False
         began: float | None = None
         breaks: list[tuple[int, float]] = []  # bytes that came, and when, while these are as many at each try
         try:
-            while not self._closed.is_set():
+            while not self.closed.is_set():
                 tries += 1
                 self._count(requests=1)
                 try:
@@ -115,21 +121,12 @@ class Retrier:
                             answered = False
                             raise self._outage_error(failing, f"{tries} tries of {key} in {self._address}") from error
                 self._count(retries=1)
-                self._closed.wait(random.uniform(0, pause_s))  # at random, so that many readers do not ask at once
+                self.closed.wait(random.uniform(0, pause_s))  # at random, so that many readers do not ask at once
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             answered = False
             raise ClosedError(self._address)
         finally:
             self._end_failing(answered)
-
-    def close(self) -> None:
-        """End all pauses; what is being read is not tried again."""
-        self._closed.set()
-
-    def check_open(self) -> None:
-        """Raises ClosedError after `close`."""
-        if self._closed.is_set():
-            raise ClosedError(self._address)
 
     @property
     def _patience_s(self) -> float:
@@ -166,17 +163,12 @@ class Retrier:
             log.info("%s answers again after %s", self._address, _duration(time.time() - before.since))
 
     def _outage_error(self, outage: Outage, tries: str) -> OutageError:
-        if not self._patient:
-            return OutageError(f"a store must answer; got {outage.cause} ({tries}); check the address and the network")
-        return OutageError(
-            f"a store must answer within data.store.outage_minutes={self._outage_s / 60:g}; got {outage.cause} since "
-            f"{_clock(outage.since)} ({tries}); check the network and the server, then continue a run with --resume, "
-            "or run another command again"
-        )
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+        rule, since = "a store must answer", ""
+        remedy = "check the address and the network"
+        if self._patient:
+            rule, since = f"{rule} within data.store.outage_minutes={self._outage_s / 60:g}", f" since {outage.clock}"
+            remedy = "check the network and the server, then continue a run with --resume, or run another command again"
+        return OutageError(f"{rule}; got {outage.cause}{since} ({tries}); {remedy}")
 
 
 def _duration(seconds: float) -> str:

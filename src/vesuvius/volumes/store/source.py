@@ -20,10 +20,10 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.errors import ProtocolError, ReplacedError, is_outage, reason, refusal, status_of
+from vesuvius.volumes.errors import ClosedError, ProtocolError, ReplacedError, is_outage, reason, refusal, status_of
 from vesuvius.volumes.store.cache import open_cache
 from vesuvius.volumes.store.object_store import RemoteStore, is_remote, shown_address, warn_once
-from vesuvius.volumes.store.objects import Answer, ByteRange, LocalFiles
+from vesuvius.volumes.store.objects import ByteRange, LocalFiles
 from vesuvius.volumes.store.retry import Outage, Retrier
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Source:
         self.shown = shown_address(address)
         self._root = Path(address).absolute()  # where it is a folder
         self._store = RemoteStore(address, config) if self.remote else LocalFiles(self._root)
-        self.can_list = self._store.can_list
+        self.can_list, self._signing = self._store.can_list, self._store.signing
         self._cache = open_cache(config) if self.remote else None
         self._versions: dict[str, str] = {}  # stamps of objects of which a part was read, or the cache holds something
         self._retrier = Retrier(self.shown, config, known or not self.remote, self._may_pass, self.count)
@@ -78,11 +78,6 @@ class Source:
     def outage(self) -> Outage | None:
         """Set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time."""
         return self._retrier.outage
-
-    @property
-    def signing(self) -> str:
-        """How requests are signed, for messages; empty where they never are."""
-        return self._store.signing
 
     def get(
         self,
@@ -118,18 +113,18 @@ class Source:
             if stamp.decode() == version:
                 self.count(cache_hits=1)
                 return data
-        answer = self._fetch(key, byte_range, probing)
-        tries = 1
-        while answer is not None and byte_range is not None and version is not None and answer.stamp != version:
-            if tries == _SERVERS:
-                raise ReplacedError(
-                    f"{key} was replaced while parts of it were read (its stamp is now {answer.stamp}), or its server "
-                    "sends ETags that do not depend on the content"
-                )
-            answer = self._fetch(key, byte_range, probing)
-            tries += 1
-        if answer is None:
-            return None
+        for _ in range(_SERVERS):
+            answer = self._tried(key, lambda: self._store.read(key, byte_range), probing)
+            if answer is None:
+                return None
+            self.count(bytes_fetched=len(answer.data))
+            if byte_range is None or version in (None, answer.stamp):
+                break
+        else:
+            raise ReplacedError(
+                f"{key} was replaced while parts of it were read, or its server sends ETags that do not depend on the "
+                "content"
+            )
         if answer.stamp is not None and (byte_range is not None or cache is not None):
             self._note(key, answer.stamp)  # a whole object is of one version, and need not be known again
         if cache is not None:
@@ -195,7 +190,8 @@ class Source:
     def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call a function on one of the `config.requests` threads."""
         with self._lock:
-            self._retrier.check_open()
+            if self._retrier.closed.is_set():
+                raise ClosedError(self.shown)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.config.requests, thread_name_prefix="fetch")
             return self._pool.submit(function, *arguments)
@@ -203,7 +199,7 @@ class Source:
     def close(self) -> None:
         """End the threads; what they are reading is abandoned, and not tried again."""
         with self._lock:
-            self._retrier.close()
+            self._retrier.closed.set()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -212,11 +208,6 @@ class Source:
         with self._lock:
             for name, value in figures.items():
                 setattr(self.figures, name, getattr(self.figures, name) + value)
-
-    def _fetch(self, key: str, byte_range: ByteRange | None, probing: bool) -> Answer | None:
-        answer = self._tried(key, lambda: self._store.read(key, byte_range), probing)
-        self.count(bytes_fetched=0 if answer is None else len(answer.data))
-        return answer
 
     def _entry(self, key: str, byte_range: ByteRange | None) -> str:
         """The name of an object, or a part of one, in the cache."""
@@ -241,8 +232,8 @@ class Source:
             return self._retrier.run(what, read)
         except (BaseError, OSError, ProtocolError) as error:
             if status_of(error) in (None, 400) and not isinstance(error, OSError):
-                raise refusal(error, what, self.shown, self.remote, self.signing) from error
-            signing = f" ({self.signing})" if self.signing else ""
+                raise refusal(error, what, self.shown, self.remote, self._signing) from error
+            signing = f" ({self._signing})" if self._signing else ""
             raise DataError(
                 f"the chunks of a volume must be listable; got {reason(error)} from {self.shown}{signing}; allow "
                 "listing, or set data.foreground.source=level"
@@ -256,9 +247,9 @@ class Source:
             return None
         except (BaseError, OSError, ProtocolError) as error:
             if isinstance(error, PermissionDeniedError) and (probing or self.config.forbidden_is_absent):
-                self.forbidden = f"{reason(error)} ({self.signing})" if self.signing else reason(error)
+                self.forbidden = f"{reason(error)} ({self._signing})" if self._signing else reason(error)
                 return None
-            raise refusal(error, key, self.shown, self.remote, self.signing) from error
+            raise refusal(error, key, self.shown, self.remote, self._signing) from error
 
     def _may_pass(self, error: BaseException) -> bool:
         """Whether an error may pass by itself; an I/O error of the disk under one chunk does not, where the metadata
