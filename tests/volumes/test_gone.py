@@ -45,25 +45,17 @@ def open_at(address: str, stored: Any = None) -> Volume:
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3"])
-def test_a_listed_chunk_that_is_gone_is_damaged(tmp_path: Path, address: Address, layout: str) -> None:
+def test_a_chunk_that_was_listed_or_read_before_and_is_gone_is_damaged(
+    tmp_path: Path, address: Address, layout: str
+) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
-    volume = open_at(address(path), path)
+    listed, read = open_at(address(path), path), open_at(address(path))
+    read.read(((40, 10, 70), (50, 20, 80)))
     (path / CHUNK[layout]).unlink()
-    with pytest.raises(UnreadableChunkError, match="listed as stored, but missing") as caught:
-        volume.read(WHOLE)
-    assert caught.value.chunk == (1, 0, 2)
-    assert caught.value.box == CHUNK_BOX
-    assert "absent = air" not in str(caught.value)
-
-
-@pytest.mark.parametrize("layout", ["v2", "v3"])
-def test_a_chunk_that_was_read_before_and_is_gone_is_damaged(tmp_path: Path, address: Address, layout: str) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
-    volume = open_at(address(path))
-    volume.read(((40, 10, 70), (50, 20, 80)))
-    (path / CHUNK[layout]).unlink()
-    with pytest.raises(UnreadableChunkError, match="read before, but missing"):
-        volume.read(WHOLE)
+    for volume, words in ((listed, "listed as stored, but missing"), (read, "read before, but missing")):
+        with pytest.raises(UnreadableChunkError, match=words) as caught:
+            volume.read(WHOLE)
+        assert (caught.value.chunk, caught.value.box) == ((1, 0, 2), CHUNK_BOX)
 
 
 def test_what_was_never_stored_is_air_whatever_the_listing_knows(tmp_path: Path, address: Address) -> None:
@@ -117,8 +109,7 @@ def test_a_damaged_shard_index_takes_the_box_of_its_shard(tmp_path: Path, addres
 # ---- fill values that are no numbers
 
 
-@pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
+@pytest.mark.parametrize(("layout", "fill"), [("v2", np.nan), ("v3", -np.inf), ("v3-sharded", np.inf)])
 def test_absent_chunks_with_a_fill_value_that_is_no_number_come_as_0(
     tmp_path: Path, address: Address, layout: str, fill: float
 ) -> None:
@@ -143,8 +134,7 @@ def test_absent_chunks_with_a_fill_value_that_is_no_number_come_as_0(
 # ---- the volume as a whole
 
 
-@pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("layout", "listed"), [("v2", False), ("v3", True), ("v3-sharded", False)])
 def test_a_volume_that_is_deleted_is_gone_at_the_next_read(
     tmp_path: Path, address: Address, layout: str, listed: bool
 ) -> None:
@@ -220,8 +210,7 @@ def _quarantined(block: Any) -> list[dict[str, Any]]:
 # ---- chunks that are too short
 
 
-@pytest.mark.parametrize("cut", [1, 32_780])
-@pytest.mark.parametrize("layout", ["v2", "v2-filter"])
+@pytest.mark.parametrize(("layout", "cut"), [("v2", 1), ("v2", 32_780), ("v2-filter", 1)])
 def test_a_shortened_blosc_chunk_is_damaged_not_filled_up_from_memory(
     tmp_path: Path, address: Address, layout: str, cut: int
 ) -> None:

@@ -109,8 +109,7 @@ def move(path: Path, places: list[str]) -> None:
         (path / place).rename(path / place.replace("/", "."))
 
 
-@pytest.mark.parametrize("moved", [1, 18, 35])
-@pytest.mark.parametrize("kind", ["http", "s3"])
+@pytest.mark.parametrize(("kind", "moved"), [("http", 1), ("http", 35), ("s3", 18)])
 def test_each_chunk_of_a_small_remote_volume_is_looked_for(tmp_path: Path, kind: str, moved: int, s3: Any) -> None:
     """Whatever few of them a sample would hit."""
     path = written(tmp_path / "v.zarr", 2, "/")
@@ -120,8 +119,7 @@ def test_each_chunk_of_a_small_remote_volume_is_looked_for(tmp_path: Path, kind:
         opened(f"{web}/v" if kind == "http" else upload(s3, path, "public", tmp_path.name))
 
 
-@pytest.mark.parametrize("kind", ["disk", "http"])
-@pytest.mark.parametrize("shards", [None, (16, 16, 16)])
+@pytest.mark.parametrize(("kind", "shards"), [("disk", None), ("http", None), ("http", (16, 16, 16))])
 def test_a_chunk_met_by_another_key_only_is_not_read_as_air(tmp_path: Path, kind: str, shards: Any) -> None:
     """Though nothing was wrong when the volume was opened; an absent chunk of a shard that is there is air."""
     voxels = VOXELS.copy()
@@ -166,8 +164,7 @@ OTHER_NAMES = {
 }
 
 
-@pytest.mark.parametrize("named", ["/", "."])
-@pytest.mark.parametrize("names", OTHER_NAMES)
+@pytest.mark.parametrize(("names", "named"), [*((names, "/") for names in OTHER_NAMES), ("a suffix", ".")])
 def test_names_that_zarr_does_not_look_for_are_no_chunks(tmp_path: Path, names: str, named: str) -> None:
     path = written(tmp_path / "v.zarr", 2, ".")
     rename(path, named)
@@ -179,8 +176,7 @@ def test_names_that_zarr_does_not_look_for_are_no_chunks(tmp_path: Path, names: 
         opened(path)
 
 
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("kind", ["disk", "http", "s3"])
+@pytest.mark.parametrize(("zarr_format", "kind"), [(2, "disk"), (3, "http"), (2, "s3")])
 def test_an_array_without_a_single_chunk_is_refused(tmp_path: Path, zarr_format: int, kind: str, s3: Any) -> None:
     path = written(tmp_path / "v.zarr", zarr_format, "/", np.zeros_like(VOXELS))
     (path / "0/1").mkdir(parents=True)  # folders that a copy has left without their files

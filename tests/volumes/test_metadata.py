@@ -165,8 +165,10 @@ def test_a_null_for_consolidated_metadata_is_read_over(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(changed(tmp_path / "v.zarr", 3, set_to(consolidated_metadata=None))), VOXELS)
 
 
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("attributes", [None, {}, {"ome": None}, {"ome": [1]}, {"ome": {"multiscales": None}}])
+@pytest.mark.parametrize(
+    ("zarr_format", "attributes"),
+    [(2, {}), (3, None), (3, {"ome": None}), (3, {"ome": [1]}), (3, {"ome": {"multiscales": None}})],
+)
 def test_a_group_whose_attributes_name_no_image_is_said_to_be_none(
     tmp_path: Path, zarr_format: int, attributes: Any
 ) -> None:

@@ -58,8 +58,7 @@ def voxels_of(chunks: Voxels, shape: tuple[int, ...] = SHAPE) -> Voxels:
 # ---- listings
 
 
-@pytest.mark.parametrize("separator", ["/", "."])
-@pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
+@pytest.mark.parametrize(("layout", "separator"), [("v2", "/"), ("v2", "."), ("v3", "."), ("v3-sharded", "/")])
 def test_a_listing_finds_the_chunks_that_are_stored_and_nothing_else(
     tmp_path: Path, layout: str, separator: str
 ) -> None:
@@ -72,8 +71,7 @@ def test_a_listing_finds_the_chunks_that_are_stored_and_nothing_else(
     np.testing.assert_array_equal(list_chunks(opened(path)), some_chunks())
 
 
-@pytest.mark.parametrize("store", ["disk", "s3"])
-@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
+@pytest.mark.parametrize(("layout", "store"), [("v2", "disk"), ("v3-sharded", "disk"), ("v3-sharded", "s3")])
 def test_a_listing_is_true_whatever_came_went_or_was_completed(
     tmp_path: Path, s3: Any, layout: str, store: str
 ) -> None:
@@ -193,8 +191,7 @@ def test_a_sidecar_that_is_not_of_the_volume_is_refused(tmp_path: Path, bad: str
         chunk_occupancy(opened(path))
 
 
-@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
-@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize(("layout", "remote"), [("v2", True), ("v3-sharded", False)])
 def test_a_sidecar_from_before_the_volume_grew_is_refused(
     server: ChunkServer, tmp_path: Path, layout: str, remote: bool
 ) -> None:

@@ -18,8 +18,7 @@ from vesuvius.config import ArrayConfig
 from vesuvius.volumes.volume import open_volume
 
 
-@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
-@pytest.mark.parametrize("where", ["disk", "http"])
+@pytest.mark.parametrize(("layout", "where"), [("v2", "disk"), ("v3-sharded", "http")])
 def test_opening_and_reading_a_volume_changes_no_setting_of_the_process(
     server: ChunkServer, tmp_path: Path, layout: str, where: str
 ) -> None:

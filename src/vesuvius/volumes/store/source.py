@@ -148,12 +148,7 @@ class Source:
 
     def exists(self, key: str, probing: bool = False) -> bool:
         """Whether there is such an object.  `probing` and errors as `get`."""
-
-        def look() -> bool:
-            self._store.stamp(key)
-            return True
-
-        return self._tried(key, look, probing) is not None
+        return self._tried(key, lambda: [self._store.stamp(key)], probing) is not None
 
     def absent(self, keys: list[str], probing: bool = False) -> list[str]:
         """Those for which there is no object; asks for many at once.  `probing` and errors as `get`."""
@@ -215,11 +210,15 @@ class Source:
         return f"{self.address.rstrip('/')}/{key}{part}"
 
     def _note(self, key: str, stamp: str) -> str:
+        """The stamp that an object has in this process: the first one that it came with, until it is forgotten.
+
+        Ranges that were asked for by its index are of that version, whatever has come since.
+        """
         with self._lock:
-            self._versions[key] = stamp
+            noted = self._versions.setdefault(key, stamp)
             if len(self._versions) > _VERSIONS_MAX:
                 del self._versions[next(iter(self._versions))]
-        return stamp
+        return noted
 
     def _listed(self, prefix: str, read: Callable[[], T]) -> T:
         if not self.can_list:
