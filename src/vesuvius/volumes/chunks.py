@@ -1,7 +1,7 @@
 """Which objects, and which bytes of them, hold the chunks of a box.
 
 Knows how zarr names chunks and where a shard's index is (`shards.py`), so that all bytes of a region can be asked for
-at once; zarr-python itself reads the chunks of a shard one after the other.
+at once, and ahead of the read (`Staging`); zarr-python itself reads the chunks of a shard one after the other.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, triple
-from vesuvius.volumes.errors import FetchError
+from vesuvius.volumes.errors import ClosedError, FetchError
 from vesuvius.volumes.format.axes import Axes
 from vesuvius.volumes.format.shards import Coords, Index, ShardForm
 from vesuvius.volumes.store.objects import ByteRange
@@ -307,3 +308,68 @@ class ChunkGrid:
         assert self._shards is not None
         stored = self.axes.stored(chunk, self._other_chunks)
         return tuple(i % n for i, n in zip(stored, self._shards.counts, strict=True))
+
+
+class Staging:
+    """`stage` fetches all chunks of a box at once, on the source's threads; `fetch` then finds them here.
+
+    What was not staged is fetched when it is asked for: staging changes speed, never bytes.
+    """
+
+    def __init__(self, grid: ChunkGrid) -> None:
+        self._grid = grid
+        self._staged: dict[Request, tuple[Future[bytes | None], int]] = {}  # with the number of boxes that need it
+        self._stagings: dict[Box, Future[list[Request]]] = {}
+        self._lock = threading.Lock()
+        self._stager = ThreadPoolExecutor(1, thread_name_prefix="stage")
+
+    def stage(self, box: Box) -> None:
+        """Start fetching the chunks of a box.  Does not wait, not even for the indices of shards."""
+        if box not in self._stagings:
+            self._stagings[box] = self._stager.submit(self._stage, box)
+
+    def settle(self, box: Box) -> list[Request]:
+        """Wait until all requests of a staged box have begun; none where that failed: the read meets the error again
+        and reports it."""
+        staging = self._stagings.get(box)
+        return staging.result() if staging is not None and staging.exception() is None else []
+
+    def fetch(self, key: str, byte_range: ByteRange | None) -> bytes | None:
+        """As `Source.get`; waits for what is being fetched.
+
+        Raises:
+            ClosedError: another thread has closed the source.
+        """
+        with self._lock:
+            future, _ = self._staged.get((key, byte_range), (None, 0))
+        if future is None:
+            return self._grid.source.get(key, byte_range)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ClosedError(self._grid.source.shown) from None
+
+    def release(self, box: Box) -> None:
+        """Free the bytes of a staged box that no other box needs; called when it has been read."""
+        requests = self.settle(box)
+        self._stagings.pop(box, None)
+        with self._lock:
+            for request in requests:
+                future, uses = self._staged.pop(request)
+                if uses > 1:
+                    self._staged[request] = (future, uses - 1)
+                else:
+                    future.cancel()
+
+    def unstage(self) -> None:
+        """Free everything that was staged."""
+        for box in list(self._stagings):
+            self.release(box)
+
+    def _stage(self, box: Box) -> list[Request]:
+        requests = self._grid.requests(box)
+        with self._lock:
+            for request in requests:
+                future, uses = self._staged.get(request, (None, 0))
+                self._staged[request] = (future or self._grid.source.submit(*request), uses + 1)
+        return requests

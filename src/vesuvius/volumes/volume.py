@@ -28,16 +28,14 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.box import Box, intersection, shape_of, slices
-from vesuvius.volumes.chunks import ChunkGrid, KeyForm, ShardIndexError, key_form
+from vesuvius.volumes.chunks import ChunkGrid, KeyForm, ShardIndexError, Staging, key_form
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
 from vesuvius.volumes.format.axes import Axes, Names, find_axes
 from vesuvius.volumes.format.decode import ChunkDecoder
-from vesuvius.volumes.format.levels import Level, no_zarr_error, pick_level
-from vesuvius.volumes.format.metadata import Node, open_array, read_node
+from vesuvius.volumes.format.metadata import Level, Node, no_zarr_error, open_array, pick_level, read_node
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
 from vesuvius.volumes.key_form import as_stored, with_key_form
 from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks
-from vesuvius.volumes.staged import Staging
 from vesuvius.volumes.store.object_store import is_remote
 from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source

@@ -1,4 +1,4 @@
-"""Reads the metadata of a zarr array or group, and names what is wrong with them.
+"""Reads the metadata of a zarr array or group, finds a volume's level in them, and names what is wrong with them.
 
 Spellings that zarr-python does not know are put into its own: `|u1` written as `>u1`, transpose order "F".
 """
@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numcodecs.registry
@@ -19,6 +20,7 @@ from zarr.core.array import AsyncArray
 from zarr.errors import UnknownCodecError as UnknownCodecV3Error
 from zarr.storage import MemoryStore, StorePath
 
+from vesuvius.config import ArrayConfig
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.errors import FetchError
 from vesuvius.volumes.format.shards import is_supported
@@ -26,6 +28,8 @@ from vesuvius.volumes.store.source import Source
 
 _MOST_CHUNKS = 2**40  # lists of a volume hold a byte for each, in memory that is taken as it is used
 _INNER = ("codecs", "index_codecs")  # of a shard
+_FILES = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
+_NAMED = 8  # arrays, or other names, that a message lists
 _CONVERT = "convert it to OME-Zarr"
 _MAGIC = {
     b"\x1f\x8b": ("gzip data", "store it uncompressed, or have the server send it without Content-Encoding"),
@@ -58,7 +62,7 @@ def read_node(source: Source, path: str) -> Node | None:
     Raises:
         DataError: they are no JSON object; as `Source.get`.
     """
-    keys = [f"{path}/{name}".lstrip("/") for name in ("zarr.json", ".zarray", ".zgroup", ".zattrs")]
+    keys = [f"{path}/{name}".lstrip("/") for name in _FILES]
     try:
         if source.remote:
             stored = [future.result() for future in [source.submit(key, probing=True) for key in keys]]
@@ -112,7 +116,7 @@ def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
     return array
 
 
-def kind_of(data: bytes) -> tuple[str, str] | None:
+def _kind_of(data: bytes) -> tuple[str, str] | None:
     """What an object is by its first bytes, and the remedy; None where unknown.  Pure."""
     return next((words for magic, words in _MAGIC.items() if data.lstrip(b" \t\r\n").startswith(magic)), None)
 
@@ -135,7 +139,7 @@ def _parsed(source: Source, key: str, data: bytes) -> dict[str, Any]:
                 return document
             what = f"the object is {one_line(repr(document), 40)}, not a JSON object"
         except (ValueError, RecursionError) as error:
-            found = kind_of(data) or (f"not JSON, or only a part of it ({one_line(error)})", remedy)
+            found = _kind_of(data) or (f"not JSON, or only a part of it ({one_line(error)})", remedy)
             what, remedy = f"the object is {found[0]}", found[1]
     raise _wrong(source, key, what, remedy)
 
@@ -196,3 +200,94 @@ def metadata_hash(array: zarr.Array[Any]) -> str:
     """Changes with shape, chunks, dtype and codecs; not with attributes."""
     metadata = {key: value for key, value in array.metadata.to_dict().items() if key != "attributes"}
     return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+# ---- levels
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of an OME-Zarr group."""
+
+    path: str  # of its array below the group
+    entry: Any  # the group's `multiscales` entry
+    dataset: Any  # its entry of this level
+    paths: tuple[str, ...]  # the arrays of all levels from the finest
+    version: str | None  # of OME-Zarr
+
+    @property
+    def title(self) -> str | None:
+        """What the group calls the pyramid."""
+        name = self.entry.get("name")
+        return None if name is None else str(name)
+
+
+def pick_level(source: Source, attributes: dict[str, Any], spec: ArrayConfig) -> Level:
+    """The level of a group that a config names.
+
+    Args:
+        attributes: of the group; OME-Zarr 0.5 nests its own under "ome", and 0.4 does not.
+
+    Raises:
+        DataError: the group has no pyramid or no such level.
+    """
+    ome: Any = attributes["ome"] if isinstance(attributes.get("ome"), dict) else attributes
+    try:
+        entry = ome["multiscales"][0]
+        datasets = list(entry["datasets"])
+        paths = tuple(str(dataset["path"]) for dataset in datasets)
+    except (KeyError, IndexError, TypeError) as error:
+        what = "a bioformats2raw collection of images" if "bioformats2raw.layout" in ome else "a group"
+        place = source.shown.rstrip("/")
+        raise DataError(
+            f"a volume is an array or an OME-Zarr image; got {place}, which is {what} without multiscales metadata; "
+            f"{_choice(source) or f'set path to an array or image in it: {place}/NAME'}"
+        ) from error
+    if spec.level >= len(paths):
+        raise DataError(
+            f"level must be one of 0..{len(paths) - 1}; got {spec.level} of {source.shown}; change data.volumes[].level"
+        )
+    version = entry.get("version", ome.get("version"))
+    return Level(paths[spec.level], entry, datasets[spec.level], paths, None if version is None else str(version))
+
+
+def no_zarr_error(source: Source) -> DataError:
+    """The error for an address without metadata of zarr.  Reads."""
+    if source.forbidden:
+        return DataError(
+            f"a volume's store must answer; got {source.forbidden} for {source.shown}; check the address and the "
+            "credentials"
+        )
+    path = Path(source.address)
+    what, remedy = "", "point path at the zarr itself (it holds .zarray, .zgroup or zarr.json)"
+    if not source.remote and path.is_file():
+        with path.open("rb") as file:
+            what, remedy = _kind_of(file.read(64)) or ("a file", remedy)
+    elif found := _names(source):
+        names = sorted((*found[0], *found[1]))
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        what = f"a folder of {', '.join(names[:_NAMED])}{more}" if names else "" if source.remote else "an empty folder"
+        remedy = _choice(source) or remedy
+    return DataError(
+        f"a volume must be a zarr array or group; got {source.shown}, which is neither{what and f' but {what}'}; "
+        f"{remedy}"
+    )
+
+
+def _choice(source: Source) -> str:
+    """'set path to A or B', of the zarrs in a group or folder; '' where there are none, or none can be listed."""
+    folders = (_names(source) or ([], []))[1]
+    if not source.remote:
+        folders = [name for name in folders if any(Path(source.address, name, each).is_file() for each in _FILES[:3])]
+    names = sorted({*folders} - {"OME"}, key=lambda name: (not name.isdigit(), len(name) * name.isdigit(), name))
+    more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
+    places = [f"{source.shown.rstrip('/')}/{name}" for name in names[:_NAMED]]
+    return f"set path to {' or '.join(places)}{more}" if names else ""
+
+
+def _names(source: Source) -> tuple[list[str], list[str]] | None:
+    """Files and folders at an address; None where they cannot be listed."""
+    try:
+        return source.list_one_level("")
+    except DataError:
+        return None
