@@ -164,7 +164,9 @@ class TestReader:
         return examine_reader(self.end | known, 144, session_record(), moments(time.time()))
 
     def test_rays_monitor_says_so_itself(self) -> None:
-        death = self.examine(exit_type="NODE_OUT_OF_MEMORY", exit_detail="Memory usage 22.83 GiB exceeded")
+        death = self.examine(
+            exit_type="NODE_OUT_OF_MEMORY", exit_detail="Memory usage 22.83 GiB exceeded", exit_time=None
+        )
         assert death.cause == "ray"
         assert death.evidence[0] == "Ray: NODE_OUT_OF_MEMORY: Memory usage 22.83 GiB exceeded"
         assert "the reader itself held" in " ".join(death.evidence)
