@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.experiments.tune.simulated import BY_NAME, BiasedPlanner, SimulatedRunner, tune
-from vesuvius.errors import ConfigError, StorageError
+from tests.experiments.tune.simulated import BY_NAME, tune
+from vesuvius.errors import ConfigError
 from vesuvius.experiments.ledger import Ledger
 from vesuvius.experiments.tune.measurement import Block
-from vesuvius.experiments.tune.policy import recommend
-from vesuvius.experiments.tune.search import Search
 
-SIMULATED = BY_NAME["knee"]
-SPACE = SIMULATED.space()
-BLOCKS = [entry.block for entry in tune(SIMULATED, 0)[0]]
+BLOCKS = tune(BY_NAME["knee"]).blocks
 ASKED = {"config": {"training": {"lr": 1e-3}}, "machine": {"cores": 12.0}, "--keep": ["workers"]}
 
 
@@ -35,13 +31,6 @@ def read(path: Path) -> Ledger[Block]:
     return Ledger.read(path, "tune", Block)
 
 
-def search_of(ledger: Ledger[Block], lab: SimulatedRunner) -> Search:
-    """A tune that goes on from a ledger, as its session does."""
-    earlier = tuple(ledger.results)
-    planner = BiasedPlanner(SIMULATED)
-    return Search(lab, SPACE, planner, on_block=lambda entry: ledger.add(entry.block), earlier=earlier)
-
-
 def test_a_ledger_reads_back_equal_also_behind_a_torn_line(path: Path) -> None:
     begun(path)
     with path.open("a") as file:
@@ -49,29 +38,6 @@ def test_a_ledger_reads_back_equal_also_behind_a_torn_line(path: Path) -> None:
     ledger = read(path)
     assert ledger.results == BLOCKS
     assert (ledger.asked, ledger.session) == (ASKED, 2)
-
-
-@pytest.mark.parametrize("count", [0, 7, len(BLOCKS)])
-def test_a_tune_goes_on_from_its_ledger_to_the_same_end(path: Path, count: int) -> None:
-    begun(path, BLOCKS[:count])
-    lab = SimulatedRunner(SIMULATED, 0)
-    for block in BLOCKS[:count]:  # the machine goes on where it was
-        lab.measure(block.setting, block.kind, SPACE.block_s, SPACE.budget_s)
-    with read(path) as ledger:
-        found = recommend(search_of(ledger, lab))
-    assert found == tune(SIMULATED, 0)[1]
-    assert read(path).results == BLOCKS
-
-
-def test_a_block_that_a_full_disk_ended_is_measured_again(path: Path) -> None:
-    class FullDisk(SimulatedRunner):
-        def measure(self, *_: object) -> Block:
-            raise StorageError("full")
-
-    begun(path, [])
-    with read(path) as ledger, pytest.raises(StorageError):
-        recommend(search_of(ledger, FullDisk(SIMULATED, 0)))
-    assert read(path).results == []
 
 
 @pytest.mark.parametrize(

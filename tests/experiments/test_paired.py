@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.experiments.tune.simulated import SOURCE, BiasedPlanner, Disturbance, Machine, SimulatedRunner
+from tests.experiments.tune.simulated import SOURCE, BiasedPlanner, Disturbance, Machine, SimulatedRunner, run_to_end
 from vesuvius.experiments.paired import LOOKS, WRONG, Comparison, compare, compare_one_of, student_t
-from vesuvius.experiments.tune.search import Search
+from vesuvius.experiments.tune.search import Asks, Search
 
 BASE, OTHER = SOURCE, replace(SOURCE, channels_last=True)
 
@@ -26,8 +26,13 @@ DISTURBANCES = {
 def compared(disturbance: Disturbance, gain: float, seed: int) -> Comparison:
     """The whole run of two settings as a tune compares them: it stops early where chance made one look faster."""
     machine = Machine("two", sample_s=0.2, faster={"channels_last": 1 + gain}, disturbance=disturbance)
-    search = Search(SimulatedRunner(machine, seed), machine.space(), BiasedPlanner(machine))
-    found = search.in_turn((OTHER, "run"), (BASE, "run"), "confirm", "so")
+    results: list[Comparison | None] = []
+
+    def policy(search: Search) -> Asks[None]:
+        results.append((yield from search.in_turn((OTHER, "run"), (BASE, "run"), "confirm")))
+
+    run_to_end(Search(machine.space(), BiasedPlanner(machine), policy, ()), SimulatedRunner(machine, seed))
+    (found,) = results
     assert found is not None
     truth = machine.rate(OTHER) / machine.rate(BASE) - 1
     assert truth == pytest.approx(gain, abs=0.01)

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,24 +16,19 @@ import torch
 
 from tests.monitor.test_verdict import GPU, hungry
 from tests.support.recorded_runs import run_start, step, write_run
-from tests.support.runs import assert_same_weights
 from tests.support.tiny import tiny_sections
 from vesuvius.commands import profile as command
-from vesuvius.commands import train as train_command
 from vesuvius.config.load import parse_stored, read_config
 from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.experiments.profile.observer import Observed
 from vesuvius.experiments.profile.page import build_profile, counted
 from vesuvius.experiments.profile.session import profiled
-from vesuvius.experiments.profile.trace import longest
 from vesuvius.monitor.verdict import judge
-from vesuvius.monitor.window import Thresholds
 from vesuvius.report.records import read_run
 from vesuvius.report.share import work_rows
 from vesuvius.runlog.records import read_records
 
 CPU_DEVICE = torch.device("cpu")
-GOOD = Thresholds()
 SLOW_GPU = replace(GPU, amp="off", compile=False, channels_last=False, cudnn_benchmark=False)
 
 
@@ -46,7 +42,7 @@ def test_the_table_adds_up_to_the_steps_that_count(tmp_path: Path) -> None:
     run = write_run(tmp_path / "tiny", [run_start(), *steps, step(9, step_s=100.0)])
     config = parse_stored(tiny_sections("tiny", Path("x")) | {"training": {"workers": 2, "train_batch_size": 4}})
     observed = Observed(warm_steps=3, verdict=judge(hungry(), GPU), device="CPU", amp="off")
-    report = build_profile(config, read_run(run), steps[2:], observed, 5, "vesuvius tune --config x.yaml")
+    report = build_profile(config, read_run(run), steps, observed, 5, 1, "vesuvius tune --config x.yaml")
     assert math.fsum(part.total_s for part in report.parts) == pytest.approx(5 * 0.5)  # steps 4 to 8, without the pause
     assert 100 * math.fsum(part.share for part in report.parts) == pytest.approx(100, abs=0.1)
     assert (report.facts["step, p50"], report.facts["step, p95"]) == ("0.500 s", "0.500 s")
@@ -61,13 +57,6 @@ def test_the_table_adds_up_to_the_steps_that_count(tmp_path: Path) -> None:
     assert rows["trainer: cut patches into batches"][0] == "10.0"
 
 
-def test_a_long_trace_keeps_its_names_and_its_longest_events() -> None:
-    named = [{"ph": "M", "name": "process_name"}]
-    events = [*named, *({"ph": "X", "dur": duration} for duration in (5, 1, 9, 3))]
-    assert longest(events, 5)[1] == 0
-    assert longest(events[::-1], 3) == ([*named, {"ph": "X", "dur": 9}, {"ph": "X", "dur": 5}], 2)
-
-
 def test_a_profile_changes_nothing_that_a_step_is_made_of() -> None:
     config = parse_stored(tiny_sections("tiny", Path("x")))
     changed = profiled(config, "p", steps=20)
@@ -79,10 +68,6 @@ def test_a_profile_changes_nothing_that_a_step_is_made_of() -> None:
     assert changed.stop_step >= 2 * 20
 
 
-FEW_REGIONS = {"regions_in_flight": 4}
-"""A short warm-up: each region in flight is read in it."""
-
-
 def assert_parts_are_all_of_the_time(run: Path, page: str, first: int, last: int) -> None:
     """Seconds against the steps' own clock: a part that is left out is seen, whatever the shares are divided by."""
     steps = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "step" and first <= r["step"] <= last]
@@ -90,12 +75,12 @@ def assert_parts_are_all_of_the_time(run: Path, page: str, first: int, last: int
     parts = work_rows(records, counted(records, first - 1, last - first + 1))
     work_s = math.fsum(step["step_s"] - step["pause_s"] for step in steps)
     assert math.fsum(seconds for _, _, seconds, _, _ in parts) == pytest.approx(work_s, rel=1e-6)
-    table = page.partition("## Where the time went")[2].partition("## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if " % | " in line]
-    *shares, total = (float(row[3].removesuffix(" %")) for row in rows)
+    table = page.partition("Where the time went")[2].partition("\n\n")[0]
+    rows = [re.split("  +", line) for line in table.splitlines() if " %  " in f"{line}  "]
+    *shares, total = (float(row[3 if row[0] != "total" else 2].removesuffix(" %")) for row in rows)
     assert (len(shares), total) == (6, 100.0)
-    assert round(math.fsum(shares), 6) == 100.0
-    assert float(rows[-1][2].removesuffix(" s")) == pytest.approx(work_s, rel=0.005)  # three digits
+    assert math.fsum(shares) == pytest.approx(100, abs=0.31), "each is rounded"
+    assert float(rows[-1][1].removesuffix(" s")) == pytest.approx(work_s, rel=0.005)  # three digits
 
 
 def test_a_real_profile_beside_an_existing_run(
@@ -114,9 +99,8 @@ def test_a_real_profile_beside_an_existing_run(
     assert "VESUVIUS_RUNS" not in os.environ
     assert not (folder / "checkpoints").exists()
     steps = [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "step"]
-    text = (folder / "profile.md").read_text()
-    assert text.rstrip() in capsys.readouterr().out
-    warm = int(text.partition(" steps warm up")[0].rpartition("| ")[2])
+    text = capsys.readouterr().out
+    warm = int(text.partition(" steps warm up")[0].rpartition("\n")[2])
     assert len(steps) == warm + 6 + 2  # two traced
     log = (folder / "logs" / "train_full.log").read_text()
     assert f"ended after step {len(steps)}: the profile has its steps" in log
@@ -127,44 +111,6 @@ def test_a_real_profile_beside_an_existing_run(
     assert "aten::" in text
     assert "vesuvius tune --config" in text
     assert (folder / "profile.html").stat().st_size < 200_000
-
-
-def test_a_run_that_ends_before_its_profile_says_so_and_judges_all_steps_that_it_counted(
-    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tiny_config(training={"workers": 0, "epochs": 9}, monitor={"verdict_every": 4}, data=FEW_REGIONS)
-    monkeypatch.chdir(path.parent)
-    run = path.parent / "runs" / "tiny"
-    arguments = ["--config", str(path), "training.save_every=1000", "training.validate_every=0"]
-    assert train_command.main([*arguments, "training.max_steps=7", "--profile"]) == EXIT_OK
-    assert not list((run / "profiles").rglob("*"))
-    assert "WARNING the profile was not written: steps" in (run / "logs" / "train_full.log").read_text()
-    assert train_command.main([*arguments, "training.max_steps=22", "--resume", "--profile", "13"]) == EXIT_OK
-    (page,) = (run / "profiles").glob("*/profile.md")
-    assert "The next 9 count: 14 to 22." in page.read_text()
-    assert "The run ended before the remaining 11 steps" in page.read_text()
-    assert "the verdict is based on" not in page.read_text()
-    verdicts = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "verdict" and r["step"] > 13]
-    assert [(verdict["step"], verdict["steps"]) for verdict in verdicts] == [(22, 9)]  # none at 16 and 20
-
-
-@pytest.mark.long
-def test_a_profile_in_place_changes_nothing_of_the_run(
-    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tiny_config().parent)
-    pages = []
-    for name, arguments in (("plain", ()), ("profiled", ("--profile", "9"))):
-        path = tiny_config(name, training={"workers": 0, "epochs": 3, "validate_every": 15}, data=FEW_REGIONS)
-        assert train_command.main(["--config", str(path), *arguments]) == EXIT_OK
-        pages.append(list(Path("runs", name, "profiles").glob("*/profile.md")))
-    assert_same_weights("plain", "profiled")
-    assert [len(found) for found in pages] == [0, 1]
-    text = pages[1][0].read_text()
-    assert "The next 20 count: 10 to 29." in text
-    assert "These are steps of the run itself." in text
-    assert "computes" in text
-    assert_parts_are_all_of_the_time(Path("runs", "profiled"), text, 10, 29)
 
 
 def test_a_run_that_cannot_begin_ends_as_train_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vesuvius.experiments.steady import BlockLength, SteadyState, Warmup, is_enough, sustained_s
+from vesuvius.experiments.steady import BlockLength, SteadyState, Warmup, sustained_s
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from vesuvius.experiments.steady import BlockLength, SteadyState, Warmup, is_eno
     ],
 )
 def test_a_measurement_is_whole_cycles_near_the_time(samples: int, elapsed_s: float, enough: bool) -> None:
-    assert is_enough(samples, 4, elapsed_s, cycle=100, seconds=10.0) is enough
+    assert BlockLength(4, 100, 10.0).is_over(samples, elapsed_s) is enough
 
 
 def test_samples_read_ahead_count_with_the_time_of_their_readers() -> None:

@@ -188,7 +188,7 @@ def test_a_validation_that_the_checkpoint_of_its_step_does_not_know_of_was_done_
     assert current([*kept, validation, begin, validation]) == [*kept, begin, validation]
 
 
-def test_a_file_is_read_one_record_at_a_time_and_of_some_steps_those_alone(tmp_path: Path) -> None:
+def test_a_file_is_read_one_record_at_a_time(tmp_path: Path) -> None:
     """A run of 6,000 steps has 7 MB of records here; the peak stays below one of them."""
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
@@ -199,13 +199,10 @@ def test_a_file_is_read_one_record_at_a_time_and_of_some_steps_those_alone(tmp_p
     tracemalloc.start()
     try:
         count = sum(1 for _ in current_records(iter_records(path), run_starts(path)))
-        some = list(current_records(iter_records(path, range(3_985, 4_003)), run_starts(path)))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert count == 6_000 - 2 * 9 + 3
-    steps = [record["step"] for record in some if record["kind"] == "step"]
-    assert steps == [*range(3_985, 3_991), *range(4_000, 4_003)], "what a session went back behind is left out"
     assert peak < 2**19
 
 

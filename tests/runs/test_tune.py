@@ -26,7 +26,7 @@ from vesuvius.experiments.process import TrialInterrupted
 from vesuvius.experiments.trainer import trainer_config
 from vesuvius.experiments.tune import session
 from vesuvius.experiments.tune.measurement import Block, Setting
-from vesuvius.experiments.tune.tuned_config import MARK
+from vesuvius.experiments.tune.report import MARK
 from vesuvius.runlog.records import read_records
 
 TUNE = Path("runs/tiny/tune")
@@ -104,8 +104,8 @@ def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: s
     """What any tune that went to its end leaves behind."""
     found, blocks = report(), blocks_of_tune()
     assert found["recommendation"]["certainty"] in verdicts
-    assert [block["number"] for block in found["blocks"]] == list(range(len(blocks)))
-    assert all((TUNE / name).stat().st_size > 1000 for name in ("report.md", "report.html", "report.json", "tune.log"))
+    assert len(found["blocks"]) == len(blocks)
+    assert all((TUNE / name).stat().st_size > 1000 for name in ("report.html", "report.json", "tune.log"))
     assert not list(TUNE.glob("trials/*/checkpoints"))
     tuned = read_config(Path("tiny.tuned.yaml"))
     assert tuned.global_batch == 8
@@ -239,7 +239,7 @@ def check_nothing_stale(config: Path, said: str, verdict: str) -> None:
     text = Path("tiny.tuned.yaml").read_text()
     assert said in text
     assert read_config(Path("tiny.tuned.yaml")) == read_config(config)
-    assert said in (TUNE / "report.md").read_text()
+    assert said in (TUNE / "report.html").read_text()
     assert report()["recommendation"]["certainty"] == verdict
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from vesuvius.commands.cli import as_command, positive, positive_number, say
 from vesuvius.commands.tune import duration
 from vesuvius.config.load import take_variables
-from vesuvius.errors import EXIT_ERROR, EXIT_OK
 
 _ROUNDS = 6
 
@@ -21,14 +20,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.ranks and (args.sweep or args.compare):
         parser.error("--ranks excludes other axes: each number of ranks is compared with the first, all else equal")
-    from vesuvius.experiments.bench.cells import make_cells, parse_axis
+    from vesuvius.experiments.bench.results import make_cells, parse_axis
     from vesuvius.experiments.bench.session import PAGE, BenchRequest, bench
 
     sweeps = [parse_axis(text) for text in args.sweep]
     if args.ranks:
         sweeps = [parse_axis(f"training.ranks={args.ranks}")]
     cells = make_cells(sweeps, [parse_axis(text) for text in args.compare])
-    code, folder = bench(
+    code, report = bench(
         BenchRequest(
             source=args.config,
             overrides=tuple(args.overrides),
@@ -42,9 +41,8 @@ def main(argv: list[str]) -> int:
             command=shlex.join(["vesuvius", "bench", *argv]),
         )
     )
-    if code in (EXIT_OK, EXIT_ERROR):
-        say((folder / f"{PAGE}.md").read_text(encoding="utf-8").rstrip())
-        say(f"\n{folder / PAGE}.html")
+    if report is not None:
+        say(f"{report.text}\n\n{report.directory}/{PAGE}.html")
     return code
 
 
@@ -52,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vesuvius bench",
         description="Measure settings of a config side by side: a process for each, in rounds, so that drift of the "
-        "machine cancels.  The first value of each key is the baseline.  Writes a page, Markdown and JSON to "
+        "machine cancels.  The first value of each key is the baseline.  Writes a page and JSON to "
         "runs/NAME/benches/; an existing run is not touched.",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")

@@ -50,7 +50,7 @@ COMMANDS = {
     "doctor": "check whether this machine is fit for a run, and say how to fix it",
     "profile": "train some steps; say where their time goes and what to try",
     "bench": "measure settings, loaders or numbers of ranks side by side",
-    "report": "write what runs recorded as a page with curves, and as Markdown",
+    "report": "write what runs recorded as a page with curves",
     "memcheck": "show a run's memory, its limits and how close it is to being killed; also of dead runs",
 }
 

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         prog="vesuvius evaluate",
         description="Compare generated patches with held-out ones, and real with real as the floor: grey values and "
         "air, spectrum, correlation, planarity, a classifier, memorised training voxels.  "
-        "Writes evaluation.json, .html and .md and montage.png; the run's volumes must be there.",
+        "Writes evaluation.json, evaluation.html and montage.png; the run's volumes must be there.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
     parser.add_argument("--count", type=whole(16), default=64, help="patches of each kind (default: 64)")

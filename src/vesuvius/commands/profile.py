@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius profile",
         description="Train some steps of a config and say where their time goes, what to try, and what to leave alone. "
-        "Writes a page and Markdown to runs/NAME/profiles/; an existing run is not touched.",
+        "Writes a page to runs/NAME/profiles/; an existing run is not touched.",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
@@ -34,7 +34,6 @@ def main(argv: list[str]) -> int:
     from vesuvius.experiments.profile.session import profile  # imports torch
 
     command = shlex.join(["vesuvius", "profile", *argv])
-    folder = profile(config, args.config, args.steps, args.trace, command)
-    say((folder / "profile.md").read_text(encoding="utf-8").rstrip())
-    say(f"\n{folder / 'profile.html'}")
+    report = profile(config, args.config, args.steps, args.trace, command)
+    say(f"{report.text}\n\n{report.directory}/profile.html")
     return EXIT_OK

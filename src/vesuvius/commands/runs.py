@@ -17,7 +17,7 @@ def report(argv: list[str]) -> int:
     """Parse the command line and write the report.  Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="vesuvius report",
-        description="Write what one or several runs recorded as a page (HTML that needs nothing else) and as Markdown: "
+        description="Write what one or several runs recorded as a page (HTML that needs nothing else): "
         "verdict, where the time went, losses, memory, events, previews, config.  The runs may be running.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, or the name of one below runs/")
@@ -29,7 +29,7 @@ def report(argv: list[str]) -> int:
     from vesuvius.report.report import write_report  # imports numpy and matplotlib
 
     folder = write_report(runs, args.out, shlex.join(["vesuvius", "report", *argv]))
-    say(f"{folder / 'report.html'}\n{folder / 'report.md'}")
+    say(str(folder / "report.html"))
     return EXIT_OK
 
 

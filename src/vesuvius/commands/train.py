@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,6 @@ from vesuvius.config.load import dump_config, read_config, take_config
 from vesuvius.errors import EXIT_OK
 
 log = logging.getLogger(__name__)
-
-_PROFILED_STEPS = 20
 
 
 @as_command
@@ -40,14 +37,6 @@ def main(argv: list[str]) -> int:
         help="print every key with its value and its meaning",
     )
     parser.add_argument(
-        "--profile",
-        nargs="?",
-        type=_step,
-        const=0,
-        metavar="N",
-        help="write a profile of 20 steps of this run after step N, or after its first ones, while it trains",
-    )
-    parser.add_argument(
         "--replay", type=_step, metavar="STEP", help="compute a step again, from a checkpoint and the volumes, no more"
     )
     # Of the trainer that `vesuvius tune` starts: it takes commands on standard input, and ends with that.
@@ -57,7 +46,7 @@ def main(argv: list[str]) -> int:
         parser.error("--vram-gib only plans; use it with --dry-run")
     if args.replay is not None:
         others = (args.resume, args.allow_drift, args.dry_run, args.print_config)
-        if any(others) or args.profile is not None:
+        if any(others):
             parser.error("--replay trains nothing; it takes --config and overrides only")
     if args.print_config:
         config = read_config(args.config, args.overrides, os.environ)
@@ -89,17 +78,12 @@ def main(argv: list[str]) -> int:
         return train(replace(request, config=one_rank(config), make_tuner=worker, facts=facts))
     from vesuvius.launch.launch import launch
 
-    if args.profile is not None:
-        from vesuvius.experiments.profile.session import profile_in_place
-
-        command = shlex.join(["vesuvius", "train", *argv])
-        request = replace(request, make_tuner=profile_in_place(_PROFILED_STEPS, args.profile, command, args.config))
     return launch(request)
 
 
 def _step(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"must be the number of a step; got {text}; put --profile last, or give it 0")
+        raise argparse.ArgumentTypeError(f"must be the number of a step; got {text}")
     return int(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from vesuvius import __version__
 from vesuvius.config.describe import flatten
 from vesuvius.errors import ConfigError
+from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.records import JsonLines, from_plain, read_records
+from vesuvius.runlog.redact import redacted
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -91,3 +94,8 @@ class Ledger(Generic[T]):
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
+    """Write all figures of an experiment as JSON, whole or not at all, without secrets.  Raises OSError."""
+    write_whole(path, (json.dumps(redacted(figures), indent=1, allow_nan=False) + "\n").encode())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +14,8 @@ from vesuvius.monitor.memory.limits import killers_of, left_bytes
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import sample_system
+from vesuvius.report.model import commit_text
+from vesuvius.runlog.environment import describe_environment
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.run_plan import plan_run
@@ -25,7 +28,7 @@ _PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover betw
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """The machine of a measurement, whose figures are valid there only; restarted containers have other host names."""
+    """The machine of a measurement, whose figures are valid there only."""
 
     host: str
     cores: float
@@ -37,6 +40,11 @@ class MachineFacts:
         """Describe the machine in one line."""
         gpu = "no GPU" if self.gpu is None else f"{self.gpu} ({self.gpu_gib:.0f} GiB)"
         return f"{self.host}: {self.cores:g} cores, {self.ram_gib:.0f} GiB of RAM, {gpu}"
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """What must be the same where an experiment is continued: restarted containers have other host names."""
+        return {key: value for key, value in asdict(self).items() if key != "host"}
 
 
 def describe_machine() -> MachineFacts:
@@ -50,6 +58,17 @@ def describe_machine() -> MachineFacts:
         gpu=gpu.name if gpu else None,
         gpu_gib=round(gpu.total_memory / GIB, 2) if gpu else None,
     )
+
+
+def facts_of_this_place() -> dict[str, str]:
+    """Machine, versions and commit, for a page."""
+    environment = describe_environment()
+    packages = {name: version for name, version in environment["packages"].items() if version}
+    return {
+        "machine": f"{describe_machine().words()}; {environment['platform']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "commit": commit_text(environment),
+    }
 
 
 def ram_left(config: Config) -> int:

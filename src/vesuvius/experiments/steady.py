@@ -42,20 +42,6 @@ class Warmup:
         return steps >= self.full_steps or (steps >= self.least_steps and elapsed_s >= most_s)
 
 
-def is_enough(samples: int, batch: int, elapsed_s: float, cycle: int, seconds: float) -> bool:
-    """Whether a measurement is long enough: whole cycles that come nearest to `seconds`, or `seconds` if none does.
-
-    Data come in bursts, once in `cycle` samples: a part of a cycle may be all burst or all wait.
-
-    Args:
-        batch: samples that came last; one of them ends a cycle.
-    """
-    cycles = round(seconds * samples / max(elapsed_s, 1e-9) / cycle)
-    if cycles and samples >= cycles * cycle and samples % cycle < batch:
-        return True
-    return samples > 0 and elapsed_s >= (2 * seconds if cycles else seconds)
-
-
 def sustained_s(samples: int, took_s: float, reader_s: float | None, workers: int) -> float:
     """The seconds that samples took, or that the readers need for them where they were read ahead."""
     if reader_s and workers and samples / took_s > _OUTRUN_BY * workers / reader_s:
@@ -71,10 +57,12 @@ def is_settled(durations: Sequence[float]) -> bool:
 
 
 class BlockLength:
-    """How long a block is: whole cycles near `seconds`, and longer the more the time of a cycle varies.
+    """How long a measurement is: whole cycles that come nearest to `seconds`, and longer the more their time varies.
+
+    Data come in bursts, once in `cycle` samples: a part of a cycle may be all burst or all wait.
 
     Args:
-        batch, cycle: as `is_enough`.
+        batch: samples that come at once; one of them ends a cycle.
     """
 
     def __init__(self, batch: int, cycle: int, seconds: float) -> None:
@@ -85,7 +73,10 @@ class BlockLength:
         """Whether so many samples in so many seconds are enough; called after each batch."""
         if samples >= self._cycle * len(self._ends_s):
             self._ends_s.append(elapsed_s)
-        if not is_enough(samples, self._batch, elapsed_s, self._cycle, self._seconds):
+        cycles = round(self._seconds * samples / max(elapsed_s, 1e-9) / self._cycle)
+        is_whole = cycles and samples >= cycles * self._cycle and samples % self._cycle < self._batch
+        is_late = samples and elapsed_s >= (2 * self._seconds if cycles else self._seconds)  # within bounds
+        if not is_whole and not is_late:
             return False
         if self._seconds >= self._most_s or is_settled([end - begin for begin, end in pairwise(self._ends_s)]):
             return True
@@ -110,7 +101,8 @@ class SteadyState:
         self, warmup: Warmup, seconds: float, batch: int, workers: int, task: int, region: int, compiles: bool = False
     ) -> None:
         self._warmup, self._seconds, self._batch, self._workers = warmup, seconds, batch, workers
-        self._cycle, self._region, self._compiles = max(workers, 1) * task, region, compiles
+        self._region, self._compiles = region, compiles
+        self._length = BlockLength(batch, max(workers, 1) * task, seconds)
         self._warm: list[Record] = []
         self._steady: list[Record] = []
 
@@ -121,8 +113,7 @@ class SteadyState:
             self._warm.append(step)
             return False
         self._steady.append(step)
-        samples, took_s = self._samples_and_seconds()
-        return len(self._steady) >= _LEAST_STEPS and is_enough(samples, self._batch, took_s, self._cycle, self._seconds)
+        return self._length.is_over(*self._samples_and_seconds()) and len(self._steady) >= _LEAST_STEPS
 
     @property
     def samples_s(self) -> float:

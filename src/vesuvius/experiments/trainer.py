@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,13 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.config.trial import NEVER, trial_config
 from vesuvius.errors import EXIT_GPU_MEMORY, EXIT_GUARD, one_line
-from vesuvius.experiments.process import Ended, TrialProcess, last_words
+from vesuvius.experiments.process import Ended, TrialInterrupted, TrialProcess, last_words
 from vesuvius.monitor.postmortem.death import headline
 from vesuvius.monitor.postmortem.post_mortem import record_run_death
 from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.records import Record
 
+_POLL_S = 0.05
 _CAUSE_LENGTH = 400
 _WHOLE_FILE = 2**30
 _KILLED_IN_CONTAINER = 128 + signal.SIGKILL
@@ -57,19 +60,37 @@ class Trainer:
                 self.guard_text = self.guard_text or record["text"] or "the memory guard acted"
         return records
 
+    def watch(self, take: Callable[[Record], bool], limit_s: float, stopping: Callable[[], bool]) -> tuple[Ended, str]:
+        """Give `take` each new record until it returns true; else close it, and say how it ended and why, in a line.
+
+        Raises:
+            TrialInterrupted: `stopping` came true; it is closed.
+        """
+        began = time.monotonic()
+        try:
+            while True:
+                if stopping():
+                    raise TrialInterrupted("interrupted while it measured; continue with --resume")
+                has_ended = self.process.wait(_POLL_S)  # first: what it wrote before its end is read then
+                if any(take(record) for record in self.new_records()):
+                    return "ok", ""
+                elapsed_s = time.monotonic() - began
+                if has_ended or self.guard_text or elapsed_s >= limit_s:
+                    break
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        ended: Ended = "timeout"
+        cause = f"no result within {elapsed_s:.0f} s"
+        if has_ended or self.guard_text:
+            ended, cause = self._end()
+        return ended, one_line(cause, _CAUSE_LENGTH)
+
     def close(self) -> None:
         """Kill it and all that it started; its checkpoint is of no use."""
         self.process.__exit__()
         shutil.rmtree(self.run / "checkpoints", ignore_errors=True)
-
-    def fail(self, elapsed_s: float) -> tuple[Ended, str]:
-        """Close it, as it gave no result in this time; return how it ended, and why in a line."""
-        has_ended = self.process.wait(0)
-        self.close()
-        ended, cause = (
-            self._end() if self.guard_text or has_ended else ("timeout", f"no result within {elapsed_s:.0f} s")
-        )
-        return ended, one_line(cause, _CAUSE_LENGTH)
 
     def _end(self) -> tuple[Ended, str]:
         code = self.process.code

@@ -1,1 +1,1 @@
-"""`vesuvius report`: what a run recorded.  In: run directories.  Out: one HTML page and one Markdown file."""
+"""`vesuvius report`: what a run recorded.  In: run directories.  Out: one HTML page."""

@@ -35,6 +35,14 @@ class Table:
         """Of each column: `n` for one of figures, which stands to the right, else empty."""
         return ["n" if all(map(_FIGURE.fullmatch, column)) else "" for column in zip(*self.rows, strict=True)]
 
+    @property
+    def text(self) -> str:
+        """For a terminal: the title, and a line for each row."""
+        rows = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = ((cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join([self.title, *("  ".join(row).rstrip() for row in cells)])
+
 
 def filled(*tables: Table) -> tuple[Table, ...]:
     """Those that have rows."""
@@ -57,20 +65,9 @@ class TimePart:
     kind: str
     total_s: float  # over all steps
     share: float  # of the time that was recorded
-    percent: float  # the share to a tenth, so that the parts' percents add up as their shares do
     # p50_s, p95_s: of a step; NaN where the part has none
     p50_s: float = math.nan
     p95_s: float = math.nan
-
-
-@dataclass(frozen=True)
-class Target:
-    """A share of the working time, and whether it is as it should be."""
-
-    name: str
-    wanted: str
-    found: str
-    met: bool
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,6 @@ class RunReport:
     facts: Mapping[str, str]  # what came of it: a label and a value each, the same labels for every run
     verdict: str  # in words
     parts: tuple[TimePart, ...] = ()  # where the time went
-    targets: tuple[Target, ...] = ()
     charts: tuple[Chart, ...] = ()
     tables: tuple[Table, ...] = ()
     previews: tuple[tuple[int, str], ...] = ()  # pictures, relative to the directory, with the step of each
@@ -93,15 +89,13 @@ class RunReport:
     @property
     def time_table(self) -> Table:
         """A row for each part of the time, and the total."""
-        total = TimePart(
-            "total", "", math.fsum(p.total_s for p in self.parts), 1.0, math.fsum(p.percent for p in self.parts)
-        )
+        total = TimePart("total", "", math.fsum(p.total_s for p in self.parts), math.fsum(p.share for p in self.parts))
         rows = tuple(
             (
                 part.name,
                 part.kind,
                 format_duration(part.total_s) if part.total_s >= 60 else f"{number(part.total_s)} s",
-                f"{part.percent:.1f} %",
+                f"{100 * part.share:.1f} %",
                 *("" if math.isnan(seconds) else number(1000 * seconds) for seconds in (part.p50_s, part.p95_s)),
             )
             for part in (*self.parts, total)
@@ -109,3 +103,10 @@ class RunReport:
         return Table(
             "Where the time went", ("part", "class", "time", "share", "p50, ms", "p95, ms"), rows, self.parts_note
         )
+
+    @property
+    def text(self) -> str:
+        """What the page says in words and tables, for a terminal."""
+        lines = [self.name, "", self.verdict, "", *(f"{label}: {value}" for label, value in self.facts.items())]
+        tables = (*([self.time_table] if self.parts else []), *self.tables)
+        return "\n".join([*lines, *(f"\n{table.text}" for table in tables)])

@@ -10,35 +10,30 @@ import numpy as np
 
 from vesuvius.config.describe import flatten
 from vesuvius.monitor.quantile import quantile
-from vesuvius.monitor.window import Thresholds
 from vesuvius.report.charts import build_charts
 from vesuvius.report.content import NOT_KNOWN, PARTS_NOTE, RunReport, Table, filled
 from vesuvius.report.records import Column, RunRecords, figure
-from vesuvius.report.share import split_time, targets_of
+from vesuvius.report.share import split_time
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_duration, format_percent, format_time, number, size_text
 
 _LAST_STEPS = 100
 _MOST_EVENTS = 200
-_SLICES = 10
 _QUIET = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "block")
 
 
 def build(records: RunRecords) -> RunReport:
     """Gather the report of one run."""
-    thresholds = Thresholds()
-    parts = split_time(records)
     verdicts = records.of_kind("verdict")
     return RunReport(
         name=str(records.config.get("name") or records.path.name),
         directory=str(records.path),
         facts=_facts(records),
         verdict=_end_words(records.state) + _verdict_words(verdicts) + _next_words(verdicts, records.path),
-        parts=parts,
-        targets=targets_of(parts, thresholds),
+        parts=split_time(records),
         charts=tuple(build_charts(records)),
-        tables=filled(_course(records), ranks_table(records), _sessions(records), _events(records)),
+        tables=filled(ranks_table(records), _sessions(records), _events(records)),
         previews=_previews(records),
         config=config_texts(records.config),
         config_text=records.config_text,
@@ -114,30 +109,6 @@ def _verdict_words(verdicts: Sequence[Record]) -> str:
 def _next_words(verdicts: Sequence[Record], run: Path) -> str:
     """The command to type next, if the last verdict names something to try."""
     return f". Type next: {RunDir(run).tune_command}" if verdicts and verdicts[-1].get("overrides") else ""
-
-
-def _course(records: RunRecords) -> Table:
-    """The run in ten slices of steps: what the curves show, in figures."""
-    steps = records.columns
-    rows = []
-    for chosen in np.array_split(np.arange(len(steps["step"])), _SLICES):
-        if not len(chosen):
-            continue
-        work = steps["step_s"][chosen] - steps["pause_s"][chosen]
-        total = float(np.sum(work))
-        rows.append(
-            (
-                f"{steps['step'][chosen[0]]:.0f} to {steps['step'][chosen[-1]]:.0f}",
-                _or_unknown(_mean(steps["loss"][chosen]), number),
-                _or_unknown(_mean(work), number),
-                _or_unknown(float(np.max(steps["step_s"][chosen])), number),
-                _or_unknown(float(np.sum(steps["data_s"][chosen])) / total if total else None, format_percent),
-                _or_unknown(float(np.sum(steps["samples"][chosen])) / total if total else None, number),
-                _or_unknown(largest(steps["ram_used_bytes"][chosen]), size_text),
-            )
-        )
-    columns = ("steps", "loss", "step, s", "longest, s", "waited for data", "samples/s", "RAM")
-    return Table("Course of the run", columns, tuple(rows), "means without pauses; the longest step with its pause")
 
 
 def ranks_table(records: RunRecords) -> Table:

@@ -1,12 +1,13 @@
-"""The one page of report, profile, bench, tune and evaluate, as HTML and as Markdown.
+"""The one page of report, profile, bench, tune and evaluate.
 
-The page needs nothing else (style, curves and pictures are in it) and has no script.  All text comes from files that
-users write: the template escapes every value.
+It needs nothing else (style, curves and pictures are in it) and has no script.  All text comes from files that users
+write: the template escapes every value.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,16 +15,16 @@ from typing import Any
 
 from vesuvius.errors import storage_errors
 from vesuvius.report.content import Picture, RunReport, Table
-from vesuvius.report.curves import POINTS, Chart, thinned
-from vesuvius.report.markdown import render_markdown
-from vesuvius.report.pictures import embed
+from vesuvius.report.curves import POINTS, Chart, draw, thinned
 from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.redact import redact, redacted
 
 FOLDER = "reports"
+_MOST_PICTURES = 6
+_WIDTH, _WIDTH_OF_MANY = 640, 360
 
 
-def write_pages(
+def write_page(
     folder: Path,
     name: str,
     reports: Sequence[RunReport],
@@ -32,7 +33,7 @@ def write_pages(
     tables: Sequence[Table] = (),
     charts: Sequence[Chart] = (),
 ) -> None:
-    """Write NAME.html (for up to eight runs of less than 2 MB) and NAME.md, each whole or not at all, without secrets.
+    """Write NAME.html (for up to eight runs of less than 2 MB), whole or not at all, without secrets.
 
     Args:
         made: when and by which command.
@@ -42,14 +43,11 @@ def write_pages(
     Raises:
         StorageError: the folder cannot be written.
     """
-    reports, pictures, tables, made = redacted([*reports]), redacted([*pictures]), redacted([*tables]), redact(made)
-    charts = redacted([*charts])
-    page = render_html(reports, made, pictures, tables, charts)
-    text = render_markdown(reports, made, f"{name}.html", tables)
+    shown = ([*each] for each in (pictures, tables, charts))
+    page = render_html(redacted([*reports]), redact(made), *(redacted(each) for each in shown))
     with storage_errors("a report must be writable", "choose another folder, or free some space"):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / f"{name}.html", page.encode())
-        write_whole(folder / f"{name}.md", text.encode())
 
 
 def render_html(
@@ -62,14 +60,12 @@ def render_html(
     """The page with the previews of the runs, which it reads; where many share it, curves have fewer points."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    from vesuvius.report.draw import draw  # imports matplotlib
-
     environment = Environment(
         loader=PackageLoader("vesuvius.report"), autoescape=True, finalize=_printable, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     points = max(POINTS // len(reports), 30)
-    shown = [*pictures, *embed(reports)]
+    shown = [*pictures, *_previews(reports)]
     return environment.get_template("page.html").render(
         title=" and ".join(report.name for report in reports),
         reports=[(each, [draw(thinned(chart, points)) for chart in each.charts]) for each in reports],
@@ -78,6 +74,33 @@ def render_html(
         tables=tables,
         charts=[draw(chart) for chart in charts],
     )
+
+
+def _previews(reports: Sequence[RunReport]) -> list[Picture]:
+    """Six previews of the whole course of a run, or the last ones of several; reads files."""
+    most = max(_MOST_PICTURES // len(reports), 1)
+    width = _WIDTH if len(reports) <= _MOST_PICTURES else _WIDTH_OF_MANY
+    found = []
+    for report in reports:
+        every, last = max((len(report.previews) - 1) / max(most - 1, 1), 1), len(report.previews) - 1
+        places = {round(last - every * place) for place in range(min(most, last + 1))}
+        for step, name in (report.previews[place] for place in sorted(places)):
+            found.append(Picture(f"{report.name}, step {step}", _small(Path(report.directory) / name, width)))
+    return found
+
+
+def _small(path: Path, width: int) -> bytes | None:
+    """A JPEG; None where the file cannot be read."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    try:
+        with Image.open(path) as image:
+            image.thumbnail((width, 2 * width), Image.Resampling.LANCZOS)
+            image.convert("RGB").save(file, format="JPEG", quality=75)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # as Pillow has it
+        return None
+    return file.getvalue()
 
 
 def _printable(value: Any) -> Any:

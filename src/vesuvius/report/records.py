@@ -28,7 +28,6 @@ STEP_FIELDS = (
     "other_s", "pause_s", "samples", "loss", "grad_norm", "lr", "mfu", "total_s", "vram_used_bytes", "vram_limit_bytes",
     "ram_used_bytes", "ram_limit_bytes", "worker_max_bytes", "eta_s",
 )  # fmt: skip
-_ABSENT = {"comm_s": 0.0}  # written before there were other ranks to wait for
 _SYSTEM_FIELDS = (
     "kind", "time", "step", "limit_bytes", "used_bytes", "trainer_bytes", "shared_bytes", "readers", "vram", "gpus",
     "cores_busy",
@@ -61,15 +60,11 @@ class RunRecords:
         return [record for record in self.others if record["kind"] == kind]
 
 
-def read_run(path: Path, only: range | None = None) -> RunRecords:
-    """Read a run directory, whatever is there of it; torn lines and missing files are passed over.
-
-    Args:
-        only: these steps alone, with what was recorded at them; a run in progress need not hold the others in memory.
-    """
+def read_run(path: Path) -> RunRecords:
+    """Read a run directory, whatever is there of it; torn lines and missing files are passed over."""
     sessions: list[Record] = []
-    metrics = _metrics(path / "metrics.jsonl", sessions, only)
-    merged = heapq.merge(metrics, _system(path / "system.jsonl", only), key=_time)
+    metrics = _metrics(path / "metrics.jsonl", sessions)
+    merged = heapq.merge(metrics, _system(path / "system.jsonl"), key=_time)
     steps = {name: array("d") for name in STEP_FIELDS}
     first: list[bool] = []
     system: list[Record] = []
@@ -127,28 +122,24 @@ def _changed_keys(start: Record) -> tuple[str, ...]:
     return tuple(key for key in keys if not key.startswith(SAME_SPEED))
 
 
-def _metrics(path: Path, sessions: list[Record], only: range | None) -> Iterator[Record]:
+def _metrics(path: Path, sessions: list[Record]) -> Iterator[Record]:
     """A line at a time, a step with what is needed of it: a long run's file is larger than one wants in memory.
 
     `sessions` takes each begin and end of a session: a resume from an earlier step supersedes those too.
     """
     try:
-        for record in _placed(iter_records(path, only)):
+        for record in _placed(iter_records(path)):
             if record["kind"] in ("run_start", "run_end"):
                 sessions.append(record)
             is_step = record["kind"] == "step"
-            yield (
-                {"kind": "step"} | {name: record.get(name, _ABSENT.get(name)) for name in STEP_FIELDS}
-                if is_step
-                else record
-            )
+            yield {"kind": "step"} | {name: record.get(name) for name in STEP_FIELDS} if is_step else record
     except OSError:
         return
 
 
-def _system(path: Path, only: range | None) -> Iterator[Record]:
+def _system(path: Path) -> Iterator[Record]:
     try:
-        for record in _placed(iter_rotated(path, only)):
+        for record in _placed(iter_rotated(path)):
             yield {name: record.get(name) for name in _SYSTEM_FIELDS}
     except (OSError, EOFError):  # the second: a torn part
         return

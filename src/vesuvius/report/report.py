@@ -9,14 +9,14 @@ from pathlib import Path
 from vesuvius.report.content import NOT_KNOWN, RunReport, Table, filled
 from vesuvius.report.curves import Chart
 from vesuvius.report.model import build
-from vesuvius.report.page import FOLDER, made_by, new_folder, write_pages
+from vesuvius.report.page import FOLDER, made_by, new_folder, write_page
 from vesuvius.report.records import read_run
 
 _OVERLAID = ("loss", "relative_error", "step_s", "samples_s", "ram", "vram")
 
 
 def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
-    """Write report.html and report.md of one or several runs, and return their folder.
+    """Write report.html of one or several runs, and return their folder.
 
     Args:
         out: the folder; None = one named by the time, below the first run's `reports/`.
@@ -27,7 +27,7 @@ def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
     folder = out or new_folder(runs[0] / FOLDER)
     reports = named_apart([build(read_run(run)) for run in runs])
     tables, charts = comparison(reports)
-    write_pages(folder, "report", reports, made_by(command), (), tables, charts)
+    write_page(folder, "report", reports, made_by(command), (), tables, charts)
     return folder
 
 
@@ -58,7 +58,7 @@ def _different(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 
 
 def _share(report: RunReport, name: str) -> str:
-    return next((f"{part.percent:.1f} %" for part in report.parts if part.name == name), NOT_KNOWN)
+    return next((f"{100 * part.share:.1f} %" for part in report.parts if part.name == name), NOT_KNOWN)
 
 
 def _overlaid(reports: Sequence[RunReport]) -> tuple[Chart, ...]:

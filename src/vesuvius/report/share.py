@@ -1,4 +1,4 @@
-"""Where the time of a run went: parts that add up, their classes, and the targets they are held to.  Pure."""
+"""Where the time of a run went: parts that add up, and their classes.  Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.monitor.quantile import quantile
-from vesuvius.monitor.window import Thresholds
-from vesuvius.report.content import Target, TimePart
+from vesuvius.report.content import TimePart
 from vesuvius.report.records import Column, RunRecords
-from vesuvius.runlog.units import format_percent
 
 WORK = (
     ("data wait", "I/O", "data_s"),
@@ -64,43 +62,12 @@ def work_rows(records: RunRecords, chosen: NDArray[np.bool_]) -> list[Row]:
 
 def shared_out(rows: Sequence[Row], whole_s: float) -> tuple[TimePart, ...]:
     """The parts with their shares of the time that was recorded."""
-    shares = [total / whole_s if whole_s else 0.0 for _, _, total, _, _ in rows]
-    tenths = rounded_together([1000 * share for share in shares])
     return tuple(
-        TimePart(name, kind, total, share, tenth / 10, p50, p95)
-        for (name, kind, total, p50, p95), share, tenth in zip(rows, shares, tenths, strict=True)
+        TimePart(name, kind, total, total / whole_s if whole_s else 0.0, p50, p95)
+        for name, kind, total, p50, p95 in rows
     )
-
-
-def rounded_together(values: Sequence[float]) -> list[int]:
-    """Whole numbers whose sum is the rounded sum of the values: those with the largest remainders are rounded up."""
-    down = [math.floor(value) for value in values]
-    short = round(math.fsum(values)) - sum(down)
-    up = sorted(range(len(values)), key=lambda place: down[place] - values[place])[:short]
-    return [low + (place in up) for place, low in enumerate(down)]
 
 
 def _row(name: str, kind: str, seconds: Column) -> Row:
     values = seconds.tolist()
     return name, kind, float(seconds.sum()), quantile(values, 0.5), quantile(values, 0.95)
-
-
-def targets_of(parts: Sequence[TimePart], thresholds: Thresholds) -> tuple[Target, ...]:
-    """The working time of the steps after the first, held to what is good."""
-    kinds = {kind: math.fsum(part.total_s for part in parts if part.kind == kind) for _, kind, _ in WORK}
-    whole = math.fsum(kinds.values())
-    if not whole:
-        return ()
-    least, most = thresholds.gpu_share_good, thresholds.data_share_good
-    shares = {kind: seconds / whole for kind, seconds in kinds.items()}
-    wanted = f"at most {format_percent(most)}"
-    compute, waits = shares["compute"], {"I/O": "data (I/O)", "transfer": "copies", "host": "the host"}
-    if shares["ranks"]:
-        waits["ranks"] = "other ranks"
-    return (
-        Target("the device computes", f"at least {format_percent(least)}", format_percent(compute), compute >= least),
-        *(
-            Target(f"waits for {name}", wanted, format_percent(shares[kind]), shares[kind] <= most)
-            for kind, name in waits.items()
-        ),
-    )

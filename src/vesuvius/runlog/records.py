@@ -33,7 +33,6 @@ T = TypeVar("T")
 ROTATE_BYTES = 4 * 2**20
 _RUN_START, _VALIDATION, _PREVIEW = "run_start", "validation", "preview"
 _START = f'"{_RUN_START}"'.encode()
-_STEP = re.compile(rb'"step": (\d+)')
 
 
 class JsonLines:
@@ -157,14 +156,10 @@ def make_record(kind: str, **figures: Any) -> Record:
     return record
 
 
-def iter_records(path: Path, steps: range | None = None) -> Iterator[Record]:
-    """All whole records of a file, in order, one in memory at a time; torn lines are passed over.
-
-    Args:
-        steps: records of other steps are left out, but for the beginnings of sessions; others are not even parsed.
-    """
+def iter_records(path: Path) -> Iterator[Record]:
+    """All whole records of a file, in order, one in memory at a time; torn lines are passed over."""
     with path.open("rb") as lines:
-        yield from records_in(lines, steps)
+        yield from records_in(lines)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -172,21 +167,18 @@ def read_records(path: Path) -> list[Record]:
     return list(iter_records(path))
 
 
-def iter_rotated(path: Path, steps: range | None = None) -> Iterator[Record]:
+def iter_rotated(path: Path) -> Iterator[Record]:
     """All whole records of a `RotatedFile`, the parts before it included, in order, as `iter_records`."""
     for _, part in sorted(_parts(path).items()):
         with gzip.open(part) if part.suffix == ".gz" else part.open("rb") as lines:
-            yield from records_in(lines, steps)
+            yield from records_in(lines)
     if path.exists():
-        yield from iter_records(path, steps)
+        yield from iter_records(path)
 
 
-def records_in(lines: Iterable[bytes], steps: range | None = None) -> Iterator[Record]:
-    """The whole records among lines; `steps` as `iter_records`."""
-    for line in lines:
-        found = None if steps is None or _START in line else _STEP.search(line)
-        if (found is None or int(found[1]) in (steps or ())) and (record := parsed(line)) is not None:
-            yield record
+def records_in(lines: Iterable[bytes]) -> Iterator[Record]:
+    """The whole records among lines."""
+    return (record for line in lines if (record := parsed(line)) is not None)
 
 
 def parsed(text: str | bytes) -> Record | None:

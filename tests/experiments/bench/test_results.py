@@ -11,10 +11,18 @@ import numpy as np
 import pytest
 
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.experiments.bench.cells import Cell, make_cells, parse_axis
-from vesuvius.experiments.bench.measure import Measurement
 from vesuvius.experiments.bench.page import build_page, table_of
-from vesuvius.experiments.bench.results import BANDS, Result, band, results_of, verdict
+from vesuvius.experiments.bench.results import (
+    BANDS,
+    Cell,
+    Measurement,
+    Result,
+    band,
+    make_cells,
+    parse_axis,
+    results_of,
+    verdict,
+)
 from vesuvius.experiments.bench.session import measure_rounds
 from vesuvius.experiments.ledger import Ledger
 from vesuvius.experiments.process import TrialInterrupted

@@ -15,8 +15,8 @@ import numpy as np
 
 from vesuvius.experiments.process import Ended
 from vesuvius.experiments.tune.measurement import Block, BlockKind, SearchSpace, Setting, trainer_knobs
-from vesuvius.experiments.tune.policy import recommend
-from vesuvius.experiments.tune.search import Entry, Recommendation, Search
+from vesuvius.experiments.tune.policy import begin
+from vesuvius.experiments.tune.search import Search
 
 GIB = 2**30
 GUARD_SHARE = 0.84  # of the limit: where the guard begins, and no block should come
@@ -340,11 +340,17 @@ class SimulatedRunner:
         )
 
 
-def tune(machine: Machine, seed: int, space: SearchSpace | None = None) -> tuple[list[Entry], Recommendation]:
-    """Run a whole tune."""
-    search = Search(SimulatedRunner(machine, seed), space or machine.space(), BiasedPlanner(machine))
-    found = recommend(search)
-    return search.entries, found
+def tune(
+    machine: Machine, seed: int = 0, space: SearchSpace | None = None, lab: SimulatedRunner | None = None
+) -> Search:
+    """A whole tune, to its end."""
+    return run_to_end(begin(space or machine.space(), BiasedPlanner(machine)), lab or SimulatedRunner(machine, seed))
+
+
+def run_to_end(search: Search, lab: SimulatedRunner) -> Search:
+    while (cell := search.cell) is not None:
+        search.tell(lab.measure(cell.setting, cell.kind, search.space.block_s, cell.limit_s))
+    return search
 
 
 GROWING = replace(SOURCE, accumulate_steps=1)

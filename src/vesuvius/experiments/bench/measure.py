@@ -3,64 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.errors import VesuviusError, one_line
+from vesuvius.experiments.bench.results import Measurement
 from vesuvius.experiments.machine import planned_bytes, ram_left, vram_left
-from vesuvius.experiments.process import Ended, TrialInterrupted
+from vesuvius.experiments.process import TrialInterrupted
 from vesuvius.experiments.steady import SteadyState, Warmup
 from vesuvius.experiments.trainer import Trainer, next_number, trainer_config
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import size_text
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-
-_POLL_S = 0.05
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A cell in one round, and how that ended."""
-
-    cell: int
-    round: int
-    ended: Ended
-    cause: str = ""  # one line; '' where it ended ok
-    run: str = ""  # name of its run directory below `cells/`; '' = none
-    session: int = 1  # of the bench: rates of different sessions are not compared within a round
-    seconds: float = 0.0
-    samples_s: float = 0.0  # in the steady state; 0 unless ok
-    # seconds from the start of the process to the steady state, less what the steps until then take in it
-    start_s: float | None = None
-    figures: Mapping[str, float | None] = field(default_factory=dict)  # others, by name; None = not known
-
-
-@dataclass(frozen=True)
-class Lab:
-    """What all measurements of a bench share; one process at a time."""
-
-    directory: Path  # of the run directories
-    seconds: float  # of the steady state
-    limit_s: float  # the longest that a measurement may take
-    lock_fd: int | None = None
-    stopping: Callable[[], bool] = lambda: False  # whether the bench was asked to stop
-
-    def check_stop(self) -> None:
-        """Raises TrialInterrupted if the bench was asked to stop."""
-        if self.stopping():
-            raise TrialInterrupted("the bench was interrupted while it measured; continue with --resume")
-
+from vesuvius.training.stop import StoppedError, unless_stopped
 
 _prepared = cache(prepare_data)
 
 
-def measure_training(lab: Lab, config: Config, ranks: int, blank: Measurement) -> Measurement:
+def measure_training(
+    directory: Path,
+    config: Config,
+    ranks: int,
+    blank: Measurement,
+    *,
+    seconds: float,
+    limit_s: float,
+    lock_fd: int | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Measurement:
     """Fill in a measurement.
+
+    Args:
+        directory: of the run directories of all measurements.
+        seconds: of the steady state.
+        limit_s: the longest that it may take.
+        lock_fd: descriptor that the trainer keeps open; None = none.
+        stopping: whether the bench was asked to stop.
 
     Raises:
         TrialInterrupted: the bench was asked to stop; the process and its children are gone.
@@ -68,31 +52,28 @@ def measure_training(lab: Lab, config: Config, ranks: int, blank: Measurement) -
     """
     began, launched_s = time.monotonic(), time.time()
     try:
-        data = _prepared(config.seed, config.data)
+        data = unless_stopped(partial(_prepared, config.seed, config.data), stopping)
         if obstacle := _obstacle(config, data, ranks):
             return replace(blank, ended="failed", cause=f"not started: {obstacle}")
-        run = trainer_config(config, next_number(lab.directory))
+        run = trainer_config(config, next_number(directory))
         # Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit.
-        run = run.with_training(max_hours=lab.limit_s / 3600)
+        run = run.with_training(max_hours=limit_s / 3600)
+    except StoppedError:
+        raise TrialInterrupted("interrupted while it opened the volumes; continue with --resume") from None
     except (VesuviusError, ValidationError) as error:
         return replace(blank, ended="failed", cause=one_line(error, 400))
-    state = _steady_state(config, data, ranks, lab.seconds)
-    trainer = Trainer.start(run, lab.directory, lab.lock_fd, takes_commands=False)
-    found = replace(blank, run=run.name)
-    try:
-        while True:
-            lab.check_stop()
-            has_ended = trainer.process.wait(_POLL_S)  # first: what it wrote before its end is read then
-            steps = (record for record in trainer.new_records() if record["kind"] == "step")
-            elapsed_s = time.monotonic() - began
-            if any(state.add(step) for step in steps):
-                figures, start_s = state.figures(), state.start_s(launched_s)
-                return replace(found, seconds=elapsed_s, samples_s=state.samples_s, start_s=start_s, figures=figures)
-            if has_ended or trainer.guard_text or elapsed_s >= lab.limit_s:
-                ended, cause = trainer.fail(elapsed_s)
-                return replace(found, ended=ended, cause=cause, seconds=elapsed_s)
-    finally:
-        trainer.close()
+    state = _steady_state(config, data, ranks, seconds)
+    trainer = Trainer.start(run, directory, lock_fd, takes_commands=False)
+
+    def take(record: Record) -> bool:
+        return record["kind"] == "step" and state.add(record)
+
+    ended, cause = trainer.watch(take, limit_s, stopping)
+    trainer.close()
+    found = replace(blank, run=run.name, ended=ended, cause=cause, seconds=time.monotonic() - began)
+    if ended != "ok":
+        return found
+    return replace(found, samples_s=state.samples_s, start_s=state.start_s(launched_s), figures=state.figures())
 
 
 def _steady_state(config: Config, data: PreparedData, ranks: int, seconds: float) -> SteadyState:

@@ -40,7 +40,7 @@ def build_page(
         directory=directory,
         facts=facts,
         verdict=verdict(results),
-        charts=(*_over_axis(results), *_over_rounds(results)),
+        charts=tuple(_over_axis(results)),
         tables=filled(table_of(results), failed, how),
         config_text=config_text,
     )
@@ -54,17 +54,14 @@ def table_of(results: Sequence[Result]) -> Table:
 
 
 def _row(result: Result, is_base: bool) -> dict[str, str]:
-    figures, speed = result.figures, result.speed
-    ends = sorted(result.rates.values())
-    rates = f"{number(result.samples_s)} ({number(ends[0])} to {number(ends[-1])})" if len(ends) > 1 else ""
-    row = {
-        "cell": result.label,
-        "samples/s": "failed" if result.samples_s is None else rates or number(result.samples_s),
-        "times as fast": "baseline" if is_base else "-",
-        "rounds": str(len(ends)),
-    }
+    figures, speed, ends = result.figures, result.speed, sorted(result.rates.values())
+    rate = "failed" if result.samples_s is None else number(result.samples_s)
+    if len(ends) > 1:
+        rate += f" ({number(ends[0])} to {number(ends[-1])})"
+    row = {"cell": result.label, "samples/s": rate, "times as fast": "baseline" if is_base else "-"}
     if speed is not None:
         row["times as fast"] = f"{number(1 + speed.gain)} ({span_words(speed)})"
+    row["rounds"] = str(len(ends))
     if result.ranks:
         row |= {
             "efficiency": format_percent(result.efficiency),
@@ -96,9 +93,3 @@ def _over_axis(results: Sequence[Result]) -> list[Chart]:
     if axes[0][0] == RANKS:
         series.append(banded("linear", x, [mid[0] * each / x[0] for each in x]))
     return chart("axis", f"Speed over {axes[0][0]}", "samples/s", series, x_label=axes[0][0])
-
-
-def _over_rounds(results: Sequence[Result]) -> list[Chart]:
-    series = [banded(each.label, [round + 1 for round in each.rates], [*each.rates.values()]) for each in results]
-    note = "movement shared by all lines is the machine's"
-    return chart("rounds", "Speed in each round", "samples/s", series, x_label="round", note=note)

@@ -1,20 +1,51 @@
-"""What a bench came to: a result for each cell, from its measurements.  Pure."""
+"""What a bench measures, cells that are each a few overrides of one config; and what came of each of them.  Pure."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vesuvius.experiments.bench.cells import Cell
-from vesuvius.experiments.bench.measure import Measurement
+import yaml
+
+from vesuvius.errors import ConfigError
 from vesuvius.experiments.paired import Comparison, compare_one_of
+from vesuvius.experiments.process import Ended
 from vesuvius.monitor.quantile import quantile
 from vesuvius.runlog.units import number
+
+Axis = tuple[str, tuple[str, ...]]
+"""A config key and the values to measure it with, as they are typed."""
 
 RANKS = "training.ranks"
 BANDS = ((0.90, "near-linear"), (0.75, "good"), (0.50, "acceptable"), (-math.inf, "poor"))
 """Least efficiency of each band of scaling, the best first: every efficiency is in one of them."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Something to measure."""
+
+    label: str  # what distinguishes it from the other cells
+    overrides: tuple[str, ...] = ()  # beside those of the command line
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A cell in one round, and how that ended."""
+
+    cell: int
+    round: int
+    ended: Ended
+    cause: str = ""  # one line; '' where it ended ok
+    run: str = ""  # name of its run directory below `cells/`; '' = none
+    session: int = 1  # of the bench: rates of different sessions are not compared within a round
+    seconds: float = 0.0
+    samples_s: float = 0.0  # in the steady state; 0 unless ok
+    # seconds from the start of the process to the steady state, less what the steps until then take in it
+    start_s: float | None = None
+    figures: Mapping[str, float | None] = field(default_factory=dict)  # others, by name; None = not known
 
 
 @dataclass(frozen=True)
@@ -33,6 +64,50 @@ class Result:
     ranks: int | None = None
     efficiency: float | None = None
     figures: Mapping[str, float] = field(default_factory=dict)  # medians over the rounds, by name
+
+
+def parse_axis(text: str) -> Axis:
+    """`training.workers=0,1,2`; commas in brackets, braces and quotes are part of a value.
+
+    Raises:
+        ConfigError: there is no key, no value, or a value is there twice.
+    """
+    key, equals, rest = (part.strip() for part in text.partition("="))
+    listed = f"[{rest}]"
+    try:
+        nodes = getattr(yaml.compose(listed, Loader=yaml.SafeLoader), "value", [])
+        values = tuple(listed[node.start_mark.index : node.end_mark.index].strip() for node in nodes)
+    except yaml.YAMLError:
+        values = ()
+    if not (key and equals and values and all(values)) or len(set(values)) < len(values):
+        raise ConfigError(f"an axis must look like training.workers=0,1,2, with different values; got {text!r}")
+    return key, values
+
+
+def make_cells(sweeps: Sequence[Axis], compares: Sequence[Axis]) -> list[Cell]:
+    """The baseline, which has the first value of every axis, and then the others.
+
+    Swept axes are crossed with each other.  A compared axis changes alone, beside the baseline, so that ten switches
+    cost ten cells and not a thousand.
+
+    Raises:
+        ConfigError: a key is there twice.
+    """
+    axes = [*sweeps, *compares]
+    keys = [key for key, _ in axes]
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"each key must be one axis; got {', '.join(keys)}; put all values of a key into one axis")
+    base = {key: values[0] for key, values in axes}
+    crossed = [dict(each) for each in itertools.product(*([(key, v) for v in values] for key, values in sweeps))]
+    chosen = [base | each for each in crossed]
+    chosen += [base | {key: value} for key, values in compares for value in values[1:]]
+    return [Cell(_label(each, base), tuple(f"{key}={value}" for key, value in each.items())) for each in chosen]
+
+
+def _label(chosen: dict[str, str], base: dict[str, str]) -> str:
+    """What differs from the baseline; of that itself, its only value."""
+    shown = {key: value for key, value in chosen.items() if value != base[key]} or (chosen if len(base) == 1 else {})
+    return " ".join(f"{key}={value}" for key, value in shown.items()) or "baseline"
 
 
 def results_of(cells: Sequence[Cell], measurements: Sequence[Measurement]) -> list[Result]:
@@ -78,8 +153,8 @@ def band(efficiency: float) -> str:
 
 def _ranks(cell: Cell) -> int | None:
     """If nothing else differs."""
-    values = [override.partition("=")[2] for override in cell.overrides if override.startswith(f"{RANKS}=")]
-    return int(values[0]) if len(cell.overrides) == 1 and values and values[0].isdigit() else None
+    key, _, value = cell.overrides[0].partition("=") if len(cell.overrides) == 1 else ("", "", "")
+    return int(value) if key == RANKS and value.isdigit() else None
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -113,6 +188,4 @@ def speed_words(speed: Comparison) -> str:
 
 def span_words(speed: Comparison) -> str:
     """`1.25 to 1.41`."""
-    if speed.low is None or speed.high is None:
-        return "one round"
-    return f"{number(1 + speed.low)} to {number(1 + speed.high)}"
+    return " to ".join(number(1 + end) for end in speed.ends) or "one round"

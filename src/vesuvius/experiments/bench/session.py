@@ -17,18 +17,15 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from vesuvius.experiments.alone import locked, signals_to
-from vesuvius.experiments.bench.cells import Cell
-from vesuvius.experiments.bench.measure import Lab, Measurement, measure_training
+from vesuvius.experiments.bench.measure import measure_training
 from vesuvius.experiments.bench.page import build_page
-from vesuvius.experiments.bench.results import results_of
-from vesuvius.experiments.ledger import Ledger
-from vesuvius.experiments.machine import describe_machine
+from vesuvius.experiments.bench.results import Cell, Measurement, results_of
+from vesuvius.experiments.ledger import Ledger, write_figures
+from vesuvius.experiments.machine import describe_machine, facts_of_this_place
 from vesuvius.experiments.process import TrialInterrupted
-from vesuvius.report.model import commit_text
-from vesuvius.report.page import made_by, new_folder, write_pages
+from vesuvius.report.content import RunReport
+from vesuvius.report.page import made_by, new_folder, write_page
 from vesuvius.runlog.environment import describe_environment
-from vesuvius.runlog.files import write_whole
-from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import BENCHES, run_dir
 from vesuvius.runlog.units import format_duration, number
 from vesuvius.training.step.step import choose_device
@@ -56,11 +53,11 @@ class BenchRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def bench(request: BenchRequest) -> tuple[int, Path]:
+def bench(request: BenchRequest) -> tuple[int, RunReport | None]:
     """Measure what is missing and write the report.
 
     Returns:
-        The exit code and the folder: EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED
+        The exit code and the report: EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED
         after a signal, without a report.
 
     Raises:
@@ -85,11 +82,14 @@ def bench(request: BenchRequest) -> tuple[int, Path]:
             folder = new_folder(parent)
             ledger = Ledger(folder / _LEDGER, "bench", asked)
             ledger.begin()
+        log.info("%d cells, %d rounds; %s", len(configs), request.rounds, folder)
         with ledger, signals_to(lambda: None) as came:
-            code = _measure(request, configs, folder, ledger, lock_fd, came)
-        if code == EXIT_OK:
-            code = _write(request, config, folder, ledger.results)
-    return code, folder
+            try:
+                _measure(request, configs, folder, ledger, lock_fd, came)
+            except TrialInterrupted as interrupted:
+                log.error("%s", interrupted)
+                return (EXIT_INTERRUPTED if came[0] == signal.SIGINT else EXIT_STOPPED), None
+        return _write(request, config, folder, ledger.results)
 
 
 def _measure(
@@ -99,29 +99,31 @@ def _measure(
     ledger: Ledger[Measurement],
     lock_fd: int,
     came: Sequence[signal.Signals],
-) -> int:
-    cells, most = request.cells, max(map(_ranks_of, configs))
+) -> None:
+    """Raises TrialInterrupted after a signal."""
+    most = max(map(_ranks_of, configs))
     if most > 1 and choose_device().type == "cpu":  # as many threads for each rank, however many there are
         os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // most, 1)))
-    lab = Lab(folder / "cells", request.seconds, request.limit_s, lock_fd, lambda: bool(came))
 
     def measure(cell: int, round: int) -> Measurement:
-        return measure_training(lab, configs[cell], _ranks_of(configs[cell]), Measurement(cell, round, "ok"))
-
-    def on_done(done: Measurement) -> None:
-        where = f"round {done.round + 1} of {request.rounds}: {cells[done.cell].label}"
+        done = measure_training(
+            folder / "cells",
+            configs[cell],
+            _ranks_of(configs[cell]),
+            Measurement(cell, round, "ok"),
+            seconds=request.seconds,
+            limit_s=request.limit_s,
+            lock_fd=lock_fd,
+            stopping=lambda: bool(came),
+        )
+        where = f"round {round + 1} of {request.rounds}: {request.cells[cell].label}"
         if done.ended == "ok":
             log.info("%s: %s samples/s, %s", where, number(done.samples_s), format_duration(done.seconds))
         else:
             log.warning("%s: %s: %s", where, done.ended, done.cause)
+        return done
 
-    log.info("%d cells, %d rounds; %s", len(cells), request.rounds, folder)
-    try:
-        measure_rounds(ledger, len(cells), request.rounds, measure, on_done, request.retry_failed)
-    except TrialInterrupted as interrupted:
-        log.error("%s", interrupted)
-        return EXIT_INTERRUPTED if came[0] == signal.SIGINT else EXIT_STOPPED
-    return EXIT_OK
+    measure_rounds(ledger, len(configs), request.rounds, measure, request.retry_failed)
 
 
 def measure_rounds(
@@ -129,7 +131,6 @@ def measure_rounds(
     cells: int,
     rounds: int,
     measure: Callable[[int, int], Measurement],
-    on_done: Callable[[Measurement], None] = lambda done: None,
     retry_failed: bool = False,
 ) -> None:
     """Measure what is missing: every cell once a round, each round in the reverse order of the one before.
@@ -150,7 +151,6 @@ def measure_rounds(
                 there = [m for m in there if m.ended == "ok" or m.session == ledger.session]
             if not any(m.round == round or m.ended != "ok" for m in there):
                 ledger.add(replace(measure(cell, round), session=ledger.session))
-                on_done(ledger.results[-1])
 
 
 def _ranks_of(config: Config) -> int:
@@ -160,36 +160,35 @@ def _ranks_of(config: Config) -> int:
 
 def _asked(request: BenchRequest, config: Config) -> dict[str, Any]:
     """What a resumed bench must have in common with this one; there may be more rounds."""
-    machine = {key: value for key, value in asdict(describe_machine()).items() if key != "host"}
     cells = [asdict(cell) for cell in request.cells]
+    machine = describe_machine().compared
     asked = {"config": config.model_dump(mode="json"), "cells": cells, "machine": machine, "seconds": request.seconds}
     plain: dict[str, Any] = json.loads(json.dumps(asked))
     return plain
 
 
-def _write(request: BenchRequest, config: Config, folder: Path, measurements: Sequence[Measurement]) -> int:
-    """Write JSON, pictures and pages."""
-    results, environment = results_of(request.cells, measurements), describe_environment()
-    title = f"{config.name}: bench of {len(results)} cells"
-    packages = {name: version for name, version in environment["packages"].items() if version}
+def _write(
+    request: BenchRequest, config: Config, folder: Path, measurements: Sequence[Measurement]
+) -> tuple[int, RunReport]:
+    """Write the figures as JSON, and the page."""
+    results, made = results_of(request.cells, measurements), made_by(request.command)
     facts = {
         "baseline": ", ".join(request.cells[0].overrides) or "the config",
-        "machine": describe_machine().words(),
         "rounds": f"{request.rounds}, each {request.seconds:g} s of the steady state",
         "measuring took": format_duration(sum(m.seconds for m in measurements)),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
-        "versions": ", ".join(f"{name} {packages[name]}" for name in ("torch", "ray", "zarr") if name in packages),
-        "commit": commit_text(environment),
+        **facts_of_this_place(),
     }
-    made = made_by(request.command)
-    figures: Mapping[str, Any] = {
+    figures = {
         "made": made,
         "facts": facts,
-        "environment": environment,
+        "environment": describe_environment(),
         "results": [asdict(each) for each in results],
         "measurements": [asdict(each) for each in measurements],
         "config": config.model_dump(mode="json"),
     }
-    write_whole(folder / "benchmark_results.json", (json.dumps(redacted(figures), indent=1) + "\n").encode())
-    write_pages(folder, PAGE, [build_page(title, str(folder), facts, results, dump_config(config))], made)
-    return EXIT_OK if any(each.samples_s for each in results) else EXIT_ERROR
+    write_figures(folder / "benchmark_results.json", figures)
+    title = f"{config.name}: bench of {len(results)} cells"
+    page = build_page(title, str(folder), facts, results, dump_config(config))
+    write_page(folder, PAGE, [page], made)
+    return (EXIT_OK if any(each.samples_s for each in results) else EXIT_ERROR), page

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,11 +14,10 @@ from vesuvius.config import Config
 from vesuvius.experiments.profile.observer import Observed
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.monitor.window import Thresholds
 from vesuvius.report.content import NOT_KNOWN, RunReport, Table, filled
-from vesuvius.report.model import build, ranks_table
+from vesuvius.report.model import build
 from vesuvius.report.records import RunRecords, figure
-from vesuvius.report.share import shared_out, targets_of, work_rows
+from vesuvius.report.share import shared_out, work_rows
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import format_duration, number
 
@@ -39,32 +38,34 @@ _NOTE = (
 def build_profile(
     config: Config,
     records: RunRecords,
-    steps: Sequence[Record],
+    recorded: Sequence[Record],
     observed: Observed,
     asked: int,
+    ranks: int | Literal["auto"],
     next_command: str,
 ) -> RunReport:
     """The report of a profile.
 
     Args:
         records: of the run that was made for it.
-        steps: the steps that count as they were recorded, with what readers and feeder did, and the one before them.
+        recorded: its steps as they were recorded, with what readers and feeder did.
         observed: what the records do not say.
-        asked: steps that were to count.
+        asked: steps that count.
+        ranks: of the run that is asked about, one of which was profiled.
         next_command: what to type next.
     """
-    chosen = counted(records, observed.after, asked)
-    count, last = int(chosen.sum()), observed.after + asked
+    assert observed.verdict is not None, "all steps were made"
+    verdict, after, last = observed.verdict, observed.warm_steps, observed.warm_steps + asked
+    chosen = counted(records, after, asked)
     only = replace(
         records,
         columns={name: column[chosen] for name, column in records.columns.items()},
-        first=np.zeros(count, dtype=bool),
-        timed=np.ones(count, dtype=bool),
-        system=[each for each in records.system if observed.begin < figure(each.get("step")) <= last],
-        others=[each for each in records.others if observed.after < figure(each.get("step")) <= last],
+        first=np.zeros(asked, dtype=bool),
+        timed=np.ones(asked, dtype=bool),
+        system=[each for each in records.system if figure(each.get("step")) <= last],
+        others=[],
     )
     work_s = only.columns["step_s"] - only.columns["pause_s"]
-    parts = shared_out(work_rows(records, chosen), float(work_s.sum()))
     run = build(only)
     whole_s = float(work_s.mean()) * config.horizon_steps
     facts = {key: run.facts[key] for key in _FACTS} | {
@@ -73,20 +74,29 @@ def build_profile(
         "network": f"{observed.parameters / 1e6:.2f} M parameters, channels {list(config.model.channels)}",
         "what to type next": next_command,
     }
+    method = (
+        f"{after} steps warm up: kernels are chosen, the batches that were ready at the start are used up, and the "
+        f"regions in flight are read. The next {asked} count: {after + 1} to {last}. They are steps of vesuvius train, "
+        "with its loop, readers and clock. Validation, previews and checkpoints are left out.",
+        *(
+            [f"Readers were replaced: the verdict is of the last {verdict.window.steps} steps."]
+            if verdict.window.steps < asked
+            else []
+        ),
+        *(["This is one rank, without communication; vesuvius bench --ranks measures that."] if ranks != 1 else []),
+    )
     return replace(
         run,
-        name=f"{config.name}: profile of {count} steps",
+        name=f"{config.name}: profile of {asked} steps",
         facts=facts,
-        verdict=observed.verdict.text if observed.verdict else NOT_KNOWN,
-        parts=parts,
-        targets=targets_of(parts, Thresholds()),
+        verdict=verdict.text,
+        parts=shared_out(work_rows(records, chosen), float(work_s.sum())),
         charts=tuple(each for each in run.charts if each.key in ("parts", "step_s", "ram", "readers", "vram")),
         tables=filled(
-            _to_try(observed.verdict),
-            _behind(steps, config.training.workers),
+            _to_try(verdict),
+            _behind([each for each in recorded if after <= each["step"] <= last], config.training.workers),
             _operators(observed),
-            ranks_table(only),
-            _method(observed, count, asked),
+            Table("Method", ("",), tuple((text,) for text in method)),
         ),
         previews=(),
         parts_note=_NOTE,
@@ -99,10 +109,8 @@ def counted(records: RunRecords, after: int, steps: int) -> Any:
     return (number_of > after) & (number_of <= after + steps)
 
 
-def _to_try(verdict: Verdict | None) -> Table:
+def _to_try(verdict: Verdict) -> Table:
     """What the verdict asks for, and the most that it can give: a wait can be removed at most."""
-    if verdict is None:
-        return Table("What to try", (), ())
     window = verdict.window
     waits = {"data-bound": window.data_share, "transfer-bound": window.h2d_share, "host-bound": window.host_share}
     wait = waits.get(verdict.kind, 0.0)
@@ -138,32 +146,6 @@ def _operators(observed: Observed) -> Table:
     ]
     where = "on the CPU" if observed.device == "CPU" else "on the GPU"
     note = f"Own time {where} of traced steps, which are slower than those that count."
-    if observed.left_out:
-        note += f" The trace was too long: its {observed.left_out} shortest events are left out."
     columns = ("#", "operator", "calls a step", "own time, ms a step", "share")
     bars = tuple(each.self_ms for each in observed.operators)
     return Table(f"The {len(rows)} operators that take longest", columns, tuple(rows), note, bars)
-
-
-def _method(observed: Observed, steps: int, asked: int) -> Table:
-    texts = [
-        f"{observed.warm_steps} steps {'come before' if observed.in_place else 'warm up'}: kernels are chosen, the "
-        "batches that were ready at the start are used up, and the regions in flight are read. The next "
-        f"{steps} count: {observed.after + 1} to {observed.after + steps}. They are steps of vesuvius train, with its "
-        "loop, readers and clock.",
-        "These are steps of the run itself. Pauses between them are left out."
-        if observed.in_place
-        else "Validation, previews and checkpoints are left out. The weights are thrown away.",
-    ]
-    if steps < asked:
-        texts.append(f"The run ended before the remaining {asked - steps} steps to be measured.")
-    judged = steps if observed.verdict is None else observed.verdict.window.steps
-    if judged < steps:
-        texts.append(f"Readers were replaced meanwhile: the verdict is based on the last {judged} steps only.")
-    if observed.ranks > 1:
-        texts.append(
-            f"Rank 0 of {observed.ranks} was profiled; the table of ranks has the others."
-            if observed.in_place
-            else f"This is one rank of {observed.ranks}, without communication; vesuvius train --profile includes it."
-        )
-    return Table("Method", ("",), tuple((text,) for text in texts))

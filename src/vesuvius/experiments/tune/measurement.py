@@ -121,11 +121,6 @@ class SearchSpace:
     others: str = ""  # what other programs use of the machine, in words
     evidence: Evidence | None = None  # None = the run has none with this setting
 
-    def kept_by(self, setting: Setting) -> str | None:
-        """Return `--keep ...` with the kept knobs that a setting changes; None where it changes none."""
-        changed = [knob for knob in self.kept if knob in setting.changes(self.source)]
-        return f"--keep {','.join(changed)}" if changed else None
-
 
 class Planner(Protocol):
     """Predicts the memory of a setting before anything runs.  Pure."""
@@ -192,19 +187,3 @@ class Block:
     def rate(self) -> float:
         """Samples per second; 0 unless ok."""
         return self.samples / self.measured_s if self.measured_s else 0.0
-
-
-class Runner(Protocol):
-    """Measures settings, one block at a time: in a living trainer, or in tests on a simulated machine."""
-
-    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
-        """Bring a setting into force and measure it for about `seconds`, longer where these hold too few steps.
-
-        Args:
-            limit_s: after which the block ends in any case, with what was measured or as a timeout.
-
-        Raises:
-            TrialInterrupted: the tune was asked to stop.
-            StorageError: the disk is full, independent of the setting.
-        """
-        ...

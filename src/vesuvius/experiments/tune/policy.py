@@ -1,200 +1,320 @@
-"""The policy of a tune: what to measure next, and what to recommend.
+"""The policy of a tune: what to measure next, and what to recommend.  Pure.
 
 Readers and trainer are measured apart (capacity R of the readers, rate T of the steps), so that neither hides the
 other.  What limits the run comes first: readers and requests are raised until R exceeds T, and only then are steps made
 faster by larger micro-batches and switches.  What comes of it is confirmed by whole runs in turn with the baseline, for
-which a part of the budget is kept.  Uses no clock, randomness or file: the same blocks give the same questions and the
-same answer.
+which a part of the budget is kept.  Each stage is a generator that yields a `Cell` and is sent its `Block`: the same
+blocks give the same questions and the same answer.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from vesuvius.experiments.paired import Comparison, compare
-from vesuvius.experiments.tune.measurement import BlockKind, Setting, in_words, trainer_knobs
-from vesuvius.experiments.tune.memory import does_not_fit
+from vesuvius.experiments.paired import MOST_PAIRS, Comparison, compare
+from vesuvius.experiments.tune.measurement import (
+    DEADLY,
+    Block,
+    BlockKind,
+    Knob,
+    Planner,
+    SearchSpace,
+    Setting,
+    in_words,
+    trainer_knobs,
+)
 from vesuvius.experiments.tune.search import (
+    AT_ONCE,
     SHOWN,
     SMALLEST_GAIN,
     SURE,
-    Certainty,
-    Recommendation,
+    Asks,
     Search,
     SearchEndedError,
     TimeToConfirmError,
-    at_least,
 )
-from vesuvius.experiments.tune.stages import feed, fewer_readers, raise_steps, words_of
 
+Certainty = Literal["sure", "likely", "unchanged", "none"]
+
+READER_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of readers that are tried."""
+
+_ENOUGH = 1.25  # readers must be able to deliver this multiple of the trainer's rate: volumes and load vary
+_KNEE = 0.08  # more readers or requests that raise R by less are not worth it
+_NEAR = 0.25  # a gain this near to the knee is measured in turn
+_MOST_DEATHS = 3  # after which readers are raised no more
+_COMPILE_SHARE = 0.15  # of the budget that the first compilation may take
 _WAITS = 0.05  # share of the time that a fed trainer may wait
 _MOST_RIVALS = 6
 
 
-def recommend(search: Search) -> Recommendation:
-    """Measure until nothing more is to be gained or the budget is spent, and return what to use."""
-    try:
-        measure_baseline(search)
-        with suppress(TimeToConfirmError):
-            feed(search)
-            if raise_steps(search):
-                feed(search)
-            fewer_readers(search)
-        confirm(search)
-        compare_with_base(search)
-    except SearchEndedError as ended:
-        return conclude(search, str(ended))
-    return conclude(search)
+@dataclass(frozen=True)
+class Recommendation:
+    """The result of a tune."""
+
+    # "sure": the interval of its gain has `best` faster than the baseline.  "likely": what was measured says so, and
+    # may be wrong.  "unchanged": no change that was tried is worth it.  "none": nothing could be measured.
+    certainty: Certainty
+    best: Setting  # the recommended setting, which never ran out of memory
+    written: Setting  # of the tuned config: the part of `best` that was measured in at least two pairs
+    reason: str  # why the tune ended
+    reasons: dict[Knob, str] = field(default_factory=dict)  # for each knob that differs from the source, why
+    # of `best` over `base`: from whole runs in turn; None where these were not measured in turn
+    gain: Comparison | None = None
+    predicted: float | None = None  # the same, from readers alone and steps alone
+    complete: bool = True  # whether all that was to be tried was: neither the budget nor a signal ended it
+
+
+def begin(space: SearchSpace, planner: Planner, earlier: Sequence[Block] = ()) -> Search:
+    """Begin a tune, or go on with the blocks of earlier sessions, each of which is used where its like is asked for."""
+    return Search(space, planner, _policy, earlier)
 
 
 def conclude(search: Search, cut_short: str = "") -> Recommendation:
-    """What the blocks so far say; `cut_short` = why there are no more."""
-    base, reason = search.base, cut_short or "nothing more to try"
-    if cut_short:
-        search.ended.setdefault("baseline", cut_short)
+    """What the blocks so far say; `cut_short` = why no more of them are measured, if not by the policy."""
+    base, best, cut_short = search.base, search.best, cut_short or search.cut_short
     gain = compare(search.with_base) if search.with_base else None
-    predicted = _predicted_gain(search)
-    certainty, best = _certainty(search, gain, predicted), search.best
-    if certainty == "unchanged" and best != base and gain is not None:
+    rates = search.rates.expected("run", best), search.rates.expected("run", base)
+    predicted = rates[0] / rates[1] - 1 if rates[0] and rates[1] else None
+    certainty, reason = _certainty(search, gain, predicted), cut_short or "nothing more to try"
+    if (obstacle := search.memory.obstacle(best)) is not None:  # a later block may have run out of memory
+        certainty, gain, predicted = "unchanged", None, None
+        reason = cut_short or f"{in_words(best, base)} cannot be recommended: {obstacle}"
+    elif certainty == "unchanged" and best != base and gain is not None:
         reason = f"{in_words(best, base)} is not worth it: {gain.text}"
     elif certainty == "unchanged" and not cut_short:
         is_tried = any(block.setting != base for block in search.blocks)
         reason = "no change that was tried is worth it" if is_tried else "there was nothing to try"
     best = base if certainty == "unchanged" else best
-    if (obstacle := search.memory.obstacle(best)) is not None:  # a later block may have run out of memory
-        search.unsettled.append(f"{in_words(best, base)} cannot be recommended: {obstacle}")
-        safe = (setting for setting in (base, *search.rates.measured_settings()) if not search.memory.obstacle(setting))
-        certainty, best, gain, predicted = "unchanged", next(safe, base), None, None
     if not any(block.ended == "ok" for block in search.blocks) or search.memory.obstacle(best) is not None:
-        return Recommendation("none", base, base, reason, ended=search.ended, complete=False)
+        return Recommendation("none", base, base, cut_short or reason, complete=False)
     shown = best if certainty != "likely" or (gain is not None and gain.pairs >= SHOWN) else search.shown
-    return Recommendation(
-        certainty,
-        best,
-        best if search.memory.obstacle(shown) is not None else shown,
-        reason,
-        {knob: search.because.get(knob, "changed together with other keys") for knob in best.changes(base)},
-        search.ended,
-        tuple(dict.fromkeys(search.unsettled)),
-        gain,
-        predicted,
-        complete=not cut_short,
-    )
-
-
-def _predicted_gain(search: Search) -> float | None:
-    """Of the best over the baseline, as the slower of readers and trainer has it."""
-    best, base = search.rates.run(search.best), search.rates.run(search.base)
-    return best / base - 1 if best and base else None
+    reasons = {knob: search.because.get(knob, "changed together with other keys") for knob in best.changes(base)}
+    return Recommendation(certainty, best, shown, reason, reasons, gain, predicted, complete=not cut_short)
 
 
 def _certainty(search: Search, gain: Comparison | None, predicted: float | None) -> Certainty:
     """How sure the best is, from whole runs in turn; before there are some, from its parts."""
-    if search.best == search.base:
+    worth = (predicted or 0.0) if gain is None else gain.gain
+    if search.best == search.base or worth < SMALLEST_GAIN:
         return "unchanged"
     if gain is None:
-        return "likely" if _is_cheaper(search) or (predicted or 0.0) >= SMALLEST_GAIN else "unchanged"
-    if _is_cheaper(search):
-        if gain.is_above(-SMALLEST_GAIN) or _waits_little(search):
-            return "sure"
-        return "likely" if gain.gain >= -SMALLEST_GAIN else "unchanged"
-    if gain.gain < SMALLEST_GAIN:
-        return "unchanged"
-    return "sure" if gain.is_above(0.0) or (gain.pairs >= SHOWN and gain.low is None and gain.gain > SURE) else "likely"
+        return "likely"
+    at_once = gain.pairs >= SHOWN and gain.low is None and gain.gain > SURE
+    return "sure" if gain.is_above(0.0) or at_once else "likely"
 
 
-def _is_cheaper(search: Search) -> bool:
-    costs = [(s.workers, s.requests, s.prefetch_factor * s.train_batch_size) for s in (search.best, search.base)]
-    return costs[0] < costs[1] and trainer_knobs(search.best) == trainer_knobs(search.base)
+def _policy(search: Search) -> Asks[None]:
+    try:
+        yield from _baseline(search)
+        with suppress(TimeToConfirmError):
+            yield from _feed(search)
+            if (yield from _raise_steps(search)):
+                yield from _feed(search)
+        yield from _confirm(search)
+    except SearchEndedError as ended:
+        search.cut_short = str(ended)
 
 
-def _waits_little(search: Search) -> bool:
-    """Whether the best waits so little for data in each of its runs that more readers could not gain what counts."""
-    shares = [block.data_share for block in search.rates.of("run", search.best)]
-    return all(share is not None and share <= SMALLEST_GAIN for share in shares)
-
-
-def measure_baseline(search: Search) -> None:
-    """Measure what the readers deliver and what the steps take, alone, with the unchanged config.
-
-    Raises:
-        SearchEndedError: it does not fit into memory, or cannot be measured.
-    """
+def _baseline(search: Search) -> Asks[None]:
+    """What the readers deliver and what the steps take, alone, with the unchanged config."""
     if obstacle := search.memory.obstacle(search.base):
         raise SearchEndedError(does_not_fit(obstacle))
     kinds: tuple[tuple[BlockKind, str], ...] = (("readers", "no step computed"), ("step", "on a batch that stays"))
     for kind, words in kinds:
-        block = search.measure(search.base, kind, "baseline", f"the unchanged config, {words}")
-        if block.ended != "ok" or not block.rate:
+        block = yield from search.measure(search.base, kind, "baseline", f"the unchanged config, {words}")
+        if block is None:
             raise SearchEndedError(f"the unchanged config cannot be measured: {search.why_failed}")
-    search.ended["baseline"] = words_of(search)
+    search.note("baseline", search.words())
 
 
-# The whole run of what was found, in turn with what may be better and with the baseline.
+def _feed(search: Search) -> Asks[None]:
+    """Raise readers and requests until they can deliver more than the trainer takes, or to a knee or a cap."""
+    more_requests, hint = search.space.remote, _hint(search)
+    while True:
+        supply = yield from search.supply(search.best)
+        # Without readers, reading and computing take turns: there is no more to gain than the rest to 1.
+        if supply is None or supply >= (_ENOUGH if search.best.workers else 1 - SMALLEST_GAIN):
+            return search.note("readers", f"readers suffice: {search.words()}" if supply else search.why_failed)
+        setting, words = (hint, "as the run's own verdict says") if hint else _more(search, supply, more_requests)
+        hint = None
+        if setting is None:
+            return search.note("readers", words)
+        is_requests = setting.requests != search.best.requests
+        linear = max(setting.workers, 1) / max(search.best.workers, 1) - 1
+        least = _KNEE if is_requests else max(SMALLEST_GAIN, min(_KNEE, linear / 2))
+        have = (
+            search.rates.limit(search.best)
+            if search.best.workers == 0
+            else search.rates.measured("readers", search.best)
+        )
+        assert have is not None  # the supply was
+        # What more requests give is large or nothing, and one block tells; so it does where the trainer reads itself.
+        at_once = is_requests or search.best.workers == 0
+        near = (math.inf, -math.inf) if at_once else (least - _NEAR, least + _NEAR)
+        changes = in_words(setting, search.best)
+        found = yield from search.gain(setting, "readers", ("readers", f"{changes}: {words}"), have, near, 3)
+        if found is not None and found.gain >= least:
+            why = f"readers alone deliver {have * (1 + found.gain):.3g} samples/s instead of {have:.3g}"
+            search.take(setting, f"{why}; the trainer takes {search.trainer_rate():.3g}", found.pairs)
+        elif is_requests:
+            more_requests = False
+        else:
+            deaths = sum(block.ended in DEADLY for block in search.blocks)
+            if found is None and search.blocks[-1].ended in DEADLY and deaths <= _MOST_DEATHS:
+                continue  # what died bars all that is no smaller
+            return search.note("readers", f"no gain from {changes}: {found.text if found else search.why_failed}")
 
 
-def confirm(search: Search) -> None:
-    """Measure the whole run of the best, or of its readers alone if that fails."""
-    block = search.measure(search.best, "run", "confirm", "the whole run of what was found")
-    if block.ended != "ok":
-        search.unsettled.append(f"{in_words(search.best, search.base)}: {search.why_failed}")
-        readers = {knob: getattr(search.best, knob) for knob in ("workers", "requests", "prefetch_factor")}
-        # With the prefetch that made room for them.
-        search.best = replace(search.base, **readers)
-        search.shown = search.base
-        block = search.measure(search.best, "run", "confirm", "the readers of what was found, and nothing else")
-    if block.ended != "ok":
-        search.best, search.ended["confirm"] = search.base, search.why_failed
+def _hint(search: Search) -> Setting | None:
+    """The readers that the run's own verdict asks for; None where it names none, or they may not be tried."""
+    evidence, best = search.space.evidence, search.best
+    if evidence is None or best != search.base:
+        return None
+    workers, requests = evidence.workers or best.workers, evidence.requests or best.requests
+    wanted = replace(best, workers=min(workers, search.space.most_workers), requests=requests)
+    is_more = wanted.workers >= best.workers and requests >= best.requests and wanted != best
+    return wanted if is_more and search.memory.obstacle(wanted) is None else None
+
+
+def _more(search: Search, supply: float, more_requests: bool) -> tuple[Setting | None, str]:
+    """More requests where readers mostly wait for the store, else more readers; and why, or why there are none."""
+    best, space = search.best, search.space
+    if more_requests and search.rates.waiting_share(best) > 0.5 and best.requests < space.most_requests:
+        setting = replace(best, requests=min(4 * best.requests, space.most_requests))
+        if search.memory.obstacle(setting) is None:
+            return setting, search.words()
+    count = max(best.workers, 1)
+    wanted = min(at_least(_ENOUGH / supply * count), 4 * count, space.most_workers)
+    obstacle: str | None = f"at most {space.most_workers} are tried"
+    for workers in range(wanted, best.workers, -1):
+        if (obstacle := search.memory.obstacle(replace(best, workers=workers))) is None:
+            return replace(best, workers=workers), search.words()
+    return None, f"no more than {best.workers} workers: {obstacle}"
+
+
+def _raise_steps(search: Search) -> Asks[bool]:
+    """Larger micro-batches and switches, where a faster step can gain; returns whether readers may be slow again."""
+    before, readers = search.best, search.rates.measured("readers", search.best) or 0.0
+    if readers < search.trainer_rate():
+        search.note("steps", f"readers deliver {readers:.3g} samples/s at most: a faster step would only wait longer")
+        larger = _larger_batch(search)
+        if not search.space.on_gpu and larger and 4 * search.expected_s(larger, "step") < search.left_s / 2:
+            yield from _larger_batches(search, "; what the trainer does not use of the cores is left to the readers")
+        return False
+    if search.space.on_gpu and search.space.source.amp == "off":  # an explicit format stays
+        why = "half the bytes per value, and tensor cores; values are rounded to 16 bits"
+        yield from _try(search, replace(search.best, amp="auto"), why)
+    yield from _larger_batches(search)
+    yield from _switches(search)
+    return trainer_knobs(search.best) != trainer_knobs(before)
+
+
+def _switches(search: Search) -> Asks[None]:
+    switches: list[tuple[Knob, str]] = [("compile", "fewer and larger kernels")]
+    if search.space.on_gpu:
+        switches.insert(0, ("channels_last", "the memory order preferred by cuDNN"))
+        if not search.space.deterministic:
+            switches.append(("cudnn_benchmark", "cuDNN selects its fastest kernels"))
+    for knob, why in switches:
+        on: dict[str, Any] = {knob: True}
+        setting = replace(search.best, **on)
+        if setting == search.best:
+            continue
+        if knob == "compile" and search.expected_s(setting, "step") > _COMPILE_SHARE * search.space.budget_s:
+            search.note("steps", f"compile not tried: it would take {_COMPILE_SHARE:.0%} of the budget or more")
+        else:
+            yield from _try(search, setting, why)
+
+
+def _larger_batches(search: Search, besides: str = "") -> Asks[None]:
+    while (setting := _larger_batch(search)) is not None:
+        if not (yield from _try(search, setting, "fewer and larger micro-batches", besides)):
+            return
+    if search.best.global_batch == 1 and not search.space.scale_batch:
+        search.note("steps", "micro-batches of 1 are the whole batch: --scale-batch, or a larger accumulate_steps")
+
+
+def _larger_batch(search: Search) -> Setting | None:
+    """The next micro-batch of at least twice the size that divides the effective batch, or lets it grow."""
+    best, total = search.best, search.best.global_batch
+    for size in range(2 * best.train_batch_size, search.space.most_batch + 1):
+        if total % size == 0 or (size > total and search.space.scale_batch):
+            return replace(best, train_batch_size=size, accumulate_steps=max(total // size, 1))
+    return None
+
+
+def _try(search: Search, setting: Setting, why: str, besides: str = "") -> Asks[bool]:
+    """Take a setting whose steps alone are faster; returns whether it was taken."""
+    words, rate, near = in_words(setting, search.best), search.trainer_rate(), (-AT_ONCE, math.inf)
+    found = yield from search.gain(setting, "step", ("steps", f"{words}: {why}"), rate, near, MOST_PAIRS)
+    if found is None:
+        search.note("steps", f"{words} not taken: {search.why_failed}")
+        return False
+    is_faster = found.is_above(0.0) or (found.low is None and found.gain > AT_ONCE)
+    if found.gain < SMALLEST_GAIN or not is_faster:
+        search.give_up("steps", setting, found)
+        return False
+    search.take(setting, f"steps alone: {found.text}{besides}", found.pairs)
+    return True
+
+
+def _confirm(search: Search) -> Asks[None]:
+    """Measure the whole run of the best, smooth it, and compare it in turn with the baseline."""
+    block = yield from search.measure(search.best, "run", "confirm", "the whole run of what was found")
+    if block is None:
+        search.note("confirm", search.why_failed)
+        search.best = search.base
         return
-    search.ended["confirm"] = (
-        f"{block.rate:.3g} samples/s, waiting for data {100 * (block.data_share or 0):.0f} % of the time"
-    )
     with suppress(TimeToConfirmError):
-        smooth(search)
+        yield from _smooth(search)
+    if search.best != search.base:
+
+        def is_settled(found: Comparison) -> bool:
+            return found.is_above(0.0) or found.is_below(SMALLEST_GAIN)
+
+        found = yield from search.in_turn(
+            (search.best, "run"), (search.base, "run"), "confirm", is_settled, pairs=search.with_base
+        )
+        if found is None:
+            search.note("confirm", f"not compared with the baseline: {search.why_failed}")
 
 
-def smooth(search: Search) -> None:
+def _smooth(search: Search) -> Asks[None]:
     """Where the whole run waits though its readers could deliver (bursts), try what may help."""
     tried = {search.best}
     for _ in range(_MOST_RIVALS):
-        waits = search.rates.of("run", search.best)[-1].data_share or 0.0
-        starved = max(1 - (search.supply(search.best) or 1.0), 0.0)  # what no smoother delivery could avoid
-        rival = next((rival for rival in _rivals_of(search, search.best) if rival not in tried), None)
+        best, space = search.best, search.space
+        waits = search.rates.of("run", best)[-1].data_share or 0.0
+        starved = max(1 - ((yield from search.supply(best)) or 1.0), 0.0)  # what no smoother delivery could avoid
+        rivals = (
+            replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
+            replace(best, workers=min(at_least(2 * best.workers), space.most_workers)),
+            replace(best, requests=min(2 * best.requests, space.most_requests) if space.remote else best.requests),
+        )
+        rival = next((each for each in rivals if each not in tried and not search.memory.obstacle(each)), None)
         if waits <= max(_WAITS, starved + SMALLEST_GAIN) or rival is None:
             return
         tried.add(rival)
-        found = search.in_turn((rival, "run"), (search.best, "run"), "delivery", in_words(rival, search.best))
+        found = yield from search.in_turn((rival, "run"), (best, "run"), "delivery")
         if found is None:
-            search.ended["delivery"] = search.why_failed
-            return
+            return search.note("delivery", search.why_failed)
         if found.gain >= SMALLEST_GAIN and (found.is_above(0.0) or found.gain > SURE):
             search.take(rival, f"whole run: {found.text}", found.pairs)
         else:
-            search.give_up(in_words(rival, search.best), found)
+            search.give_up("delivery", rival, found)
 
 
-def _rivals_of(search: Search, best: Setting) -> list[Setting]:
-    """Settings that may help where the run waits for data though its readers could deliver."""
-    space = search.space
-    rivals = [
-        replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
-        replace(best, workers=min(at_least(2 * best.workers), space.most_workers)),
-        replace(best, requests=min(2 * best.requests, space.most_requests) if space.remote else best.requests),
-    ]
-    return [rival for rival in rivals if search.memory.obstacle(rival) is None]
+def at_least(readers: float) -> int:
+    """The smallest number of readers to try that is at least this."""
+    return next((count for count in READER_COUNTS if count >= readers - 1e-9), math.ceil(readers))
 
 
-def compare_with_base(search: Search) -> None:
-    """Measure the gain over the baseline in turn."""
-    if search.best == search.base:
-        return
-
-    def is_settled(found: Comparison) -> bool:
-        if _is_cheaper(search):
-            return found.is_above(-SMALLEST_GAIN) or found.is_below(-SMALLEST_GAIN) or _waits_little(search)
-        return found.is_above(0.0) or found.is_below(SMALLEST_GAIN)
-
-    words, pairs = in_words(search.best, search.base), search.with_base
-    if search.in_turn((search.best, "run"), (search.base, "run"), "confirm", words, is_settled, pairs=pairs) is None:
-        search.unsettled.append(f"the comparison with the baseline: {search.why_failed}")
+def does_not_fit(obstacle: str) -> str:
+    """Say that the config itself may not be tried, and what to do."""
+    remedy = "lower training.workers, training.prefetch_factor or training.train_batch_size"
+    return f"the config does not fit this machine: {obstacle}; {remedy}"

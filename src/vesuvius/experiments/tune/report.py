@@ -1,34 +1,40 @@
-"""A tune as a report: options A, B and C, the lines of the log, and the page that all reports have.  Pure."""
+"""What a tune says of its findings: options A, B and C, the page, the lines of the log, and the tuned config.
+
+The tuned config `extends` the source and sets the keys that differ, each with its reason: `workers: 6  # was 2; ...`.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from pydantic import BaseModel
+
+from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
-from vesuvius.errors import ConfigError
-from vesuvius.experiments.tune.measurement import Planner, SearchSpace, Setting, in_words
-from vesuvius.experiments.tune.memory import ENDED_BY, PredictedMemory, Risk, does_not_fit
-from vesuvius.experiments.tune.search import (
-    KINDS,
-    SHOWN,
-    SMALLEST_GAIN,
-    Entry,
-    Recommendation,
-    Search,
-    fewer_than,
-)
+from vesuvius.config.load import dump_set_keys
+from vesuvius.errors import ConfigError, StorageError, one_line, storage_errors
+from vesuvius.experiments.tune.measurement import Block, Planner, SearchSpace, Setting, in_words
+from vesuvius.experiments.tune.policy import READER_COUNTS, Recommendation, does_not_fit
+from vesuvius.experiments.tune.predict import ENDED_BY, PredictedMemory, Risk
+from vesuvius.experiments.tune.search import KINDS, SHOWN, Search
 from vesuvius.report.content import RunReport, Table, filled
+from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.units import format_duration, format_percent, number, size_text
+
+MARK = "Written by vesuvius tune"
+"""Begins the header: a file that does not begin so belongs to the user and is never replaced."""
 
 SLOWEST = 0.85
 """A is at least this share of B's samples per second."""
 
 _GAIN = 0.01  # a step beyond what was measured has to promise more
 _OPTION_COLUMNS = ("option", "samples/s", "step", "whole run", "RAM", "VRAM", "memory risk", "changes", "why")
-_BLOCK_COLUMNS = (
-    "#", "stage", "measured", "changes", "samples/s", "waited for data", "RAM", "took", "ended", "why"
-)  # fmt: skip
+_BLOCK_COLUMNS = ("#", "stage", "measured", "changes", "samples/s", "waited for data", "RAM", "took", "ended", "why")
+_LONGEST_VALUE = 60  # characters of the value before, in a comment of the tuned config
 _NOTE = (
     "~ = predicted.  Times are of training steps alone, without validation, saving and pictures.  Memory risk: how "
     "near the peak of the whole run comes to the limits: low below 70 %, medium below 90 %."
@@ -39,137 +45,115 @@ _NOTE = (
 class Option:
     """A setting to choose."""
 
-    name: str  # 'A conservative', 'B balanced', 'C aggressive'
+    name: str
     measured: bool  # whether the whole run was measured with it; else its figures are predicted
     samples_s: float | None  # None where nothing is known, and then the times are None too
     # ram_bytes, vram_bytes: peak of the whole run; `vram_bytes` None on a CPU
     ram_bytes: int
     vram_bytes: int | None
-    # step_s, total_s: of an optimizer step, and of all training steps without validation, saving, pictures
+    # step_s, total_s: of an optimizer step, and of all training steps
     step_s: float | None
     total_s: float | None
-    risk: Risk  # how near it comes to the memory limits
+    risk: Risk
     overrides: tuple[str, ...]  # what to write behind `vesuvius train` with the source config
     words: str  # why this one
 
 
-def build_options(found: Recommendation, search: Search, steps: int) -> tuple[Option, Option, Option]:
+def build_options(found: Recommendation, search: Search, steps: int) -> list[Option]:
     """A: the least memory at 85 % of B's samples/s.  B: the recommendation.  C: the fastest, or a step beyond.
 
     Args:
         steps: optimizer steps of the whole run.
     """
-    rates, memory, source = search.rates, search.memory, search.space.source
+    rates, memory, source, best, space = search.rates, search.memory, search.base, found.best, search.space
 
-    def option(name: str, setting: Setting, words: str) -> Option:
-        samples_s = rates.run(setting)
-        step_s = setting.global_batch / samples_s if samples_s else None
-        return Option(
-            name=name,
-            measured=bool(rates.of("run", setting)),
-            samples_s=samples_s,
-            ram_bytes=memory.run_ram_bytes(setting),
-            vram_bytes=memory.vram_bytes(setting),
-            step_s=step_s,
-            total_s=None if step_s is None else step_s * steps,
-            risk=memory.risk(setting),
-            overrides=tuple(setting.overrides(source)),
-            words=words,
-        )
+    def rate(setting: Setting) -> float:
+        return rates.expected("run", setting) or 0.0
 
-    return (
-        option("A conservative", *_leaner(found.best, search)),
-        option("B balanced", found.best, "the config as it is" if found.best == source else "what to run"),
-        option("C aggressive", *_faster(found.best, search)),
-    )
-
-
-def _leaner(best: Setting, search: Search) -> tuple[Setting, str]:
-    memory, rate = search.memory, search.rates.run
-    smaller = (
+    smaller = [
         replace(best, workers=workers, prefetch_factor=prefetch)
         for workers in range(1, best.workers + 1)
         for prefetch in {best.prefetch_factor, max(best.prefetch_factor // 2, 1)}
+    ]
+    fit = [s for s in smaller if rate(best) and rate(s) >= SLOWEST * rate(best) and memory.obstacle(s) is None]
+    lean = min([best, *fit], key=memory.run_ram_bytes)
+    beyond = (
+        *rates.runs(),
+        replace(best, workers=min(2 * max(best.workers, 1), space.most_workers)),
+        replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
     )
-    allowed = (s for s in smaller if memory.obstacle(s) is None)
-    fits = [s for s in allowed if (top := rate(best)) and (rate(s) or 0.0) >= SLOWEST * top]
-    lean = min(fits, key=memory.run_ram_bytes, default=best)
-    if lean == best or memory.run_ram_bytes(lean) >= memory.run_ram_bytes(best):
-        return best, f"the same as B: nothing smaller reaches {SLOWEST:.0%} of it"
-    return lean, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(lean, best)}"
-
-
-def _faster(best: Setting, search: Search) -> tuple[Setting, str]:
-    rates, space = search.rates, search.space
-    if (top := rates.run(best)) is None:
-        return best, "the same as B: nothing was measured"
-    more_workers = replace(best, workers=min(2 * max(best.workers, 1), space.most_workers))
-    more_prefetch = replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch))
-    for setting in (*rates.measured_settings(), more_workers, more_prefetch):
-        faster = (rates.run(setting) or 0.0) > (1 + _GAIN) * top
-        if setting != best and faster and search.memory.obstacle(setting) is None:
-            how = "was measured, though not surely" if rates.of("run", setting) else "is predicted"
-            return setting, f"faster, as {how}: {in_words(setting, best)}"
-    return best, "the same as B: no step beyond it fits and promises more"
+    faster = (s for s in beyond if rate(s) > (1 + _GAIN) * rate(best) > 0 and memory.obstacle(s) is None)
+    fast = next(faster, best)
+    how = "measured, though not surely" if rates.of("run", fast) else "predicted"
+    chosen = (
+        ("A conservative", lean, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(lean, best)}"),
+        ("B balanced", best, "the config as it is" if best == source else "what to run"),
+        ("C aggressive", fast, f"faster, as {how}: {in_words(fast, best)}"),
+    )
+    options = []
+    for name, setting, words in chosen:
+        samples_s = rates.expected("run", setting)
+        step_s = setting.global_batch / samples_s if samples_s else None
+        options.append(
+            Option(
+                name=name,
+                measured=bool(rates.of("run", setting)),
+                samples_s=samples_s,
+                ram_bytes=memory.run_ram_bytes(setting),
+                vram_bytes=memory.vram_bytes(setting),
+                step_s=step_s,
+                total_s=None if step_s is None else step_s * steps,
+                risk=memory.risk(setting),
+                overrides=tuple(setting.overrides(source)),
+                words="the same as B: nothing else fits and promises more"
+                if setting == best and not name.startswith("B")
+                else words,
+            )
+        )
+    return options
 
 
 def headline(found: Recommendation, space: SearchSpace) -> str:
     """What came of it, in one line."""
-    match found.certainty:
-        case "none":
-            said = f"; the run itself: {space.evidence.text}" if space.evidence else ""
-            return f"no recommendation: {found.reason}{said}"
-        case "unchanged" if not found.complete:
-            return f"no gain found yet: {found.reason}"
-        case "unchanged":
-            return f"nothing to change: {found.reason}"
-        case "likely":
-            return f"B, likely, not sure: {_gain_words(found)}"
-    cheaper = "at a lower cost: " if found.gain and found.gain.gain < SMALLEST_GAIN else ""
-    return f"B: {cheaper}{_gain_words(found)}"
-
-
-def _gain_words(found: Recommendation) -> str:
-    """`2.31 times the samples/s (95 %: 2.20 to 2.43, 4 pairs of blocks in turn)`."""
-    gain = found.gain
+    if found.certainty == "none":
+        said = f"; the run itself: {space.evidence.text}" if space.evidence else ""
+        return f"no recommendation: {found.reason}{said}"
+    if found.certainty == "unchanged":
+        return f"{'nothing to change' if found.complete else 'no gain found yet'}: {found.reason}"
+    gain, sure = found.gain, "B, likely, not sure" if found.certainty == "likely" else "B"
     if gain is None:
         times = "not known how many" if found.predicted is None else f"{1 + found.predicted:.2f}"
-        return f"{times} times the samples/s, as readers alone and steps alone predict; no whole run was compared"
-    times = f"{1 + gain.gain:.2f} times the samples/s"
-    if gain.low is None or gain.high is None:
-        return f"{times} ({'one pair' if gain.pairs == 1 else f'{gain.pairs} pairs'} of blocks in turn: no interval)"
-    return f"{times} (95 %: {1 + gain.low:.2f} to {1 + gain.high:.2f}, {gain.pairs} pairs of blocks in turn)"
+        proof = "as readers alone and steps alone predict; no whole run was compared"
+        return f"{sure}: {times} times the samples/s, {proof}"
+    pairs = f"{gain.pairs} pair{'s' * (gain.pairs > 1)} of blocks in turn"
+    ends = [f"{1 + end:.2f}" for end in gain.ends]
+    proof = f"95 %: {' to '.join(ends)}, {pairs}" if ends else f"{pairs}: no interval"
+    return f"{sure}: {1 + gain.gain:.2f} times the samples/s ({proof})"
 
 
 def summary(found: Recommendation, search: Search) -> dict[str, str]:
     """What held the baseline up, what to change, what that gives, and why it ended."""
-    rates, source, evidence = search.rates, search.space.source, search.space.evidence
+    rates, source, evidence = search.rates, search.base, search.space.evidence
     base = rates.of("run", source)
+    alone = next((words for stage, words in search.notes if stage == "baseline"), "not measured")
     lines = {
-        "Bottleneck": (base[-1].text if base else "") or found.ended.get("baseline", "not measured"),
+        "Bottleneck": (base[-1].text if base else "") or alone,
         "What to change": in_words(found.best, source),
     }
     if evidence is not None:
         lines["The run itself"] = f"{number(evidence.samples_s)} samples/s at step {evidence.step}: {evidence.text}"
-    if rates.run(source) and rates.run(found.best) and found.best != source:
-        mark = "" if base and rates.of("run", found.best) else "~"
-        best, before = number(rates.run(found.best)), number(rates.run(source))
-        lines["What it gives"] = f"{mark}{best} samples/s instead of {mark}{before}"
     if found.written != found.best:
         lines["In the tuned config"] = (
             f"{in_words(found.written, source)}; the rest of B was not measured in at least {SHOWN} pairs"
         )
-    if found.unsettled:
-        lines["Not settled"] = "; ".join(found.unsettled)
     return lines | {"Why it ended": found.reason}
 
 
-def block_line(entry: Entry) -> str:
+def block_line(number_of: int, block: Block) -> str:
     """The line for the end of a block."""
-    block = entry.block
-    begin = f"Block {entry.number} took {format_duration(block.seconds)}: "
+    begin = f"Block {number_of} took {format_duration(block.seconds)}: "
     if block.ended != "ok":
-        return f"{begin}ended by {ENDED_BY[block.ended]}: {block.cause}"
+        return begin + _end_words(block)
     waited = "" if block.data_share is None else f", waited for data {format_percent(block.data_share)}"
     memory = "" if block.ram_bytes is None else f", {memory_words(block.ram_bytes, block.vram_bytes)}"
     return f"{begin}{number(block.rate)} samples/s{waited}{memory}"
@@ -182,19 +166,25 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
         ConfigError: the config does not fit.
     """
     memory, source = PredictedMemory(space, planner, ()), space.source
-    total, workers = source.global_batch, sorted({*fewer_than(space.most_workers), space.most_workers})
     if obstacle := memory.obstacle(source):
         raise ConfigError(does_not_fit(obstacle))
-    sizes = [*range(1, total + 1), *((total << n for n in range(1, 20)) if space.scale_batch else ())]
-    batches = [size for size in sizes if size <= space.most_batch and (size > total or total % size == 0)]
-    readers = (replace(source, workers=count) for count in workers)
-    powers = (1 << n for n in range(20))
-    counts = [n for n in powers if source.requests < n <= space.most_requests] if space.remote else []
-    requests = (replace(source, requests=count) for count in counts)
-    pieces = (replace(source, train_batch_size=size, accumulate_steps=max(total // size, 1)) for size in batches)
-    lines = list[str]()
-    for setting in dict.fromkeys((source, *readers, *requests, *pieces)):
-        words, obstacle = _sizes(memory, setting), memory.obstacle(setting)
+    total, most = source.global_batch, space.most_batch
+    sizes = [size for size in range(1, min(total, most) + 1) if total % size == 0]
+    sizes += [size for size in (total << n for n in range(1, 20)) if space.scale_batch and size <= most]
+    requests = [n for n in (1 << n for n in range(20)) if space.remote and source.requests < n <= space.most_requests]
+    workers = [count for count in READER_COUNTS if count < space.most_workers] + [space.most_workers]
+    settings = (
+        source,
+        *(replace(source, workers=count) for count in workers),
+        *(replace(source, requests=count) for count in requests),
+        *(replace(source, train_batch_size=size, accumulate_steps=max(total // size, 1)) for size in sizes),
+    )
+    lines = []
+    for setting in dict.fromkeys(settings):
+        words, obstacle = (
+            memory_words(memory.run_ram_bytes(setting), memory.vram_bytes(setting)),
+            memory.obstacle(setting),
+        )
         what = " ".join(setting.overrides(source)) or "the config as it is"
         lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
     return [
@@ -202,20 +192,10 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
         *([f"the run  {space.evidence.text}"] if space.evidence else []),
         f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, {space.most_workers} workers, "
         f"{f'{space.most_requests} requests, ' if space.remote else ''}"
-        f"prefetch_factor {space.most_prefetch}, train_batch_size {space.most_batch}",
+        f"prefetch_factor {space.most_prefetch}, train_batch_size {most}",
         f"budget   {format_duration(space.budget_s)}, {space.block_s:.0f} s to measure in each block; may be tried:",
         *lines,
         "dry run: what is tried of it depends on what is measured; nothing was written",
-    ]
-
-
-def closing_lines(found: Recommendation, search: Search, options: Sequence[Option]) -> list[str]:
-    """The last lines of the log: result, options, changes."""
-    return [
-        headline(found, search.space),
-        *(f"{label}: {sentence}" for label, sentence in summary(found, search).items()),
-        *(_option_line(_option_row(option)) for option in options),
-        *(f"{knob}: {reason}" for knob, reason in found.reasons.items()),
     ]
 
 
@@ -234,19 +214,31 @@ def build_page(
         facts: of the tune as a whole, beside those of its summary: a label and a value each.
         config_text: the resolved source.
     """
-    source = search.space.source
+    source = search.base
+    values = tuple(
+        (knob, to_yaml(getattr(source, knob)), to_yaml(value), found.reasons[knob])
+        for knob, value in found.best.changes(source).items()
+    )
+    blocks = tuple(
+        (
+            str(number_of),
+            cell.stage,
+            KINDS[cell.kind],
+            " ".join(cell.setting.overrides(source)) or "none",
+            number(block.rate or None),
+            format_percent(block.data_share),
+            size_text(block.ram_bytes),
+            format_duration(block.seconds),
+            "ok" if block.ended == "ok" else _end_words(block),
+            cell.why,
+        )
+        for number_of, (cell, block) in enumerate(zip(search.asked, search.blocks, strict=True))
+    )
     tables = (
         Table("Options", _OPTION_COLUMNS, tuple(map(_option_row, options)), _NOTE),
-        Table(
-            "Why each value",
-            ("key", "before", "now", "why"),
-            tuple(
-                (knob, to_yaml(getattr(source, knob)), to_yaml(value), found.reasons.get(knob, "measured"))
-                for knob, value in found.best.changes(source).items()
-            ),
-        ),
-        Table("Where each stage stopped", ("stage", "why"), tuple(found.ended.items())),
-        Table("All blocks", _BLOCK_COLUMNS, tuple(_block_row(entry, source) for entry in search.entries)),
+        Table("Why each value", ("key", "before", "now", "why"), values),
+        Table("What was not taken, and where each stage stopped", ("stage", "why"), tuple(search.notes)),
+        Table("All blocks", _BLOCK_COLUMNS, blocks),
     )
     return RunReport(
         name=f"{name}: tune",
@@ -260,10 +252,13 @@ def build_page(
 
 def _option_row(option: Option) -> tuple[str, ...]:
     mark = "" if option.measured else "~"
+    seconds = "-"
+    if option.step_s is not None:
+        seconds = mark + (f"{number(option.step_s)} s" if option.step_s < 60 else format_duration(option.step_s))
     return (
         option.name,
         mark + number(option.samples_s) if option.samples_s else "-",
-        mark + _seconds(option.step_s) if option.step_s else "-",
+        seconds,
         mark + format_duration(option.total_s) if option.total_s else "-",
         size_text(option.ram_bytes),
         size_text(option.vram_bytes),
@@ -273,35 +268,96 @@ def _option_row(option: Option) -> tuple[str, ...]:
     )
 
 
-def _option_line(row: Sequence[str]) -> str:
-    """`A conservative: samples/s 9.5, step 0.1 s, ..., why: what to run`."""
-    return f"{row[0]}: " + ", ".join(f"{name} {cell}" for name, cell in zip(_OPTION_COLUMNS[1:], row[1:], strict=True))
-
-
-def _block_row(entry: Entry, source: Setting) -> tuple[str, ...]:
-    block = entry.block
-    return (
-        str(entry.number),
-        entry.stage,
-        KINDS[block.kind],
-        " ".join(block.setting.overrides(source)) or "none",
-        number(block.rate or None),
-        format_percent(block.data_share),
-        size_text(block.ram_bytes),
-        format_duration(block.seconds),
-        "ok" if block.ended == "ok" else f"ended by {ENDED_BY[block.ended]}: {block.cause}".removesuffix(": "),
-        entry.why,
-    )
-
-
-def _seconds(span_s: float) -> str:
-    return f"{number(span_s)} s" if span_s < 60 else format_duration(span_s)
-
-
-def _sizes(memory: PredictedMemory, setting: Setting) -> str:
-    return memory_words(memory.run_ram_bytes(setting), memory.vram_bytes(setting))
+def _end_words(block: Block) -> str:
+    return f"ended by {ENDED_BY[block.ended]}: {block.cause}".removesuffix(": ")
 
 
 def memory_words(ram_bytes: int, vram_bytes: int | None) -> str:
+    """`3 GiB of RAM, 40 GiB of VRAM`."""
     vram = "" if vram_bytes is None else f", {size_text(vram_bytes)} of VRAM"
     return f"{size_text(ram_bytes)} of RAM{vram}"
+
+
+def tuned_path(source: Path) -> Path:
+    """`configs/exp001_full.yaml` -> `configs/exp001_full.tuned.yaml`."""
+    return source.with_name(f"{source.stem}.tuned{source.suffix or '.yaml'}")
+
+
+def tuned_yaml(
+    source_name: str, source: Config, wanted: Config, reasons: Mapping[str, str], header: Sequence[str]
+) -> str:
+    """The text of a config that extends the source and reads as `wanted`.  Pure.
+
+    Args:
+        source_name: file name of the source, in whose folder the text will stand.
+        source, wanted: as read without and with what the tune changes.
+        reasons: by full key as in overrides (`training.workers`, `data.volumes.0.level`), of which the first that is
+            about a key, its section or a part of it counts; others are "as tuned".
+        header: lines for the top, without `#`; one that begins with `MARK` comes before them.
+    """
+    steps = {tuple(step.strip() for step in key.split(".")): reason for key, reason in reasons.items()}
+    first = f"{MARK} from {source_name}; the next tune of it replaces this file."
+    comments: dict[str, str] = {}
+
+    def changed(before: BaseModel, after: BaseModel, above: tuple[str, ...] = ()) -> BaseModel:
+        """Only the fields that differ; a list is one value, as files that extend others have it."""
+        values: dict[str, Any] = {}
+        for name in type(after).model_fields:
+            old, new, path = getattr(before, name), getattr(after, name), (*above, name)
+            if old == new:
+                continue
+            if isinstance(old, BaseModel) and type(old) is type(new):
+                values[name] = changed(old, new, path)
+                continue
+            values[name] = new
+            was = one_line(to_yaml(before.model_dump(mode="json")[name]), _LONGEST_VALUE)
+            was += "" if name in before.model_fields_set else " by default"
+            why = next((reason for key, reason in steps.items() if key[: len(path)] == path[: len(key)]), "as tuned")
+            comments[".".join(path)] = f"was {was}; {_clean(why)}"
+        return type(after).model_construct(set(values), **values)
+
+    sparse = changed(source, wanted)
+    assert isinstance(sparse, Config)
+    lines = [*(f"# {_clean(line)}".rstrip() for line in (first, *header)), "", f"extends: {to_yaml(source_name)}"]
+    return "\n".join(lines) + "\n" + dump_set_keys(sparse, comments).lstrip("\n")
+
+
+def check_tunable(source: Path) -> None:
+    """Check before the first block that the tuned config of a source can be written.  Does I/O.
+
+    Raises:
+        ConfigError: the source was itself written by a tune, no YAML can hold its name, or a file lies in the place of
+            the tuned config that no tune has written.
+        StorageError: the folder of the source cannot be written.
+    """
+    if _is_ours(source):
+        raise ConfigError(f"{source} was written by a tune: tune the config that it extends, or remove its first line")
+    if not source.name.isprintable():
+        raise ConfigError(f"the name of a config must be printable to be extended; got {source.name!r}; rename it")
+    path = tuned_path(source)
+    target = Path(os.path.realpath(path))
+    if os.path.lexists(target) and not _is_ours(target):
+        raise ConfigError(f"{path} would be replaced, and no tune has written it (no '# {MARK}' at its top); rename it")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise StorageError(f"{target.parent} cannot be written, where the tuned config goes; change its permissions")
+
+
+def write_tuned(path: Path, text: str) -> None:
+    """Write the tuned config, whole or not at all; a symbolic link stays one, and its target is written.  Does I/O.
+
+    Raises:
+        StorageError: the write fails.
+    """
+    with storage_errors(f"{path}: the tuned config must be writable", "make room, or change its permissions"):
+        write_whole(Path(os.path.realpath(path)), text.encode("utf-8"))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a file that a tune has written."""
+    begin = f"# {MARK}".encode()
+    return path.is_file() and path.read_bytes()[: len(begin)] == begin
+
+
+def _clean(words: str) -> str:
+    """One line that a YAML comment may hold."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(words.split()))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shlex
 import signal
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,35 +14,34 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, key_of_variable, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.experiments.alone import locked, signals_to
-from vesuvius.experiments.ledger import Ledger
-from vesuvius.experiments.machine import describe_machine
+from vesuvius.experiments.ledger import Ledger, write_figures
+from vesuvius.experiments.machine import describe_machine, facts_of_this_place
 from vesuvius.experiments.process import TrialInterrupted
 from vesuvius.experiments.tune.measurement import Block, Knob, SearchSpace, key_of
-from vesuvius.experiments.tune.policy import conclude, recommend
+from vesuvius.experiments.tune.policy import Recommendation, begin, conclude
 from vesuvius.experiments.tune.report import (
     block_line,
     build_options,
     build_page,
-    closing_lines,
+    check_tunable,
     headline,
     memory_words,
     plan_lines,
+    summary,
+    tuned_path,
+    tuned_yaml,
+    write_tuned,
 )
 from vesuvius.experiments.tune.runner import TrialRunner
-from vesuvius.experiments.tune.search import Entry, Recommendation, Search
+from vesuvius.experiments.tune.search import KINDS, Search
 from vesuvius.experiments.tune.survey import ConfigPlanner, survey
-from vesuvius.experiments.tune.tuned_config import check_tunable, tuned_path, tuned_yaml, write_tuned
 from vesuvius.monitor.session import is_alive, read_session
-from vesuvius.report.model import commit_text
-from vesuvius.report.page import made_by, write_pages
-from vesuvius.runlog.environment import describe_environment
-from vesuvius.runlog.files import write_whole
+from vesuvius.report.page import made_by, write_page
 from vesuvius.runlog.logfile import open_log
 from vesuvius.runlog.records import from_plain
-from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import TUNE, run_dir
 from vesuvius.runlog.units import format_duration
-from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.ranks.part import one_rank
 
 log = logging.getLogger(__name__)
@@ -83,11 +80,10 @@ def tune(request: TuneRequest) -> int:
         DataError: a volume cannot be used.
         StorageError: the run directory cannot be written.
     """
-    check_tunable(request.source)
-    directory, data = tune_dir(request.config), prepare_data(request.config.seed, request.config.data)
+    ledger, space, planner = _open(request)
+    directory = run_dir(request.config).path / TUNE
     with locked(directory, "tune") as lock_fd:
         open_log(directory / "tune.log")
-        ledger, space, planner = _open(request, data)
         if not request.resume:
             _put_aside(directory)
             ledger.begin()
@@ -95,27 +91,30 @@ def tune(request: TuneRequest) -> int:
         with ledger, trials as runner, signals_to(runner.stop) as came:
             log.info("tuning %s on %s", request.source, describe_machine().words())
             _warn_of_neighbours(request.config, space)
-
-            def on_planned(line: str) -> None:
-                if came:
-                    raise TrialInterrupted("the tune was interrupted between two blocks; continue with --resume")
-                log.info("%s", line)
-
-            def on_block(entry: Entry) -> None:
-                ledger.add(entry.block)
-                level = logging.INFO if entry.block.ended == "ok" else logging.WARNING
-                log.log(level, "%s", block_line(entry))
-
-            search = Search(runner, space, planner, on_planned, on_block, ledger.results)
+            search, why = begin(space, planner, ledger.results), ""
             try:
-                found = recommend(search)
-                code = EXIT_ERROR if found.certainty == "none" else EXIT_OK
+                _measure(search, runner, ledger, came)
             except TrialInterrupted as interrupted:
-                log.error("%s", interrupted)
-                found = conclude(search, str(interrupted))
-                code = EXIT_INTERRUPTED if came and came[0] == signal.SIGINT else EXIT_STOPPED
+                why = str(interrupted)
+                log.error("%s", why)
+            found = conclude(search, why)
         _finish(request, search, found, directory)
-        return code
+        if why:
+            return EXIT_INTERRUPTED if came and came[0] == signal.SIGINT else EXIT_STOPPED
+        return EXIT_ERROR if found.certainty == "none" else EXIT_OK
+
+
+def _measure(search: Search, runner: TrialRunner, ledger: Ledger[Block], came: list[signal.Signals]) -> None:
+    """Raises TrialInterrupted after a signal."""
+    while (cell := search.cell) is not None:
+        if came:
+            raise TrialInterrupted("interrupted between two blocks; continue with --resume")
+        number, seconds = len(search.blocks), format_duration(cell.expected_s)
+        log.info("Block %d %s, %s: %s; about %s", number, cell.stage, KINDS[cell.kind], cell.why, seconds)
+        block = runner.measure(cell.setting, cell.kind, search.space.block_s, cell.limit_s)
+        ledger.add(block)
+        log.log(logging.INFO if block.ended == "ok" else logging.WARNING, "%s", block_line(number, block))
+        search.tell(block)
 
 
 def plan(request: TuneRequest) -> list[str]:
@@ -124,21 +123,16 @@ def plan(request: TuneRequest) -> list[str]:
     Raises:
         ConfigError, DataError: as `tune`; also if the config does not fit into memory.
     """
-    check_tunable(request.source)
-    _, space, planner = _open(request, prepare_data(request.config.seed, request.config.data))
+    _, space, planner = _open(request)
     return plan_lines(space, planner, describe_machine().words())
 
 
-def tune_dir(config: Config) -> Path:
-    """Return the directory of a tune."""
-    return run_dir(config).path / TUNE
-
-
-def _open(request: TuneRequest, data: PreparedData) -> tuple[Ledger[Block], SearchSpace, ConfigPlanner]:
+def _open(request: TuneRequest) -> tuple[Ledger[Block], SearchSpace, ConfigPlanner]:
     """The ledger, new or continued, what may be tried, and the planner of its memory.  Writes nothing."""
-    config, path = request.config, tune_dir(request.config) / _LEDGER
-    machine = {key: value for key, value in asdict(describe_machine()).items() if key != "host"}
-    asked: dict[str, Any] = {"config": config.model_dump(mode="json"), "machine": machine}
+    check_tunable(request.source)
+    config, path = request.config, run_dir(request.config).path / TUNE / _LEDGER
+    data = prepare_data(config.seed, config.data)
+    asked: dict[str, Any] = {"config": config.model_dump(mode="json"), "machine": describe_machine().compared}
     if request.resume:
         ledger: Ledger[Block] = Ledger.read(path, "tune", Block)
         space = from_plain(SearchSpace, ledger.asked["space"])
@@ -155,66 +149,61 @@ def _open(request: TuneRequest, data: PreparedData) -> tuple[Ledger[Block], Sear
 
 def _put_aside(directory: Path) -> None:
     """Rename ledger and trials of an earlier tune: `ledger-1.jsonl`, `trials-1`, ..."""
-    names = (Path(_LEDGER), Path(_TRIALS))
     number = 1 + sum(1 for _ in directory.glob("ledger-*.jsonl"))
-    for name in names:
+    for name in (Path(_LEDGER), Path(_TRIALS)):
         if (directory / name).exists():
             (directory / name).rename(directory / f"{name.stem}-{number}{name.suffix}")
 
 
 def _finish(request: TuneRequest, search: Search, found: Recommendation, directory: Path) -> None:
     """Write the report and the tuned config, and log the result."""
-    config, space, environment = request.config, search.space, describe_environment()
-    tuned, machine = tuned_path(request.source), describe_machine()
-    options = build_options(found, search, config.horizon_steps) if found.certainty != "none" else ()
-    packages = {name: version for name, version in environment["packages"].items() if version}
-    spent = f"{len(search.entries)} blocks in {format_duration(space.budget_s - search.left_s)}"
+    config, space, tuned = request.config, search.space, tuned_path(request.source)
+    options = build_options(found, search, config.horizon_steps) if found.certainty != "none" else []
+    commands = _next_commands(request, space, found, tuned)
+    spent = f"{len(search.blocks)} blocks in {format_duration(space.budget_s - search.left_s)}"
     facts = {
-        "what to type next": "; ".join(_next_commands(request, search, found, tuned)),
+        "what to type next": "; ".join(commands),
         "samples/s": "of one rank" if config.training.ranks != 1 else "of the whole run",
         "blocks": f"{spent} of {format_duration(space.budget_s)}",
         "limits, which no block is predicted to pass": memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
-        "machine": f"{machine.words()}; {environment['platform']}",
         "other programs": space.others or "used less than a tenth of the cores when the tune began",
-        "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
-        "commit": commit_text(environment),
+        **facts_of_this_place(),
     }
     made = made_by(request.command)
     page = build_page(config.name, str(directory), found, search, options, facts, dump_config(request.written))
-    write_pages(directory, "report", [page], made)
+    write_page(directory, "report", [page], made)
     figures = {
         "made": made,
         "facts": page.facts,
         "recommendation": asdict(found),
         "options": [asdict(option) for option in options],
-        "blocks": [asdict(entry) for entry in search.entries],
+        "blocks": [{"cell": asdict(c), "block": asdict(b)} for c, b in zip(search.asked, search.blocks, strict=True)],
     }
-    write_whole(directory / "report.json", (json.dumps(redacted(figures), indent=1, allow_nan=False) + "\n").encode())
-    header = [f"{made[5:]}.", f"{headline(found, space)}.  {spent}.", f"Measured on: {machine.words()}"]
-    _write_tuned(request, found, tuned, header)
-    first, *others = closing_lines(found, search, options)
-    log.log(logging.ERROR if found.certainty == "none" else logging.INFO, "%s", first)
-    for line in others:
-        log.info("%s", line)
+    write_figures(directory / "report.json", figures)
+    head = headline(found, space)
+    _write_tuned(request, found, tuned, [f"{made[5:]}.", f"{head}.  {spent}.", f"Measured on: {facts['machine']}"])
+    log.log(logging.ERROR if found.certainty == "none" else logging.INFO, "%s", head)
+    for label, words in (*summary(found, search).items(), *found.reasons.items()):
+        log.info("%s: %s", label, words)
     log.info("report: %s", directory / "report.html")
-    for command in _next_commands(request, search, found, tuned):
+    for command in commands:
         log.info("type next: %s", command)
 
 
-def _next_commands(request: TuneRequest, search: Search, found: Recommendation, tuned: Path) -> list[str]:
+def _next_commands(request: TuneRequest, space: SearchSpace, found: Recommendation, tuned: Path) -> list[str]:
     """What to type next: train with what was found; where it is not sure, also more of this tune."""
     resume = ["--resume"] if run_dir(request.config).exists() else []
     run = shlex.join(["vesuvius", "train", "--config", str(tuned), *resume])
     if found.certainty == "sure" or (found.certainty == "unchanged" and found.complete):
         return [run]
-    budget = f"{math.ceil(2 * search.space.budget_s / 60)}m"
+    budget = f"{math.ceil(2 * space.budget_s / 60)}m"
     again = ["vesuvius", "tune", "--config", str(request.source), *request.overrides, "--budget", budget]
     if found.certainty == "none":
         return [shlex.join(again)]
     return [f"{shlex.join([*again, '--resume'])} to be surer", run]
 
 
-def _write_tuned(request: TuneRequest, found: Recommendation, path: Path, header: Sequence[str]) -> None:
+def _write_tuned(request: TuneRequest, found: Recommendation, path: Path, header: list[str]) -> None:
     """Write the tuned config, with what the environment and the command line of the tune have set."""
     wanted = found.written.applied_to(request.config)
     why = {key_of(knob): reason for knob, reason in found.reasons.items()}  # the first that fits a key counts
@@ -234,13 +223,10 @@ def _write_tuned(request: TuneRequest, found: Recommendation, path: Path, header
 
 def _warn_of_neighbours(config: Config, space: SearchSpace) -> None:
     """Say what distorts the figures: the run itself, and other programs; and what the run has recorded."""
-    session = read_session(run_dir(config).session)
+    run = run_dir(config)
+    session = read_session(run.session)
     if session is not None and is_alive(session):
-        log.warning(
-            "the run %s is active on this machine: it slows the tune down and the tune slows it down; stop it for "
-            "reliable figures",
-            run_dir(config).path,
-        )
+        log.warning("the run %s is active on this machine: stop it for reliable figures", run.path)
     if space.others:
         log.warning("%s: figures vary more, and the tune measures for longer", space.others)
     if space.evidence is not None:

@@ -14,7 +14,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -175,10 +174,10 @@ class TuneWorker:
             yield
         self._reporter.report(wait=True)
         self._reporter.verdicts.restart(run.progress.step)
-        mark, first = self._mark(), run.progress.sample_index
+        began, totals, first = time.monotonic(), self._stream.reader_totals, run.progress.sample_index
         length = BlockLength(batch, self._cycle, command.seconds)
         yield
-        while not length.is_over(run.progress.sample_index - first, mark.elapsed_s):
+        while not length.is_over(run.progress.sample_index - first, time.monotonic() - began):
             yield
         self._reporter.report(wait=True)
         self._verdict = None
@@ -186,9 +185,8 @@ class TuneWorker:
         assert self._verdict is not None, "at least one step was measured"
         verdict: Verdict = self._verdict
         samples, working_s = verdict.window.steps * batch, verdict.window.working_s
-        figures = self._figures(mark, samples, working_s)
-        sustained = working_s / figures["measured_s"]
-        text = verdict.text
+        figures = self._figures(totals, samples, working_s)
+        sustained, text = working_s / figures["measured_s"], verdict.text
         if sustained < 1:
             text = f"data-bound: readers deliver {samples / figures['measured_s']:.3g} samples/s; more was read ahead"
         return figures | {"data_share": 1 - sustained * (1 - verdict.window.data_share), "text": text}
@@ -203,12 +201,11 @@ class TuneWorker:
         empty = stream.feeder_figures.ran_empty
         while stream.feeder_figures.ran_empty == empty and time.monotonic() - began < command.seconds:
             self._take_batch()
-        mark, first, samples = self._mark(), progress.sample_index, 0
+        began, totals, first = time.monotonic(), stream.reader_totals, progress.sample_index
         length = BlockLength(stream.options.batch_size, self._cycle, command.seconds)
-        while not length.is_over(samples, mark.elapsed_s):
+        while not length.is_over(progress.sample_index - first, time.monotonic() - began):
             self._take_batch()
-            samples = progress.sample_index - first
-        return self._figures(mark, samples, mark.elapsed_s)
+        return self._figures(totals, progress.sample_index - first, time.monotonic() - began)
 
     def _step(self, command: Command) -> Figures:
         """Make steps on one batch, once the readers have nothing to do."""
@@ -288,22 +285,18 @@ class TuneWorker:
 
     # Figures.
 
-    def _mark(self) -> _Mark:
-        """The beginning of a measurement."""
-        return _Mark(time.monotonic(), self._stream.reader_totals)
-
     def _readers_cpu_s(self) -> float:
         """Processor seconds that the readers on this machine have used."""
         here = {process.pid for process in self._loop.monitor.sample.processes} - {os.getpid()}
         seen = [read_process(pid) for pid in here & set(self._stream.readers.copy())]
         return math.fsum(process.cpu_s for process in seen if process is not None)
 
-    def _figures(self, mark: _Mark, samples: int, took_s: float) -> Figures:
+    def _figures(self, since: ReaderTotals, samples: int, took_s: float) -> Figures:
         """What was measured; samples that were read ahead count with the time that the readers need for them."""
         job, now, workers = self._loop.job, self._stream.reader_totals, self._stream.options.workers
         reader_s, decode_s = None, None
         # The cold start of the readers counts only where nothing was read later.
-        before = mark.totals if now.blocks - mark.totals.blocks >= job.plan.regions_per_task else self._before
+        before = since if now.blocks - since.blocks >= job.plan.regions_per_task else self._before
         if read := (now.blocks - before.blocks) * job.plan.patches_per_region:
             decode_s = (now.decode_s - before.decode_s) / read
             reader_s = decode_s + ((now.read_s or 0.0) - (before.read_s or 0.0)) / read
@@ -334,15 +327,3 @@ class TuneWorker:
         """The time at which the device has done all that it was given."""
         synchronize(self._loop.run.device)
         return time.monotonic()
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """The beginning of a measurement: the time, and what readers had done by then."""
-
-    time_s: float
-    totals: ReaderTotals
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.time_s

@@ -29,7 +29,7 @@ from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, published_when_whole
 from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
 from vesuvius.report.content import Picture, RunReport, Table
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.page import FOLDER, new_folder, write_pages
+from vesuvius.report.page import FOLDER, new_folder, write_page
 from vesuvius.runlog.records import finite
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -143,8 +143,8 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
         picture = _montage(staged, {"generated": generated.values, "real": real.held_out.values}, config.name)
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
-        write_pages(staged, NAME, [report], made, [picture])
-    return folder, f"{_terminal(figure_table(judgement.figures))}\n{verdict(judgement)}"
+        write_page(staged, NAME, [report], made, [picture])
+    return folder, f"{figure_table(judgement.figures).text}\n\n{verdict(judgement)}"
 
 
 def _check(request: EvaluationRequest, info: CheckpointInfo) -> None:
@@ -189,13 +189,6 @@ def _montage(folder: Path, rows: dict[str, NDArray[np.float32]], name: str) -> P
     small = io.BytesIO()
     montage.convert("RGB").save(small, format="JPEG", quality=85, optimize=True)
     return Picture(f"Rows of patches by turns: {kinds}; middle slices across z", small.getvalue())
-
-
-def _terminal(table: Table) -> str:
-    rows = [table.columns, *table.rows]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(table.columns))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([table.title, *lines, ""])
 
 
 def verdict(judgement: Judgement) -> str:

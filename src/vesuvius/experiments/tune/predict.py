@@ -1,0 +1,196 @@
+"""What a setting is predicted to take and to give: memory and samples per second, from the blocks so far.  Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from vesuvius.errors import one_line
+from vesuvius.experiments.tune.measurement import DEADLY, Block, BlockKind, Planner, SearchSpace, Setting, trainer_knobs
+from vesuvius.runlog.units import size_text
+
+Risk = Literal["low", "medium", "high"]
+
+GROWTH = 1.5
+"""Assumed growth per planned byte: the planner knows what grows with a knob, and may be off by half in the amount."""
+
+_SAVING = 0.5  # assumed saving per byte that the planner saves
+_SPREAD = 0.01  # relative spread of the peaks of one setting
+_LOW_BELOW, _MEDIUM_BELOW = 0.70, 0.90  # shares of the limits
+ENDED_BY = {
+    "guard": "the memory guard",
+    "gpu_memory": "a lack of GPU memory",
+    "killed": "a kill",
+    "failed": "an error",
+    "timeout": "its time limit",
+}
+_SIZES = {"workers", "requests", "prefetch_factor", "train_batch_size", "accumulate_steps"}
+
+
+class PredictedMemory:
+    """Predicts memory from the planner, corrected by the blocks so far.
+
+    Args:
+        planner: should cache; it is called repeatedly for the same settings.
+        blocks: may grow after construction.
+    """
+
+    def __init__(self, space: SearchSpace, planner: Planner, blocks: Sequence[Block]) -> None:
+        self._space, self._planner, self._blocks = space, planner, blocks
+
+    def obstacle(self, setting: Setting) -> str | None:
+        """Return why a setting may not be tried, as text; None if it may."""
+        if kept := [knob for knob in self._space.kept if knob in setting.changes(self._space.source)]:
+            return f"--keep {','.join(kept)}"
+        if (failed := next((block for block in self._blocks if self._bars(block, setting)), None)) is not None:
+            return death_text(failed)
+        limits = (
+            (self._vram(setting)[1], "GPU memory", self._space.vram_limit_bytes),
+            (
+                self._ram(setting)[1] + self._planner.later_bytes(setting),
+                "RAM",
+                self._space.ram_limit_bytes,
+            ),
+        )
+        for size_bytes, where, limit_bytes in limits:
+            if limit_bytes is not None and size_bytes > limit_bytes:
+                return f"up to {size_text(size_bytes)} of {where} predicted, limit {size_text(limit_bytes)}"
+        return None
+
+    def run_ram_bytes(self, setting: Setting) -> int:
+        """Return the expected host memory of the whole run, which takes more than a short one."""
+        return self._ram(setting)[0] + self._planner.later_bytes(setting)
+
+    def vram_bytes(self, setting: Setting) -> int | None:
+        """Return the expected GPU memory; None on a CPU."""
+        return None if self._planner.vram_bytes(setting) is None else self._vram(setting)[0]
+
+    def risk(self, setting: Setting) -> Risk:
+        """Return how near the whole run comes to the limits: low below 70 %, medium below 90 %."""
+        share = self.run_ram_bytes(setting) / self._space.ram_limit_bytes
+        if (vram_bytes := self.vram_bytes(setting)) is not None and self._space.vram_limit_bytes:
+            share = max(share, vram_bytes / self._space.vram_limit_bytes)
+        return "low" if share < _LOW_BELOW else "medium" if share < _MEDIUM_BELOW else "high"
+
+    def _ram(self, setting: Setting) -> tuple[int, int]:
+        return self._size(setting, self._planner.ram_bytes, "ram_bytes")
+
+    def _vram(self, setting: Setting) -> tuple[int, int]:
+        return self._size(setting, lambda other: self._planner.vram_bytes(other) or 0, "vram_bytes")
+
+    def _size(self, setting: Setting, planned: Callable[[Setting], int], peak: str) -> tuple[int, int]:
+        """The best estimate and a safe upper bound, in bytes: the nearest measured peak and the planned difference.
+
+        Until a whole run was measured, no less than planned: readers alone compute nothing, steps alone read little.
+        """
+        runs, parts = self._peaks(peak, whole=True), self._peaks(peak, whole=False)
+        if setting in runs:
+            return runs[setting], runs[setting]
+        wanted, peaks = planned(setting), runs or parts
+        if not peaks:
+            return wanted, wanted
+        near = min(peaks, key=lambda s: (len(_switches_apart(s, setting)), abs(planned(s) - wanted)))
+        growth, off = wanted - planned(near), peaks[near] / max(planned(near), 1)
+        expected = int(peaks[near] + min(max(off, 1.0), GROWTH) * growth)
+        expected = max(expected, parts.get(setting, 0), 0 if runs else wanted)
+        most = peaks[near] + (GROWTH if growth > 0 else _SAVING) * growth
+        return expected, max(expected, int((1 + _SPREAD) * most))
+
+    def _peaks(self, peak: str, whole: bool) -> dict[Setting, int]:
+        """The measured peaks of each setting, in whole runs or in blocks of a part of one."""
+        found: dict[Setting, int] = {}
+        for block in self._blocks:
+            if block.ended == "ok" and (block.kind == "run") == whole and (size := getattr(block, peak)) is not None:
+                found[block.setting] = max(found.get(block.setting, 0), size)
+        return found
+
+    def _bars(self, block: Block, setting: Setting) -> bool:
+        """Whether a failed block bars a setting; a lack of memory also bars all that are planned no smaller."""
+        if block.ended == "ok" or block.setting == setting:
+            return block.ended != "ok"
+        if block.ended not in DEADLY or _switches_apart(block.setting, setting):
+            return False  # errors and timeouts do not bar larger settings
+        if any(other.setting == setting and other.ended == "ok" for other in self._blocks):
+            return False
+        planned = self._planner.vram_bytes if block.ended == "gpu_memory" else self._planner.ram_bytes
+        return (planned(setting) or 0) >= (planned(block.setting) or 0)
+
+
+class PredictedRates:
+    """Samples per second of a setting.  Readers and trainer each limit them; the smaller limit holds.
+
+    Args:
+        blocks: may grow after construction.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+
+    def of(self, kind: BlockKind, setting: Setting) -> list[Block]:
+        """The blocks that measured this of a setting: steps do not depend on the readers, nor readers on the steps."""
+        same = {"run": lambda s: s, "readers": lambda s: (s.workers, s.requests), "step": trainer_knobs}[kind]
+        return [b for b in self._measured(kind) if same(b.setting) == same(setting)]
+
+    def measured(self, kind: BlockKind, setting: Setting) -> float | None:
+        """Samples/s: the geometric mean of the blocks; None where they were not measured."""
+        rates = [block.rate for block in self.of(kind, setting)]
+        return math.exp(math.fsum(map(math.log, rates)) / len(rates)) if rates else None
+
+    def expected(self, kind: BlockKind, setting: Setting) -> float | None:
+        """Samples/s: measured, or predicted; None where nothing that they follow from was measured."""
+        if (measured := self.measured(kind, setting)) is not None or kind == "step":
+            return measured
+        return self._scaled(setting) if kind == "readers" else self._predicted(setting)
+
+    def limit(self, setting: Setting) -> float | None:
+        """The smaller of what readers and trainer allow; None without a block of steps or of readers."""
+        readers, trainer = self.expected("readers", setting), self.measured("step", setting)
+        if readers is None or trainer is None:
+            return None
+        return min(readers, trainer) if setting.workers else 1 / (1 / readers + 1 / trainer)  # one after the other
+
+    def waiting_share(self, setting: Setting) -> float:
+        """Share of a reader's time that waits for the store, which more requests may hide; 0 where it is not known."""
+        blocks = [b for b in self.of("readers", setting) if b.reader_s and b.decode_s is not None]
+        return 1 - min(blocks[-1].decode_s / blocks[-1].reader_s, 1.0) if blocks else 0.0  # type: ignore[operator]
+
+    def runs(self) -> list[Setting]:
+        """The settings whose whole run was measured, the fastest first."""
+        settings = dict.fromkeys(b.setting for b in self._measured("run"))
+        return sorted(settings, key=lambda s: -(self.measured("run", s) or 0.0))
+
+    def _measured(self, kind: BlockKind) -> list[Block]:
+        return [b for b in self._blocks if b.kind == kind and b.ended == "ok" and b.rate]
+
+    def _predicted(self, setting: Setting) -> float | None:
+        """The smaller limit, less what the run nearby falls short of its own."""
+        limit, runs = self.limit(setting), self.runs()
+        if limit is None or not runs:
+            return limit
+        near = next((other for other in runs if trainer_knobs(other) == trainer_knobs(setting)), runs[0])
+        reached, its_limit = self.measured("run", near), self.limit(near)
+        return limit * min(reached / its_limit, 1.0) if reached and its_limit else limit
+
+    def _scaled(self, setting: Setting) -> float | None:
+        """By the number of readers, from the nearest block."""
+        counts = {b.setting: max(b.setting.workers, 1) for b in self._measured("readers")}
+        if not counts:
+            return None
+        count = max(setting.workers, 1)
+        near = min(counts, key=lambda s: (s.requests != setting.requests, abs(math.log(counts[s] / count))))
+        return (self.measured("readers", near) or 0.0) * count / counts[near]
+
+
+def death_text(block: Block) -> str:
+    """Describe a failure: `a run block with workers 8, ... was ended by the memory guard: ...`."""
+    s = block.setting
+    return (
+        f"a {block.kind} block with workers {s.workers}, prefetch_factor {s.prefetch_factor}, train_batch_size "
+        f"{s.train_batch_size} was ended by {ENDED_BY.get(block.ended, 'no figures')}: "
+        f"{one_line(block.cause) or 'no cause is known'}"
+    )
+
+
+def _switches_apart(one: Setting, other: Setting) -> set[str]:
+    return set[str](one.changes(other)) - _SIZES
