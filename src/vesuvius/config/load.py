@@ -128,9 +128,10 @@ def dump_set_keys(config: Config, comments: Mapping[str, str]) -> str:
 
 def _dump_section(section: BaseModel, comment: _Comment, path: KeyPath = (), only_set: bool = False) -> Iterator[str]:
     for name, info in type(section).model_fields.items():
+        if only_set and name not in section.model_fields_set:  # of a tuned config, whose other keys have no value
+            continue
         value, key = getattr(section, name), (*path, name)
-        set_within = not isinstance(value, BaseModel) or value.model_fields_set
-        if only_set and not (name in section.model_fields_set and set_within):
+        if only_set and isinstance(value, BaseModel) and not value.model_fields_set:
             continue
         text = f"  # {said}" if (said := comment(key, info)) else ""
         match value:
