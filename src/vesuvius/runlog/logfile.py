@@ -25,7 +25,7 @@ FORMAT = "%(asctime)s %(levelname)s %(message)s"
 def step_line(record: Record) -> str:
     """The line that `grep 'Train step'` shows, of a step's record.  Others read it by its field names: they stay.
 
-    What is not known is None: `vram_used_bytes` on a CPU, `worker_max_bytes` without readers, `eta_s` before the second
+    What is not known is None: `vram_used_bytes` on a CPU, `worker_max_bytes` without readers, `eta_s` before the third
     step, `mfu` if the device's peak is not known, `working` if all readers have work.
     """
     f = SimpleNamespace(**record)

@@ -137,10 +137,9 @@ def test_a_fault_at_some_noise_levels_shows_in_their_bin_only() -> None:
 
 def test_the_micro_batch_changes_nothing() -> None:
     step = make_step(config_of())
-    results = [result_of(config_of(batch), {"ema": step.denoiser("ema")}) for batch in (1, 5, 1000)]
-    for result in results[1:]:
-        # 1e-5: a convolution over another batch sums in another order, in float32.
-        np.testing.assert_allclose(result.weights["ema"].bins, results[0].weights["ema"].bins, rtol=1e-5)
+    one, large = (result_of(config_of(batch), {"ema": step.denoiser("ema")}) for batch in (5, 1000))
+    # 1e-5: a convolution over another batch sums in another order, in float32.
+    np.testing.assert_allclose(one.weights["ema"].bins, large.weights["ema"].bins, rtol=1e-5)
 
 
 def test_every_patch_is_shown_once_in_every_bin_the_same_to_all_weights_and_to_runs_of_any_seed() -> None:
@@ -256,7 +255,7 @@ def test_the_record_and_the_line_say_everything() -> None:
     )
 
 
-@pytest.mark.parametrize(("noise", "prediction"), [("edm", "v"), ("cosine", "v"), ("cosine", "x_0")])
+@pytest.mark.parametrize(("noise", "prediction"), [("edm", "v"), ("cosine", "x_0")])
 def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str, prediction: str) -> None:
     """At every level: none counts more than another, whatever the loss weighs."""
     config, reference = config_of(prediction=prediction, noise=noise), make_reference()
