@@ -79,6 +79,8 @@ def _info(arguments: argparse.Namespace) -> int:
                 _source(arguments), arguments.patch, listing=arguments.list, places=arguments.places
             )
         facts = asdict(found_facts)
+        if not arguments.json:
+            del facts["chosen"]  # it is among the levels
     _print(facts, arguments)
     return EXIT_OK
 
@@ -195,10 +197,9 @@ def _shown(name: str, value: Any) -> str:
             return f"{value:.6g}"
         case ((_, _, _), (_, _, _)):
             return format_box(value)
-        case tuple() | list() if any(isinstance(each, str) for each in value):
-            return ", ".join(map(str, value))
         case tuple() | list():
-            return format_sizes(_shown("", each) for each in value) or "none"
+            parts = [_shown("", each) for each in value]
+            return (format_sizes(parts) if name.endswith(("_zyx", "shape", "_um")) else ", ".join(parts)) or "none"
         case {}:
             return "none"
     return str(value)
