@@ -36,8 +36,7 @@ def main(argv: list[str]) -> int:
             rounds=args.rounds,
             seconds=args.seconds,
             limit_s=args.limit,
-            resume=args.resume or args.retry_failed,
-            retry_failed=args.retry_failed,
+            resume=args.resume,
             command=shlex.join(["vesuvius", "bench", *argv]),
         )
     )
@@ -73,8 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--limit", type=duration, default=1200.0, metavar="TIME", help="longest time of one measurement; 20m"
     )
-    parser.add_argument("--resume", action="store_true", help="measure only what the newest bench of this run lacks")
     parser.add_argument(
-        "--retry-failed", action="store_true", help="as --resume, and measure again what failed or took too long"
+        "--resume", action="store_true", help="measure what the newest bench of this run lacks, and what failed"
     )
     return parser

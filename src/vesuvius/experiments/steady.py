@@ -131,8 +131,6 @@ class SteadyState:
         _, took_s = self._samples_and_seconds()
         found = {
             "step_s": quantile([_work_s(step) for step in self._steady], 0.5),
-            "compute_s": quantile([step["gpu_s"] for step in self._steady], 0.5),
-            "backward_s": quantile([step["backward_s"] for step in self._steady], 0.5),
             "comm_s": quantile([step["comm_s"] for step in self._steady], 0.5),
             "data_share": math.fsum(step["data_s"] for step in self._steady) / took_s,
             "comm_share": math.fsum(step["comm_s"] for step in self._steady) / took_s,

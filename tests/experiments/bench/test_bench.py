@@ -17,8 +17,10 @@ import pytest
 from vesuvius.commands import bench as command
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
+from vesuvius.experiments.bench import measure
 from vesuvius.experiments.bench.measure import measure_training
 from vesuvius.experiments.bench.results import Measurement
+from vesuvius.experiments.process import TrialInterrupted
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import run_dir
@@ -107,6 +109,19 @@ def test_what_does_not_fit_into_memory_is_not_started(config: Path, tmp_path: Pa
     assert found.ended == "failed"
     assert "not started: it needs about" in found.cause
     assert not (tmp_path / "cells").exists()
+
+
+def test_a_stop_is_heard_while_the_volumes_do_not_open(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outage = threading.Event()
+    monkeypatch.setattr(measure, "_prepared", lambda *_: outage.wait(_HANG_S))
+    blank, cell = Measurement(0, 0, "ok"), read_config(config)
+    try:
+        with pytest.raises(TrialInterrupted, match="while it opened the volumes"):
+            measure_training(tmp_path, cell, 1, blank, seconds=0.2, limit_s=_HANG_S, stopping=lambda: True)
+    finally:
+        outage.set()
 
 
 def test_a_cell_that_takes_too_long_is_killed(config: Path, tmp_path: Path) -> None:

@@ -46,8 +46,7 @@ class BenchRequest:
     rounds: int  # how often each cell is measured
     seconds: float  # of the steady state, in each measurement
     limit_s: float  # the longest that a measurement may take
-    resume: bool = False  # continue the newest bench of this run
-    retry_failed: bool = False  # and measure again what failed in it
+    resume: bool = False  # continue the newest bench of this run, and measure again what failed in it
     command: str = "vesuvius bench"  # as typed
     # variables that set keys, which a cell's trainer must not find in its own environment
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -123,7 +122,7 @@ def _measure(
             log.warning("%s: %s: %s", where, done.ended, done.cause)
         return done
 
-    measure_rounds(ledger, len(configs), request.rounds, measure, request.retry_failed)
+    measure_rounds(ledger, len(configs), request.rounds, measure)
 
 
 def measure_rounds(
@@ -131,24 +130,20 @@ def measure_rounds(
     cells: int,
     rounds: int,
     measure: Callable[[int, int], Measurement],
-    retry_failed: bool = False,
 ) -> None:
     """Measure what is missing: every cell once a round, each round in the reverse order of the one before.
 
-    A cell that failed is left out of later rounds.
+    A cell that failed is left out of the later rounds of a session; failures of earlier sessions do not count.
 
     Args:
         measure: takes a cell and a round.
-        retry_failed: failures of earlier sessions do not count.
 
     Raises:
         TrialInterrupted, StorageError, OSError: as `measure`; the ledger can be continued.
     """
     for round in range(rounds):
         for cell in list(range(cells))[:: -1 if round % 2 else 1]:
-            there = [m for m in ledger.results if m.cell == cell]
-            if retry_failed:
-                there = [m for m in there if m.ended == "ok" or m.session == ledger.session]
+            there = [m for m in ledger.results if m.cell == cell and (m.ended == "ok" or m.session == ledger.session)]
             if not any(m.round == round or m.ended != "ok" for m in there):
                 ledger.add(replace(measure(cell, round), session=ledger.session))
 

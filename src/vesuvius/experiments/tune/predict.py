@@ -46,25 +46,23 @@ class PredictedMemory:
         if (failed := next((block for block in self._blocks if self._bars(block, setting)), None)) is not None:
             return death_text(failed)
         limits = (
-            (self._vram(setting)[1], "GPU memory", self._space.vram_limit_bytes),
-            (
-                self._ram(setting)[1] + self._planner.later_bytes(setting),
-                "RAM",
-                self._space.ram_limit_bytes,
-            ),
+            (self.vram_bytes(setting), "GPU memory", self._space.vram_limit_bytes),
+            (self.run_ram_bytes(setting), "RAM", self._space.ram_limit_bytes),
         )
         for size_bytes, where, limit_bytes in limits:
-            if limit_bytes is not None and size_bytes > limit_bytes:
+            if size_bytes is not None and limit_bytes is not None and size_bytes > limit_bytes:
                 return f"up to {size_text(size_bytes)} of {where} predicted, limit {size_text(limit_bytes)}"
         return None
 
     def run_ram_bytes(self, setting: Setting) -> int:
-        """Return the expected host memory of the whole run, which takes more than a short one."""
-        return self._ram(setting)[0] + self._planner.later_bytes(setting)
+        """Return the host memory that the whole run takes at most, which is more than a short one does."""
+        return self._size(setting, self._planner.ram_bytes, "ram_bytes") + self._planner.later_bytes(setting)
 
     def vram_bytes(self, setting: Setting) -> int | None:
-        """Return the expected GPU memory; None on a CPU."""
-        return None if self._planner.vram_bytes(setting) is None else self._vram(setting)[0]
+        """Return the GPU memory that it takes at most; None on a CPU."""
+        if self._planner.vram_bytes(setting) is None:
+            return None
+        return self._size(setting, lambda other: self._planner.vram_bytes(other) or 0, "vram_bytes")
 
     def risk(self, setting: Setting) -> Risk:
         """Return how near the whole run comes to the limits: low below 70 %, medium below 90 %."""
@@ -73,29 +71,21 @@ class PredictedMemory:
             share = max(share, vram_bytes / self._space.vram_limit_bytes)
         return "low" if share < _LOW_BELOW else "medium" if share < _MEDIUM_BELOW else "high"
 
-    def _ram(self, setting: Setting) -> tuple[int, int]:
-        return self._size(setting, self._planner.ram_bytes, "ram_bytes")
-
-    def _vram(self, setting: Setting) -> tuple[int, int]:
-        return self._size(setting, lambda other: self._planner.vram_bytes(other) or 0, "vram_bytes")
-
-    def _size(self, setting: Setting, planned: Callable[[Setting], int], peak: str) -> tuple[int, int]:
-        """The best estimate and a safe upper bound, in bytes: the nearest measured peak and the planned difference.
+    def _size(self, setting: Setting, planned: Callable[[Setting], int], peak: str) -> int:
+        """Bytes, rather too many: the nearest measured peak, and the planned difference.
 
         Until a whole run was measured, no less than planned: readers alone compute nothing, steps alone read little.
         """
         runs, parts = self._peaks(peak, whole=True), self._peaks(peak, whole=False)
         if setting in runs:
-            return runs[setting], runs[setting]
+            return runs[setting]
         wanted, peaks = planned(setting), runs or parts
         if not peaks:
-            return wanted, wanted
+            return wanted
         near = min(peaks, key=lambda s: (len(_switches_apart(s, setting)), abs(planned(s) - wanted)))
-        growth, off = wanted - planned(near), peaks[near] / max(planned(near), 1)
-        expected = int(peaks[near] + min(max(off, 1.0), GROWTH) * growth)
-        expected = max(expected, parts.get(setting, 0), 0 if runs else wanted)
+        growth = wanted - planned(near)
         most = peaks[near] + (GROWTH if growth > 0 else _SAVING) * growth
-        return expected, max(expected, int((1 + _SPREAD) * most))
+        return max(int((1 + _SPREAD) * most), parts.get(setting, 0), 0 if runs else wanted)
 
     def _peaks(self, peak: str, whole: bool) -> dict[Setting, int]:
         """The measured peaks of each setting, in whole runs or in blocks of a part of one."""
