@@ -13,6 +13,7 @@ from tests.support.poison import poison, write_volume
 from vesuvius.errors import DataError
 from vesuvius.stream import events
 from vesuvius.stream.ray import private, segment, watch
+from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
 from vesuvius.stream.stream import PatchStream
 
 
@@ -67,6 +68,19 @@ def test_more_deaths_than_allowed_end_the_stream_with_one_line(
     assert "Aborted, by its own account" in text
     assert "\n" not in text
     assert "\x1b" not in text
+
+
+def test_a_reader_has_died_once_a_younger_process_of_its_actor_has_reported() -> None:
+    """A task that was retried may come before one that the process before had done."""
+    readers = Readers()
+
+    def died(pid: int, actor: str = "a") -> tuple[int, str] | None:
+        return readers.take(BlockReport(pid, "n", actor, float(pid), 1, ReaderTotals(blocks=1)), most=2)
+
+    assert [died(pid) for pid in (1, 1, 3, 2, 3)] == [None, None, (1, "n"), (2, "n"), None]
+    assert (set(readers.living), readers.totals.blocks) == ({3}, 5)
+    assert [died(9, "b"), died(8, "c")] == [None, None], "another execution's"
+    assert set(readers.living) == {9, 8}
 
 
 def test_ray_s_account_is_cut_to_what_it_knows_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

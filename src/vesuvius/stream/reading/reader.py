@@ -131,7 +131,7 @@ class Reader:
         self._job = job
         self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
         self._turn = 0
-        self._actor = actor
+        self._actor, self._began = actor, time.time()
         self._arrays = [_open_arrays(number, job) for number in range(len(job.data.volumes))]
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
         self._damaged = set(job.quarantined)
@@ -283,6 +283,7 @@ class Reader:
             pid=os.getpid(),
             node=socket.gethostname() if self._actor else "",
             actor=self._actor,
+            began=self._began,
             rss_anon_bytes=rss_anon_bytes(),
             done=self._reported.plus(before, sign=-1),
             quarantined=found,

@@ -38,6 +38,7 @@ class BlockReport:
     pid: int
     node: str
     actor: str
+    began: float  # when the process began to read, seconds since 1970
     rss_anon_bytes: int | None  # private memory of the process; None where the system does not tell (not Linux)
     done: ReaderTotals  # since its last block
     quarantined: list[dict[str, Any]] = field(default_factory=list)  # damage found since then
@@ -65,27 +66,30 @@ class Readers:
 
     living: dict[int, ReaderFigures] = field(default_factory=dict)
     totals: ReaderTotals = ReaderTotals()
-    _pids: dict[str, int] = field(default_factory=dict)
+    _newest: dict[str, tuple[float, int]] = field(default_factory=dict)  # when it began, and pid, by actor
 
     def take(self, report: BlockReport, most: int) -> tuple[int, str] | None:
-        """Add a report; returns pid and node of the process that died, where another one of its actor reports.
+        """Add a report; returns pid and node of the process that died, where two of an actor have reported.
 
         Args:
             most: actors that read at once; those that have not reported for longest are over.
         """
-        before = self._pids.pop(report.actor, report.pid)
-        self._pids[report.actor] = report.pid
-        died = self.living.pop(before, None) if before != report.pid else None
-        while len(self._pids) > most:
-            self.living.pop(self._pids.pop(next(iter(self._pids))), None)
-        figures = self.living.setdefault(report.pid, ReaderFigures(report.node))
-        figures.rss_anon_bytes = report.rss_anon_bytes
-        if report.rss_anon_bytes is not None:
-            figures.rss_anon_peak_bytes = max(figures.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
+        mine = report.began, report.pid
+        # Blocks come in the order of the plan: those of a process may come after those of the one that replaced it.
+        older, newer = sorted((mine, self._newest.pop(report.actor, mine)))
+        self._newest[report.actor] = newer
+        while len(self._newest) > most:
+            self.living.pop(self._newest.pop(next(iter(self._newest)))[1], None)
+        gone = self.living.pop(older[1], None) if older != newer else None
+        if mine == newer:
+            figures = self.living.setdefault(report.pid, ReaderFigures(report.node))
+            figures.rss_anon_bytes = report.rss_anon_bytes
+            if report.rss_anon_bytes is not None:
+                figures.rss_anon_peak_bytes = max(figures.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
         self.totals = self.totals.plus(report.done)
-        return (before, died.node) if died else None
+        return (older[1], gone.node if gone else report.node) if older != newer else None
 
     def clear(self) -> None:
         """All readers have ended."""
-        self._pids.clear()
+        self._newest.clear()
         self.living.clear()
