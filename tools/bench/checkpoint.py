@@ -8,7 +8,7 @@ copy takes as much again.  Printed, as medians with minimum and maximum:
 
 synchronous  `save_checkpoint`, from the call to the last flush
 triggering   `CheckpointWriter.save`: what the step that triggers a save waits.  Aim: a tenth of the former
-first        the same for the first save of a writer, whose buffers were prepared beside the training, and were not
+first        the same for the first save of a writer, which makes the buffers
 step         a step of a small convolution on the training's thread, alone and while the writer is at work
 
 Kinds of save take turns.  On a GPU the state and the step are there.

@@ -120,7 +120,7 @@ def relative_errors(config_path: Path, keys: list[str], run: Path) -> dict[str, 
     assert found.fixed is not None
     conditioner = Conditioner(None, found.facts.greys.conditions, device)
     x_0 = Reference(found.fixed, found.facts.greys, conditioner, device).x_0(range(PATCHES))
-    spectrum = found.spectrum
+    spectrum = found.facts.spectrum
     schedule = Schedule.from_config(config.diffusion, trained.data.spectrum)
     table = np.sqrt(1 / schedule.alpha_bar_64 - 1) * schedule.std  # in model values
     errors: dict[str, list[float]] = {}

@@ -117,7 +117,7 @@ class HeldOut:
         parts: list[Tensor] = []
         batches = (tensor.split(self._batch) for tensor in (self._x_0, self._eps, self._t))
         for x_0, eps, t in zip(*batches, strict=True):
-            prediction = step.denoiser("ema")(self._schedule.q_sample(x_0, eps, t), t)
+            prediction = step.denoiser("ema")(self._schedule.q_sample(x_0, eps, t), t, None)
             parts.append(loss_per_sample(prediction, x_0, eps, t, self._schedule, self._config.diffusion))
         return float(torch.cat(parts).mean())
 
