@@ -23,7 +23,8 @@ from vesuvius.monitor import monitor as monitor_module
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.memory.risk import Level
-from vesuvius.monitor.monitor import LoopStatus, Monitor
+from vesuvius.monitor.monitor import LoopStatus, Monitor, kills_text, others_text
+from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
@@ -223,30 +224,6 @@ def test_gpus_are_told_apart_by_uuid_and_ours_is_asked(
     assert (second["index"], second["busy"]) == (5, [0.1, 0.1, 0.1])
 
 
-def test_what_a_gpu_reports_is_logged_and_recorded_with_the_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Failing(ScriptedWatcher):
-        def sample(self) -> SystemSample:
-            gpu = GpuUse(0, "GPU-0", "NVIDIA H200", 1, 2, 1.0, None, None, ecc_uncorrected=int(self.samples > 1))
-            return replace(super().sample(), gpus=(gpu,))
-
-    events: list[dict[str, Any]] = []
-    watcher = Failing(lambda n: n)
-    with Monitor(
-        in_dir(tmp_path),
-        Limits(),
-        watcher,
-        sample_every_s=0.02,
-        on_event=lambda kind, **f: events.append({"kind": kind, **f}),
-    ) as monitor:
-        monitor.told = LoopStatus(step=7)
-        wait_until(lambda: watcher.samples > 5)
-    (event,) = events
-    assert (event["kind"], event["event"], event["step"], event["errors"]) == ("event", "gpu_ecc", 7, 1)
-    assert [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR] == [event["text"]]
-
-
 def test_a_reader_of_this_machine_may_be_stopped_and_holds_nothing_once_it_has_ended(tmp_path: Path) -> None:
     """One elsewhere holds what it says."""
     with (
@@ -405,3 +382,32 @@ def test_a_monitor_that_hangs_does_not_hold_up_the_end_of_the_run(
     assert time.monotonic() - started < 30
     assert "is abandoned" in caplog.text
     answers.set()
+
+
+def test_a_kill_in_the_cgroup_of_the_run_is_said() -> None:
+    """For whoever searches the log."""
+    looks = [CgroupUse("/job", 0, 0, 0, (), kills) for kills in (3, 3, 5)]
+    assert kills_text(looks[0], looks[1]) == ""
+    text = kills_text(looks[1], looks[2])
+    assert "out of memory: the kernel has killed 2 process(es) of cgroup /job" in text
+    assert kills_text(looks[1], CgroupUse("/other", 0, 0, 0, (), 9)) == "", "another count"
+
+
+def _beside(pid: int, gib: float, rate: float) -> tuple[ProcessUse, float]:
+    return ProcessUse(
+        pid, 1, f"/opt/bin/program{pid} jobs/fill.py --fast", 0.0, "running", int(gib * GIB), 0, 0, 0, 0.0
+    ), rate
+
+
+def test_the_process_that_grows_is_named_first_with_its_size_and_rate() -> None:
+    others = [_beside(pid, gib, 0.0) for pid, gib in ((1, 8.0), (2, 7.0), (3, 6.0))] + [_beside(4, 0.5, 496e6)]
+    text = others_text(GIB, 1, others)
+    assert "this run holds 1.00 GiB of the memory in use" in text
+    first, second, third = text.partition("beside it: ")[2].split(", program")
+    assert first == "program4 fill.py (pid 4) 0.50 GiB, which grows 496 MB/s"
+    assert (second, third) == ("1 fill.py (pid 1) 8.00 GiB", "2 fill.py (pid 2) 7.00 GiB")
+    quiet = others_text(GIB, 2, others[:3])
+    assert "grows" not in quiet
+    assert "about 1.00 GiB in 2 ranks" in quiet
+    assert quiet.index("pid 1") < quiet.index("pid 2") < quiet.index("pid 3")
+    assert others_text(GIB, 1, []).endswith("no process that can be seen from here")

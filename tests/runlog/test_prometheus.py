@@ -53,7 +53,6 @@ SYSTEM = {
     "disk": {"free_bytes": 10, "run_bytes": 5},
     "gpus": [
         {"index": 0, "busy": [0.1, 0.5, 0.9], "used_bytes": 7, "total_bytes": 9, "power_w": [1.0, 250.0, 300.0]},
-        {"index": 2, "slowed_share": 0.5, "power_capped_share": 1.0, "ecc_uncorrected": 0},
         {"index": 1, "busy": None, "used_bytes": 1, "total_bytes": 9, "power_w": None, "temperature_c": 45.0},
     ],
 }

@@ -23,9 +23,9 @@ from typing import Any, Literal
 from vesuvius.monitor.memory.guard import Guard, Order
 from vesuvius.monitor.memory.limits import Limits, run_bytes, tightest
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
-from vesuvius.monitor.notices import Notice, Notices, others_text
 from vesuvius.monitor.probes.bounded import BoundedCall
-from vesuvius.monitor.probes.cgroup import is_in_cgroup
+from vesuvius.monitor.probes.cgroup import CgroupUse, is_in_cgroup
+from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import KEPT, MemorySample, RecentFile
@@ -33,6 +33,7 @@ from vesuvius.monitor.system_record import SystemWindow, monitor_line, system_fi
 from vesuvius.runlog.files import DelayedWrites, directory_bytes
 from vesuvius.runlog.records import JsonLines, RotatedFile
 from vesuvius.runlog.run_dir import RunDir
+from vesuvius.runlog.units import size_text
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ _BLIND_EVERY_S = 600.0
 _DISK_EVERY_S = 60.0
 _JOIN_S = 2.0
 _OTHERS = 1000  # of the processes beside the run, among which the one that grows is looked for
+_OTHERS_NAMED = 3
+_GROWS_BYTES_S = 1e6
 _GROWTH_OVER_S = 2.0
 _VRAM_S = 0.5  # takes microseconds; of a GPU that has failed the driver may never answer
 
@@ -77,7 +80,6 @@ class Monitor:
         guard: off = no warnings and no orders; warn = no orders.
         on_exit: called in the sampling thread, once, when the guard orders to exit: that cannot wait for the loop.
         on_record: called in the writing thread with each record of `system.jsonl`.
-        on_event: called in the writing thread with the kind and fields of a record for `metrics.jsonl`.
         silence: what the run waits for, and for how many seconds there was no sign of life, as the watchdog knows.
 
     Attributes:
@@ -99,7 +101,6 @@ class Monitor:
         guard: GuardMode = "act",
         on_exit: Callable[[Order], None] = lambda order: None,
         on_record: Callable[[dict[str, Any]], None] = lambda record: None,
-        on_event: Callable[..., object] = lambda kind, **fields: None,
         silence: Callable[[], tuple[str, float | None]] = lambda: ("", None),
     ) -> None:
         self._limits = limits
@@ -110,7 +111,6 @@ class Monitor:
         self._mode: GuardMode = guard
         self._on_exit = on_exit
         self._on_record = on_record
-        self._on_event = on_event
         self._silence = silence
         self._watch, self._guard = RiskWatch(limits), Guard(limits)
         self._obeyed = False
@@ -119,7 +119,6 @@ class Monitor:
         self._moments: deque[MemorySample] = deque(maxlen=KEPT)
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._here: set[int] = set()
-        self._notices = Notices(gpu_uuid)
         self._directory = directory.path
         self._disk: dict[str, int] | None = None
         self._disk_due_s = -math.inf
@@ -217,8 +216,8 @@ class Monitor:
         self._watcher.also(self.told.readers_here)
         sample = self._watcher.sample()
         self._samples.append(sample)
-        for notice in self._notices.of(self.sample, sample):
-            self._writer.later(partial(self._say, notice))
+        if text := kills_text(self.sample.cgroup, sample.cgroup):
+            self._writer.later(partial(log.error, "%s", text))
         self._judge(sample, self.risk.level)
         self.sample = sample
         vram = self._read_vram()
@@ -256,11 +255,6 @@ class Monitor:
         ]
         text = others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others)
         self._writer.later(partial(log.warning, "%s", text))
-
-    def _say(self, notice: Notice) -> None:
-        log.log(notice.level, "%s", notice.text)
-        if notice.event:
-            self._on_event("event", event=notice.event, step=self.told.step, text=notice.text, **notice.fields)
 
     def _say_blind(self) -> None:
         """Seldom: what fails each second would fill the log."""
@@ -316,3 +310,37 @@ class Monitor:
                 free_bytes = shutil.disk_usage(self._directory).free
                 self._disk = {"free_bytes": free_bytes, "run_bytes": directory_bytes(self._directory)}
         return self._disk
+
+
+def kills_text(was: CgroupUse | None, now: CgroupUse | None) -> str:
+    """What to say where the kernel has killed a process, such as one of Ray's own, of which nobody else hears."""
+    if was is None or now is None or was.path != now.path:
+        return ""
+    if (kills := (now.oom_kills or 0) - (was.oom_kills or 0)) <= 0:
+        return ""
+    return (
+        f"out of memory: the kernel has killed {kills} process(es) of cgroup {now.path}; see `vesuvius memcheck`, "
+        "lower training.workers or monitor.ram_limit_gib"
+    )
+
+
+def others_text(run_bytes: int, ranks_here: int, others: Sequence[tuple[ProcessUse, float]]) -> str:
+    """What follows the warning where others bring a kill near: who holds the memory, and who grows.
+
+    Args:
+        others: processes beside the run, each with the bytes by which it grows a second.
+    """
+    growing = max(others, key=lambda each: each[1], default=None)
+    first = [growing] if growing is not None and growing[1] >= _GROWS_BYTES_S else []
+    largest = sorted(others, key=lambda each: -each[0].anon_bytes)
+    named = ", ".join(
+        f"{' '.join(word.rpartition('/')[2] for word in use.name.split()[:2])} (pid {use.pid}) "
+        f"{size_text(use.anon_bytes)}" + (f", which grows {rate / 1e6:.0f} MB/s" if rate >= _GROWS_BYTES_S else "")
+        for use, rate in [*first, *(each for each in largest if each not in first)][:_OTHERS_NAMED]
+    )
+    held = size_text(run_bytes) if ranks_here == 1 else f"about {size_text(run_bytes)} in {ranks_here} ranks"
+    return (
+        f"this run holds {held} of the memory in use, and the rest brings the risk: the guard does not make the run "
+        f"smaller, but saves a checkpoint before a kill; beside {'it' if ranks_here == 1 else 'this rank'}: "
+        f"{named or 'no process that can be seen from here'}"
+    )

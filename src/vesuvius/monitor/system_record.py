@@ -75,13 +75,10 @@ def _vram_figures(vrams: Sequence[VramUse]) -> dict[str, Any]:
 
 
 def _gpu_figures(seen: Sequence[GpuUse]) -> dict[str, Any]:
-    same = ("index", "used_bytes", "total_bytes", "temperature_c", "ecc_uncorrected")
-    slowed, capped = ([getattr(gpu, name) for gpu in seen] for name in ("slowed_by", "power_capped"))
+    same = ("index", "used_bytes", "total_bytes", "temperature_c")
     return {name: getattr(seen[-1], name) for name in same} | {
         "busy": _shares([gpu.busy for gpu in seen if gpu.busy is not None]),
         "power_w": _shares([gpu.power_w for gpu in seen if gpu.power_w is not None]),
-        "slowed_share": _share_that_is([None if reasons is None else bool(reasons) for reasons in slowed]),
-        "power_capped_share": _share_that_is(capped),
     }
 
 
@@ -108,9 +105,3 @@ def _sizes(sizes: Sequence[int]) -> list[int]:
 def _shares(values: Sequence[float]) -> list[float] | None:
     """Rounded to what compresses well: a month of these must stay below 100 MB."""
     return [round(value, 2) for value in (min(values), sum(values) / len(values), max(values))] if values else None
-
-
-def _share_that_is(seen: Sequence[bool | None]) -> float | None:
-    """Of the samples that tell, those that say yes."""
-    known = [value for value in seen if value is not None]
-    return round(sum(known) / len(known), 2) if known else None

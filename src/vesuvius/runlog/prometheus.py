@@ -49,8 +49,6 @@ LATEST = {
     "gpu_busy_ratio": ("system.gpus.busy", "share of time in which a kernel ran"),
     "gpu_power_watts": ("system.gpus.power_w", "power draw, mean of the window"),
     "gpu_temperature_celsius": ("system.gpus.temperature_c", "temperature"),
-    "gpu_slowed_ratio": ("system.gpus.slowed_share", "share of the window slowed down by heat or power"),
-    "gpu_ecc_uncorrected_errors_total": ("system.gpus.ecc_uncorrected", "errors since the driver loaded"),
     "disk_free_bytes": ("system.disk.free_bytes", "free on the disk of the run directory"),
     "disk_run_bytes": ("system.disk.run_bytes", "size of the run directory"),
     "cpu_throttled_ratio": ("verdict.throttled_share", "share of quota periods with the quota used up"),

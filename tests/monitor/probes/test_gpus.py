@@ -62,22 +62,6 @@ def test_each_gpu_is_looked_at_and_what_one_does_not_tell_is_none() -> None:
     assert (first.used_bytes, first.total_bytes, first.busy) == (GIB, 80 * GIB, 0.75)
     assert (first.power_w, first.temperature_c) == (350.5, 61.0)
     assert (second.name, second.used_bytes, second.power_w) == ("NVIDIA A100", 2 * GIB, None)
-    assert (first.slowed_by, first.power_capped, first.ecc_uncorrected) == (None, None, None)
-
-
-def test_what_slows_a_gpu_down_and_its_errors_are_told() -> None:
-    told = SimpleNamespace(reasons=0x1 | 0x4 | 0x20 | 0x40)  # idle and capped are no trouble
-    uncorrected_since_load = {(0, 1, 0): 3, (1, 1, 0): 4}
-    nvml = FakeNvml(
-        DeviceGetCurrentClocksEventReasons=lambda handle: told.reasons,
-        DeviceGetTotalEccErrors=lambda *asked: uncorrected_since_load[asked],
-    )
-    with Gpus(nvml) as gpus:
-        first, second = gpus.sample()
-        assert first.slowed_by == ("heat (software limit)", "heat (hardware limit)")
-        assert (first.power_capped, first.ecc_uncorrected, second.ecc_uncorrected) == (True, 3, 4)
-        told.reasons = 0x1
-        assert (gpus.sample()[0].slowed_by, gpus.sample()[0].power_capped) == ((), False)
 
 
 def test_a_driver_that_hangs_is_waited_for_briefly_and_not_asked_again_until_it_answers() -> None:

@@ -9,16 +9,6 @@ from typing import Any
 
 from vesuvius.monitor.probes.bounded import BoundedCall
 
-_UNCORRECTED_SINCE_LOAD = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
-# Bits of NVML's reasons for clocks below the maximum (nvml.h: nvmlClocksEventReasons), under the names for people.
-_POWER_CAP = 0x4
-_SLOWDOWNS = {
-    0x8: "hardware slowdown",
-    0x20: "heat (software limit)",
-    0x40: "heat (hardware limit)",
-    0x80: "power brake (of the power supply)",
-}
-
 
 @dataclass(frozen=True)
 class GpuUse:
@@ -34,10 +24,6 @@ class GpuUse:
     busy: float | None  # share of the last sampling period in which a kernel ran, 0 to 1
     power_w: float | None
     temperature_c: float | None
-    # what holds the clocks down that should not: heat, a power brake; empty = nothing
-    slowed_by: tuple[str, ...] | None = None
-    power_capped: bool | None = None  # whether the power limit holds them down, as it often does under full load
-    ecc_uncorrected: int | None = None  # errors of memory that ECC could not correct, since the driver was loaded
 
 
 class Gpus:
@@ -97,8 +83,6 @@ class Gpus:
         rates = self._ask("nvmlDeviceGetUtilizationRates", handle)
         milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)
         celsius = self._ask("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU)
-        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        ecc = self._ask("nvmlDeviceGetTotalEccErrors", handle, *_UNCORRECTED_SINCE_LOAD)
         return GpuUse(
             index=index,
             uuid=uuid,
@@ -108,9 +92,6 @@ class Gpus:
             busy=None if rates is None else rates.gpu / 100,
             power_w=None if milliwatts is None else milliwatts / 1000,
             temperature_c=None if celsius is None else float(celsius),
-            slowed_by=None if reasons is None else tuple(name for bit, name in _SLOWDOWNS.items() if reasons & bit),
-            power_capped=None if reasons is None else bool(reasons & _POWER_CAP),
-            ecc_uncorrected=None if ecc is None else int(ecc),
         )
 
     def _ask(self, function: str, *arguments: object) -> Any:

@@ -115,7 +115,6 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
             guard=monitor.guard,
             on_exit=on_exit,
             on_record=run.metrics.share,
-            on_event=run.metrics.write,
             silence=run.watchdog.silence,
         ) as opened,
     ):
