@@ -104,8 +104,9 @@ def save_checkpoint(
     finally:
         _clean_up(directory)
     best_step = best["step"] if (best := state.get("best")) else None
-    if best_step == step and _linked_best(directory) != final.name:
-        _link_best(final)
+    best_path = directory / f"step_{best_step or 0:08d}"
+    if best_path.is_dir() and _linked_best(directory) != best_path.name:  # of an earlier step where a kill fell before
+        _link_best(best_path)
     _prune(directory, step, retention, best_step)
     return final
 
@@ -152,7 +153,7 @@ def _clean_up(directory: Path) -> None:
 
 
 def _link_best(best: Path) -> None:
-    """Let the link `best` point to a checkpoint that has just been written; at no moment is the link missing."""
+    """Let the link `best` point to a checkpoint; at no moment is the link missing."""
     directory, link = best.parent, best.with_name(".new-best")
     with _only_a_warning(f"{directory / BEST} cannot be made a link to the best checkpoint"):
         link.unlink(missing_ok=True)
