@@ -13,7 +13,7 @@ from vesuvius.commands import train
 from vesuvius.commands.runs import quarantine
 from vesuvius.runlog.records import JsonLines
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
-from vesuvius.training.quarantine import box_of, clear, read_quarantine, still_quarantined
+from vesuvius.training.checkpoint.progress import box_of, clear_quarantine, read_quarantine, still_quarantined
 
 BOX = ((0, 0, 0), (32, 32, 32))
 OTHER_BOX = ((32, 0, 0), (64, 32, 32))
@@ -36,7 +36,7 @@ def test_the_last_line_about_a_box_holds(tmp_path: Path) -> None:
     assert still_quarantined([record(BOX)], path) == [record(BOX)]
     write(path, record(BOX, cause="torn"), record(OTHER_BOX, cause="torn"))
     assert [box_of(found) for found in read_quarantine(path)] == [BOX, OTHER_BOX]
-    clear(path, [record(BOX)])
+    clear_quarantine(path, [record(BOX)])
     assert [box_of(found) for found in read_quarantine(path)] == [OTHER_BOX]
     of_checkpoint = [record(BOX), record(OTHER_BOX), record(BOX, number=1)]
     assert still_quarantined(of_checkpoint, path) == of_checkpoint[1:]

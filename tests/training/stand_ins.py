@@ -36,10 +36,9 @@ from vesuvius.training.reporting.report import Launched, RankNews, StepReporter
 from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.grey_values import Conditioner
-from vesuvius.training.step.network import build_network
-from vesuvius.training.step.step import TrainStep
+from vesuvius.training.step.step import TrainStep, build_network
 from vesuvius.training.stop import StopRequest
-from vesuvius.training.validation.reference import measure_spectrum
+from vesuvius.training.validation.validation import measure_spectrum
 
 CPU = torch.device("cpu")
 

@@ -35,9 +35,9 @@ from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
 from vesuvius.training.forecast.preflight import preflight
-from vesuvius.training.step.averages import average_decays
 from vesuvius.training.step.grey_values import Conditioner
-from vesuvius.training.validation.reference import Reference
+from vesuvius.training.step.optimizer import average_decays
+from vesuvius.training.validation.validation import Reference
 
 _FALLING = "training.lr_schedule=inverse_sqrt training.warmup_steps=50"
 RECIPES = [

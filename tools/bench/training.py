@@ -40,8 +40,7 @@ from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import GreyRanges, PreparedData, prepare_data
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.grey_values import Conditioner, grey_scales, normalised
-from vesuvius.training.step.network import build_network
-from vesuvius.training.step.step import TrainStep, choose_device, learning_rate, parameter_count
+from vesuvius.training.step.step import TrainStep, build_network, choose_device, learning_rate, parameter_count
 
 _WIDTHS = range(4, 257, 4)
 _TURN_STEPS = 5

@@ -48,7 +48,7 @@ def quarantine(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     run = find_run(args.run)
     from vesuvius.stream.reading.notes import forget_notes  # these import numpy
-    from vesuvius.training.quarantine import box_of, clear, read_quarantine
+    from vesuvius.training.checkpoint.progress import box_of, clear_quarantine, read_quarantine
     from vesuvius.volumes.box import format_box
 
     path = run / "quarantine.jsonl"
@@ -59,7 +59,7 @@ def quarantine(argv: list[str]) -> int:
     elif args.clear:
         if records:
             with storage_errors("the run directory must be writable", "free some space"):
-                clear(path, records)
+                clear_quarantine(path, records)
                 forget_notes(run / "reading", crashes=True)  # else readers would not try what has crashed them
         say(f"run {run.name}: {count} cleared; the next --resume reads them again")
     else:

@@ -49,8 +49,7 @@ from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts, read_checkpoint_info
 from vesuvius.training.step.grey_values import grey_scales, normalised
-from vesuvius.training.step.network import lay_out_network
-from vesuvius.training.step.step import AmpMode
+from vesuvius.training.step.step import AmpMode, lay_out_network
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.pictures import MontageCell, draw_grid, magnification, orthogonal_slices
 from vesuvius.volumes.alignment import Alignment, shape_on

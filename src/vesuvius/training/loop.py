@@ -31,7 +31,7 @@ from vesuvius.training.request import RunContext
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed
 from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.step.step import TrainStep, learning_rate
-from vesuvius.training.validation.reference import Reference
+from vesuvius.training.validation.validation import Reference
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.validation.preview import make_preview
-from vesuvius.training.validation.reference import Reference
-from vesuvius.training.validation.validation import Validation
+from vesuvius.training.validation.validation import Reference, Validation
 
 log = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoin
 from vesuvius.training.checkpoint.trained import stored_facts
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.grey_values import Conditioner
-from vesuvius.training.step.network import build_network
-from vesuvius.training.step.step import TrainStep, check_initial_weights, choose_device, choose_kernels
+from vesuvius.training.step.step import TrainStep, build_network, check_initial_weights, choose_device, choose_kernels
 from vesuvius.volumes.box import format_box
 
 MicroBatch = tuple[Batch, NDArray[np.int64]]

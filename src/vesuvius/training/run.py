@@ -26,7 +26,7 @@ from vesuvius.runlog.records import run_starts
 from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.training.actions import GuardActions
 from vesuvius.training.checkpoint.format import newest_checkpoint
-from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.checkpoint.progress import Progress, still_quarantined
 from vesuvius.training.checkpoint.resume import check_same_config, is_finished, restore
 from vesuvius.training.checkpoint.save import RetentionPolicy
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
@@ -35,7 +35,6 @@ from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memor
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.start_log import log_progress, log_ranks, log_start
 from vesuvius.training.loop import TrainingLoop
-from vesuvius.training.quarantine import still_quarantined
 from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks
 from vesuvius.training.reporting.monitoring import (
@@ -46,9 +45,8 @@ from vesuvius.training.reporting.monitoring import (
     run_died,
 )
 from vesuvius.training.request import Request, RunContext
-from vesuvius.training.step.network import build_network
 from vesuvius.training.step.self_test import check_kernels
-from vesuvius.training.step.step import TrainStep, choose_device, choose_kernels, resolve_amp
+from vesuvius.training.step.step import TrainStep, build_network, choose_device, choose_kernels, resolve_amp
 from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
 from vesuvius.volumes.store.cache import open_cache
 

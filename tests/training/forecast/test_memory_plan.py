@@ -23,8 +23,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast.memory_plan import Footprint, TracedStep, _traced_step, largest_batch, plan_memory
-from vesuvius.training.step.network import build_network, lay_out_network
-from vesuvius.training.step.step import AmpMode, TrainStep
+from vesuvius.training.step.step import AmpMode, TrainStep, build_network, lay_out_network
 
 CPU = torch.device("cpu")
 EXP001 = REPOSITORY / "configs" / "exp001_full.yaml"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vesuvius.config import TrainingConfig
-from vesuvius.training.step.averages import MovingAverage, average_decays, load_averages
+from vesuvius.training.step.optimizer import MovingAverage, average_decays, load_averages
 
 APPLIED, SKIPPED = torch.tensor(True), torch.tensor(False)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vesuvius.training.step.muon import Muon, orthogonalized
+from vesuvius.training.step.optimizer import Muon, orthogonalized
 
 LR, DECAY = 0.02, 0.1
 

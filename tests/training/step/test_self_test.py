@@ -18,9 +18,8 @@ from vesuvius.commands.cli import main
 from vesuvius.config import Config
 from vesuvius.config.load import parse_config, read_config
 from vesuvius.errors import ConfigError
-from vesuvius.training.step.network import build_network
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem, network_convolutions
-from vesuvius.training.step.step import AmpMode
+from vesuvius.training.step.step import AmpMode, build_network
 
 CPU = torch.device("cpu")
 conv3d = F.conv3d

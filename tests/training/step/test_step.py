@@ -20,12 +20,12 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import ResumePoint, restore
-from vesuvius.training.step.network import build_network
+from vesuvius.training.step.optimizer import make_optimizer
 from vesuvius.training.step.outcome import StepOutcome, StepResult
 from vesuvius.training.step.step import (
     TrainStep,
+    build_network,
     learning_rate,
-    make_optimizer,
 )
 
 CPU = torch.device("cpu")

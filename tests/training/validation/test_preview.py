@@ -23,8 +23,8 @@ from vesuvius.stream.start.prepare import GreyRange, GreyRanges
 from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.validation.pictures import GAP, HEADING
 from vesuvius.training.validation.preview import make_preview
-from vesuvius.training.validation.reference import Reference
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, measure_texture
+from vesuvius.training.validation.validation import Reference
 
 SHAPE = (8, 16, 16)
 SIDE = 6 * (16 + 8) + 2 * GAP  # of a patch in the picture: z beside x, and below y

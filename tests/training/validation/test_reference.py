@@ -13,7 +13,7 @@ from vesuvius.config import Config
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.step.grey_values import Conditioner
-from vesuvius.training.validation.reference import Reference
+from vesuvius.training.validation.validation import Reference
 
 CPU = torch.device("cpu")
 SHAPE = (96, 128, 128)

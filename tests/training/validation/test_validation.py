@@ -21,8 +21,7 @@ from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
 from vesuvius.training.step.grey_values import Conditioner
-from vesuvius.training.validation.reference import Reference
-from vesuvius.training.validation.validation import HEADLINE, RAW, Losses, Validation, ValidationResult
+from vesuvius.training.validation.validation import HEADLINE, RAW, Losses, Reference, Validation, ValidationResult
 
 CPU = torch.device("cpu")
 PATCHES, BINS = 3, 8

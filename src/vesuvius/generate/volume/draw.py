@@ -43,8 +43,7 @@ from vesuvius.runlog.files import free_disk_bytes, write_whole
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
-from vesuvius.training.step.network import lay_out_network
-from vesuvius.training.step.step import choose_device
+from vesuvius.training.step.step import choose_device, lay_out_network
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import PartialCopy, is_begun, is_finished, open_partial, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, multiscale

@@ -34,8 +34,7 @@ from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.run_plan import plan_run, ram_limit
 from vesuvius.training.forecast.start_log import step_range_s
-from vesuvius.training.step.network import lay_out_network
-from vesuvius.training.step.step import AmpMode, choose_device, parameter_count, resolve_amp
+from vesuvius.training.step.step import AmpMode, choose_device, lay_out_network, parameter_count, resolve_amp
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
 from vesuvius.volumes.store.object_store import is_remote
 

@@ -32,8 +32,7 @@ from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, Vol
 from vesuvius.diffusion.network.unet import INT32_LIMIT, UNet, largest_activation_elements
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.units import GIB
-from vesuvius.training.step.network import execution, lay_out_network
-from vesuvius.training.step.step import AmpMode, TrainStep, choose_device, resolve_amp
+from vesuvius.training.step.step import AmpMode, TrainStep, choose_device, execution, lay_out_network, resolve_amp
 
 CONTEXT_BYTES = int(0.6 * GIB)  # what CUDA itself, cuDNN's and cuBLAS's handles and kernels take of a GPU
 LARGEST_PLANNED_BATCH = 1024  # a larger answer is of no use

@@ -35,10 +35,10 @@ from vesuvius.training.checkpoint.trained import (
     stored_facts,
     trained_volumes,
 )
-from vesuvius.training.step.network import lay_out_network
-from vesuvius.training.step.step import check_initial_weights, parameter_count, saved_copies
+from vesuvius.training.step.optimizer import saved_copies
+from vesuvius.training.step.step import check_initial_weights, lay_out_network, parameter_count
 from vesuvius.training.validation.preview import PREVIEWED
-from vesuvius.training.validation.reference import measure_spectrum
+from vesuvius.training.validation.validation import measure_spectrum
 from vesuvius.volumes.store.cache import open_cache
 
 READERS_PER_CORE = 4

@@ -29,7 +29,7 @@ from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.preflight import checkpoint_sizes, fixed_count
-from vesuvius.training.step.batch_ring import pinned_bytes
+from vesuvius.training.step.device import pinned_bytes
 from vesuvius.training.step.step import choose_device, resolve_amp
 
 _MIB = 2**20

@@ -1,11 +1,12 @@
 """Last stop of a patch: from a batch in its stored dtype to model values on the device.
 
-On a GPU batches are put together in a small ring of pinned buffers (`batch_ring.py`) and copied from there on a stream
-of their own; on a CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.
+On a GPU batches are put together in a small ring of pinned buffers (`BatchRing`) and copied from there on a stream of
+their own; on a CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.diffusion.preconditioning import Condition
+from vesuvius.errors import ConfigError, one_line
 from vesuvius.monitor.clock import StepClock
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.feeder import HELD, Batch
@@ -25,7 +27,6 @@ from vesuvius.stream.options import StreamChanges, StreamOptions, batches_ahead
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.step.batch_ring import BatchRing, exchange
 from vesuvius.training.step.grey_values import Conditioner, grey_scales, normalised, signed_view
 
 
@@ -109,7 +110,7 @@ class DeviceFeed:
             return
         options = replace(self.stream.options, **changes)
         before, count = len(self._ring), HELD + batches_ahead(options)
-        self._ring = exchange(self.stream, self._ring, count, **changes)
+        self._ring = self._ring.exchanged(self.stream, count, **changes)
         if count < before:
             self._copies.synchronize()
             _release_pinned()
@@ -194,3 +195,79 @@ def synchronize(device: torch.device) -> None:
     """Wait for a GPU; a CPU has nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class BatchRing:
+    """Slots that are filled and copied from in turn.
+
+    Before each batch call `wait`, with the batch `take`, and when its copy is under way `copying`.
+
+    Args:
+        allocate: makes a slot: a tensor [B, Z, Y, X] for patches and, where there are conditions, one for those.
+        count: slots; at least 3.
+        kept: the first of them, of another ring.
+    """
+
+    def __init__(self, allocate: Callable[[], list[Tensor]], count: int, kept: Sequence[list[Tensor]] = ()) -> None:
+        self._allocate = allocate
+        self._slots = [*kept, *(allocate() for _ in range(count - len(kept)))]
+        self._copied: list[Any] = [None] * count  # a `torch.cuda.Event` each, once it has been copied
+        self._places = {buffer.ctypes.data: place for place, buffer in enumerate(self.buffers)}
+        self._held: deque[int] = deque(maxlen=HELD)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def buffers(self) -> list[NDArray[Any]]:
+        """For the stream: those of patches."""
+        return [slot[0].numpy() for slot in self._slots]
+
+    @property
+    def condition_buffers(self) -> list[NDArray[Any]]:
+        """For the stream; empty without conditions."""
+        return [slot[1].numpy() for slot in self._slots if len(slot) > 1]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of a slot where it is pinned."""
+        return sum(pinned_bytes(part.nbytes) for part in self._slots[0])
+
+    def wait(self) -> None:
+        """The stream is about to fill the buffer of two batches ago: its copy must be over (it long is)."""
+        if len(self._held) == HELD and (copied := self._copied[self._held[0]]) is not None:
+            copied.synchronize()
+
+    def take(self, patches: NDArray[Any]) -> list[Tensor]:
+        """The slot in which the stream has delivered a batch, whose place in the ring the stream alone decides."""
+        place = self._places[patches.ctypes.data]
+        self._held.append(place)
+        return self._slots[place]
+
+    def copying(self, copied: Any) -> None:
+        """The slot that was taken last is being copied, until `copied`, a `torch.cuda.Event`."""
+        self._copied[self._held[-1]] = copied
+
+    def exchanged(self, stream: PatchStream, count: int, **changes: Unpack[StreamChanges]) -> BatchRing:
+        """Change the stream that fills it, and return the ring that is filled from now on, of slots of this one and new
+        ones.  Waits for all copies.
+
+        Raises ConfigError where it cannot be had: then the stream continues with this one.
+        """
+        for copied in self._copied:
+            if copied is not None:
+                copied.synchronize()
+        try:
+            other = BatchRing(self._allocate, count, self._slots[:count])
+        except RuntimeError as error:  # what torch raises where CUDA gives no pinned memory
+            raise ConfigError(
+                f"the batches ahead must fit into pinned memory; got {one_line(error)} for {count} buffers instead of "
+                f"{len(self)}; lower training.prefetch_factor"
+            ) from error
+        stream.reconfigure(**changes, buffers=other.buffers, condition_buffers=other.condition_buffers)
+        return other
+
+
+def pinned_bytes(size: int) -> int:
+    """Memory of a pinned buffer, which torch rounds up to a power of two.  Pure."""
+    return 1 << (size - 1).bit_length() if size else 0

@@ -22,6 +22,7 @@ from torch.func import functional_call
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.estimate import Denoise
 from vesuvius.diffusion.loss import loss_per_sample
+from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 from vesuvius.diffusion.preconditioning import Condition, kept, predict
 from vesuvius.diffusion.randomness import condition_kept, sample_noise
 from vesuvius.diffusion.schedule import Schedule
@@ -29,15 +30,12 @@ from vesuvius.errors import ConfigError
 from vesuvius.monitor.clock import Timed, untimed
 from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.step.averages import MovingAverage, average_decays, load_averages
 from vesuvius.training.step.gradient_sync import GradientSync
 from vesuvius.training.step.grey_values import to_device
-from vesuvius.training.step.muon import Muon
+from vesuvius.training.step.optimizer import MovingAverage, average_decays, load_averages, make_optimizer
 from vesuvius.training.step.outcome import StepResult
 
 AmpMode = Literal["off", "bf16", "fp16"]
-
-_BETAS, _KERNEL_AXES = (0.9, 0.999), 5
 
 
 class TrainStep:
@@ -263,38 +261,6 @@ def autocast(device: torch.device, amp: AmpMode) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, torch.bfloat16 if amp == "bf16" else torch.float16)
 
 
-def make_optimizer(network: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Fused AdamW, or Muon with it; weight decay on matrices and kernels only, not on biases and norms."""
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    spared = {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}
-    decayed = [p for p in parameters if p.ndim > 1]
-    if config.optimizer == "adamw":
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, spared]
-        return torch.optim.AdamW(groups, lr=config.lr, betas=_BETAS, fused=True)
-    kernels = [p for p in decayed if _is_kernel(p)]
-    others = [p for p in decayed if not _is_kernel(p)]
-    groups = [
-        {"params": kernels, "weight_decay": config.weight_decay, "orthogonal": True},
-        {"params": others, "weight_decay": config.weight_decay, "orthogonal": False},
-        spared | {"orthogonal": False},
-    ]
-    return Muon(groups, lr=config.lr, betas=_BETAS, fused=True)
-
-
-def saved_copies(weight: Tensor, config: TrainingConfig) -> int:
-    """How often a checkpoint holds a tensor of the size of this weight: itself, its moments, its averages.  Pure."""
-    moments = 1 if config.optimizer == "muon" and _is_kernel(weight) else 2
-    return 1 + moments + len(average_decays(config))
-
-
-def _is_kernel(weight: Tensor) -> bool:
-    """Whether Muon takes this weight: a kernel of several output channels.
-
-    Of one output channel the matrix is a row, and to make it orthogonal only scales it.
-    """
-    return weight.ndim == _KERNEL_AXES and len(weight) > 1
-
-
 def learning_rate(step: int, config: TrainingConfig) -> float:
     """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then as `lr_schedule` says.  Pure.
 
@@ -356,3 +322,22 @@ def choose_kernels(device: torch.device, config: TrainingConfig) -> None:
 def parameter_count(network: nn.Module) -> int:
     """Number of trainable weights."""
     return sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+
+def execution(config: TrainingConfig) -> Execution:
+    """How the network is computed; changes no number of weights and no result beyond rounding."""
+    return Execution(config.recompute_norm, config.checkpoint_levels)
+
+
+def build_network(config: Config, device: torch.device) -> UNet:
+    """The network with the initial weights of `config.seed`, on `device`.  Raises ConfigError for torch 2.9."""
+    network = build_unet(config.model, config.seed, config.input_channels, device, execution(config.training))
+    if config.training.channels_last:
+        network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]  # torch declares channels_last only
+    return network
+
+
+def lay_out_network(config: Config) -> UNet:
+    """The network without memory for its weights (on the meta device)."""
+    with torch.device("meta"):
+        return UNet(config.model, config.input_channels, execution(config.training))

@@ -29,7 +29,6 @@ from vesuvius.training.validation.pictures import (
     magnification,
     orthogonal_slices,
 )
-from vesuvius.training.validation.reference import Reference
 from vesuvius.training.validation.texture import (
     HISTOGRAM_EDGES,
     Texture,
@@ -38,6 +37,7 @@ from vesuvius.training.validation.texture import (
     measure_texture,
     spectrum_distance_db,
 )
+from vesuvius.training.validation.validation import Reference
 
 log = logging.getLogger(__name__)
 
