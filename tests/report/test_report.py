@@ -29,8 +29,7 @@ from tests.support.recorded_runs import (
 from vesuvius.commands import runs as command
 from vesuvius.errors import EXIT_NO_RUN, EXIT_OK
 from vesuvius.monitor.memory.limits import Limits
-from vesuvius.monitor.postmortem.death import Death, append_death
-from vesuvius.monitor.quantile import quantile
+from vesuvius.monitor.post_mortem import Death, append_death
 from vesuvius.monitor.session import begin_session, end_session
 from vesuvius.report.content import NOT_KNOWN, RunReport, Table
 from vesuvius.report.curves import Chart, banded, draw
@@ -39,6 +38,7 @@ from vesuvius.report.page import render_html
 from vesuvius.report.records import read_run
 from vesuvius.report.report import comparison, named_apart
 from vesuvius.runlog import units
+from vesuvius.runlog.units import quantile
 
 VOID = {"meta", "img", "br", "circle", "path"}
 

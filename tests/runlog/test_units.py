@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import time
 
-from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration, format_percent, format_time, gib, size_text
+import numpy as np
+import pytest
+
+from vesuvius.runlog.units import (
+    DATE_FORMAT,
+    GIB,
+    format_duration,
+    format_percent,
+    format_time,
+    gib,
+    quantile,
+    size_text,
+)
 
 
 def test_figures_are_read_at_a_glance_and_what_is_not_known_is_no_zero() -> None:
@@ -22,3 +34,10 @@ def test_a_time_is_the_one_that_the_log_would_show() -> None:
     noon = time.mktime((2026, 3, 29, 12, 5, 6, 0, 0, -1))
     assert format_time(noon) == "2026-03-29 12:05:06"
     assert time.strptime(format_time(noon), DATE_FORMAT)[:6] == (2026, 3, 29, 12, 5, 6)
+
+
+def test_quantiles_are_those_of_numpy() -> None:
+    values = np.random.default_rng(0).random(37).tolist()
+    for share in (0.0, 0.05, 0.5, 0.95, 1.0):
+        assert quantile(values, share) == pytest.approx(np.quantile(values, share), rel=1e-12)
+    assert quantile([3.0], 0.95) == 3.0

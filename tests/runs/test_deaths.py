@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.conftest import run_vesuvius
 from tests.support.kill_harness import Session, run_directory
 from vesuvius.errors import EXIT_MEMORY_KILL
-from vesuvius.monitor.postmortem.death import read_deaths
+from vesuvius.monitor.post_mortem import read_deaths
 from vesuvius.monitor.recent import read_recent
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
 

@@ -27,7 +27,7 @@ from tests.support.memcheck_runs import (
     trainer,
 )
 from vesuvius.monitor.memory.limits import Limits
-from vesuvius.monitor.postmortem.death import Death, append_death
+from vesuvius.monitor.post_mortem import Death, append_death
 from vesuvius.monitor.recent import MemorySample, RecentFile, read_recent
 from vesuvius.monitor.session import begin_session, end_session, read_session
 from vesuvius.monitor.verdict import judge

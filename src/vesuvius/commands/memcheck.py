@@ -18,8 +18,7 @@ from vesuvius.commands.cli import as_command, positive_number, say
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_OK
 from vesuvius.monitor.memcheck.inspection import Inspection, as_json, machine_inspector
 from vesuvius.monitor.memcheck.run_inspector import RunInspector
-from vesuvius.monitor.postmortem.death import death_lines
-from vesuvius.monitor.postmortem.post_mortem import deaths_of, is_of_session
+from vesuvius.monitor.post_mortem import death_lines, deaths_of, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.runlog.find_run import find_run, runs_root

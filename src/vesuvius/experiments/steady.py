@@ -9,8 +9,8 @@ from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Self
 
-from vesuvius.monitor.quantile import quantile
 from vesuvius.runlog.records import Record
+from vesuvius.runlog.units import quantile
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.reading.reader import ReaderJob
 

@@ -19,8 +19,7 @@ from vesuvius.config.load import dump_config
 from vesuvius.config.trial import NEVER, trial_config
 from vesuvius.errors import EXIT_GPU_MEMORY, EXIT_GUARD, one_line
 from vesuvius.experiments.process import Ended, TrialInterrupted, TrialProcess, last_words
-from vesuvius.monitor.postmortem.death import headline
-from vesuvius.monitor.postmortem.post_mortem import record_run_death
+from vesuvius.monitor.post_mortem import headline, record_run_death
 from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.records import Record
 

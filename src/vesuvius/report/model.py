@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from vesuvius.config.describe import flatten
-from vesuvius.monitor.quantile import quantile
 from vesuvius.report.charts import build_charts
 from vesuvius.report.content import NOT_KNOWN, PARTS_NOTE, RunReport, Table, filled
 from vesuvius.report.records import Column, RunRecords, figure
 from vesuvius.report.share import split_time
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import RunDir
-from vesuvius.runlog.units import format_duration, format_percent, format_time, number, size_text
+from vesuvius.runlog.units import format_duration, format_percent, format_time, number, quantile, size_text
 
 _LAST_STEPS = 100
 _MOST_EVENTS = 200

@@ -15,8 +15,8 @@ import yaml
 from numpy.typing import NDArray
 
 from vesuvius.config.describe import SAME_SPEED
-from vesuvius.monitor.postmortem.death import headline as death_headline
-from vesuvius.monitor.postmortem.death import read_deaths
+from vesuvius.monitor.post_mortem import headline as death_headline
+from vesuvius.monitor.post_mortem import read_deaths
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
 from vesuvius.runlog.records import Record, current_records, iter_records, iter_rotated, run_starts

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.monitor.quantile import quantile
 from vesuvius.report.content import TimePart
 from vesuvius.report.records import Column, RunRecords
+from vesuvius.runlog.units import quantile
 
 WORK = (
     ("data wait", "I/O", "data_s"),

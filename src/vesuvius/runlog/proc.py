@@ -6,9 +6,6 @@ from pathlib import Path
 
 import psutil
 
-STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-"""States of a process that a signal (SIGSTOP) or a debugger holds."""
-
 
 def boot_id() -> str:
     """Which start of which machine this is; empty where the system does not tell."""

@@ -1,9 +1,10 @@
-"""Figures as people read them: sizes, spans of time, times of day."""
+"""Figures as people read them: sizes, spans of time, times of day; and quantiles without numpy, as memcheck needs."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 GIB = 2**30
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -61,3 +62,17 @@ def format_duration(seconds: float) -> str:
 def format_time(time_s: float) -> str:
     """Date and time of day here, as the run's log has them; `time_s`: seconds since 1970."""
     return time.strftime(DATE_FORMAT, time.localtime(time_s))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of the values lies, between two of them in proportion.
+
+    Args:
+        values: at least one, in any order.
+        share: 0 to 1.
+    """
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -20,8 +20,7 @@ from vesuvius.monitor.memcheck.inspection import Inspection, Living, Row, is_rea
 from vesuvius.monitor.memcheck.run_inspector import RunInspector, RunState, silence
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.memory.risk import Level
-from vesuvius.monitor.postmortem.death import append_death
-from vesuvius.monitor.postmortem.post_mortem import ended_run
+from vesuvius.monitor.post_mortem import append_death, ended_run
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.monitor.recent import MemorySample, RecentFile

@@ -12,8 +12,7 @@ import yaml
 from vesuvius.errors import ConfigError
 from vesuvius.experiments.paired import Comparison, compare_one_of
 from vesuvius.experiments.process import Ended
-from vesuvius.monitor.quantile import quantile
-from vesuvius.runlog.units import number
+from vesuvius.runlog.units import number, quantile
 
 Axis = tuple[str, tuple[str, ...]]
 """A config key and the values to measure it with, as they are typed."""

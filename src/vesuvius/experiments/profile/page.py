@@ -12,14 +12,13 @@ import numpy as np
 
 from vesuvius.config import Config
 from vesuvius.experiments.profile.observer import Observed
-from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.report.content import NOT_KNOWN, RunReport, Table, filled
 from vesuvius.report.model import build
 from vesuvius.report.records import RunRecords, figure
 from vesuvius.report.share import shared_out, work_rows
 from vesuvius.runlog.records import Record
-from vesuvius.runlog.units import format_duration, number
+from vesuvius.runlog.units import format_duration, number, quantile
 
 _BEHIND = (
     ("readers: read from the store", "readers", "read_s"),

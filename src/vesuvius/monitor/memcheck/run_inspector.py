@@ -17,16 +17,14 @@ import psutil
 
 from vesuvius.monitor.memcheck.inspection import Inspection, Living, Row, State, is_reader, rows_of, sizes_of
 from vesuvius.monitor.memory.risk import Level
-from vesuvius.monitor.postmortem.death import Death, headline
-from vesuvius.monitor.postmortem.post_mortem import KillCounts, deaths_of, is_of_session
+from vesuvius.monitor.post_mortem import Death, KillCounts, deaths_of, headline, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import SystemSample
-from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.run_files import Tail, is_number
 from vesuvius.monitor.session import SessionRecord, find_pid, is_alive, read_session
 from vesuvius.runlog.records import Record
-from vesuvius.runlog.units import format_duration, format_time, size_text
+from vesuvius.runlog.units import format_duration, format_time, quantile, size_text
 
 HUNG_AFTER_S = 60.0
 HUNG_AFTER_P95 = 10.0

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import psutil
 
 from vesuvius.monitor.probes.files import read_text
-from vesuvius.runlog.proc import STOPPED
 
 _BLOCK_BYTES = 512  # unit of st_blocks on every file system
 _NAME_LENGTH = 60
@@ -44,7 +43,7 @@ class ProcessUse:
     @property
     def is_stopped(self) -> bool:
         """By a signal (SIGSTOP) or a debugger."""
-        return self.status in STOPPED
+        return self.status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class ProcessTree:

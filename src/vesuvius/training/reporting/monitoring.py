@@ -16,8 +16,7 @@ from vesuvius.errors import EXIT_ERROR
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import Limits, ray_memory, ray_share_from_environment
 from vesuvius.monitor.monitor import Monitor
-from vesuvius.monitor.postmortem.death import Death, append_death, death_lines
-from vesuvius.monitor.postmortem.post_mortem import ended_run, examine_reader, record_run_death
+from vesuvius.monitor.post_mortem import Death, append_death, death_lines, ended_run, examine_reader, record_run_death
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import Watcher, sample_system
 from vesuvius.monitor.probes.vram import Vram, gpu_uuid

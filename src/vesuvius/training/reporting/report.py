@@ -19,9 +19,9 @@ from vesuvius.errors import NonFiniteError, one_line
 from vesuvius.monitor.clock import StepClock, StepTimes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.processes import read_process
-from vesuvius.monitor.quantile import quantile
 from vesuvius.runlog.logfile import step_line
 from vesuvius.runlog.records import JsonLines, Record
+from vesuvius.runlog.units import quantile
 from vesuvius.stream.reading.quarantine import check_quarantine, damaged_box, sample_beside
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.forecast.mfu import seconds_at_peak

@@ -17,9 +17,9 @@ from vesuvius.monitor.clock import StepTimes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.cores import bound_cores, cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.system_sample import Rates
-from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict, judge
 from vesuvius.monitor.window import Knobs, Window
+from vesuvius.runlog.units import quantile
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.request import RunContext

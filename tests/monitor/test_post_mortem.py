@@ -17,14 +17,19 @@ from tests.support.moments import moments
 from tests.support.real_cgroup import real_cgroup
 from tests.support.system_trees import write_machine, write_process, write_v2
 from vesuvius.monitor.memory.limits import Limits
-from vesuvius.monitor.postmortem.death import Cause, Death, append_death, death_lines, headline, read_deaths
-from vesuvius.monitor.postmortem.post_mortem import (
+from vesuvius.monitor.post_mortem import (
+    Cause,
+    Death,
     KillCounts,
+    append_death,
+    death_lines,
     deaths_of,
     examine_reader,
     examine_run,
+    headline,
     judge,
     read_counts_of,
+    read_deaths,
     record_run_death,
     remedy_of,
 )
@@ -292,7 +297,7 @@ DYING = """
 import os, sys, time
 from pathlib import Path
 from vesuvius.runlog.records import from_plain
-from vesuvius.monitor.postmortem.post_mortem import read_counts_of
+from vesuvius.monitor.post_mortem import read_counts_of
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.session import begin_session
@@ -312,7 +317,7 @@ while True:
 EXAMINE = """
 import sys
 from pathlib import Path
-from vesuvius.monitor.postmortem.post_mortem import examine_run
+from vesuvius.monitor.post_mortem import examine_run
 
 death = examine_run(Path(sys.argv[1]))
 print(death.cause, "|", *death.evidence, death.remedy)

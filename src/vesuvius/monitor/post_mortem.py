@@ -7,13 +7,14 @@ unknown.  A reader is examined while its run continues; a run that was killed, b
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vesuvius.monitor.postmortem.death import LAST_S, Cause, Death, Victim, append_death, read_deaths, share_of
 from vesuvius.monitor.probes.cgroup import read_cgroup
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.probes.system_sample import read_machine
@@ -21,13 +22,103 @@ from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.run_files import Tail
 from vesuvius.monitor.session import SessionRecord, is_alive, pid_namespace, read_session
 from vesuvius.runlog.proc import boot_id
+from vesuvius.runlog.records import JsonLines, read_plain
 from vesuvius.runlog.units import format_time, gib, size_text
 
+Victim = Literal["reader", "run"]
+Cause = Literal["cgroup", "machine", "ray", "gpu", "guard", "signal", "restart", "unknown"]
+
+_LAST_S = 60.0
 _NEARLY_FULL = 0.9
 _AT_ONCE_S = 60.0  # kills counted for longer than this may be those of other programs, later
 _NOTICED_S = 1.0  # Ray and the monitor notice an end this late
 _EVENTS_SHOWN = 2
+_LONGEST = 300  # characters of a line of evidence
+_EVERY_S = 10.0
 _NAME_THE_VICTIM = "the kernel's log names the victim; as root: dmesg | grep -i killed"
+
+# Each kill has one of the words that operators search logs for: killed, oom, out of memory.
+_HEADLINES: Mapping[Cause, str] = {
+    "cgroup": "was killed: out of memory: its cgroup was at its limit, and the kernel chose this process",
+    "machine": "was killed: out of memory: the machine had none left, and the kernel chose this process",
+    "ray": "was killed: out of memory: Ray's memory monitor chose this process",
+    "gpu": "ended: out of memory on the GPU",
+    "guard": "was ended by the memory guard before it was out of memory",
+    "signal": "was killed from outside, or crashed",
+    "restart": "ended when the machine was restarted or lost its power",
+    "unknown": "was killed or died; cause unknown",
+}
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of a reader or of a run."""
+
+    time: float  # when it was noticed, seconds since 1970
+    victim: Victim
+    pid: int
+    step: int  # optimizer steps done
+    # what killed it: the kernel for a limit of the cgroup, or for want of memory on the machine; Ray's memory monitor;
+    # GPU memory; our own guard; a signal from outside; a restart of the machine; or it is not known
+    cause: Cause
+    evidence: tuple[str, ...]  # what says so, a line each
+    moments: tuple[MemorySample, ...]  # the last 60 seconds
+    remedy: str  # what to change, overrides included
+
+
+def headline(death: Death) -> str:
+    """Victim and cause in one sentence.  Pure."""
+    who = f"reader {death.pid}" if death.victim == "reader" else f"the run (pid {death.pid})"
+    return f"{who} {_HEADLINES[death.cause]}"
+
+
+def append_death(path: Path, death: Death) -> None:
+    """Append it to `post_mortem.jsonl`.  A full disk is no error: the log says that the record is lost.
+
+    Raises OSError: the file cannot be opened.
+    """
+    with closing(JsonLines(path)) as lines:
+        lines.write("death", **asdict(death))
+
+
+def read_deaths(path: Path) -> list[Death]:
+    """All deaths of a run, oldest first; records that are torn are passed over.  Empty without a file."""
+    return read_plain(Death, path)
+
+
+def death_lines(death: Death) -> list[str]:
+    """For people, a line each: victim, cause, evidence, the last minute as a small table, remedy."""
+    return [
+        headline(death),
+        f"  noticed {format_time(death.time)}, after step {death.step}",
+        *(f"  - {textwrap.shorten(line, _LONGEST, placeholder=' ...')}" for line in death.evidence),
+        *_table(death.moments),
+        f"  what to change: {death.remedy}",
+    ]
+
+
+def _table(moments: Sequence[MemorySample]) -> list[str]:
+    """The memory of the last minute, a line for every ten seconds."""
+    if not moments:
+        return ["  no sample of its memory was kept"]
+    shown = [moments[-1]]
+    for moment in reversed(moments):
+        if shown[-1].time - moment.time >= 0.95 * _EVERY_S:  # samples come a little early or late
+            shown.append(moment)
+    rows = [f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"]
+    for moment in shown[int(_LAST_S / _EVERY_S) :: -1]:
+        pid, size = max(moment.reader_bytes.items(), key=lambda item: item[1], default=(0, 0))
+        reader, share = f"{gib(size)} (pid {pid})" if pid else "-", _share_of(moment)
+        rows.append(
+            f"  {moment.time - moments[-1].time:>9.0f}{gib(moment.used_bytes):>10}{gib(moment.trainer_bytes):>10}"
+            f"{reader:>24}   {'-' if share is None else f'{100 * share:.1f} %'}"
+        )
+    return rows
+
+
+def _share_of(moment: MemorySample | None) -> float | None:
+    """What the first killer counted, as a share of where it kills; None where that is not known."""
+    return moment.killer_used_bytes / moment.kills_at_bytes if moment and moment.kills_at_bytes > 0 else None
 
 
 @dataclass(frozen=True)
@@ -40,10 +131,10 @@ class KillCounts:
 
     def since(self, before: KillCounts) -> KillCounts:
         """How many more than before; None where that is not known, it is another cgroup, or the count fell.  Pure."""
-        cgroup = (
-            _rise(before.cgroup, self.cgroup) if self.path == before.path or not (self.path and before.path) else None
+        same = self.path == before.path or not (self.path and before.path)
+        return KillCounts(
+            _rise(before.cgroup, self.cgroup) if same else None, _rise(before.machine, self.machine), self.path
         )
-        return KillCounts(cgroup, _rise(before.machine, self.machine), self.path)
 
 
 def _rise(before: int | None, now: int | None) -> int | None:
@@ -52,8 +143,7 @@ def _rise(before: int | None, now: int | None) -> int | None:
 
 def read_counts_of(pid: int) -> KillCounts:
     """The counts now, of the machine and of the cgroup that a living process is in."""
-    cgroup = read_cgroup(pid)
-    machine = read_machine().oom_kills
+    cgroup, machine = read_cgroup(pid), read_machine().oom_kills
     return KillCounts(cgroup.oom_kills, machine, cgroup.path) if cgroup else KillCounts(machine=machine)
 
 
@@ -164,7 +254,7 @@ def _examine(run_dir: Path, session: SessionRecord) -> Death:
         cause = "restart"
         evidence = [f"the machine has been restarted since: its boot id was {session.boot_id} and is {here}"]
     evidence.append(f"last sign of life {format_time(seen)}, after step {step}")
-    events = [r for r in records if r["kind"] == "event" and r["time"] >= seen - LAST_S]
+    events = [r for r in records if r["kind"] == "event" and r["time"] >= seen - _LAST_S]
     said = [f"{seen - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in events[-_EVENTS_SHOWN:]]
     workers = session.workers if last is None or last.workers is None else last.workers  # the guard may have cut some
     return _death("run", session.pid, step, cause, evidence, _last_minute(moments, seen), session, workers, said)
@@ -214,7 +304,7 @@ def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: fl
         last: the last sample of the run's memory; None without one.
         since, counted_s: from when on kills were counted, for people, and for how many seconds.
     """
-    share = share_of(last) if last is not None else None
+    share = _share_of(last) if last is not None else None
     full = share is not None and share >= _NEARLY_FULL
     likely: Cause = "machine" if last is not None and last.killer == "the machine" else "cgroup"
     if rise.cgroup:
@@ -260,7 +350,7 @@ def remedy_of(
         return f"{less} (RAY_memory_usage_threshold)."
     if cause in ("cgroup", "machine"):
         return less
-    if cause in ("signal", "unknown") and last is not None and (share_of(last) or 0.0) >= _NEARLY_FULL:
+    if cause in ("signal", "unknown") and last is not None and (_share_of(last) or 0.0) >= _NEARLY_FULL:
         ends = "a container runtime, a scheduler, systemd-oomd or earlyoom ends processes like this"
         return f"memory was nearly used up: {ends}. {less}"
     if cause in ("signal", "restart"):
@@ -269,7 +359,7 @@ def remedy_of(
 
 
 def _last_minute(moments: Sequence[MemorySample], end: float) -> tuple[MemorySample, ...]:
-    return tuple(moment for moment in moments if end - LAST_S - _NOTICED_S <= moment.time <= end)
+    return tuple(moment for moment in moments if end - _LAST_S - _NOTICED_S <= moment.time <= end)
 
 
 def _memory_evidence(moments: Sequence[MemorySample], pid: int = 0) -> list[str]:
@@ -277,7 +367,7 @@ def _memory_evidence(moments: Sequence[MemorySample], pid: int = 0) -> list[str]
     if not moments:
         return []
     last, lines = moments[-1], []
-    if (share := share_of(last)) is not None:
+    if (share := _share_of(last)) is not None:
         lines.append(
             f"memory stood at {100 * share:.1f} % of where {last.killer or 'the first killer'} kills "
             f"({gib(last.killer_used_bytes)} of {gib(last.kills_at_bytes)} GiB) at {format_time(last.time)}"
