@@ -1,8 +1,4 @@
-"""Cells: each start belongs to one, a walk gives each the length that it owns, and regions are cheap to read.
-
-Wrong programs that these tests are to catch: border cells with full weight, starts that no cell owns or two do, a walk
-that skips or repeats a start, phases that make regions touch more chunks than they need to.
-"""
+"""Cells: each start belongs to one, a walk gives each the length that it owns, and regions are cheap to read."""
 
 from __future__ import annotations
 

@@ -1,14 +1,8 @@
-"""The foreground map, and the starts that qualify: equal to counting voxels, exactly.
-
-Wrong programs that these tests are to catch: a bound that leaves a start out, a start with two positions, a fallback
-that is not uniform, a threshold that is off by rounding.
-"""
+"""The foreground map, and the starts that qualify: equal to counting voxels, exactly."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -125,21 +119,6 @@ def test_each_start_that_qualifies_has_one_position_and_no_other_start_has_any(
     assert set(starts) == expected
 
 
-@given(case=cases(), minimum=minima)
-def test_in_a_full_volume_all_starts_qualify_and_in_an_empty_one_none(case: Case, minimum: float) -> None:
-    full = ForegroundMap(np.full_like(case.map.fraction, 255), case.map.cell_zyx, case.map.shape_zyx)
-    empty = ForegroundMap(np.zeros_like(case.map.fraction), case.map.cell_zyx, case.map.shape_zyx)
-    for least in (minimum, 1.0):
-        assert counted(replace(case, map=full), least) == {
-            start
-            for found in [starts_that_qualify(replace(case, map=full), least)]
-            if found
-            for position in range(found.positions)
-            if (start := found.at(position))
-        }
-    assert starts_that_qualify(replace(case, map=empty), minimum) is None
-
-
 def test_one_bright_place_in_the_largest_scroll_is_found() -> None:
     """Its blocks, refined, are more than 2^32."""
     fraction = np.zeros((593, 256, 256), np.uint8)
@@ -215,32 +194,3 @@ def test_what_does_not_fit_is_refused() -> None:
         ForegroundMap(np.zeros((1, 1, 1), np.uint8), (8, 8, 8), (8, 8, 12))
     with pytest.raises(ValueError, match="must be uint8"):
         ForegroundMap(np.zeros((1, 1, 2), np.float32), (8, 8, 8), (8, 8, 12))
-
-
-LARGE = """
-import resource
-import numpy as np
-from vesuvius.plan.foreground import qualifying_starts
-from vesuvius.volumes.occupancy import ForegroundMap
-
-shape = (75784, 32693, 32693)
-fraction = np.zeros((593, 256, 256), np.uint8)
-y, x = np.mgrid[:256, :256].astype(np.float32)
-for z in range(593):  # an ellipse of a quarter of the plane that wanders, turns and breathes
-    t = z / 593
-    a, cy, cx = 74 + 12 * np.sin(5 * t), y - 128 - 25 * np.sin(9 * t), x - 128 - 30 * np.cos(7 * t)
-    u, v = cy * np.cos(6 * t) + cx * np.sin(6 * t), cx * np.cos(6 * t) - cy * np.sin(6 * t)
-    fraction[z][(u / a) ** 2 + (v * a / 5215) ** 2 < 1] = 255
-foreground = ForegroundMap(fraction, (128, 128, 128), shape)
-stop = tuple(size - p + 1 for size, p in zip(shape, (72, 136, 136)))
-found = qualifying_starts(foreground, ((0, 0, 0), stop), (72, 136, 136), 0.5, (128, 128, 128))
-print(found.blocks.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
-
-
-@pytest.mark.long
-def test_the_map_of_the_largest_scroll_needs_little_memory() -> None:
-    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
-    blocks, peak_kib = (int(word) for word in done.stdout.split())
-    assert 9e6 < blocks < 12e6
-    assert peak_kib * 1024 < 1.5e9

@@ -1,8 +1,4 @@
-"""The sliding window of regions.
-
-Wrong programs that these tests are to catch: a region that gives more or fewer than K samples, or gives one after its
-time; a batch from few regions; an order that repeats from round to round; ranks that share regions.
-"""
+"""The sliding window of regions."""
 
 from __future__ import annotations
 

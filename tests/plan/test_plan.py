@@ -1,9 +1,4 @@
-"""The plan: every start is equally likely, batches are mixed, volumes come by weight, and nothing else has an effect.
-
-Wrong programs that these tests are to catch: one that reaches every voxel, but draws some starts more often; one that
-weighs border cells or poor cells as full ones; one whose batches come from few places; one whose samples depend on who
-reads them.
-"""
+"""Every start is equally likely, batches are mixed, volumes come by weight, and nothing else has an effect."""
 
 from __future__ import annotations
 
@@ -57,16 +52,6 @@ def test_every_start_is_drawn_alike(seed: int, draws: int) -> None:
     assert chi_square_p(counts, np.full(counts.shape, draws / counts.size)) > 0.01
 
 
-def test_that_test_sees_border_cells_of_full_weight() -> None:
-    """What stood here before: each region as likely as any other."""
-    volume, rng, counts = planned(TINY), np.random.default_rng(0), np.zeros((9, 11, 13))
-    for _ in range(20_000):
-        axes = [list(axis.cells(axis.phases[0])) for axis in volume.cells.axes]
-        z, y, x = (int(rng.integers(*axis[int(rng.integers(len(axis)))])) for axis in axes)
-        counts[z, y, x] += 1
-    assert chi_square_p(counts.ravel(), np.full(counts.size, 20_000 / counts.size)) < 1e-6
-
-
 def cylinder(shape: Triple, cell: Triple) -> ForegroundMap:
     """A cylinder along z of half the width, cut at an angle."""
     z, y, x = np.meshgrid(*[np.arange(-(-s // c)) * c for s, c in zip(shape, cell, strict=True)], indexing="ij")
@@ -74,6 +59,7 @@ def cylinder(shape: Triple, cell: Triple) -> ForegroundMap:
     return ForegroundMap(np.where(inside, 255, 40 * (x % 3 == 0)).astype(np.uint8), cell, shape)
 
 
+@pytest.mark.long
 @DRAWS
 def test_with_a_foreground_map_every_start_that_qualifies_is_drawn_alike(seed: int, draws: int) -> None:
     foreground = cylinder(TINY.shape, (2, 3, 3))
@@ -114,6 +100,7 @@ def coverage(starts: Any, layout: Layout) -> float:
     return float(inside.std() / inside.mean())
 
 
+@pytest.mark.long
 def test_voxels_are_covered_as_evenly_as_by_ideal_uniform_patches() -> None:
     """A quarter of the size of a 512x1024x1024 volume with 72x136x136 patches, 20,000 samples."""
     layout = Layout((128, 256, 256), (18, 34, 34), (32, 32, 32))
@@ -124,9 +111,8 @@ def test_voxels_are_covered_as_evenly_as_by_ideal_uniform_patches() -> None:
     assert ours < 1.1 * ideal
 
 
-@pytest.mark.parametrize("name", ["u8", "chunks of 64^3"])
-def test_consecutive_batches_come_from_other_places(name: str) -> None:
-    plan = plan_of(LAYOUTS[name])
+def test_consecutive_batches_come_from_other_places() -> None:
+    plan = plan_of(LAYOUTS["u8"])
     assert plan.regions_in_flight == 64
     starts = starts_of(plan, 3000)
     for axis in range(3):
@@ -178,7 +164,7 @@ def test_patches_of_a_visit_differ_where_few_starts_qualify() -> None:
         fraction[z : z + 3, y : y + 5, x : x + 5] = 255
     foreground = ForegroundMap(fraction, (8, 8, 8), layout.shape)
     plan = plan_of(layout, foreground=foreground)
-    drawn = [(plan.mixing.slot_of(index), plan.sample(index).start_zyx) for index in range(64 * 40, 64 * 43)]
+    drawn = [(plan.mixing.slot_of(index), plan.sample(index).start_zyx) for index in range(64 * 40, 64 * 41)]
     assert all(patch_fraction(foreground, start, layout.patch) >= 0.9 for _, start in drawn)
     assert len(set(drawn)) > 0.8 * len(drawn)
 
@@ -202,17 +188,7 @@ def test_held_out_voxels_are_never_cut() -> None:
     assert starts_of(plan, 5000)[:, 0].max() + 4 == plan.volumes[0].train[1][0], "up to the last voxel, and no further"
 
 
-def test_patches_with_a_region_each_are_uniform_and_share_nothing() -> None:
-    layout = TINY._replace(options={"patches_per_region": 1, "region_size": TINY.patch})
-    plan = plan_of(layout)
-    assert len({plan.mixing.slot_of(index) for index in range(500)}) == 500
-    assert plan.sample(5).region == plan.sample(5).box
-    starts = starts_of(plan, 5_000)
-    counts = np.bincount(np.ravel_multi_index(tuple(starts.T), (9, 11, 13)), minlength=9 * 11 * 13)
-    assert chi_square_p(counts, np.full(counts.size, 5_000 / counts.size)) > 0.01
-
-
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(weights=st.lists(st.floats(0.05, 20), min_size=2, max_size=5), seed=st.integers(0, 10))
 def test_volumes_are_drawn_by_weight(weights: list[float], seed: int) -> None:
     volumes = [planned(SMALL, name=str(i), weight=w) for i, w in enumerate(weights)]
@@ -271,6 +247,7 @@ def test_weights_are_honoured_or_refused(weights: tuple[float, ...], right: list
     assert [round(drawn[number] / 8) for number in range(len(specs))] == right
 
 
+@pytest.mark.long
 def test_starts_of_several_volumes_are_drawn_alike_within_each_and_by_weight() -> None:
     other = TINY._replace(shape=(9, 12, 15))
     volumes = [planned(TINY, name="a", weight=3), planned(other, name="b", weight=1)]

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,10 +16,8 @@ from ray.cluster_utils import Cluster
 
 from tests.runs.test_ranks import relative, steps_of, wait_for_step
 from tests.support.kill_harness import Session, left_after, processes_with
+from tests.support.runs import WriteConfig
 from vesuvius.stream.reading.notes import read_notes
-
-WriteConfig = Callable[..., Path]
-
 
 EAGER = """
 import sys
@@ -123,26 +121,6 @@ def test_ten_nodes_are_killed_and_come_back_and_the_run_shrinks_and_grows_with_t
     print(f"of one rank's, losses differ by {losses:.1e} at most, gradient norms by {norms:.1e}")
     assert losses < 1e-5
     assert norms < 1e-3, "over hundreds of steps their rounding grows; a sample too many or too few changes tenths"
-
-
-@pytest.mark.long
-def test_readers_that_may_run_anywhere_leave_a_node_with_a_gpu_to_the_trainer(
-    tiny_config: WriteConfig, tmp_path: Path
-) -> None:
-    """With the processors that they need on either; where they run is in the log."""
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 1, "object_store_memory": 2**28})
-    try:
-        nodes.add_node(num_cpus=4, object_store_memory=2**28)
-        nodes.wait_for_nodes()
-        cluster = {"address": nodes.address, "reader_nodes": "any"}
-        config = tiny_config(training={"workers": 2, "epochs": 1000}, cluster=cluster)
-        with Session(config, tmp_path) as session:
-            session.wait_until(lambda: "readers: " in session.text(), "their place was logged", every_s=0.5)
-            session.process.terminate()
-            assert session.end() == 75, session.text()
-    finally:
-        nodes.shutdown()
-    assert re.findall(r"readers: (.*)", session.text()) == [f"2 on {platform.node()} (no GPU)"]
 
 
 def samples_of(path: Path, global_batch: int) -> list[list[tuple[int, str]]]:

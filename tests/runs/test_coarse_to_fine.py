@@ -22,9 +22,9 @@ SCAN = (32, 80, 47)
 COARSE, FINE = (9, 20, 18), (17, 40, 35)  # what is drawn: odd sizes, and more than one tile
 
 
-@pytest.fixture(scope="module", autouse=True)
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The runs `coarse`, `fine` and `explicit`, which is shown an upsampled volume; in the current directory."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs `coarse`, `fine` and `explicit`, which is shown an upsampled volume, lie."""
     place = tmp_path_factory.mktemp("coarse_to_fine")
     voxels = np.sort(textured(SCAN), axis=0)
     zarr.create_group(
@@ -46,7 +46,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for name, volume in volumes.items():
             config = write_config(place / f"{name}.yaml", [volume], {"validation": {"guard": 0}}, {})
             assert vesuvius_train(config, "training.max_steps=2", "training.save_every=2") == 0
-        yield place
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _in_place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained)
 
 
 def draws(run: str, out: str, *arguments: object) -> int:

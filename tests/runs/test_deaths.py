@@ -3,21 +3,25 @@ then a scheduler ends all its processes at once, and it still saves."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from tests.conftest import run_vesuvius
+import pytest
+
+from tests.conftest import run_vesuvius, textured
 from tests.support.kill_harness import Session, run_directory
+from tests.support.poison import poison, run_armed, write_volume
+from tests.support.runs import WriteConfig
 from vesuvius.errors import EXIT_MEMORY_KILL
 from vesuvius.monitor.post_mortem import read_deaths
 from vesuvius.monitor.recent import read_recent
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
 
-WriteConfig = Callable[..., Path]
 
-
+@pytest.mark.long
 def test_a_readers_death_is_kept_and_shown_again_and_a_sigterm_to_all_processes_still_saves(
     tmp_path: Path, tiny_config: WriteConfig
 ) -> None:
@@ -53,3 +57,36 @@ def test_a_readers_death_is_kept_and_shown_again_and_a_sigterm_to_all_processes_
     again = run_vesuvius("memcheck", run, "--post-mortem", cwd=tmp_path)
     assert f"reader {victim}" in again.stdout
     assert "what to change" in again.stdout
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return write_volume(tmp_path / "sharded.zarr", textured((128, 128, 128)))
+
+
+def config_of(tiny_config: WriteConfig, path: Path, **data: Any) -> Path:
+    volumes = {"volumes": [{"path": str(path)}], **data}
+    return tiny_config(data=volumes, training={"save_every": 1})
+
+
+@pytest.mark.long
+def test_a_run_with_readers_goes_on_and_says_what_killed_them(
+    tiny_config: WriteConfig, sharded: Path, tmp_path: Path
+) -> None:
+    config = config_of(tiny_config, sharded)
+    assert run_armed("train", "--config", config, "training.max_steps=1", cwd=tmp_path).returncode == 0
+    poison(sharded, (1, 1, 1))  # after the start has read patches in the trainer
+    readers = ["training.workers=1", "training.max_steps=15"]
+    done = run_armed("train", "--config", config, "--resume", *readers, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "was killed or died (Aborted, by its own account; SYSTEM_ERROR: Worker" in done.stderr
+    assert f"while it decoded chunk [1, 1, 1] of volume {sharded}" in done.stderr
+    assert "regions that touch them are replaced with others: chunk [1, 1, 1]: killed two readers" in done.stderr
+    assert "RUST_BACKTRACE" not in done.stderr
+    run = tmp_path / "runs" / "tiny"
+    (death, *_) = [json.loads(line) for line in (run / "post_mortem.jsonl").read_text().splitlines()]
+    assert death["cause"] == "signal"
+    assert f"it crashed with Aborted, as its own note says, while it read {sharded}" in death["evidence"]
+    quarantined = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
+    assert {tuple(record["chunk"]) for record in quarantined} == {(1, 1, 1)}
+    assert "damaged places in quarantine: 1; list them with `vesuvius quarantine tiny`" in done.stderr

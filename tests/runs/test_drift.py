@@ -20,11 +20,6 @@ from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoin
 from vesuvius.training.checkpoint.resume import drift_effects
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tiny run has made one step."""

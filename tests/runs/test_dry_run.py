@@ -13,13 +13,7 @@ from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_OK
 from vesuvius.runlog.units import format_duration
 from vesuvius.training.forecast import start_log
-from vesuvius.training.forecast.ram_plan import plan_ram
 from vesuvius.volumes.store.cache import DiskCache
-
-
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_the_dry_run_says_what_would_happen_and_writes_nothing(
@@ -98,18 +92,6 @@ def test_the_dry_run_refuses_more_memory_than_there_is_and_its_workers_fit(
     assert refusal
     assert vesuvius_train(tiny_config(), *arguments, refusal[1]) == EXIT_OK
     assert "WARN       memory" not in capsys.readouterr().out
-
-
-def test_a_plan_between_80_percent_and_all_of_the_memory_is_warned_of(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = read_config(tiny_config(), ["training.workers=2"])
-    limit_gib = plan_ram(config, gpu=False).total_bytes / 2**30 / 0.9
-    limited = ("--dry-run", "training.workers=2", f"monitor.ram_limit_gib={limit_gib}")
-    assert vesuvius_train(tiny_config(), *limited) == EXIT_OK
-    text = capsys.readouterr().out
-    assert "WARN       memory should stay below 80%" in text
-    assert "dry run: passed with 1 warning, nothing was written" in text
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])

@@ -1,7 +1,4 @@
-"""`vesuvius evaluate` through the door: what is written, what is refused, and that nothing is left half written.
-
-The laws of the figures are in tests/generate/evaluate.
-"""
+"""`vesuvius evaluate` through the door: what is written, what is refused, and that nothing is left half written."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A start that fails is told by its own cause, and the corrected command begins the run.
-
-Wrong programs that these tests are to catch: one that takes every error of the system for one of the run directory; one
-whose failed start blocks the name of the run; one that deletes what a run has made.
-"""
+"""A start that fails is told by its own cause, and the corrected command begins the run."""
 
 from __future__ import annotations
 
@@ -11,18 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.runs import WriteConfig
 from vesuvius.commands import train
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_OK, ConfigError
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training import run
-
-WriteConfig = Callable[..., Path]
 
 
 def ends(config: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -70,7 +64,6 @@ def test_an_error_of_the_system_is_one_of_the_run_directory_only_there(
     def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.chdir(tmp_path)
     if str(error.filename).startswith("RUN/"):
         error.filename = f"runs/tiny/{error.filename[4:]}"
     config = tiny_config(training={"max_steps": 1})
@@ -94,7 +87,6 @@ def test_kernels_that_are_wrong_on_this_machine_are_refused_before_there_is_a_ru
     def refuses(*_: Any) -> None:
         raise ConfigError("Conv3d is wrong on this machine: weight gradient off by 0.3 of its norm")
 
-    monkeypatch.chdir(tmp_path)
     config = tiny_config(training={"max_steps": 1})
     with monkeypatch.context() as patch:
         patch.setattr(run, "_check_kernels", refuses)
@@ -110,10 +102,9 @@ def test_kernels_that_are_wrong_on_this_machine_are_refused_before_there_is_a_ru
 
 @pytest.mark.long
 def test_a_ray_that_cannot_start_here_leaves_no_run_behind(
-    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a temporary folder whose path is too long for a socket, in a process of its own, where no Ray runs."""
-    monkeypatch.chdir(tmp_path)
     config = tiny_config(training={"workers": 1, "max_steps": 1})
     environment = os.environ | {"RAY_TMPDIR": str(tmp_path / ("long" * 30))}
     command = [sys.executable, "-m", "vesuvius.train", "--config", str(config)]
@@ -126,9 +117,8 @@ def test_a_ray_that_cannot_start_here_leaves_no_run_behind(
 
 
 def test_a_run_of_one_step_that_was_killed_before_it_saved_is_kept(
-    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     config = tiny_config(training={"max_steps": 1})
     assert ends(config, capsys)[0] == EXIT_OK
     checkpoints = RunDir(tmp_path / "runs/tiny").checkpoints

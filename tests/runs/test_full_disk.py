@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.kill_harness import Session
+from tests.support.runs import WriteConfig
 from tests.support.small_disk import fill, small_disk
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
-
-WriteConfig = Callable[..., Path]
 
 SAVING = {"save_every": 2, "keep_last": 2}
 

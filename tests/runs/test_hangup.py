@@ -7,7 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ import pytest
 
 from tests.support import fork_server
 from tests.support.kill_harness import Session
+from tests.support.runs import WriteConfig
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
-
-WriteConfig = Callable[..., Path]
 
 # Takes the terminal at its standard input for its own, as the shell that `ssh` starts does for its commands.
 TRAIN = """

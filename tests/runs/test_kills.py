@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from tests.support.kill_harness import (
     run_directory,
     run_with_kills,
 )
-
-WriteConfig = Callable[..., Path]
+from tests.support.runs import WriteConfig
 
 # All that a resume has to restore: accumulation, averages, a schedule, validation.
 _TRAINING: dict[str, Any] = {
@@ -55,13 +53,6 @@ def kill_and_compare(config: WriteConfig, cwd: Path, kills: int, seed: int, save
 
 
 @pytest.mark.long
-def test_a_run_killed_at_random_moments_ends_with_the_weights_of_an_undisturbed_one(
-    tiny_config: WriteConfig, tmp_path: Path
-) -> None:
-    kill_and_compare(tiny_config, tmp_path, kills=2, seed=0, save_every=5)
-
-
-@pytest.mark.long
 def test_fifty_kills_at_random_moments_change_no_bit_and_leave_no_unreadable_checkpoint(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
@@ -81,11 +72,6 @@ def test_a_run_killed_inside_a_save_goes_on_from_the_checkpoint_before(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     kill_inside_saves(tiny_config, tmp_path, kills=1)
-
-
-@pytest.mark.long
-def test_after_each_of_a_hundred_kills_inside_a_save_the_run_goes_on(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    kill_inside_saves(tiny_config, tmp_path, kills=100)
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.monitor.test_verdict import CPU, window
-from tests.support import fork_server
 from tests.support.memcheck_runs import (
     HELD,
     HYGIENE,
@@ -28,7 +26,7 @@ from tests.support.memcheck_runs import (
 )
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.post_mortem import Death, append_death
-from vesuvius.monitor.recent import MemorySample, RecentFile, read_recent
+from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import begin_session, end_session, read_session
 from vesuvius.monitor.verdict import judge
 
@@ -208,36 +206,3 @@ def test_a_run_on_another_machine_and_one_without_a_session_show_what_their_file
     assert (found["state"], found["level"], found["exit_code"]) == ("elsewhere", "WARN", 10)
     assert found["state_text"].startswith("on far")
     assert part(found, "total")["now_bytes"] == 300 * MIB
-
-
-@pytest.mark.long
-def test_a_real_runs_reader_and_ray_are_told_apart_by_whoever_looks(tmp_path: Path, tiny_config: Any) -> None:
-    endless = {"workers": 1, "steps_per_epoch": 100_000, "save_every": 100_000}
-    config = tiny_config(training=endless, monitor={"sample_every_s": 0.5})
-    command = [sys.executable, "-m", "vesuvius.train", "--config", str(config)]
-    with fork_server.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as run:
-        try:
-            deadline = time.monotonic() + 120
-            recent = tmp_path / "runs/tiny/recent.jsonl"
-            while not any(moment.reader_bytes for moment in read_recent(recent)):
-                assert run.poll() is None, "it must go on until it has a reader"
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            parts = seen_parts(tmp_path, "tiny")
-        finally:
-            run.kill()
-    readers = parts["reader"]
-    assert len(readers) == 1
-    assert {"others", "store", "total"} <= set(parts)
-    killed = run_memcheck("tiny", cwd=tmp_path)
-    assert killed.returncode == 12
-    assert "reader" in killed.stdout
-
-
-def seen_parts(directory: Path, *what: object) -> dict[str, list[int | None]]:
-    """The pids of the rows of each part."""
-    done = run_memcheck(*what, "--json", cwd=directory)
-    parts: dict[str, list[int | None]] = {}
-    for row in json.loads(done.stdout)["parts"]:
-        parts.setdefault(row["part"], []).append(row["pid"])
-    return parts

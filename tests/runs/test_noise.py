@@ -24,11 +24,6 @@ EDM = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 3}
 VALIDATED = {"steps_per_epoch": 2, "save_every": 2, "validate_every": 2, "validate_patches": 2}
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def newest(name: str) -> Path:
     return list_checkpoints(Path("runs") / name / "checkpoints")[-1]
 

@@ -20,11 +20,6 @@ from vesuvius.training.step.step import TrainStep
 pytestmark = pytest.mark.usefixtures("of_two_micro_batches")
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class LateClock(HostClock):
     """A host clock that tells of a step only when the next one is over, as a GPU's does."""
 

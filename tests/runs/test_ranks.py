@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 
 from tests.support.kill_harness import Session, left_after
 from tests.support.rank_runs import ends_of, output_of, started_ranks
-from tests.support.runs import vesuvius_train
+from tests.support.runs import WriteConfig, vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError
 from vesuvius.launch.rank import train_as_rank
@@ -29,8 +28,6 @@ from vesuvius.runlog.records import current_records, read_records, run_starts
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
 from vesuvius.training.request import Request
-
-WriteConfig = Callable[..., Path]
 
 START = """
 import sys
@@ -91,14 +88,12 @@ FOUR = {"train_batch_size": 3, "accumulate_steps": 1, "ranks": 4, "epochs": 5, "
 def test_any_number_of_ranks_over_resumes_trains_on_the_same_numbers_as_one(
     tiny_config: WriteConfig,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     worlds: list[tuple[int, int]],
     optimizer: str,
 ) -> None:
     tiny_config("one", training=FOUR | {"optimizer": optimizer})
     several = tiny_config("several", training=FOUR | {"optimizer": optimizer})
     train_with(worlds, several, tmp_path)
-    monkeypatch.chdir(tmp_path)
     alone = ("training.ranks=1", "training.accumulate_steps=4", f"training.max_steps={worlds[-1][1]}")
     assert vesuvius_train(tmp_path / "one.yaml", *alone) == 0
     one = steps_of(tmp_path / "runs/one")
@@ -272,6 +267,7 @@ sys.exit(worker.run_rank({"job": job})[0])
 """
 
 
+@pytest.mark.long
 def test_ranks_that_have_lost_one_end_go_on_from_the_last_checkpoint_and_stop_when_asked(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
@@ -417,7 +413,6 @@ def test_a_rank_that_is_left_alone_of_several_waits_for_the_rank_0_of_before_and
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """With `cluster.min_ranks: 1` it is started again while its predecessor may still hold the run's lock."""
-    monkeypatch.chdir(tmp_path)
     path = tiny_config(training={"ranks": ranks})
     assert train_as_rank(Request(read_config(path, ["training.max_steps=1"]), path, resume=False)) == 0
     request, held = Request(read_config(path, ["training.max_steps=2"]), path, resume=True), ExitStack()

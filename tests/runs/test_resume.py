@@ -24,11 +24,6 @@ from vesuvius.training.step.step import TrainStep
 from vesuvius.training.validation import validation as validation_module
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.long), "muon"])  # it has AdamW as well
 def test_two_steps_and_two_resumed_are_four_bit_by_bit(tiny_config: WriteConfig, optimizer: str) -> None:
     training = {"optimizer": optimizer, "steps_per_epoch": 2}

@@ -1,18 +1,13 @@
-"""`vesuvius sample` of whole volumes through the door: what is written, kept, refused, and gone on with.
-
-The laws of the sampling itself are in tests/generate/volume.  GPUs are not tested here.
-"""
+"""`vesuvius sample` of whole volumes through the door: what is written, kept, refused, and gone on with."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -179,14 +174,6 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
     assert "out.zarr: 12x24x24 uint8, " in draw_volume(request, told_of(""))
 
 
-@pytest.mark.long  # `test_sampling.py` has a drawing by two actors
-def test_the_default_route_of_two_workers_gives_the_bits_of_one(tmp_path: Path) -> None:
-    arguments = ("--shape", "12,24,24", "--guidance", 0, "--batch-size", 5)
-    assert draws(tmp_path / "one.zarr", *arguments) == 0
-    assert draws(tmp_path / "two.zarr", *arguments, "--workers", 2) == 0
-    np.testing.assert_array_equal(voxels(tmp_path / "one.zarr"), voxels(tmp_path / "two.zarr"))
-
-
 DRAW_AND_DIE = """
 import os, signal, sys
 from vesuvius.commands.sample import main
@@ -221,24 +208,6 @@ def test_a_command_that_is_killed_while_it_samples_and_while_it_writes_goes_on_t
     assert draws(out, *arguments) == 0
     for level in range(3):
         np.testing.assert_array_equal(voxels(out, level), voxels(tmp_path / "once.zarr", level))
-
-
-@pytest.mark.long
-def test_ten_kills_of_the_command_at_random_times_change_no_bit(trained: Path, tmp_path: Path) -> None:
-    arguments = ("--shape", "24,64,64", "--guidance", 0, "--batch-size", 2, "--steps", 10)
-    assert draws(tmp_path / "once.zarr", *arguments) == 0
-    out, rng, died = tmp_path / "killed.zarr", random.Random(0), 0
-    command = [sys.executable, "-m", "vesuvius.sample", *map(str, command_for(out, *arguments, "--workers", 2))]
-    while died < 10 and not out.exists():
-        with subprocess.Popen(command, cwd=trained, stderr=subprocess.DEVNULL) as process:
-            try:
-                process.wait(rng.uniform(6, 10))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                died += 1
-    assert died == 10, "the volume is larger than what ten of them can draw"
-    assert draws(out, *arguments) == 0
-    np.testing.assert_array_equal(voxels(out), voxels(tmp_path / "once.zarr"))
 
 
 def test_another_network_or_another_mask_is_not_taken_for_the_same(

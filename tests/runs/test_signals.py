@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support import fork_server
 from tests.support.kill_harness import Session, partial_checkpoint, wait_for_partial
+from tests.support.runs import WriteConfig
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
-
-WriteConfig = Callable[..., Path]
-
 
 SIGTERM_IN_STEP_3 = """
 import os, signal, sys

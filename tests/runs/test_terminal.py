@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support import fork_server
-
-WriteConfig = Callable[..., Path]
+from tests.support.runs import WriteConfig
 
 
 def train_command(config: Path, *arguments: str) -> list[str]:

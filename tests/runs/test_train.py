@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-import time
 from contextlib import chdir
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +15,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.conftest import REPOSITORY, SCROLL_DATA, needs_scroll_data, run_vesuvius, textured, write_array
+from tests.conftest import REPOSITORY, run_vesuvius, textured, write_array
 from tests.support import fork_server
-from tests.support.kill_harness import left_after
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
 from tests.support.tiny import tiny_sections
 from vesuvius import __version__
@@ -27,12 +24,6 @@ from vesuvius.commands import cli
 from vesuvius.config.load import parse_stored, read_config
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
-
-
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
 
 STEP_LINE = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO Train step \d+/20 epoch [12]/2 loss \d+\.\d{5} lr \d\.\de-\d\d step_s [\d.]+ "
@@ -291,14 +282,6 @@ def test_the_full_experiment_says_how_to_get_data_on_a_fresh_clone(capsys: pytes
     assert "data.volumes=" in error
 
 
-@pytest.mark.long
-@needs_scroll_data
-def test_the_full_experiment_passes_its_dry_run_on_a_real_scroll(capsys: pytest.CaptureFixture[str]) -> None:
-    override = f"data.volumes=[{{path: {SCROLL_DATA / 'scroll_v2_blosc.zarr'}, level: 0}}]"
-    assert vesuvius_train(REPOSITORY / "configs/exp001_full.yaml", "--dry-run", "--vram-gib", "80", override) == 0
-    assert "155.3 M parameters" in capsys.readouterr().out
-
-
 def test_the_module_and_the_command_are_the_same_door(tiny_config: WriteConfig, tmp_path: Path) -> None:
     result = run_vesuvius("train", "--config", tiny_config(), "training.max_steps=1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -325,14 +308,3 @@ def test_help_needs_nothing_heavy() -> None:
     result = subprocess.run([sys.executable, "-c", HELP_THEN_HEAVY_MODULES], text=True, capture_output=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
     assert cli.main(["no-such-command"]) == 2
-
-
-@pytest.mark.long
-def test_no_process_of_a_run_outlives_it(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    marker = f"marker-{os.getpid()}-{time.time_ns()}"
-    environment = os.environ | {"TEST_OF_VESUVIUS": marker}
-    config = tiny_config(training={"max_steps": 2, "workers": 2}, data={"regions_per_task": 1})
-    result = run_vesuvius("train", "--config", config, cwd=tmp_path, env=environment)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    assert left_after(marker, at_most_s=30) == []

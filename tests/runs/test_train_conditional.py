@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +12,13 @@ import torch
 import zarr
 
 from tests.conftest import textured
-from tests.support.runs import vesuvius_train
+from tests.support.runs import WriteConfig, vesuvius_train
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
 
 
-@pytest.fixture(autouse=True)
-def _in_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture
-def conditional_config(tmp_path: Path, tiny_config: Callable[..., Path]) -> Path:
+def conditional_config(tmp_path: Path, tiny_config: WriteConfig) -> Path:
     voxels = textured((96, 128, 128))
     scan = write_group(tmp_path / "scan.zarr", voxels, [8.0] * 3)
     labels = write_group(tmp_path / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
@@ -75,9 +69,7 @@ def test_how_samples_are_drawn_may_change_on_resume_and_what_the_network_is_may_
     assert 'dtype of the conditions: was "uint8", is "uint16"' in capsys.readouterr().err
 
 
-def test_guidance_without_a_condition_is_refused(
-    tiny_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_guidance_without_a_condition_is_refused(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert vesuvius_train(tiny_config(), "--dry-run", "diffusion.sampler_guidance=3.0") == 2
     refusal = "diffusion.sampler_guidance other than 1 needs a model trained both with and without"
     assert refusal in capsys.readouterr().err
@@ -112,9 +104,7 @@ def test_labels_can_be_drawn_from_scans(tmp_path: Path, conditional_config: Path
     assert set(np.unique(np.asarray(drawn[:]))) <= {0, 1, 2}, "grey values of the labels, a little beyond at most"
 
 
-def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(
-    tmp_path: Path, tiny_config: Callable[..., Path]
-) -> None:
+def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(tmp_path: Path, tiny_config: WriteConfig) -> None:
     config = tiny_config()
     assert vesuvius_train(config, "training.max_steps=1") == 0
     checkpoint = tmp_path / "runs/tiny/checkpoints/step_00000001"
@@ -135,7 +125,7 @@ def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(
 
 
 def test_settings_that_are_seldom_meant_are_doubted(
-    tiny_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(diffusion={"noise": "cosine", "prediction": "eps"})
     assert vesuvius_train(config, "--dry-run") == 0

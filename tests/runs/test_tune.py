@@ -34,8 +34,7 @@ LONG = {"steps_per_epoch": 100_000, "epochs": 1}
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_trials(monkeypatch)
 
 
@@ -81,23 +80,6 @@ def test_a_tune_leaves_a_report_and_a_config_that_trains(
     text = Path("tiny.tuned.yaml").read_text()
     assert "extends: tiny.yaml" in text
     assert "given on the command line of the tune" in text
-
-
-@pytest.mark.long
-def test_a_tune_of_real_trainers_leaves_a_report_and_a_config_that_trains(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of micro-batches of 1: larger ones of the same effective batch are much faster, on a CPU too."""
-    config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
-    arguments = ("--budget", "3m", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
-    assert vesuvius_tune(config, *arguments) == EXIT_OK
-    check_tune(
-        config, arguments, capsys.readouterr().out, "sure", "likely"
-    )  # three minutes are short on a busy machine
-    blocks = blocks_of_tune()
-    steps = {block.setting.train_batch_size: block.rate for block in blocks if block.kind == "step"}
-    assert steps[max(steps)] > 1.2 * steps[1]
-    assert sum(block.seconds for block in blocks) < 180 + blocks[-1].seconds
 
 
 def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: str) -> None:
@@ -150,24 +132,6 @@ def test_the_dry_run_names_blocks_with_memory_and_time_and_writes_nothing(
     )
     assert "nothing was written" in text
     assert not Path("runs").exists()
-
-
-@pytest.mark.long
-def test_the_trainers_of_a_tune_get_its_settings_rather_than_the_variables_that_it_began_with(
-    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VESUVIUS_TRAINING__TRAIN_BATCH_SIZE", "1")
-    monkeypatch.setenv("VESUVIUS_TRAINING__ACCUMULATE_STEPS", "8")
-    monkeypatch.setenv("VESUVIUS_TRAINING__LR", "2e-3")
-    config = tiny_config(training=LONG | {"workers": 0})
-    keep = "compile,channels_last,workers,prefetch_factor"
-    assert vesuvius_tune(config, "--budget", "3m", "--keep", keep) == EXIT_OK
-    blocks = blocks_of_tune()
-    assert len({block.setting.train_batch_size for block in blocks if block.ended == "ok"}) > 1
-    trained = [read_config(path) for path in TUNE.glob("trials/*/config.resolved.yaml")]
-    assert {config.global_batch for config in trained} == {8}
-    text = Path("tiny.tuned.yaml").read_text()
-    assert "lr: 0.002  # was 0.001; VESUVIUS_TRAINING__LR was set for the tune" in text
 
 
 @pytest.mark.long

@@ -17,14 +17,12 @@ from tests.conftest import run_vesuvius
 from tests.stream.test_stream_end import wait_until_gone
 from tests.support.chunk_server import ChunkServer
 from tests.support.kill_harness import Session, final_difference
-from tests.support.runs import records_of, vesuvius_train
+from tests.support.runs import WriteConfig, records_of, vesuvius_train
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.feeder import Batch, StreamInterrupted
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, load_checkpoint, step_of
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
 from vesuvius.training.validation.validation import Validation
-
-WriteConfig = Callable[..., Path]
 
 # The run could not end by itself within these seconds: a request counts as failed after so many.
 NEVER_S = 300.0
@@ -52,47 +50,11 @@ def seconds_to_end(session: Session, number: signal.Signals = signal.SIGTERM) ->
     return session.process.wait(timeout=SOON_S), time.monotonic() - started
 
 
-def wait_until_starved(session: Session, server: ChunkServer) -> None:
-    """Until the trainer has used up what was read, so that it waits for what does not come."""
-    session.wait_until(lambda: server.stats()["faults"].get("stall", 0) > 0, "a request hangs", every_s=0.05)
-    steps = -1
-    while steps != session.text().count("Train step"):
-        steps = session.text().count("Train step")
-        time.sleep(1.0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_while_a_batch_is_waited_for_saves_and_a_resume_is_bit_identical(
-    remote_config: WriteConfig, tmp_path: Path, server: ChunkServer, number: signal.Signals
-) -> None:
-    training = {"train_batch_size": 3, "save_every": 1000, "max_steps": 12}
-    stopped, straight = (remote_config(name, training=training) for name in ("stopped", "straight"))
-    with Session(stopped, tmp_path) as session:
-        session.wait_for("Train step 2/")
-        server.set_faults(HANGS)
-        wait_until_starved(session, server)
-        code, seconds = seconds_to_end(session, number)
-        assert code == {signal.SIGTERM: 75, signal.SIGINT: 130}[number], session.text()
-        print(f"{number.name}: exit after {seconds:.2f} s")
-        assert "was waiting for data and is abandoned" in session.text()
-        assert "Traceback" not in session.text()
-    (checkpoint,) = list_checkpoints(tmp_path / "runs/stopped/checkpoints")
-    assert find_damage(checkpoint) is None
-    assert step_of(checkpoint) == session.text().count("Train step")
-    server.set_faults([])
-    for config in (stopped, straight):
-        with Session(config, tmp_path, "--resume") as session:
-            assert session.end() == 0, session.text()
-    assert final_difference(tmp_path / "runs/stopped", tmp_path / "runs/straight") is None
-
-
 @pytest.mark.usefixtures("of_two_micro_batches")
 def test_a_step_given_up_in_its_second_micro_batch_leaves_no_trace(
-    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first micro-batch is in the gradient by then; a program that saved that, or its samples, would differ."""
-    monkeypatch.chdir(tmp_path)
     stopped, straight = (tiny_config(name, training={"max_steps": 5}) for name in ("stopped", "straight"))
     whole_next, asked = PatchStream.__next__, iter(range(100))
 
@@ -112,21 +74,6 @@ def test_a_step_given_up_in_its_second_micro_batch_leaves_no_trace(
     assert final_difference(Path("runs/stopped"), Path("runs/straight")) is None
 
 
-def test_a_stop_is_obeyed_while_the_first_batch_is_waited_for(
-    remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
-) -> None:
-    """No step has been made: there is nothing to save, and a resume starts at step 0."""
-    config = remote_config(data={"normalize": {"low": 0, "high": 200}})
-    with Session(config, tmp_path) as session:
-        session.wait_for("INFO diffusion ")  # what the start itself reads is read
-        server.set_faults(HANGS)
-        session.wait_until(lambda: server.stats()["faults"].get("stall", 0) > 0, "a request hangs", every_s=0.05)
-        code, seconds = seconds_to_end(session)
-        assert code == 75, session.text()
-    print(f"exit after {seconds:.2f} s")
-    assert list_checkpoints(tmp_path / "runs/tiny/checkpoints") == []
-
-
 @pytest.mark.parametrize("hangs", [r"volume\.zarr/\.z", r"volume\.zarr/\d"], ids=["metadata", "grey values"])
 def test_a_stop_is_obeyed_before_the_run_begins(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer, hangs: str
@@ -141,6 +88,7 @@ def test_a_stop_is_obeyed_before_the_run_begins(
     assert not (tmp_path / "runs/tiny").exists()
 
 
+@pytest.mark.long
 def test_the_time_limit_is_kept_while_a_batch_is_waited_for(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
 ) -> None:
@@ -194,6 +142,7 @@ def memcheck(run: Path) -> tuple[int, dict[str, Any]]:
     return found.returncode, json.loads(found.stdout)
 
 
+@pytest.mark.long
 def test_a_run_that_hangs_says_so_and_so_does_memcheck_until_it_goes_on(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
 ) -> None:
@@ -226,9 +175,8 @@ def test_a_run_that_hangs_says_so_and_so_does_memcheck_until_it_goes_on(
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_long_validation_is_no_hang_and_one_without_progress_is(
-    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     config = tiny_config(
         training={"validate_every": 1, "validate_patches": 2, "max_steps": 1}, monitor={"stall_minutes": 0.03}
     )

@@ -1,8 +1,4 @@
-"""How Ray is started or connected to, and what is said where that fails.
-
-Wrong programs that these tests are to catch: one that leaves a token behind, which changes how clusters are made; one
-that blames the cluster for what the disk says; one that is mute while it waits, or that dies with what it held back.
-"""
+"""How Ray is started or connected to, and what is said where that fails."""
 
 from __future__ import annotations
 

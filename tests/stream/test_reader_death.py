@@ -28,6 +28,7 @@ def died(stream: PatchStream) -> list[dict[str, Any]]:
     return [event.fields for event in stream.events if event.kind == "reader_died"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_region_that_ends_its_reader_is_replaced_and_the_stream_goes_on(poisoned: Path) -> None:
     job = make_job(poisoned)

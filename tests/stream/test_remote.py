@@ -127,23 +127,6 @@ def test_a_passing_fault_changes_no_byte_and_is_counted(
     assert (figures.retries > 0) == (fault != "delayed")
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("ray_cluster")
-def test_ray_readers_on_a_bad_network_give_the_bytes_of_the_disk(server: ChunkServer, tmp_path: Path) -> None:
-    batches = 600
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    expected, _ = batches_of(path, batches)
-    rules = [{"kind": "corrupt", "times": 1}, *({"kind": kind, "every": 7} for kind in ("status", "reset", "truncate"))]
-    server.set_faults([rule | {"path": CHUNK_KEYS} for rule in rules])
-    job = make_job(server.url_of(path), store=FAST)
-    with open_stream(job, workers=2, stop=4 * batches) as stream:
-        patches, _ = collect(stream, batches)
-        assert stream.reader_totals.retries > 0
-        assert not stream.events
-    assert patches.tobytes() == expected
-    assert set(server.stats()["faults"]) == {"corrupt", "status", "reset", "truncate"}
-
-
 def test_an_absent_chunk_is_air_or_the_end_as_asked(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "1/1/1").unlink()

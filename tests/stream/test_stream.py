@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from tests.conftest import textured, write_array
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.stream.events import StreamEvent
@@ -67,20 +67,6 @@ def test_patches_are_the_voxels_that_the_plan_names(volume: Path, job: ReaderJob
     for patch, index in zip(patches, indices, strict=True):
         z, y, x = job.plan.sample(int(index)).start_zyx
         np.testing.assert_array_equal(patch, voxels[z : z + 8, y : y + 16, x : x + 16])
-
-
-@pytest.mark.long
-@needs_scroll_data
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("store", ["scroll_v2_blosc.zarr", "scroll_v3_sharded.zarr", "scroll_v2_sparse_ragged.zarr"])
-def test_real_scrolls_stream_alike_with_and_without_ray(store: str) -> None:
-    job = make_job(SCROLL_DATA / store, patch_size=(24, 64, 64))
-    with open_stream(job) as stream:
-        expected, _ = collect(stream, 8)
-    with open_stream(job, workers=2) as stream:
-        patches, _ = collect(stream, 8)
-    assert expected.any()
-    assert patches.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("batch_size", [3, 40])
@@ -365,7 +351,7 @@ def test_a_feeder_whose_batches_nobody_takes_is_full_and_a_trainer_that_outruns_
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_an_unreadable_chunk_ends_the_stream_with_volume_and_region(tmp_path: Path, workers: int) -> None:
     path = write_array(tmp_path / "torn.zarr", textured((96, 128, 128)))
     job = make_job(path)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zarr
 
-from tests.conftest import SCROLL_DATA, STORED_AIR, needs_scroll_data, textured, write_array
+from tests.conftest import STORED_AIR, textured, write_array
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
@@ -250,26 +250,3 @@ def test_the_region_is_the_one_that_training_would_use(tmp_path: Path, patch: Tr
     boxes = [plan.visit(number).region for number in range(region["regions"])]
     largest = max(np.prod([hi - lo for lo, hi in zip(*box, strict=True)]) for box in boxes)
     assert region["regions_bytes"] == largest * plan.regions_in_flight
-
-
-def test_a_volume_that_is_too_small_is_told_so(tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
-    facts = look(path, (32, 32, 48))
-    assert facts.region is None
-    assert facts.no_region is not None
-    assert "data.patch_size (32, 32, 48) does not fit into" in facts.no_region
-    assert "validation slab" in str(look(path, (32, 32, 32)).no_region)
-
-
-@needs_scroll_data
-@pytest.mark.parametrize(
-    ("store", "present", "total"),
-    [("scroll_v2_blosc", 8, 8), ("scroll_v2_sparse_ragged", 7, 8), ("scroll_v3_sharded", 64, 64)],
-)
-def test_real_scrolls_are_told_as_they_are(store: str, present: int, total: int) -> None:
-    facts = look(SCROLL_DATA / f"{store}.zarr", (72, 136, 136))
-    assert (facts.occupancy.present, facts.occupancy.total) == (present, total)
-    assert facts.grey is not None
-    assert facts.grey.mean == pytest.approx(107, abs=10)
-    assert facts.region is not None
-    assert facts.region["amplification"] <= 0.95

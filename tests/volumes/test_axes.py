@@ -14,10 +14,8 @@ import zarr
 from numcodecs import Delta
 
 from tests.conftest import textured
-from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volume_tools.info import describe_volume
 from vesuvius.volumes.listing import list_chunks
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -166,27 +164,6 @@ def test_every_layout_is_read_with_permuted_and_interleaved_axes(tmp_path: Path,
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_permuted_volume_is_staged_from_a_server_chunk_by_chunk(
-    server: ChunkServer, tmp_path: Path, sharded: bool
-) -> None:
-    order = "xczty"
-    stored = write(tmp_path / "v.zarr", order, names=list(order), sharded=sharded)
-    fixed = {letter: 1 for letter in order if letter not in "zyx"}
-    volume = open_at(server.url_of(tmp_path / "v.zarr"), tuple(fixed.values()))
-    volume.stage(BOX)
-    np.testing.assert_array_equal(volume.read(BOX), as_zyx(stored, order, **fixed)[3:18, 5:24, 6:20])
-    staged = volume.source.figures.requests
-    server.reset()
-    again = open_at(server.url_of(tmp_path / "v.zarr"), tuple(fixed.values()))
-    at_opening = again.source.figures.requests
-    requests = again.grid.requests(BOX)
-    indices = {key for key, byte_range in requests if byte_range is not None}
-    assert staged - at_opening == len(requests) + len(indices), "nothing was asked for that was not staged"
-    volume.close()
-    again.close()
-
-
-@pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("order", ["xyz", "xczty"])
 def test_a_listing_of_a_permuted_volume_is_in_zyx(tmp_path: Path, order: str, sharded: bool) -> None:
     path = tmp_path / "v.zarr"
@@ -225,16 +202,6 @@ def test_without_names_of_space_the_last_three_axes_are_zyx_but_for_channels_at_
 def test_width_height_and_depth_are_x_y_and_z(tmp_path: Path, names: list[str]) -> None:
     stored = write(tmp_path / "v.zarr", "xyz", names=list(names))
     np.testing.assert_array_equal(open_at(tmp_path / "v.zarr").read(BOX), stored.transpose(2, 1, 0)[3:18, 5:24, 6:20])
-
-
-def test_names_that_are_not_of_space_are_told_with_what_they_are_taken_for(tmp_path: Path) -> None:
-    for order, names in {"czyx": ["dim_0", "dim_1", "dim_2", "dim_3"], "zyx": ["axial", "row", "column"]}.items():
-        path = tmp_path / f"{order}.zarr"
-        write(path, order, names=list(names))
-        select = (0,) * (len(order) - 3)
-        facts = describe_volume(ArrayConfig(path=str(path), select=select), (4, 4, 4), places=0)
-        assert facts.axes == tuple(names)
-        assert facts.zyx == ((1, 2, 3) if order == "czyx" else (0, 1, 2)), "the last three"
 
 
 def test_select_counts_the_axes_that_are_not_of_space_as_they_are_stored(tmp_path: Path) -> None:
@@ -318,13 +285,6 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(tmp_path: Path, kind: st
     assert "\n" not in text
     assert str(tmp_path / "v.zarr") in text
     assert text.count("; ") >= 2, "rule, value and remedy"
-
-
-@pytest.mark.parametrize("names", [["z", "y", "z"], ["t", "y", "x"]], ids=["twice", "no z"])
-def test_dimension_names_without_one_z_y_and_x_are_refused(tmp_path: Path, names: list[str | None]) -> None:
-    write(tmp_path / "v.zarr", "zyx", names=names)
-    with pytest.raises(DataError, match=f"each once; got axes {', '.join(map(str, names))} of shape"):
-        open_at(tmp_path / "v.zarr")
 
 
 def test_names_of_group_and_array_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from zarr.storage import LocalStore, WrapperStore
 
 from tests.conftest import textured
 from tests.support.chunk_server import ChunkServer
-from tests.support.object_server import objects_of, serving
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box
@@ -163,26 +161,6 @@ def test_the_grid_names_what_zarr_asks_for(tmp_path_factory: pytest.TempPathFact
     assert set(grid.absent(layout.box)) == within & layout.holes
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layout=layouts())
-def test_the_place_of_a_key_is_where_it_came_from(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> None:
-    path = tmp_path_factory.mktemp("v")
-    layout.write(path)
-    grid = grid_of(path, layout.name, layout.axes)
-    per_object = layout.per_shard or (1, 1, 1)
-    for chunk in itertools.product(*map(range, grid.counts_zyx)):
-        place = tuple(i // n for i, n in zip(chunk, per_object, strict=True))
-        assert grid.place_of(grid.key_of(chunk)) == place
-    folder = f"{layout.name}/" if layout.name else ""
-    for other in ("zarr.json", ".zarray", ".chunk_occupancy.npz", "notes/1.txt", "0/0", "9/9/9/9/9/9/9"):
-        assert grid.place_of(folder + other) is None
-    if layout.others:
-        other_selects = itertools.product(*(range(size) for size, *_ in layout.others))
-        keys = {select: grid_of(path, layout.name, layout.at(select)).key_of((0, 0, 0)) for select in other_selects}
-        for key in keys.values():
-            assert (grid.place_of(key) == (0, 0, 0)) == (key == keys[layout.axes.select]), "of other fixed axes"
-
-
 # ---- the index of a shard
 
 CHECKED = (BytesCodec(), Crc32cCodec())
@@ -273,15 +251,6 @@ def test_a_volume_of_which_no_chunk_may_be_missing_is_read_whatever_form_its_ind
     np.testing.assert_array_equal(volume.read(stored), textured(SHAPE)[3:24, :20])
     with pytest.raises(DataError, match=r"chunk \[3, 0, 0\] of volume .*v\.zarr is not stored"):
         volume.read(((0, 0, 0), SHAPE))
-
-
-def test_a_shard_that_is_read_whole_costs_one_request_whatever_is_absent_in_it(tmp_path: Path) -> None:
-    path, asked = write_sharded(tmp_path / "v.zarr"), list[str]()
-    with serving(objects_of(path, "/v"), asked=asked) as web:
-        volume = open_volume(ArrayConfig(path=f"{web}/v"), form=("default", "/"))
-        assert not volume.read(((0, 0, 0), SHAPE))[24:].any()
-        volume.close()
-    assert asked.count("GET /v/c/0/0/0") == 1
 
 
 def test_an_index_is_read_once_and_anew_when_forgotten(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""No chunk's bytes reach a decoder unless they are whole, and no checksum is left unchecked, however a chunk is read.
-
-Which wrong programs would pass a test of whole reads alone: one that checks nothing where a part of a shard is read, or
-only where the chunk is an object of its own, or only on a disk.
-"""
+"""No chunk reaches a decoder unless it is whole, and no checksum is left unchecked, however a chunk is read."""
 
 from __future__ import annotations
 

@@ -81,13 +81,6 @@ def test_a_further_coordinate_system_of_0_6_does_not_move_the_voxels(tmp_path: P
     assert geometry_of(tmp_path / "v.zarr", attributes) == Geometry((1, 2, 3), (0, 0, 0), UNITS)
 
 
-def test_drafts_of_0_6_that_name_systems_by_strings_are_read(tmp_path: Path) -> None:
-    attributes = ome_06(scale(1, 2, 3), systems={"other": XYZ, "physical": ZYX})
-    (transform,) = attributes["ome"]["multiscales"][0]["datasets"][0]["coordinateTransformations"]
-    transform |= {"input": "0", "output": "physical"}
-    assert geometry_of(tmp_path / "v.zarr", attributes) == Geometry((1, 2, 3), (0, 0, 0), UNITS)
-
-
 def test_axes_beside_zyx_have_no_part_in_the_geometry(tmp_path: Path) -> None:
     level = {"path": "0", "coordinateTransformations": [scale(1, 3, 7, 2), translation(30, 99, 20, 10)]}
     attributes = multiscale("xcyz", "0.4", datasets=[level])

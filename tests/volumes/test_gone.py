@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from numcodecs import Delta
 from tests.conftest import textured, write_array
 from tests.support.chunk_server import ChunkServer
 from tests.volumes.test_volume import LAYOUTS
-from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.stream.reading.reader import Reader
-from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.listing import list_chunks
 from vesuvius.volumes.missing import StoredChunks
@@ -146,21 +143,6 @@ def test_a_volume_that_is_deleted_is_gone_at_the_next_read(
     assert not isinstance(caught.value, UnreadableChunkError)
 
 
-def test_the_metadata_are_looked_at_once_a_second_not_for_every_region_of_air(
-    server: ChunkServer, tmp_path: Path
-) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    for chunk in path.glob("[0-9]/*/*"):
-        if chunk != path / "1/1/1":
-            chunk.unlink()
-    volume = open_at(server.url_of(path))
-    server.reset()
-    began = time.monotonic()
-    for _ in range(20):
-        assert not volume.read(((0, 0, 0), (32, 32, 32))).any()
-    assert server.asked_for(path)[".zarray"] <= 1 + (time.monotonic() - began)
-
-
 def test_metadata_that_are_away_for_a_moment_are_an_outage(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "0/0/0").unlink()
@@ -183,28 +165,6 @@ def test_another_volume_in_its_place_is_noticed_and_edited_attributes_are_not(tm
     volume.metadata._due = 0.0
     with pytest.raises(DataError, match="it has been replaced"):
         volume.read(CHUNK_BOX)
-
-
-def sparse_job(path: str, **data: Any) -> Any:
-    settings: dict[str, Any] = {"patch_size": (8, 16, 16), "patches_per_region": 4, "regions_per_task": 4} | data
-    return prepare_data(0, DataConfig(volumes=(VolumeConfig(path=path),), store=FAST, **settings)).job
-
-
-def test_readers_know_what_was_listed(tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
-    job = sparse_job(str(path), min_foreground=0.5)
-    (path / "1/1/1").unlink()
-    reader = Reader(job, ring=job.plan.regions_per_task + 1)
-    causes = {
-        record["cause"] for task in job.tasks(0, 64) for block in reader.blocks(task) for record in _quarantined(block)
-    }
-    assert causes == {"listed as stored, but missing"}
-
-
-def _quarantined(block: Any) -> list[dict[str, Any]]:
-    from vesuvius.stream.reading.reader import head_of
-
-    return head_of(block).report.quarantined
 
 
 # ---- chunks that are too short

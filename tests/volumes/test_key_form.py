@@ -1,8 +1,4 @@
-"""Chunks that are stored, but not by the key that the metadata name: never air.
-
-A program that knows one wrong form only (nested without a separator, as in the public report), that looks on disks
-only, or that looks at the whole array and not at z, y, x of it, fails one of the layouts below.
-"""
+"""Chunks that are stored, but not by the key that the metadata name: never air."""
 
 from __future__ import annotations
 

@@ -85,12 +85,3 @@ def test_a_rare_label_ends_a_run_when_a_reader_meets_it_and_is_not_quarantined(t
         with pytest.raises(DataError, match=r"labels 7 in .*labels.zarr are none .* of the voxels in z \d+:9\d, y"):
             list(itertools.islice(stream, 2000))
         assert not stream.quarantined
-
-
-def test_an_ignore_value_is_a_class_if_it_is_named(tmp_path: Path) -> None:
-    labels = np.where(textured((32, 64, 64)) % 3, 255, 0).astype("uint8")
-    config = config_of(tmp_path, labels, condition_values=(0, 255))
-    data = prepare_data(0, config)
-    data.grey_ranges(config)
-    with open_stream(data.job) as stream:
-        assert next(stream).condition is not None

@@ -66,11 +66,6 @@ def test_every_reader_of_voxels_meets_numbers_alone(tmp_path: Path, dtype: str, 
     assert 0.1 < inside.mean() < 0.9
 
 
-def test_a_volume_that_keeps_them_gives_what_is_stored(tmp_path: Path) -> None:
-    voxels = write_ct(tmp_path / "v.zarr")
-    np.testing.assert_array_equal(opened(tmp_path / "v.zarr", "keep").read(WHOLE), voxels)
-
-
 def test_as_errors_they_are_damage_of_their_whole_chunk_whatever_part_is_read(tmp_path: Path) -> None:
     """A region that does not touch the NaN is refused as well: else order depends on who met it first."""
     voxels = textured(SHAPE, dtype="float32")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -282,18 +281,6 @@ def test_a_mask_that_does_not_fit_is_refused(tmp_path: Path, shape: tuple[int, i
         prepare_data(0, data_config(path, min_foreground=0.5, mask=mask))
 
 
-def test_a_large_coarse_array_is_read_by_whole_chunks(server: ChunkServer, tmp_path: Path) -> None:
-    """Blocks whose edges cut chunks would fetch these more than once."""
-    fine, coarse = empty_volume(tmp_path / "fine", (96, 128, 128)), textured((96, 128, 128))
-    path = write_array(tmp_path / "coarse.zarr", coarse, 16)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(occupancy, "_BLOCK_BYTES", 40**3)
-        coarse_map(fine, opened(server.url_of(path)), 0, (8, 16, 16))
-    asked = server.reads_of(path)
-    chunks = {f"{z}/{y}/{x}" for z, y, x in itertools.product(range(6), range(8), range(8))}
-    assert {key: asked[key] for key in chunks} == dict.fromkeys(chunks, 1)
-
-
 # ---- patches with enough foreground
 
 
@@ -343,24 +330,6 @@ def qualifying_of(prepared: PreparedData) -> set[Triple]:
     found = prepared.plan.volumes[0].foreground
     assert found is not None
     return {start for position in range(found.positions) if (start := found.at(position))}
-
-
-def test_every_patch_holds_the_share_of_a_mask_of_voxels(tmp_path: Path) -> None:
-    """Patches of 4^3, so the cells of the map are single voxels, and what it says is exact."""
-    shape = (36, 48, 48)
-    voxels, mask = textured(shape), blob(shape)
-    path = write_array(tmp_path / "v.zarr", voxels, 8)
-    spec = ArrayConfig(path=str(write_array(tmp_path / "mask.zarr", mask)))
-    options = {"patch_size": (4, 4, 4), "region_size": (8, 8, 8), "min_foreground": 0.3, "mask": spec}
-    prepared = prepare_data(0, data_config(path, **options))
-    volume = prepared.plan.volumes[0]
-    assert volume.foreground is not None
-    assert volume.foreground.map.cell_zyx == (1, 1, 1)
-    shares = shares_of(prepared, voxels, mask, 60)
-    assert 0.3 <= min(shares) < 0.9, "patches at the border come too"
-    starts = qualifying_of(prepared)
-    assert starts == qualifying_by_counting(prepared, mask, 0.3)
-    assert 0 < len(starts) < 0.8 * volume.cells.starts
 
 
 @pytest.mark.parametrize(("source", "remote"), [("mask", False), ("level", True), ("chunks", False)])
@@ -428,6 +397,7 @@ print(peak_kib * 1024, volume.visits_per_pass, prepared_s, time.monotonic() - st
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_the_largest_scroll_is_planned_in_little_memory(tmp_path: Path) -> None:
     """75784 x 32693 x 32693 voxels in 39 million chunks, a quarter of them stored, says a sidecar."""

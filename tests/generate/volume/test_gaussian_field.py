@@ -1,7 +1,7 @@
 """A Gaussian field drawn with the exact denoiser of tiles, against the field itself.
 
 Every sampler step is linear in the noise, so the covariance of what is drawn follows from the responses to unit
-noise, without chance.  Figures beyond the patch are printed by the long test, in 3D and by chance.
+noise, without chance.  Figures beyond the patch are printed by the long test.
 """
 
 from __future__ import annotations
@@ -153,21 +153,3 @@ def test_the_tables_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
                   {round(length / PATCH[1], 2): round(value, 3) for length, value in ratio.items()})  # fmt: skip
         print("border / interior of a gap: independent noise", round(filled_border(1, corrects=False), 3),
               {f"{rounds} rounds": round(filled_border(rounds), 3) for rounds in (1, 2, 4, 8)})  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("overlap", [0.5, 0.25])
-def test_in_3d_too(overlap: float, capsys: pytest.CaptureFixture[str]) -> None:
-    shape, patch, volumes = (32, 32, 32), (8, 8, 8), 48
-    field = falling(2.0)
-    noise = torch.randn((volumes, 1, *shape), generator=torch.Generator().manual_seed(0))
-    estimate = tiled(Tiling(shape, patch, overlap), exact_estimate(field, patch))
-    found = sample(estimate, field_levels(field, patch, STEPS), noise, "dpmpp2m")[:, 0].double()
-    power = torch.fft.fftn(found, dim=(-3, -2, -1)).abs().square().mean(0) / found[0].numel()
-    truth = by_wavelength(expected_periodogram(field, shape), shape)
-    ratio = {wavelength: value / truth[wavelength] for wavelength, value in by_wavelength(power, shape).items()}
-    with capsys.disabled():
-        print(f"\noverlap {overlap}:", {round(wavelength, 1): round(value, 3) for wavelength, value in ratio.items()})
-    # 48 volumes have 5000 modes of wavelength 8: a standard error of 1.4 % at most
-    limit = 0.05 if overlap == 0.5 else 0.08
-    assert all(abs(value - 1) < limit for wavelength, value in ratio.items() if wavelength <= 8), ratio

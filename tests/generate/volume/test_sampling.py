@@ -1,8 +1,5 @@
 """A volume on disk equals one in memory, and has the same bits whoever draws it, in which order, and however often that
-was killed.
-
-The estimate is the exact one of a Gaussian field.  Power failures are not tried.
-"""
+was killed."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +140,7 @@ def test_a_volume_whose_process_was_killed_again_and_again_has_the_same_bits(tmp
     np.testing.assert_array_equal(drawn(work, folder, ESTIMATE), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deadly", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_actors_of_ray_give_the_same_bits_and_one_that_dies_is_replaced_unless_it_dies_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadly: bool
@@ -319,14 +315,3 @@ def test_a_volume_is_planned_and_begun_in_the_same_memory_whatever_its_shape(tmp
     assert [part.kind for part in found[:9]] == ["tiles"] * 9
     assert on_disk >= 2 * edge**3 * 4
     assert peak < 24 * 2**20
-
-
-@pytest.mark.long
-def test_peak_memory_does_not_grow_with_the_volume() -> None:
-    """What each worker holds is counted by the peak of a process that draws 64 and 512 times a patch."""
-    peaks = {}
-    for times in (4, 8):
-        command = [sys.executable, "tools/bench/volume_sampling.py", "--memory", str(times)]
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
-        peaks[times] = float(found.split()[1])
-    assert peaks[8] == pytest.approx(peaks[4], rel=0.1)

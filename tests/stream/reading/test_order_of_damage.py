@@ -1,8 +1,5 @@
 """Which region takes the place of a damaged one depends on the bytes of the volume alone: not on who reads it, on what
-that reader has met before, or on where a run begins.
-
-A reader that quarantines more than what fails for every region that touches it would pass any test with one reader.
-"""
+that reader has met before, or on where a run begins."""
 
 from __future__ import annotations
 

@@ -94,27 +94,6 @@ def test_runs_of_other_seeds_mixing_readers_and_counts_look_at_the_same_patches(
     assert np.array_equal(one.patches, two.patches[:16])
 
 
-def test_volumes_are_drawn_by_their_weights(tmp_path: Path) -> None:
-    voxels = [textured(SHAPE, seed) for seed in range(2)]
-    paths = [write_array(tmp_path / f"{seed}.zarr", v) for seed, v in enumerate(voxels)]
-    volumes = tuple(VolumeConfig(path=str(path), weight=w) for path, w in zip(paths, (1.0, 3.0), strict=True))
-    found = fixed(data_config(volumes=volumes), 64)
-    assert np.bincount(found.volumes).tolist() == [16, 48]
-    stacked = np.stack([cut(v, found) for v in voxels])
-    assert np.array_equal(found.patches, stacked[list(found.volumes), range(64)])
-
-
-def test_conditions_are_cut_where_their_patches_are(tmp_path: Path) -> None:
-    voxels = textured(SHAPE)
-    scan, labels = write_array(tmp_path / "v", voxels), write_array(tmp_path / "c", 2000 + voxels.astype("uint16"))
-    condition = ArrayConfig(path=str(labels))
-    found = fixed(data_config(volumes=(VolumeConfig(path=str(scan), condition=condition),)))
-    assert found.conditions is not None
-    assert found.conditions.dtype == np.uint16
-    assert np.array_equal(found.conditions, 2000 + found.patches.astype("uint16"))
-    assert found.starts_zyx == fixed(data_config(scan)).starts_zyx, "a condition moves no patch"
-
-
 def test_without_a_split_patches_come_from_what_is_trained_on_and_say_so(volume: Path) -> None:
     config = data_config(volume, validation=ValidationConfig(fraction=0))
     found = fixed(config)

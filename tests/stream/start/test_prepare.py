@@ -46,10 +46,6 @@ def test_a_small_patch_finds_the_range_that_a_large_one_finds(tmp_path: Path) ->
     assert [grey.low, grey.high] == pytest.approx(truth.tolist(), abs=3), "patches alone are off by more than 10"
 
 
-def test_the_range_of_bool_is_all_of_it(tmp_path: Path) -> None:
-    assert estimated(tmp_path / "v.zarr", textured((96, 96, 96)) > 100, fill=False) == GreyRange(0.0, 1.0)
-
-
 def test_a_volume_of_air_alone_is_refused_as_such(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"must hold more than its fill value; got nothing else in \d+ boxes of .*v.zarr"

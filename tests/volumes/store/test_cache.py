@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import signal
 import time
@@ -76,21 +75,6 @@ def start() -> Iterator[Callable[..., BaseProcess]]:
     for process in started:
         process.kill()
         process.join()
-
-
-def test_what_was_put_is_what_is_got(cache: DiskCache) -> None:
-    assert cache.get(key(0)) is None
-    assert not cache.directory.exists(), "looking creates nothing"
-    cache.prepare()
-    for index, data in enumerate([b"", b"x", os.urandom(100_000)]):
-        cache.put(key(index), data)
-        assert cache.get(key(index)) == data
-    cache.put(key(1), b"another")
-    assert pickle.loads(pickle.dumps(cache)).get(key(1)) == b"another"
-    cache.drop(key(1))
-    assert cache.get(key(1)) is None
-    cache.put(key(2), bytes(LIMIT))
-    assert cache.get(key(2)) is None, "larger than the limit"
 
 
 def test_the_least_recently_used_go_first_and_getting_is_using(cache: DiskCache) -> None:

@@ -208,13 +208,6 @@ def test_a_profile_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch
     assert find_signing("s3", True).options == {"skip_signature": True}
 
 
-def test_a_profile_that_needs_boto3_says_so(set_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    set_up("process")
-    monkeypatch.setitem(sys.modules, "obstore.auth.boto3", None)
-    with pytest.raises(DataError, match=r"profile default, .* needs boto3; install it, or export keys: eval"):
-        open_store("s3://bucket/v", StoreConfig())
-
-
 # ---- Google
 
 

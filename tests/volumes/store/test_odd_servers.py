@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import socket
 import ssl
 import subprocess
 import threading
@@ -23,7 +22,7 @@ from tests.support.odd_server import Asked, answer, files_below, odd_server, ser
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.errors import OutageError, RefusedError, is_outage, is_protocol_error
+from vesuvius.volumes.errors import RefusedError, is_outage, is_protocol_error
 from vesuvius.volumes.store import retry
 from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
@@ -175,34 +174,6 @@ def test_a_body_that_always_breaks_off_at_the_same_byte_is_named_and_another_one
             source.get("data")
         came = itertools.chain([9, 9, 0, 0] * 4, itertools.repeat(len(DATA)))
         assert Source(address, config, known=True).get("data") == DATA
-
-
-def test_a_redirect_to_where_nothing_is_names_that_place() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        place = f"127.0.0.1:{closed.getsockname()[1]}"
-    with odd_server(lambda asked: sized("302 Found", b"", f"Location: http://{place}/data")) as server:
-        source = Source(server.url, StoreConfig(outage_minutes=0.001))
-        with pytest.raises(OutageError, match=f"Connection refused by {place} .*data in {server.url}"):
-            source.get("data")
-
-
-PAGE = b"<!DOCTYPE HTML>\n<html><head><title>No such thing</title></head>\n<body><h1>Error: no</h1></body></html>"
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (PAGE, ": No such thing"),
-        (b"<Error><Code>NoKey</Code><Message>Not here.</Message></Error>", ": NoKey Not here."),
-        (b"out of: order\n", ": out of: order"),
-        (b"", ""),
-    ],
-)
-def test_the_body_of_an_error_is_told_in_short_without_its_tags(body: bytes, words: str) -> None:
-    with odd_server(lambda asked: sized("410 Gone", body)) as server:
-        with pytest.raises(RefusedError) as caught:
-            Source(server.url, StoreConfig()).get("data")
-        assert f" demands: Server returned non-2xx status code: 410 Gone{words} for data in " in str(caught.value)
 
 
 @pytest.mark.parametrize("served_by", ["a certificate of its own", "no TLS"])

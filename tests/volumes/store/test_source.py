@@ -219,16 +219,6 @@ def test_a_bucket_that_wants_a_signature_says_what_to_do(s3: Any, tmp_path: Path
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("s3")
-def test_a_bucket_or_volume_that_is_not_there_is_one_line() -> None:
-    for address in ("s3://no-such-bucket/v.zarr", "s3://public/none.zarr"):
-        with pytest.raises(
-            DataError, match=f"must be a zarr array or group; got {address}, which is neither"
-        ) as caught:
-            open_volume(ArrayConfig(path=address), FAST)
-        assert "\n" not in str(caught.value)
-
-
 # ---- listings
 
 
