@@ -62,24 +62,6 @@ def test_every_start_is_equally_likely_exactly(name: str) -> None:
         assert position == cells.starts
 
 
-def test_a_walk_over_the_largest_scroll_gives_each_cell_what_it_owns() -> None:
-    cells = planned(LAYOUTS["the largest scroll"]).cells
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        phases, position = cells.draw_phases(rng), int(rng.integers(cells.starts))
-        lo, hi = cell = cells.cell_at(position, phases)
-        size = math.prod(b - a for a, b in zip(lo, hi, strict=True))
-        low, high = position, position  # by bisection, the first and the last position of this cell
-        below, above = max(position - size, -1), min(position + size, cells.starts)
-        while low - below > 1:
-            middle = (low + below) // 2
-            low, below = (middle, below) if cells.cell_at(middle, phases) == cell else (low, middle)
-        while above - high > 1:
-            middle = (high + above) // 2
-            high, above = (middle, above) if cells.cell_at(middle, phases) == cell else (high, middle)
-        assert high - low + 1 == size
-
-
 @pytest.mark.parametrize(
     ("name", "region", "chunks"),
     [

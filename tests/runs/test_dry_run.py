@@ -94,16 +94,6 @@ def test_the_dry_run_refuses_more_memory_than_there_is_and_its_workers_fit(
     assert "WARN       memory" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
-def test_a_cluster_where_nothing_listens_is_refused(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], address: str
-) -> None:
-    arguments = ("--dry-run", f"cluster.address={address}")
-    assert vesuvius_train(tiny_config(), *arguments, "training.workers=1") == EXIT_CONFIG
-    assert f"cluster.address must name a running Ray cluster; got '{address}'" in capsys.readouterr().err
-    assert vesuvius_train(tiny_config(), *arguments, "training.workers=0") == EXIT_OK, "which has no use for it"
-
-
 @pytest.mark.parametrize(
     "arguments", [["--vram-gib", "80"], *(["--dry-run", "--vram-gib", n] for n in ("0", "x", "inf"))]
 )

@@ -293,23 +293,6 @@ def test_ranks_that_have_lost_one_end_go_on_from_the_last_checkpoint_and_stop_wh
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=1000)
 
 
-@pytest.mark.long  # 108 s beside other tests
-def test_ray_train_starts_all_ranks_again_when_one_is_killed(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    """The one test of every day that starts Ray Train itself."""
-    config = tiny_config("killed", training=PLAIN | {"epochs": 2, "accumulate_steps": 1, "ranks": 2, "workers": 0})
-    run, marker = tmp_path / "runs/killed", f"TEST_OF_VESUVIUS={tmp_path}"
-    with Session(config, tmp_path, environment=dict([marker.split("=", 1)])) as session:
-        wait_for_step(run, 5, [session.process])
-        kill_rank(run, 1)
-        assert session.end() == 0, session.text()
-    assert "continuing from" in session.text()
-    assert "was killed" in (run / "ranks/1/logs/train_full.log").read_text()
-    assert list((tmp_path / "runs/.ray_train").iterdir()) == []
-    assert left_after(marker, at_most_s=30) == []
-    assert len(steps_of(run)) == 20
-    assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=2)
-
-
 @pytest.mark.long
 def test_a_signal_to_the_command_stops_the_ranks_of_ray_train_with_a_checkpoint_and_one_to_a_rank_ends_nothing(
     tiny_config: WriteConfig, tmp_path: Path

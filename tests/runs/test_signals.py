@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import fork_server
-from tests.support.kill_harness import Session, partial_checkpoint, wait_for_partial
+from tests.support.kill_harness import Session
 from tests.support.runs import WriteConfig
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
@@ -77,27 +77,3 @@ def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_
         assert session.end() == -number
         assert "Train step" not in session.text()
     assert checkpoint_steps(tmp_path / "runs/tiny") == [1]
-
-
-@pytest.mark.long  # a kill inside a save is in test_kills.py
-def test_a_second_signal_in_the_middle_of_the_save_leaves_the_older_checkpoint_whole(
-    tiny_config: WriteConfig, tmp_path: Path
-) -> None:
-    # A state of 100 MB, which takes a while to write.
-    config = tiny_config(training={"epochs": 1000, "save_every": 10_000}, model={"channels": [96, 192]})
-    run = tmp_path / "runs/tiny"
-    one_step_done(config, tmp_path)
-    for _ in range(20):
-        before = checkpoint_steps(run)
-        with Session(config, tmp_path, "--resume") as session:
-            session.wait_for("Train step")
-            session.process.terminate()
-            wait_for_partial(session, run)
-            session.process.terminate()
-            code = session.end()
-        # Only what is left behind says that the signal came in the middle: the save may have ended just before it.
-        if partial_checkpoint(run) is not None:
-            break
-    assert partial_checkpoint(run) is not None, "no signal ended a save in its middle"
-    assert code == -signal.SIGTERM, session.text()
-    assert checkpoint_steps(run) == before

@@ -164,18 +164,6 @@ def test_a_run_validates_previews_and_keeps_what_it_was_asked_to_keep(tiny_confi
     assert list(Path("runs/tiny/tb").glob("events.*"))
 
 
-def test_validations_of_runs_with_other_seeds_and_batches_begin_alike(tiny_config: WriteConfig) -> None:
-    """With weights that are the same: a learning rate of almost 0 and weights of another run."""
-    assert vesuvius_train(tiny_config("first"), "training.max_steps=1") == 0
-    still = {"lr": 1e-30, "weight_decay": 0.0, "init_from": "runs/first"}
-    training = still | {"validate_every": 1, "validate_patches": 4, "max_steps": 1}
-    assert vesuvius_train(tiny_config("one", training=training)) == 0
-    other = training | {"train_batch_size": 3, "accumulate_steps": 1}
-    assert vesuvius_train(tiny_config("other", training=other), "seed=7") == 0
-    one, other_one = (records_of("validation", name)[0]["weights"]["ema"]["bins"] for name in ("one", "other"))
-    np.testing.assert_allclose(one, other_one, rtol=1e-5)  # batches of 2 and of 3 are summed in another order
-
-
 BAD_DATA = [
     ("data.volumes=[{path: nowhere.zarr}]", 6, "vesuvius volume synth"),
     ("data.patch_size=[96,128,128]", 6, "reduce data.patch_size"),

@@ -153,6 +153,7 @@ def test_an_interrupted_tune_goes_on_where_it_was(tiny_config: WriteConfig, tmp_
     assert vesuvius_tune(config, "--resume", "--keep", "workers") == EXIT_CONFIG, "another tune"
 
 
+@pytest.mark.long
 def test_a_second_tune_is_kept_out_while_it_measures(
     tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

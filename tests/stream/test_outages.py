@@ -37,7 +37,7 @@ def own_server(tmp_path: Path) -> Iterator[ChunkServer]:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     ("workers", "gone_s"),
-    [(0, 4), *(pytest.param(*case, marks=pytest.mark.long) for case in itertools.product((0, 2), (8, 180, 600)))],
+    [(0, 3), *(pytest.param(*case, marks=pytest.mark.long) for case in itertools.product((0, 2), (8, 180, 600)))],
 )
 def test_a_server_that_is_gone_for_a_while_costs_time_and_nothing_else(
     own_server: ChunkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, gone_s: float
@@ -90,7 +90,10 @@ def test_a_server_that_stays_away_ends_the_stream_without_quarantine(
     own_server.start()
 
 
-@pytest.mark.parametrize(("min_foreground", "workers"), [(0, 0), (0.5, 0), pytest.param(0, 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("min_foreground", "workers"),
+    [(0, 0), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0.5, 0), (0, 1)))],
+)
 def test_a_run_over_a_volume_that_is_deleted_ends_with_6(
     tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, min_foreground: float, workers: int
 ) -> None:

@@ -165,6 +165,7 @@ def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
     assert not journal.exists()
 
 
+@pytest.mark.long
 def test_the_command_ends_without_a_word_of_python(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))  # of blosc, for which numcodecs makes a lock
     command = [

@@ -248,23 +248,6 @@ def test_known_voxels_follow_their_own_noise_to_the_end_and_shape_the_rest(tmp_p
     assert (drawings["shifted"] - drawings["plain"])[gap].mean() > 0.5
 
 
-def test_tiles_without_a_gap_are_not_computed(tmp_path: Path) -> None:
-    tiling, tiles = Tiling((4, 6, 48), PATCH, 0.5), []
-    known = np.zeros(tiling.shape_zyx, np.float32)
-    known[0, 0, 20] = np.nan  # in block 3, voxels 18 to 24, and near block 2: tiles from 9, 12, 15, 18 and 21
-    work = VolumeJob(tiling, 1, LEVELS, "dpmpp2m", inpaint=True)
-    field = Field(tmp_path / "known", tiling)
-    field.create()
-    for block in range(tiling.blocks):
-        field.write(block, known[..., block * 6 : block * 6 + 6])
-    done = drawn(work, tmp_path, ESTIMATE, watch=Watch(on_progress=lambda *progress: tiles.append(progress)))
-    assert tiles[8:] == [("batches of tiles", i + 1, 20) for i in range(20)]
-    assert tiles[:8] == [("blocks searched for gaps", i + 1, 8) for i in range(8)]
-    assert np.count_nonzero(np.abs(done) > 1e-5) <= 1
-    stored = {path.name for path in State(tmp_path, work, len(work.passes)).x.path.iterdir()}
-    assert stored == {".zarray", "0.0.1", "0.0.2", "0.0.3", "0.0.4"}, "blocks that no computed tile sees have no state"
-
-
 def test_blocks_are_live_where_a_gap_is_less_than_half_a_patch_away() -> None:
     rng = np.random.default_rng(0)
     for patch, shape in (((4, 6, 6), (11, 25, 19)), ((1, 3, 5), (2, 7, 11))):

@@ -13,7 +13,7 @@ from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.start.prepare import GreyRange, prepare_data
 
-FAR = {"int16": -1000, "int32": 2**30, "uint32": 2**32 - 2**20, "int64": 2**40, "uint64": 2**45, "float64": 1e9}
+FAR = {"int16": -1000, "uint64": 2**45, "float64": 1e9}
 
 
 def estimated(path: Path, voxels: np.ndarray[Any, Any], fill: Any = 0) -> GreyRange:

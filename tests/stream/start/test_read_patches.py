@@ -19,18 +19,16 @@ from vesuvius.stream.start.prepare import prepare_data
 SHAPE = (128, 128, 128)
 
 
-@pytest.mark.parametrize("paired", [False, True])
 def test_a_start_fetches_what_it_reads_next_meanwhile_and_says_how_far_it_is(
-    server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, paired: bool
+    server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A patch touches eight chunks at most: where more are asked for at once, they are those of other patches too."""
     monkeypatch.setattr(progress, "_EVERY_S", 0.02)
     caplog.set_level(logging.INFO)
-    paths = [write_array(tmp_path / f"{name}.zarr", textured(SHAPE), chunk=16) for name in "vc"[: 1 + paired]]
+    paths = [write_array(tmp_path / f"{name}.zarr", textured(SHAPE), chunk=16) for name in "vc"]
     configs = []
     for addresses in ([str(path) for path in paths], [server.url_of(path) for path in paths]):
-        condition = ArrayConfig(path=addresses[1]) if paired else None
-        spec = VolumeConfig(path=addresses[0], condition=condition)
+        spec = VolumeConfig(path=addresses[0], condition=ArrayConfig(path=addresses[1]))
         configs.append(DataConfig(volumes=(spec,), patch_size=(8, 16, 16)))
     expected = read_fixed_patches(prepare_data(0, configs[0]), configs[0], 12)
     data = prepare_data(0, configs[1])
@@ -41,7 +39,7 @@ def test_a_start_fetches_what_it_reads_next_meanwhile_and_says_how_far_it_is(
     np.testing.assert_array_equal(found.patches, expected.patches)
     stats = server.stats()
     assert stats["max_in_flight"] > 8
-    assert sum(count for key, count in stats["paths"].items() if "zarr/." not in key) <= 12 * 8 * (1 + paired)
+    assert sum(count for key, count in stats["paths"].items() if "zarr/." not in key) <= 12 * 8 * 2
     said = [line for line in caplog.messages if line.startswith("reading the patches of validation and previews: ")]
     assert said[0].endswith(": 0 of 12"), "also before anything has come"
     counts = [int(match[1]) for line in said if (match := re.search(r": (\d+) of 12, .* MiB, about .* left$", line))]

@@ -6,12 +6,7 @@ All with an outage limit of an hour: a reader that takes an answer for an outage
 from __future__ import annotations
 
 import itertools
-import shutil
-import ssl
-import subprocess
-import threading
 from collections.abc import Callable
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -174,27 +169,6 @@ def test_a_body_that_always_breaks_off_at_the_same_byte_is_named_and_another_one
             source.get("data")
         came = itertools.chain([9, 9, 0, 0] * 4, itertools.repeat(len(DATA)))
         assert Source(address, config, known=True).get("data") == DATA
-
-
-@pytest.mark.parametrize("served_by", ["a certificate of its own", "no TLS"])
-def test_tls_that_fails_is_named_after_two_tries(tmp_path: Path, served_by: str) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": print}))
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]
-    if served_by != "no TLS":
-        if shutil.which("openssl") is None:
-            pytest.skip("no openssl to make a certificate with")
-        command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout key -out cert -days 2"
-        subprocess.run([*command.split(), "-subj", "/CN=localhost"], cwd=tmp_path, check=True, capture_output=True)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    source = Source(f"https://127.0.0.1:{server.server_port}", StoreConfig(), known=True)
-    with pytest.raises(RefusedError, match=r"its TLS certificate is not valid|it does not speak TLS"):
-        source.get("data")
-    assert source.figures.requests == 2
-    server.shutdown()
-    server.server_close()
 
 
 def test_errors_are_outages_by_a_closed_list() -> None:
