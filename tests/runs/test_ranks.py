@@ -45,7 +45,7 @@ ranks._UNWIND_S, ranks._CAUSE_S = 3.0, 1.0
 one_step = TrainingLoop._one_step
 def step(loop, *arguments):
     if loop.run.progress.step == 2 and os.environ["RANK"] == "1":
-        raise ERROR
+        raise DataError("a chunk must be readable; got none")
     one_step(loop, *arguments)
 TrainingLoop._one_step = step
 sys.exit(train.main(sys.argv[1:]))
@@ -173,28 +173,14 @@ def test_rank_0_saves_while_its_data_do_not_come_when_another_rank_fails(
     assert "hangs in a collective" not in output_of(tmp_path, 2)
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        pytest.param(
-            "DataError('a chunk must be readable; got none')", "a chunk must be readable; got none", id="data"
-        ),
-        pytest.param(
-            "OSError(28, 'No space left')",
-            "the run directory must be writable; got [Errno 28] No space left",
-            marks=pytest.mark.long,
-            id="disk",
-        ),
-    ],
-)
 def test_the_error_of_one_rank_ends_all_with_its_cause_and_keeps_the_steps_before(
-    tiny_config: WriteConfig, tmp_path: Path, error: str, said: str
+    tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(training={"ranks": 2})
-    with started_ranks(config, tmp_path, 2, program=("-c", ENDS_ON_RANK_1.replace("ERROR", error))) as ranks:
+    with started_ranks(config, tmp_path, 2, program=("-c", ENDS_ON_RANK_1)) as ranks:
         assert ends_of(ranks) == [6, 6], output_of(tmp_path, 2)
     log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
-    assert log.count(f"rank 1 failed: {said}") == 1
+    assert log.count("rank 1 failed: a chunk must be readable; got none") == 1
     assert "Traceback" not in log
     assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == [2]
 

@@ -31,7 +31,7 @@ from tests.support import fork_server
 from tests.support.runs import vesuvius_train
 from tests.training.step.test_conditioning import write_group
 from vesuvius import __version__
-from vesuvius.commands import cli, sample
+from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import read_config
 from vesuvius.diffusion.generate import Generated, generate
@@ -463,26 +463,6 @@ def test_a_process_that_ends_in_the_middle_leaves_nothing_that_looks_finished(
     if number != signal.SIGKILL:
         assert list(tmp_path.iterdir()) == []
         assert f"{number.name} stopped sampling after" in error
-
-
-HEAVY_MODULES = """
-import sys
-
-from vesuvius.commands.sample import main
-
-try:
-    main(["--help"])
-except SystemExit:
-    print(sorted({"torch", "ray", "zarr", "numpy"} & set(sys.modules)))
-import vesuvius.generate.sampling
-print(sorted({"ray"} & set(sys.modules)))
-"""
-
-
-def test_help_needs_nothing_heavy_and_sampling_no_ray() -> None:
-    result = subprocess.run([sys.executable, "-c", HEAVY_MODULES], text=True, capture_output=True, check=True)
-    assert result.stdout.endswith("\n[]\n[]\n"), result.stdout
-    assert "sample" in cli.COMMANDS
 
 
 def test_a_conditional_model_is_shown_the_held_out_condition_and_both_are_written(

@@ -46,27 +46,23 @@ def config_of(volume: Path, condition: Path | str, **keys: Any) -> DataConfig:
     return DataConfig(volumes=(spec,), **settings)
 
 
-def batches(config: DataConfig, workers: int = 0) -> list[bytes]:
-    with open_stream(prepare_data(0, config).job, workers=workers) as stream:
+def batches(config: DataConfig) -> list[bytes]:
+    with open_stream(prepare_data(0, config).job) as stream:
         found = [next(stream) for _ in range(16)]
         assert not stream.events
         return [part.tobytes() for batch in found for part in (batch.patches, batch.condition) if part is not None]
 
 
-@pytest.mark.parametrize(
-    ("shape", "reads"), [(HALVES, "disk"), (UNEVEN, "http"), pytest.param(UNEVEN, "ray", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("shape", "reads"), [(HALVES, "disk"), (UNEVEN, "http")])
 def test_batches_are_those_with_an_upsampled_condition(
-    tmp_path: Path, request: pytest.FixtureRequest, server: ChunkServer, shape: tuple[int, ...], reads: str
+    tmp_path: Path, server: ChunkServer, shape: tuple[int, ...], reads: str
 ) -> None:
-    if reads == "ray":
-        request.getfixturevalue("ray_cluster")
     volume = write_array(tmp_path / "v.zarr", textured(FINE))
     voxels = textured(shape, seed=1, dtype="uint16")
     explicit = config_of(volume, write_array(tmp_path / "fine.zarr", upsampled(voxels)))
     coarse = write_array(tmp_path / "coarse.zarr", voxels, chunk=16)
     config = config_of(volume, server.url_of(coarse) if reads == "http" else coarse)
-    found = batches(config, workers=1 if reads == "ray" else 0)
+    found = batches(config)
     assert len(found) == 32
     assert found == batches(explicit)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from numcodecs import Delta
+from numcodecs import Delta, blosc
 from zarr.codecs import BytesCodec
 
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
 from tests.support.chunk_server import ChunkServer
-from vesuvius.config import VolumeConfig
+from vesuvius.config import ArrayConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.voxels import percentiles
 
 
 def whole(volume: Volume) -> np.ndarray[Any, Any]:
@@ -241,3 +244,48 @@ def test_real_scroll_stores_open_and_hold_the_same_voxels(store: str, shape: tup
     np.testing.assert_array_equal(corner, reference[:128, :128, :128])
     if "ragged" in store:
         assert not volume.read(((128, 128, 128), (250, 200, 230))).any(), "the absent chunk is air"
+
+
+# ---- settings of the process
+
+
+@pytest.mark.parametrize(("layout", "where"), [("v2", "disk"), ("v3-sharded", "http")])
+def test_opening_and_reading_a_volume_changes_no_setting_of_the_process(
+    server: ChunkServer, tmp_path: Path, layout: str, where: str
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)), **LAYOUTS[layout])
+    mine = {"threading.max_workers": 7, "async.concurrency": 13, "codec_pipeline.batch_size": 3}
+    threads = blosc.set_nthreads(3)
+    try:
+        with zarr.config.set(mine):
+            settings, environment = copy.deepcopy(zarr.config.config), dict(os.environ)
+            volume = open_volume(ArrayConfig(path=str(path) if where == "disk" else server.url_of(path)))
+            assert zarr.config.config == settings
+            np.testing.assert_array_equal(volume.read(((0, 0, 0), (32, 64, 64))), textured((64, 64, 64))[:32])
+            volume.close()
+            assert zarr.config.config == settings
+            assert dict(os.environ) == environment
+    finally:
+        assert blosc.set_nthreads(threads) == 3
+
+
+# ---- percentiles
+
+NUMBERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_a_percentile_between_the_ends_of_the_dtype_does_not_overflow(dtype: str) -> None:
+    limits = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
+    least, most = (0.0, 1000.0) if dtype.startswith("float") else (limits.min, limits.max)
+    (found,) = percentiles(np.array([least, most], dtype), [25])
+    assert found == pytest.approx(0.75 * int(least) + 0.25 * int(most), rel=1e-6)
+
+
+def test_float16_is_not_rounded_to_float16() -> None:
+    (found,) = percentiles(np.array([1024, 1025], np.float16), [30])
+    assert found == pytest.approx(1024.3, abs=1e-4)  # float32 rounding; float16 has steps of 1 there
+
+
+def test_bool_has_percentiles() -> None:
+    assert percentiles(np.array([False, True, True]), [0, 50, 100]) == (0.0, 1.0, 1.0)

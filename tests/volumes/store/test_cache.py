@@ -20,7 +20,6 @@ from vesuvius.volumes.store.cache import DiskCache
 
 KEYS = 400
 LIMIT = 8 * 2**20
-GRACE_S = 120  # for processes that must end; only a deadlock takes that long
 
 
 def chunk(index: int) -> bytes:
