@@ -62,7 +62,7 @@ def test_samples_are_drawn_once_and_judged_with_figures_floors_and_a_page(
         assert words in said
     folder = tmp_path / "first"
     assert {path.name for path in folder.iterdir()} == {
-        "evaluation.json", "evaluation.html", "evaluation.md", "montage.png"
+        "evaluation.json", "evaluation.html", "montage.png"
     }  # fmt: skip
     page = (folder / "evaluation.html").read_text()
     assert "data:image/jpeg;base64," in page

@@ -122,8 +122,7 @@ def test_what_is_there_is_never_replaced(tmp_path):
             shutil.rmtree(left)
 
 
-@pytest.mark.parametrize("lost", [None, "v.zarr.partial", "v.labels.zarr.partial"])
-@pytest.mark.parametrize("chunks", [3, 20, 37])
+@pytest.mark.parametrize(("chunks", "lost"), [(3, None), (20, "v.zarr.partial"), (37, "v.labels.zarr.partial")])
 def test_a_write_that_stops_anywhere_is_continued_with_the_same_voxels(tmp_path, chunks, lost):
     """Or begun again, where one of the two is lost."""
 

@@ -81,7 +81,7 @@ def judged(source: RealSource, found: GeneratedPatches) -> Judgement:
     return judge(generated, real.held_out, real.training, real.sides, NoSearch(), 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("augment", [AugmentConfig(), AugmentConfig(turn=False)])
+@pytest.mark.parametrize("augment", [AugmentConfig(), pytest.param(AugmentConfig(turn=False), marks=pytest.mark.long)])
 def test_patches_as_training_shows_them_are_at_the_floor_in_every_figure(
     tmp_path: Path, augment: AugmentConfig
 ) -> None:

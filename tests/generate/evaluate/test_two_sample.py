@@ -39,6 +39,7 @@ def textures(count: int, seed: int, *, phases: bool) -> np.ndarray[tuple[int, ..
     return (mixed + 0.1 * rng.standard_normal(mixed.shape)).astype(np.float32)
 
 
+@pytest.mark.long
 def test_patches_of_one_kind_cannot_be_told_apart() -> None:
     """A classifier that is tested on what it was trained on knows that by heart."""
     (few, real), (others, generated) = (
