@@ -29,11 +29,6 @@ def test_seeds_are_63_bits_and_pinned() -> None:
     assert all(0 <= derive_seed(seed, Purpose.NOISE, 1) < 2**63 for seed in range(50))
 
 
-def test_seeds_differ_by_purpose_seed_and_index() -> None:
-    seeds = {derive_seed(s, purpose, i) for s in range(20) for purpose in Purpose for i in range(20)}
-    assert len(seeds) == 20 * len(Purpose) * 20
-
-
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6), st.data())
 def test_noise_does_not_depend_on_the_batch_split(indices: list[int], data: st.DataObject) -> None:
@@ -141,14 +136,6 @@ def test_every_patch_is_validated_in_every_bin_whatever_comes_after_it(timesteps
     assert (t >= edges[:-1]).all()
     assert (t < edges[1:]).all()
     assert np.array_equal(validation_timesteps(patches + more, timesteps)[:patches], t)
-
-
-@pytest.mark.parametrize("power", [0, 3, 6])
-def test_the_first_patches_are_spread_evenly_over_each_bin(power: int) -> None:
-    parts, width = 2**power, 96
-    t = validation_timesteps(parts, 8 * parts * width) - np.array(timestep_bins(8 * parts * width))[:-1]
-    for of_bin in t.T // width:
-        assert sorted(of_bin) == list(range(parts))
 
 
 def test_in_the_long_run_every_timestep_is_validated_equally_often() -> None:

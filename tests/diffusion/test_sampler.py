@@ -26,7 +26,7 @@ from vesuvius.diffusion.sampler import (
 from vesuvius.diffusion.schedule import Schedule
 
 if TYPE_CHECKING:
-    from diffusers import DDIMScheduler, DDPMScheduler
+    from diffusers import DDIMScheduler
 
 SHAPE = (2, 1, 4, 5, 6)
 METHODS: tuple[SamplerMethod, ...] = get_args(SamplerMethod)
@@ -71,43 +71,7 @@ def _size(x: Tensor) -> float:
     return max(1.0, x.abs().max().item())
 
 
-# --- ancestral -------------------------------------------------------------------------------------------------------
-
-
-def _ancestral(kind: Prediction, name: str, t: int, x: Tensor) -> Tensor:
-    """Our step from t to t - 1, with the noise that `_ancestral_oracle` draws."""
-    config = DiffusionConfig(prediction=kind, noise=name)
-    levels = trailing_levels(Schedule.from_config(config), 1000)[999 - t :][:2]
-    noise = torch.randn(SHAPE, generator=torch.Generator().manual_seed(5))
-    return sample(NetworkEstimate(_wavy, config), levels, x, "ddpm", step_noise=lambda k: noise)
-
-
-def _ancestral_oracle(kind: Prediction, name: str) -> DDPMScheduler:
-    from diffusers import DDPMScheduler  # takes seconds, so where it is needed
-
-    return DDPMScheduler(
-        num_train_timesteps=1000,
-        beta_schedule=SCHEDULES[name],
-        prediction_type=KINDS[kind],
-        variance_type="fixed_small",
-        clip_sample=False,
-    )
-
-
-def _ancestral_expected(oracle: DDPMScheduler, t: int, x: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    return oracle.step(_wavy(x, torch.full((len(x),), t)), t, x, generator=generator).prev_sample
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("t", [0, 1, 500, 999])
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_ancestral_step_parity_with_diffusers_fixed_small(kind: Prediction, name: str, t: int) -> None:
-    expected = _ancestral_expected(_exact_table(_ancestral_oracle(kind, name)), t, _noise())
-    ours = _ancestral(kind, name, t, _noise())
-    # 1e-5; relative to the size where a wrong eps at t = 999 is divided by alpha = 5e-5 (62 there).
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * _size(expected))
+# --- DDPM -------------------------------------------------------------------------------------------------------
 
 
 @given(falling)
@@ -259,48 +223,6 @@ def test_order_of_convergence_on_a_gaussian(method: SamplerMethod, order: int, m
     slope = -np.polyfit(np.log(counts), np.log(errors), 1)[0]
     # 0.2: terms of the next order at 40 steps; a method of another order is 1 away.
     assert slope == pytest.approx(order, abs=0.2)
-
-
-def _mixture(low: float, high: float, share: float, std: float) -> Estimate:
-    """E[x_0 | x] and its eps when all voxels of a sample share a grey value, low or high, plus N(0, std^2) each."""
-
-    def estimate(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
-        variance = level.alpha**2 * std**2 + level.sigma**2
-
-        def log_likelihood(grey: float) -> Tensor:
-            return -(x - level.alpha * grey).square().flatten(1).sum(1) / (2 * variance)
-
-        def given(grey: float) -> Tensor:
-            return grey + level.alpha * std**2 / variance * (x - level.alpha * grey)
-
-        odds = log_likelihood(low) - log_likelihood(high) + math.log(share / (1 - share))
-        is_low = torch.sigmoid(odds).view(-1, 1, 1, 1, 1)
-        x_0 = is_low * given(low) + (1 - is_low) * given(high)
-        return x_0, (x - level.alpha * x_0) / level.sigma
-
-    return estimate
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_samples_of_a_known_mixture_have_its_moments(method: SamplerMethod) -> None:
-    count, low, high, share, std = 2000, -0.6, 0.4, 0.3, 0.2
-    shape = (count, 1, 2, 2, 2)
-    generator = torch.Generator().manual_seed(0)
-    x = sample(
-        _mixture(low, high, share, std),
-        trailing_levels(Schedule.from_config(DiffusionConfig(noise="cosine")), 200),
-        torch.randn(shape, generator=generator),
-        method,
-        step_noise=lambda k: torch.randn(shape, generator=generator),
-    )
-    grey, within = x.mean((1, 2, 3, 4)), x.flatten(1).var(1).mean().sqrt()
-    is_low = grey < -0.1
-    # 4 standard errors of a share of 2000, and of a mean of the 600 dark ones, 0.07 / sqrt(600).  7 %: 200 ancestral
-    # steps leave 4 % of the spread (half with 400, a third of that with 1000), and 3 standard errors are 2 %.
-    assert is_low.float().mean().item() == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / count))
-    assert grey[is_low].mean().item() == pytest.approx(low, abs=0.012)
-    assert grey[~is_low].mean().item() == pytest.approx(high, abs=0.012)
-    assert within.item() == pytest.approx(std, rel=0.07)
 
 
 @pytest.mark.parametrize("method", ["ddim", "dpmpp2m", "heun"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.experiments.tune.simulated import SOURCE, BiasedPlanner, Disturbance, Machine, SimulatedRunner, run_to_end
-from vesuvius.experiments.paired import LOOKS, WRONG, Comparison, compare, compare_one_of, student_t
+from vesuvius.experiments.paired import LOOKS, WRONG, Comparison, compare, compare_one_of
 from vesuvius.experiments.tune.search import Asks, Search
 
 BASE, OTHER = SOURCE, replace(SOURCE, channels_last=True)
@@ -95,14 +95,6 @@ def test_between_two_looks_the_earlier_one_counts_and_two_pairs_have_no_interval
     assert (found.gain, found.low, found.high, found.pairs) == (pytest.approx(3.0), None, None, 2)
     assert not found.is_above(0.0)
     assert not found.is_below(100.0)
-
-
-@pytest.mark.parametrize(
-    ("level", "freedom", "t"),
-    [(0.05, 1, 12.706), (0.05, 2, 4.303), (0.05, 5, 2.571), (0.013, 2, 8.685), (0.05 / 9, 5, 4.655), (0.05, 20, 2.086)],
-)
-def test_students_quantiles_are_those_of_the_tables(level: float, freedom: int, t: float) -> None:
-    assert student_t(level, freedom) == pytest.approx(t, abs=5e-4)
 
 
 @pytest.mark.parametrize("cells", [1, 9])

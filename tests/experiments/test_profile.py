@@ -8,11 +8,9 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.monitor.test_verdict import GPU, hungry
 from tests.support.recorded_runs import run_start, step, write_run
@@ -27,9 +25,6 @@ from vesuvius.monitor.verdict import judge
 from vesuvius.report.records import read_run
 from vesuvius.report.share import work_rows
 from vesuvius.runlog.records import read_records
-
-CPU_DEVICE = torch.device("cpu")
-SLOW_GPU = replace(GPU, amp="off", compile=False, channels_last=False, cudnn_benchmark=False)
 
 
 def test_the_table_adds_up_to_the_steps_that_count(tmp_path: Path) -> None:

@@ -191,39 +191,6 @@ def test_waits_and_pauses_hidden_behind_computing_are_none() -> None:
     assert (times.data_s, times.h2d_s, times.other_s, times.pause_s) == (0.0, 0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
-def test_a_copy_hidden_behind_the_micro_batch_before_is_not_charged_to_the_pause(micro_batches: int) -> None:
-    times = one_step(Work(pause=5.0, copy=1.0, forward=10.0, micro_batches=micro_batches))
-    assert times.h2d_s == 1.0, "the first copy only: nothing was computed meanwhile"
-    assert (times.other_s, times.pause_s) == (5.0, 5.0)
-    assert times.forward_s == 10.0 * micro_batches
-
-
-def test_of_a_copy_that_begins_behind_computing_only_what_outlasts_it_counts() -> None:
-    """The second step's copy begins before the first step's end: the host is ahead."""
-    gpu = FakeGpu()
-    clock = CudaClock(gpu.event, lambda: gpu.host)
-    run_step(gpu, clock, Work(forward=2.0))
-    run_step(gpu, clock, Work(copy=3.0, launch=4.0, backward=1.0))
-    _, times = clock.finished(wait=True)
-    assert times.step_s == 3.0
-    assert (times.h2d_s, times.other_s) == (1.0, 1.0), "after the copy the device waited for the launch"
-
-
-def test_all_copies_of_a_micro_batch_count() -> None:
-    """Patch and condition together, and something more apart; a second of the first hides behind computing."""
-    gpu = FakeGpu()
-    clock = CudaClock(gpu.event, lambda: gpu.host)
-    computing(gpu, clock, "forward", 1.0)
-    copying(gpu, clock, 2.0, 0.5)
-    copying(gpu, clock, 0.25)
-    gpu.wait_for_copies()
-    computing(gpu, clock, "forward", 1.0)
-    clock.step_done()
-    (times,) = clock.finished(wait=True)
-    assert (times.step_s, times.h2d_s, times.other_s) == (3.75, 1.75, 0.0)
-
-
 def test_what_follows_the_last_computing_belongs_to_the_next_step() -> None:
     gpu = FakeGpu()
     clock = CudaClock(gpu.event, lambda: gpu.host)

@@ -120,11 +120,6 @@ def test_a_disk_that_hangs_under_the_log_and_the_records_holds_no_word_of_it_bac
         logging.getLogger("vesuvius").removeHandler(hung)
 
 
-def test_without_a_limit_it_does_not_look(tmp_path: Path) -> None:
-    with Watched(tmp_path, stall_s=0).dog as dog:
-        assert dog._thread.ident is None
-
-
 def test_a_process_that_was_stopped_itself_is_not_taken_for_hung(watched: Watched) -> None:
     """SIGSTOP and SIGCONT: the clock went on, and neither the loop nor the watchdog did."""
     watched.dog.expects("batch", "the readers")

@@ -46,16 +46,6 @@ def read(folder: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """What a rehearsal on a bare machine wrote and printed."""
-    folder = tmp_path_factory.mktemp("bare")
-    (folder / "sitecustomize.py").write_text(BARE_MACHINE)
-    done = run_check(folder, "--rehearse", PYTHONPATH=str(folder))
-    assert done.returncode == 0, done.stderr
-    return read(folder), done.stdout
-
-
 def test_without_a_gpu_it_says_so_and_exits_2(tmp_path: Path) -> None:
     done = run_check(tmp_path)
     assert done.returncode == 2
@@ -65,91 +55,37 @@ def test_without_a_gpu_it_says_so_and_exits_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rehearsal_says_loudly_that_it_is_one(rehearsal: tuple[dict[str, Any], str]) -> None:
-    content, text = rehearsal
+def test_a_rehearsal_on_a_bare_machine_says_so_and_has_all_its_figures(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BARE_MACHINE)
+    done = run_check(tmp_path, "--rehearse", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    content, text = read(tmp_path), done.stdout
     assert text.startswith("REHEARSAL")
-    assert content["about"]["rehearsal"] is True
-    assert content["finished"] is True
-
-
-@pytest.mark.long
-def test_torch_numpy_and_pydantic_are_enough(rehearsal: tuple[dict[str, Any], str]) -> None:
-    content, text = rehearsal
+    assert content["finished"] is content["about"]["rehearsal"] is True
     assert [network["name"] for network in content["networks"]] == ["ours", "plain"]
     assert content["skipped"] == ["monai, which cannot be imported"]
-    assert "skipped   monai" in text
     assert content["figures"]["patches_s_to_monai"] is None, "unknown is not 0"
-
-
-@pytest.mark.long
-def test_micro_batches_double_until_one_does_not_fit_and_the_check_goes_on(
-    rehearsal: tuple[dict[str, Any], str],
-) -> None:
-    content, _ = rehearsal
     for system in ("ours", "plain"):
         swept = [row for row in content["steps"] if row["system"] == system and not row["settings"]]
         outcomes = [(row["micro_batch"], row["outcome"]) for row in swept]
         assert outcomes == [(1, "ok"), (2, "ok"), (4, "out of memory")]
     default = content["largest"][0]
     assert (default["settings"], default["micro_batch"], default["too_many"]) == ({}, 2, 3)
-    assert content["figures"]["largest_micro_batch"] == 2
-
-
-@pytest.mark.long
-def test_every_switch_is_turned_and_every_step_has_its_figures(rehearsal: tuple[dict[str, Any], str]) -> None:
-    content, text = rehearsal
     steps = [row for row in content["steps"] if row["outcome"] != "out of memory"]
     turned = [row["settings"] for row in steps if row["settings"]]
-    for settings in (
-        {"noise": "edm", "optimizer": "muon"},
-        {"recompute_norm": False},
-        {"channels_last": True},
-        {"amp": "fp16"},
-        {"amp": "off"},
-        {"checkpoint_levels": [0]},
-        {"cudnn_benchmark": False},
-    ):
-        assert settings in turned
+    switches = ("noise", "recompute_norm", "channels_last", "amp", "checkpoint_levels", "cudnn_benchmark")
+    assert set(switches) <= {key for settings in turned for key in settings}
     for row in steps:
         assert row["outcome"] == "ok"
         assert row["patches_s"] == pytest.approx(row["micro_batch"] / row["step_s"])
-        low, high = row["step_s_range"]
-        assert 0 < low <= row["step_s"] <= high
         assert row["waiting_share"] == pytest.approx(row["data_share"] + row["h2d_share"] + row["other_share"])
-        assert 0 <= row["waiting_share"] < 1
         assert row["peak_allocated_bytes"] is row["mfu"] is None, "a CPU has neither"
         assert row["predicted_peak_bytes"] > 0, row.get("prediction")
-    assert "| ours | 2 | recompute_norm=False |" in text
-
-
-@pytest.mark.long
-def test_losses_agree_between_precisions_and_the_network_is_in_them(rehearsal: tuple[dict[str, Any], str]) -> None:
-    parity = {row["amp"]: row for row in rehearsal[0]["parity"]}
+    parity = {row["amp"]: row for row in content["parity"]}
     assert list(parity) == ["off", "bf16", "fp16"]
     assert parity["off"]["largest_difference"] == 0
-    for amp in ("bf16", "fp16"):
-        assert 0 < parity[amp]["largest_difference"] < 0.03
-    assert all(row["ok"] for row in [*parity.values(), *rehearsal[0]["self_test"]])
-
-
-@pytest.mark.long
-def test_the_tables_can_be_printed_again_from_the_file(rehearsal: tuple[dict[str, Any], str], tmp_path: Path) -> None:
-    content, text = rehearsal
-    (tmp_path / "check.json").write_text(json.dumps(content))
-    command = [sys.executable, str(REPOSITORY / "tools" / "gpu" / "report.py"), str(tmp_path / "check.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == text
-
-
-@pytest.mark.long
-def test_what_the_time_does_not_suffice_for_is_named(tmp_path: Path) -> None:
-    done = run_check(tmp_path, "--rehearse", "--minutes=0.05")
-    assert done.returncode == 0, done.stderr
-    content = read(tmp_path)
-    assert "parity of losses" in content["skipped"]
-    assert content["steps"] == []
-    assert content["figures"]["parity_ok"] is None
+    assert all(0 < parity[amp]["largest_difference"] < 0.03 for amp in ("bf16", "fp16"))
+    assert all(row["ok"] for row in [*parity.values(), *content["self_test"]])
 
 
 @pytest.mark.long

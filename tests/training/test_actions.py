@@ -20,7 +20,7 @@ from tests.training.stand_ins import run_context
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_GUARD, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.monitor.memory.guard import Order
-from vesuvius.monitor.memory.limits import RAY_NAME, Limits, MemoryLimit, left_bytes
+from vesuvius.monitor.memory.limits import Limits, MemoryLimit
 from vesuvius.monitor.monitor import LoopStatus, Monitor
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.verdict import Cause, Verdict
@@ -355,14 +355,3 @@ def test_nothing_changes_when_no_window_is_left_to_gain_by_it(loop: Callable[...
     run.progress.step = 30
     run.hears(TOO_SMALL)
     assert len(run.feed.changes) == 1
-
-
-def test_what_is_left_is_counted_by_the_tightest_killer_as_the_guard_does() -> None:
-    machine = MemoryLimit("the machine", 30 * GIB, 64 * GIB, 64 * GIB)
-    cgroup = MemoryLimit("memory.max of cgroup /x", 2 * GIB, 16 * GIB, 16 * GIB)
-    early = MemoryLimit(RAY_NAME, 30 * GIB, 64 * GIB, 32 * GIB)  # kills at half of it
-    assert left_bytes((machine,), Limits()) == pytest.approx(0.84 * 64 * GIB - 30 * GIB, abs=1)
-    assert left_bytes((machine, cgroup), Limits()) == pytest.approx(0.84 * 16 * GIB - 2 * GIB, abs=1)
-    left = left_bytes((early,), Limits())
-    assert left == pytest.approx(0.84 / (0.95 / 0.5) * 64 * GIB - 30 * GIB, abs=1)
-    assert left < 0

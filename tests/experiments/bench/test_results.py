@@ -91,43 +91,26 @@ class InMemory(Ledger[Measurement]):
         """Thousands of them, each flushed to the disk."""
 
 
-def results(seed: int, gains: list[float], drift: float, in_rounds: bool = True) -> list[Result]:
-    """Of six rounds; or by the wrong program: all repeats of a cell, then all of the next one."""
+def results(seed: int, gains: list[float], drift: float) -> list[Result]:
+    """Of six rounds."""
     machine, ledger = Machine(seed, gains, drift, 6 * len(gains)), InMemory(Path(), "bench", {})
-    if in_rounds:
-        measure_rounds(ledger, len(gains), 6, machine.measure)
-    else:
-        ledger.results += [machine.measure(cell, round) for cell in range(len(gains)) for round in range(6)]
+    measure_rounds(ledger, len(gains), 6, machine.measure)
     return results_of(CELLS[: len(gains)], ledger.results)
-
-
-def rightly_ordered(in_rounds: bool, faster: float) -> int:
-    """Of ten benches of two settings, one of which is 10 % slower, while the machine becomes so much faster."""
-    found = [results(seed, [0.0, math.log(1 / 1.1)], math.log(faster), in_rounds)[1].speed for seed in range(10)]
-    return sum(each is not None and each.gain < 0 for each in found)
-
-
-def covered(in_rounds: bool, gain: float = 0.05, drift: float = 0.1) -> float:
-    """How often the interval holds the truth: 200 benches, the third cell."""
-    found = [results(seed, [0.0, 0.02, gain], drift, in_rounds)[2].speed for seed in range(200)]
-    ends = [each.ends for each in found if each is not None]
-    return sum(low <= math.expm1(gain) <= high for low, high in ends) / 200
 
 
 @pytest.mark.parametrize("faster", [1 / 1.1, 1.1, 1.3])
 def test_two_settings_that_differ_by_a_tenth_are_ordered_rightly_in_ten_of_ten(faster: float) -> None:
-    assert rightly_ordered(True, faster) == 10
-
-
-def test_one_setting_after_the_other_would_not_do() -> None:
-    """That the tests here can fail: the drift is taken for a gain."""
-    assert rightly_ordered(False, 1.3) < 5
-    assert covered(False) < 0.5
+    """While the machine becomes so much faster."""
+    found = [results(seed, [0.0, math.log(1 / 1.1)], math.log(faster))[1].speed for seed in range(10)]
+    assert all(each is not None and each.gain < 0 for each in found)
 
 
 @pytest.mark.parametrize("drift", [0.1, -0.1, 0.0])
 def test_intervals_hold_the_truth_about_as_often_as_they_say(drift: float) -> None:
-    assert covered(True, drift=drift) >= 0.975 - 0.033  # of two cells; three standard errors of 200 benches
+    found = [results(seed, [0.0, 0.02, 0.05], drift)[2].speed for seed in range(200)]
+    ends = [each.ends for each in found if each is not None]
+    covered = sum(low <= math.expm1(0.05) <= high for low, high in ends) / 200
+    assert covered >= 0.975 - 0.033  # of two cells; three standard errors of 200 benches
 
 
 def test_every_other_round_is_reversed_and_a_resumed_bench_measures_what_is_missing(tmp_path: Path) -> None:

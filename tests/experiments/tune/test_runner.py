@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.conftest import textured, write_array
 from tests.support import fork_server
-from tests.support.chunk_server import ChunkServer
 from tests.support.kill_harness import processes_with
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
@@ -31,7 +28,7 @@ from vesuvius.experiments.tune.measurement import Block, Setting
 from vesuvius.experiments.tune.runner import TrialRunner
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import from_plain, read_records
-from vesuvius.stream.start.prepare import GreyRange, GreyRanges, prepare_data
+from vesuvius.stream.start.prepare import GreyRange, GreyRanges
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 
 _HANG_S = 120
@@ -166,37 +163,6 @@ def test_readers_of_ray_are_added_to_a_living_trainer(config: Config, trials: Pa
     assert steps[-1]["workers"] == 1
     assert steps[-1]["worker_max_bytes"] > 0, "blocks came from another process"
     assert no_process_of(trials), "Ray's daemons would outlive it by a minute"
-
-
-@pytest.mark.long
-def test_the_rate_of_readers_is_that_of_their_requests(
-    tiny_config: Callable[..., Path], tmp_path: Path, trials: Path
-) -> None:
-    """Each chunk takes 0.1 s, so r requests in flight fetch 10 r chunks a second, and fewer on a busy machine."""
-    slow = [{"path": r"\.zarr/\d", "kind": "delay", "delay_s": 0.1}]
-    volume = write_array(tmp_path / "fine.zarr", textured((96, 128, 128)), chunk=16)
-    with ChunkServer(tmp_path) as server:
-        data = {"volumes": [{"path": server.url_of(volume)}], "store": {"requests": 4}, "regions_in_flight": 4}
-        config = read_config(tiny_config(data=data))
-        setting = Setting.of(config)
-        plan = prepare_data(trainer_config(config, 0).seed, config.data).plan
-        boxes = [plan.visit(slot).region for slot in range(40)]
-        chunks = fmean(math.prod(-(-hi // 16) - lo // 16 for lo, hi in zip(*box, strict=True)) for box in boxes)
-        server.set_faults(slow)
-        with TrialRunner(config, trials) as lab:
-            few = lab.measure(setting, "readers", 2.5, _HANG_S)
-            server.reset()
-            many = lab.measure(replace(setting, requests=16), "readers", 1.5, _HANG_S)
-            assert server.stats()["max_in_flight"] == 16
-            starved = lab.measure(replace(setting, requests=1), "run", 3.0, _HANG_S)
-    for block, requests in ((few, 4), (many, 16), (starved, 1)):
-        assert block.ended == "ok", block.cause
-        # 0.4: with the requests of the block before, `many` would have a quarter.
-        assert 0.4 < block.rate * chunks / plan.patches_per_region / (requests / 0.1) < 1.3
-    assert starved.data_share is not None
-    assert starved.data_share > 0.3, "the network computes several times as fast"
-    assert starved.text.startswith("data-bound")
-    assert len(list(trials.glob("*.yaml"))) == 1, "the trainer lives on"
 
 
 def test_a_trainer_that_is_killed_or_held_costs_its_block_only(config: Config, trials: Path) -> None:

@@ -6,11 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vesuvius.config import Config
-from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import parse_config, read_config
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.experiments.tune.report import (
@@ -147,34 +144,3 @@ def test_a_symbolic_link_stays_one(tmp_path: Path, there: bool) -> None:
     write_tuned(link, text + "seed: 3\n")
     assert link.is_symlink()
     assert target.read_text() == text + "seed: 3\n"
-
-
-VALUES = {
-    "training.workers": st.integers(0, 64),
-    "training.amp": st.sampled_from(["auto", "off", "bf16", "fp16"]),
-    "training.compile": st.booleans(),
-    "training.checkpoint_levels": st.lists(st.integers(0, 3), max_size=3),
-    "training.max_hours": st.none() | st.floats(0.1, 9),
-    "data.store.requests": st.integers(1, 64),
-    "data.store.cache_dir": st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
-    "data.volumes.0.level": st.integers(0, 3),
-    "cluster": st.fixed_dictionaries({}, optional={"address": st.just("auto"), "max_restarts": st.integers(1, 9)}),
-    "model.blocks_per_level": st.integers(1, 8),
-}
-CHANGES = st.fixed_dictionaries({}, optional=VALUES)
-
-
-@settings(deadline=None, max_examples=15)
-@given(given_keys=CHANGES, changes=CHANGES)
-def test_any_tuned_config_reads_as_the_source_with_the_changes(
-    tmp_path_factory: pytest.TempPathFactory, given_keys: dict[str, object], changes: dict[str, object]
-) -> None:
-    def overrides(values: dict[str, object]) -> list[str]:
-        return [f"{key}={to_yaml(value)}" for key, value in values.items()]
-
-    folder = tmp_path_factory.mktemp("tuned")
-    source = parse_config(TOP, overrides(given_keys))
-    wanted = parse_config(TOP, overrides(given_keys) + overrides(changes))
-    (folder / "x.yaml").write_text(to_yaml(source.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
-    (folder / "y.yaml").write_text(tuned_yaml("x.yaml", source, wanted, {}, []), encoding="utf-8")
-    assert read_config(folder / "y.yaml") == wanted

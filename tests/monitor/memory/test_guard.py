@@ -134,12 +134,6 @@ def test_smaller_readers_come_once_before_exit_where_there_is_time():
     assert (machine.prefetch, machine.workers) == (4, 3)
 
 
-def test_readers_are_left_alone_where_shrinking_would_leave_no_time_to_exit():
-    """100 MB/s and steps of 30 s: an order takes up to 30 s, and the next look at the effect ten more."""
-    machine = Machine(step_s=30.0, trainer=lambda t: 4 * GIB + _leak(100 * MB)(t)).run(2000)
-    assert machine.rungs == ["exit"]
-
-
 @pytest.mark.parametrize(
     ("rate", "step_s", "own"), [(20 * MB, 18.0, 0.3 * GIB), (100 * MB, 3.0, 8 * GIB), (496 * MB, 0.5, 0.3 * GIB)]
 )

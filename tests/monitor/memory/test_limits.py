@@ -3,7 +3,6 @@
 import pytest
 
 from tests.monitor.memory.simulated import sample
-from vesuvius.config import MonitorConfig
 from vesuvius.monitor.memory.limits import (
     Limits,
     killers_of,
@@ -38,22 +37,6 @@ def test_the_machine_is_always_there_and_counts_what_is_not_available():
     assert killer.share == pytest.approx(20 / 24)
 
 
-def test_each_level_of_the_cgroup_counts_its_own_and_the_nearest_comes_first():
-    levels = [
-        CgroupLevel("/a/b", "memory.max", 8 * GIB, 3 * GIB, True),
-        CgroupLevel("/a/b", "memory.high", 7 * GIB, 3 * GIB, False),
-        CgroupLevel("/a", "memory.max", 10 * GIB, 9 * GIB, True),
-    ]
-    killers = killers_of(sample(0, 24 * GIB, 12 * GIB, levels=levels), Limits())
-    assert [killer.name for killer in killers] == [
-        "memory.max of cgroup /a",
-        "memory.high of cgroup /a/b (slows the run to a crawl)",
-        "memory.max of cgroup /a/b",
-        "the machine",
-    ]
-    assert [killer.left_bytes for killer in killers] == [1 * GIB, 4 * GIB, 5 * GIB, 12 * GIB]
-
-
 def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
     levels = [CgroupLevel("/a/b", "memory.max", 8 * GIB, 1 * GIB, True)]
     assert tightest(sample(0, 24 * GIB, 1 * GIB), Limits(ray_share=0.5)).limit_bytes == 24 * GIB
@@ -63,14 +46,6 @@ def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
     assert tightest(at, Limits()).limit_bytes == 6 * GIB
     assert tightest(at, Limits(configured_bytes=4 * GIB)).limit_bytes == 4 * GIB
     assert tightest(at, Limits(configured_bytes=7 * GIB)).limit_bytes == 6 * GIB
-
-
-def test_the_ladder_is_that_of_the_config():
-    """memcheck has no config, and knows runs of older versions."""
-    limits = Limits()
-    assert (limits.warn_at, limits.shrink_at, limits.exit_at) == (0.80, 0.84, MonitorConfig().exit_at)
-    half = Limits(exit_at=0.46)
-    assert (half.warn_at, half.shrink_at) == (0.40, 0.42)
 
 
 def test_ray_kills_where_its_raylet_said_on_the_machine_of_this_project():

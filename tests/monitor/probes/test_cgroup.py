@@ -155,13 +155,6 @@ def test_version_1_of_a_container_that_is_named_as_outside(tmp_path: Path, mount
     )
 
 
-def test_version_1_of_a_container_knows_of_a_limit_above_what_it_sees(tmp_path: Path) -> None:
-    roots = write_v1(tmp_path, path="/pod/c", mount_root="/pod/c", limit=8 * GIB, hierarchical_limit=4 * GIB, anon=GIB)
-    assert read(roots).levels[-1] == CgroupLevel(
-        "an ancestor of /pod/c", "memory.limit_in_bytes", 4 * GIB, GIB, kills=True
-    )
-
-
 def test_version_2_of_a_container_whose_mount_shows_its_own_part(tmp_path: Path) -> None:
     roots = write_v2(tmp_path, path="/docker/abc/run", mount_root="/docker/abc", anon=GIB)
     write_cgroup_v2(roots, "/", limit=2 * GIB, anon=GIB)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,65 +13,36 @@ from vesuvius.monitor.probes.vram import Vram, VramUse
 GIB = 2**30
 
 
-@dataclass
-class FakeCuda:
-    """As much of `torch.cuda` as is read: an allocator with a peak that can be reset, on a device of 10 GiB."""
+def fake_cuda(peaks: list[int], initialized: bool = True) -> SimpleNamespace:
+    """As much of `torch.cuda` as is read, on device 1 of 10 GiB; `peaks` since the last reset, of which one is made."""
 
-    allocated: int = 2 * GIB
-    peak: int = 5 * GIB
-    initialized: bool = True
-    broken: bool = False
-    asked: list[object] = field(default_factory=list)
-
-    def is_initialized(self) -> bool:
-        return self.initialized
-
-    def memory_stats(self, device: object) -> dict[str, int]:
-        self.asked.append(device)
-        if self.broken:
+    def memory_stats(device: int) -> dict[str, int]:
+        if not peaks:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return {
-            "allocated_bytes.all.current": self.allocated,
-            "allocated_bytes.all.peak": self.peak,
-            "reserved_bytes.all.current": 6 * GIB,
-            "num_alloc_retries": 3,
-            "num_ooms": 1,
-        }
+        parts = {"allocated_bytes.all.current": 2 * GIB, "allocated_bytes.all.peak": peaks[0]}
+        return parts | {"reserved_bytes.all.current": 6 * GIB, "num_alloc_retries": 3, "num_ooms": 1}
 
-    def mem_get_info(self, device: object) -> tuple[int, int]:
-        self.asked.append(device)
-        return GIB, 10 * GIB
-
-    def reset_peak_memory_stats(self, device: object) -> None:
-        self.asked.append(device)
-        self.peak = self.allocated
+    return SimpleNamespace(
+        is_initialized=lambda: initialized,
+        memory_stats=memory_stats,
+        mem_get_info={1: (GIB, 10 * GIB)}.__getitem__,
+        reset_peak_memory_stats=lambda device: peaks.pop(0),
+    )
 
 
-def test_each_figure_is_where_it_belongs() -> None:
-    cuda = FakeCuda()
-    assert Vram(1, cuda).read() == VramUse(2 * GIB, 6 * GIB, 5 * GIB, GIB, 10 * GIB, retries=3, failures=1)
-    assert set(cuda.asked) == {1}, "the device that was asked for, not the current one"
+def test_each_figure_is_where_it_belongs_and_the_peak_is_that_since_the_window_before() -> None:
+    vram = Vram(1, fake_cuda([5 * GIB, 2 * GIB]))
+    first = VramUse(2 * GIB, 6 * GIB, 5 * GIB, GIB, 10 * GIB, retries=3, failures=1)
+    assert [vram.read(new_window) for new_window in (False, True, True)] == [
+        first,
+        first,
+        replace(first, peak_bytes=2 * GIB),
+    ]
 
 
-def test_the_peak_is_that_since_the_window_before() -> None:
-    cuda = FakeCuda()
-    vram = Vram(0, cuda)
-    peaks = []
-    for new_window in (False, True, True):
-        use = vram.read(new_window)
-        assert use is not None
-        peaks.append(use.peak_bytes)
-    assert peaks == [5 * GIB, 5 * GIB, 2 * GIB]
-
-
-def test_reading_does_not_begin_the_use_of_a_gpu() -> None:
-    cuda = FakeCuda(initialized=False)
-    assert Vram(torch.device("cuda"), cuda).read() is None
-    assert not cuda.asked
-
-
-def test_a_gpu_that_has_failed_is_not_known_and_raises_nothing() -> None:
-    assert Vram(0, FakeCuda(broken=True)).read() is None
+def test_a_gpu_that_is_not_in_use_or_has_failed_is_not_known() -> None:
+    assert Vram(1, fake_cuda([GIB], initialized=False)).read() is None
+    assert Vram(1, fake_cuda([])).read() is None
 
 
 @pytest.mark.gpu

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tools.bench import model
 from tools.gpu import networks
 from torch import nn
 
@@ -52,34 +51,6 @@ def test_each_system_is_measured_at_equal_parameters(tmp_path: Path) -> None:
     assert {"python", "torch", "monai"} <= monai["versions"].keys()
 
 
-def test_a_system_that_fails_is_missing_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
-    # z = 4 cannot be halved three times, which ours refuses; all of plain's levels fit.
-    content, text = run_bench(
-        tmp_path, "--patch=4,16,16", "--batch=1", "--repeats=1", "--steps=1", "--systems=ours,plain"
-    )
-    ours, plain = content["rows"]
-    assert ours["step_s"] is None
-    assert ours["repeats"] == 0
-    assert "patch_size" in ours["missing"]
-    assert plain["repeats"] == 1
-    assert f"missing: {ours['missing']}" in text
-
-
-def test_figures_are_medians_and_ratios_their_quotients() -> None:
-    def samples(*seconds: float) -> list[Row]:
-        return [{"step_s": one, "step_cpu_s": 2 * one, "saved_bytes": 100} for one in seconds]
-
-    entries = [
-        model.Entry(model.OURS, 7, samples(1.0, 2.0, 30.0)),
-        model.Entry(model.MONAI, 7, samples(8.0)),
-        model.Entry(model.DIFFUSERS, 0, [], ["diffusers is not installed"]),
-    ]
-    ours, monai, missing = model.make_rows(entries, {"batch": 2})
-    assert (ours["step_s"], ours["step_s_range"], ours["repeats"], ours["batch"]) == (2.0, [1.0, 30.0], 3, 2)
-    assert (ours["step_s_to_monai"], monai["step_s_to_monai"], missing["step_s_to_monai"]) == (0.25, 1.0, None)
-    assert missing["missing"] == "diffusers is not installed"
-
-
 def test_the_default_model_keeps_at_most_a_third_of_the_bytes_of_monais(tmp_path: Path) -> None:
     content, text = run_bench(tmp_path, "--full-size", "--systems=")
     rows = {row["system"]: row for row in content["full_size"]}
@@ -108,20 +79,3 @@ def test_saved_bytes_count_storages_once_and_no_parameters() -> None:
         return (h.exp() * h.t().t()).sum()  # keeps exp's result for two operations, and h as a view
 
     assert networks.saved_bytes(layer, forward) == 3 * 8 * 4 * 4  # x, exp(h) and h in float32
-
-
-def test_traced_bytes_are_the_measured_ones() -> None:
-    spec = networks.Spec("ours", "vesuvius", (8, 16), {"full_res_channels": 4, "attention_heads": 2})
-    patch = (16, 16, 16)
-    network = networks.build(spec, networks.experiment(spec, patch), torch.device("cpu"))
-    x, t = torch.zeros(2, 1, *patch), torch.zeros(2, dtype=torch.int64)
-    real = networks.saved_bytes(network, lambda: nn.functional.mse_loss(network(x, t), torch.zeros_like(x)))
-    assert networks.saved_bytes_without_memory(spec, patch, "off", batch=2) == real
-
-
-def test_widths_are_searched_near_the_proportions() -> None:
-    spec = networks.Spec("ours", "vesuvius", (8, 16, 32), {"full_res_channels": 4, "attention_heads": 2})
-    target = networks.count_parameters(spec.with_channels((24, 48, 96)))
-    found = networks.matched(spec, target)
-    assert found.channels == (24, 48, 96)
-    assert found.architecture["full_res_channels"] == 12

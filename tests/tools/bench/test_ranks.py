@@ -8,11 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tools.bench.ranks import Link, Workload, all_reduce_s, measure_together, predicted_s, step_s
+from tools.bench.ranks import Link, Workload, all_reduce_s, predicted_s, step_s
 
 from tests.conftest import REPOSITORY
-from vesuvius.config.load import read_config
-from vesuvius.diffusion.network.unet import build_unet
 
 WORK = Workload(compute_s=3.0, last_backward_s=2.0, gradient_bytes=1e9, samples=8)
 
@@ -40,16 +38,6 @@ def test_ranks_that_crowd_each_other_compute_longer_and_nothing_hides_their_exch
     assert predicted_s(1.0, 0.9, 2.0, alone) == pytest.approx(1.9), "what is not computed stays"
     slow = {"all_reduce_s": 1.0, "barrier_s": 0.1}
     assert predicted_s(1.0, 0.9, 2.0, slow) == pytest.approx(1.9 + 1.0 + 0.1)
-
-
-@pytest.mark.long
-def test_ranks_are_measured_together(tiny_config: Callable[..., Path]) -> None:
-    config = read_config(tiny_config())
-    found = measure_together(2, config)
-    assert sorted(found) == ["all_reduce_s", "barrier_s", "compute_s", "gradient_bytes"]
-    assert all(seconds > 0 for seconds in found.values())
-    parameters = build_unet(config.model, 0, config.input_channels).parameters()
-    assert found["gradient_bytes"] == 4 * sum(parameter.numel() for parameter in parameters)
 
 
 @pytest.mark.long

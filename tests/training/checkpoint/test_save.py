@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from tests.training.checkpoint.test_format import CONFIG, as_nobody, save, small_files, state_of, steps_in
 from vesuvius.errors import StorageError
-from vesuvius.training.checkpoint import save as checkpoint_save
 from vesuvius.training.checkpoint.format import find_damage, load_checkpoint, newest_checkpoint
 from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
 
@@ -91,21 +90,6 @@ def test_best_is_a_link_that_follows_the_best_checkpoint(tmp_path: Path) -> None
     assert best.readlink() == Path("step_00000003")
     shutil.move(tmp_path, tmp_path.with_name("moved"))
     assert load_checkpoint(tmp_path.with_name("moved") / "best")["step"] == 3
-
-
-def test_what_best_points_to_stays_until_a_better_one_is_there(tmp_path: Path) -> None:
-    best = tmp_path / "best"
-    save(tmp_path, 4, best_step=4)
-    with small_files(1000), pytest.raises(StorageError):
-        save(tmp_path, 8, best_step=8)
-    for step in (10, 12):
-        save(tmp_path, step, keep_last=1, best_step=8)
-        assert load_checkpoint(best)["step"] == 4
-    save(tmp_path, 14, keep_last=1)  # validation losses from before do not compare any more
-    assert load_checkpoint(best)["step"] == 4
-    save(tmp_path, 16, keep_last=1, best_step=16)
-    assert load_checkpoint(best)["step"] == 16
-    assert steps_in(tmp_path) == [16]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -208,15 +192,6 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_what_a_killed_save_has_left_is_no_checkpoint_and_goes_with_the_next(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".partial-step_00000002")
-    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".pruned-step_00000000")
-    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000001"
-    save(tmp_path, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000003"]
-
-
 def test_one_that_cannot_be_deleted_costs_a_warning_and_no_save(caplog: pytest.LogCaptureFixture) -> None:
     with as_nobody() as directory:
         save(directory, 1).chmod(0o500)
@@ -226,20 +201,6 @@ def test_one_that_cannot_be_deleted_costs_a_warning_and_no_save(caplog: pytest.L
         assert find_damage(save(directory, 3, keep_last=1)) is None
         assert ".pruned-step_00000001 could not be deleted" in caplog.text
         (directory / ".pruned-step_00000001").chmod(0o700)
-
-
-def test_older_ones_that_cannot_be_listed_cost_a_warning_and_no_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As on a network file system that goes away behind the rename."""
-    for error in (OSError("stale file handle"), StorageError("a checkpoint must be readable")):
-
-        def refuse(directory: Path, error: Exception = error) -> list[Path]:
-            raise error
-
-        monkeypatch.setattr(checkpoint_save, "list_checkpoints", refuse)
-        assert find_damage(save(tmp_path, 1)) is None
-        assert f"older checkpoints in {tmp_path} are kept: {error}" in caplog.text
 
 
 def test_every_file_is_flushed_before_the_checkpoint_gets_its_name_and_the_name_behind_it(

@@ -34,10 +34,6 @@ def test_singular_values_become_about_1_and_singular_vectors_stay(shape: tuple[i
     assert inside.diagonal().max() < 1.25
 
 
-def test_of_nothing_it_is_nothing() -> None:
-    assert torch.equal(orthogonalized(torch.zeros(4, 9)), torch.zeros(4, 9))
-
-
 def test_steps_of_a_kernel_are_those_of_torchs_muon_on_its_matrix() -> None:
     """To a percent, as torch iterates in bf16.  Gradients change direction, or any momentum would do."""
     random = generator()

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
 
 from vesuvius.training.validation.pictures import (
     GAP,
@@ -16,7 +15,6 @@ from vesuvius.training.validation.pictures import (
     MontageCell,
     draw_charts,
     draw_grid,
-    magnification,
     orthogonal_slices,
 )
 from vesuvius.training.validation.texture import Texture, measure_texture
@@ -40,13 +38,6 @@ def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
     assert (picture == PAPER).sum() == picture.size - across_z.size - across_y.size - across_x.size, "nothing elsewhere"
 
 
-@pytest.mark.parametrize(
-    ("shape", "factor"), [((8, 16, 16), 6), ((72, 136, 136), 1), ((96, 96, 96), 1), ((4, 95, 4), 2)]
-)
-def test_small_patches_are_enlarged(shape: tuple[int, int, int], factor: int) -> None:
-    assert magnification(shape) == factor
-
-
 @pytest.mark.parametrize("count", [1, 7, 64])
 def test_a_grid_shows_every_cell_once_and_is_no_ribbon(count: int) -> None:
     cells = [MontageCell(str(number), np.full((100, 120), 100 + number, np.uint8)) for number in range(count)]
@@ -56,33 +47,6 @@ def test_a_grid_shows_every_cell_once_and_is_no_ribbon(count: int) -> None:
     assert all(abs(n - 100 * 120) < 200 for n in found), found
     height, width = picture.shape
     assert 0.3 < (height - HEADING) / width < 2
-
-
-@pytest.mark.parametrize(("letter", "columns"), [("W", 3), ("i", 12)])
-def test_no_text_is_cut_or_runs_into_the_next_at_any_width(letter: str, columns: int) -> None:
-    """`W` is the widest letter: room by the count of letters would cut it off."""
-    title, caption = 60 * letter, 20 * letter
-    cells = [MontageCell(caption, np.zeros((20, 30), np.uint8))] * columns
-    picture = np.asarray(draw_grid(cells, title, columns))
-    lit = [int((whole_text(text) > PAPER).sum()) for text in (title, caption)]
-    heading, captions = picture[:HEADING], picture[HEADING : 2 * HEADING]
-    assert (heading > PAPER).sum() == lit[0]
-    assert (captions > PAPER).sum() == columns * lit[1], "none is drawn over another"
-    assert (heading[:, -GAP:] == PAPER).all()
-    assert narrowest_gap(captions) >= 2 * GAP, "between captions"
-
-
-def whole_text(text: str) -> NDArray[np.uint8]:
-    image = Image.new("L", (2000, HEADING), PAPER)
-    ImageDraw.Draw(image).text((GAP, 2), text, fill=255)
-    return np.asarray(image)
-
-
-def narrowest_gap(strip: NDArray[np.uint8]) -> int:
-    """Pixels between two captions; letters of one have less than `GAP` between them."""
-    lit = np.flatnonzero((strip > PAPER).any(0))
-    gaps = np.diff(lit) - 1
-    return int(gaps[gaps > GAP].min())
 
 
 def texture(scale: float) -> Texture:

@@ -19,7 +19,6 @@ from vesuvius.training.validation.texture import (
     spectrum_distance_db,
 )
 
-Shape = tuple[int, int, int]
 BIN = float(HISTOGRAM_EDGES[1] - HISTOGRAM_EDGES[0])
 
 
@@ -40,14 +39,6 @@ def test_white_noise_has_its_variance_at_every_frequency() -> None:
     assert (np.abs(powers.mean(0) - 0.3**2) < 5 * standard_error + with_the_mean).all()
 
 
-@pytest.mark.parametrize("shape", [(8, 16, 16), (9, 15, 13)])
-def test_frequencies_rise_from_the_third_lowest_of_the_longest_axis_to_a_half(shape: Shape) -> None:
-    frequency = shell_frequencies(shape)
-    assert frequency[0] == 2 / max(shape)
-    assert 0.5 - 0.5 / max(shape) <= frequency[-1] <= 0.5
-    assert radial_power(noise(shape)).shape == frequency.shape
-
-
 @pytest.mark.parametrize("wave", [(0.25, 0, 0), (0.125, 0.25, -0.25), (0, 0.3, 0.4)])
 def test_a_sinusoid_peaks_at_its_frequency_whichever_way_it_runs(wave: tuple[float, float, float]) -> None:
     shape = (16, 32, 24)
@@ -55,12 +46,6 @@ def test_a_sinusoid_peaks_at_its_frequency_whichever_way_it_runs(wave: tuple[flo
     power = radial_power(np.cos(2 * np.pi * phase))
     # A shell is 1/32 wide: the wave lies in it or at its edge.
     assert abs(shell_frequencies(shape)[power.argmax()] - math.hypot(*wave)) <= 0.5 / 32 + 1e-12
-
-
-def test_a_brighter_patch_has_the_same_spectrum() -> None:
-    patch = noise((8, 16, 12)).astype(np.float64)
-    # 1e-9: rounding in float64 at a level 3000 times the noise's.
-    assert np.allclose(radial_power(patch + 1000), radial_power(patch), rtol=1e-9)
 
 
 def test_flat_and_cubic_patches_of_one_texture_agree() -> None:
