@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,8 @@ from tests.support.recorded_runs import run_start, step, write_run
 from tests.support.tiny import tiny_sections
 from vesuvius.commands import profile as command
 from vesuvius.config.load import parse_stored, read_config
-from vesuvius.errors import EXIT_DATA, EXIT_OK
-from vesuvius.experiments.profile.observer import Observed
+from vesuvius.errors import EXIT_DATA, EXIT_OK, EXIT_STOPPED
+from vesuvius.experiments.profile.observer import Observed, Observer
 from vesuvius.experiments.profile.page import build_profile, counted
 from vesuvius.experiments.profile.session import profiled
 from vesuvius.monitor.verdict import judge
@@ -106,6 +108,20 @@ def test_a_real_profile_beside_an_existing_run(
     assert "aten::" in text
     assert "vesuvius tune --config" in text
     assert (folder / "profile.html").stat().st_size < 200_000
+
+
+def test_a_run_that_is_stopped_has_no_page(tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, act, steps = tiny_config(), Observer.act, itertools.count(1)
+
+    def stopped(self: Observer, *arguments: Any) -> None:
+        act(self, *arguments)
+        if next(steps) == 12:  # more than the run's own last verdict needs
+            self._loop.run.stop.ask(EXIT_STOPPED, "a signal came")
+
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(Observer, "act", stopped)
+    assert command.main(["--config", str(path), "--steps", "100"]) == EXIT_STOPPED
+    assert not list(path.parent.rglob("profile.html"))
 
 
 def test_a_run_that_cannot_begin_ends_as_train_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class Observed:
     """What the records of the run do not say; filled while it runs."""
 
     warm_steps: int = 0  # steps before those that count, as `Warmup` says
-    verdict: Verdict | None = None  # on the steps that count
+    verdict: Verdict | None = None  # on the steps that count; None until all are made
     parameters: int = 0
     device: str = ""
     amp: str = ""
@@ -69,11 +69,13 @@ class Observer:
         step, device = loop.train_step, loop.run.device
         observed.parameters, observed.amp = parameter_count(step.network), step.amp
         observed.device = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self._counting = False
         self._script = self._run()
 
     def take(self, verdict: Verdict) -> None:
-        """Keep the verdict on the steps that count."""
-        self._observed.verdict = verdict
+        """Keep the verdict on the steps that count, not on those before or after, nor of a run that is stopped."""
+        if self._counting:
+            self._observed.verdict = verdict
 
     def ended(self) -> None:
         """Nothing is left to do."""
@@ -97,7 +99,9 @@ class Observer:
         for _ in range(self._steps):
             yield
         self._reporter.report(wait=True)
+        self._counting = True
         self._reporter.verdicts.finish(least=1)
+        self._counting = False
         if self._trace is not None:
             yield from self._look_closer(self._trace)
         run.stop.ask(EXIT_OK, "the profile has its steps")
