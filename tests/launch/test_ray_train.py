@@ -201,6 +201,24 @@ def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(job: work
         command._wait(job.request.config, result, None, StopRequest(None))
 
 
+@pytest.mark.parametrize(("now", "logged"), [("step 8\n", 1), ("step 8\nERROR no space\n", 0)])
+def test_an_error_of_before_the_log_is_said_though_an_earlier_session_has_logged_it(
+    job: worker.Job, now: str, logged: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, result = command.run_dir(job.request.config).log, Future[Any]()
+    log.parent.mkdir(parents=True)
+    log.write_text("ERROR no space\n")
+
+    def ended(timeout: float) -> None:
+        with log.open("a") as file:
+            file.write(now)
+        result.set_result(SimpleNamespace(return_value=(1, "no space")))
+
+    monkeypatch.setattr(result, "exception", ended)
+    assert command._wait(job.request.config, result, None, StopRequest(None)) == 1
+    assert caplog.text.count("no space") == logged
+
+
 def test_run_directory_and_credentials_reach_other_nodes_unless_a_job_has_set_them() -> None:
     environment = {"VESUVIUS_RUNS": "/runs", "AWS_ACCESS_KEY_ID": "key", "GOOGLE_SERVICE_ACCOUNT": "x", "HOME": "/root"}
     assert set(passed_on(environment)) == {"VESUVIUS_RUNS", "AWS_ACCESS_KEY_ID", "GOOGLE_SERVICE_ACCOUNT"}

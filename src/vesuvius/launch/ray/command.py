@@ -42,6 +42,7 @@ _POLL_S = 0.5
 _ANSWER_S = 10.0
 _LOOK_EVERY_S = 60.0
 _GROW_EVERY_S = 600.0
+_PRINTED_CHARACTERS = 100_000  # of the log, in which an error is looked for
 _LEAST_STORE_BYTES = 2**28  # for what Ray itself needs
 
 
@@ -140,11 +141,12 @@ def _needs_of_rank(config: Config, on_gpu: bool) -> dict[str, float]:
 def _wait(config: Config, result: Future[Any], mailbox: Any, stop: StopRequest) -> int:
     """Print the log of rank 0 and pass a stop on, until Ray Train ends; returns rank 0's exit code."""
     path, due, told = run_dir(config).log, time.monotonic() + _LOOK_EVERY_S, False
-    log_file = Tail(path, first_bytes=0 if path.exists() else sys.maxsize)  # from here on
+    log_file = Tail(path, first_bytes=0 if path.exists() else sys.maxsize)
+    printed = _print_new(log_file)  # from here on
     while not result.done():
         with suppress(TimeoutError):
             result.exception(timeout=_POLL_S)
-        _print_new(log_file)
+        printed = (printed + _print_new(log_file))[-_PRINTED_CHARACTERS:]
         if not told and (asked := stop.asked()):
             told = True
             mailbox.ask.remote(*asked)
@@ -152,7 +154,7 @@ def _wait(config: Config, result: Future[Any], mailbox: Any, stop: StopRequest) 
             due += _LOOK_EVERY_S
             with suppress(ray.exceptions.RayError):
                 _look_for_ranks(config, ray.get(mailbox.silent_s.remote(), timeout=_ANSWER_S), stop)
-    _print_new(log_file)
+    printed += _print_new(log_file)
     try:
         exit_code, message = result.result().return_value
     except Exception as error:  # of the ranks, or of Ray Train itself
@@ -161,17 +163,19 @@ def _wait(config: Config, result: Future[Any], mailbox: Any, stop: StopRequest) 
             f"{type(error).__name__}: {one_line(error)}; see the logs of the ranks below {run_dir(config).path} and "
             "Ray's in /tmp/ray/session_latest/logs; continue with --resume"
         ) from error
-    if message and not (path.exists() and message in path.read_text(encoding="utf-8", errors="replace")):
+    if message and message not in printed:
         log.error("%s", message)  # of before there was a log
     return int(exit_code)
 
 
-def _print_new(log_file: Tail) -> None:
-    """Print what was appended since the last call, in whole lines."""
+def _print_new(log_file: Tail) -> str:
+    """Print what was appended since the last call, in whole lines, and return it."""
+    printed = log_file.lines().decode("utf-8", errors="replace")
     try:
-        print(log_file.lines().decode("utf-8", errors="replace"), end="", flush=True)
+        print(printed, end="", flush=True)
     except OSError:  # its reader has left, or the terminal has closed
         silence(sys.stdout)
+    return printed
 
 
 def _look_for_ranks(config: Config, silent_s: float, stop: StopRequest) -> None:
