@@ -24,8 +24,7 @@ from vesuvius.monitor.memory.guard import Guard, Order
 from vesuvius.monitor.memory.limits import Limits, run_bytes, tightest
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
 from vesuvius.monitor.probes.bounded import BoundedCall
-from vesuvius.monitor.probes.cgroup import CgroupUse, is_in_cgroup
-from vesuvius.monitor.probes.processes import ProcessUse
+from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import KEPT, MemorySample, RecentFile
@@ -46,10 +45,6 @@ _RATES_OVER_S = 10.0
 _BLIND_EVERY_S = 600.0
 _DISK_EVERY_S = 60.0
 _JOIN_S = 2.0
-_OTHERS = 1000  # of the processes beside the run, among which the one that grows is looked for
-_OTHERS_NAMED = 3
-_GROWS_BYTES_S = 1e6
-_GROWTH_OVER_S = 2.0
 _VRAM_S = 0.5  # takes microseconds; of a GPU that has failed the driver may never answer
 
 
@@ -115,7 +110,6 @@ class Monitor:
         self._watch, self._guard = RiskWatch(limits), Guard(limits)
         self._obeyed = False
         self._say_blind_again_s = -math.inf
-        self._naming: threading.Thread | None = None
         self._moments: deque[MemorySample] = deque(maxlen=KEPT)
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._here: set[int] = set()
@@ -233,28 +227,16 @@ class Monitor:
                 self.order = self._guard.judge(time.monotonic(), risk, told.step_s, told.can_shrink, told.readers)
             order = self.order
         if self._mode != "off" and risk.level > before:
-            warning = "risk of an out of memory kill %s: %s"
-            self._writer.later(partial(log.warning, warning, risk.level.name, risk.reason))
-            if risk.is_of_others(self._limits) and (self._naming is None or not self._naming.is_alive()):
-                # On a thread that nothing waits for: to read of other people's processes may take long, or hang.
-                arguments = (sample, risk.killers[0].cgroup)
-                self._naming = threading.Thread(target=self._name_others, args=arguments, daemon=True)
-                self._naming.start()
+            others = ""
+            if risk.is_of_others(self._limits):
+                held = size_text(run_bytes(sample, self._limits))
+                others = f"; this run holds {held} of the memory in use, and other programs the rest (see top -o %MEM)"
+            warning = "risk of an out of memory kill %s: %s%s"
+            self._writer.later(partial(log.warning, warning, risk.level.name, risk.reason, others))
         elif self._mode != "off" and risk.level < before:
             self._writer.later(partial(log.info, "memory risk is %s again", risk.level.name))
         if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
             self._on_exit(order)
-
-    def _name_others(self, sample: SystemSample, cgroup: str | None) -> None:
-        before = {(use.pid, use.started_s): use.anon_bytes for use in self._watcher.largest_others(sample, _OTHERS)}
-        self._stop.wait(_GROWTH_OVER_S)
-        others = [
-            (use, (use.anon_bytes - before.get((use.pid, use.started_s), use.anon_bytes)) / _GROWTH_OVER_S)
-            for use in self._watcher.largest_others(sample, _OTHERS)
-            if cgroup is None or is_in_cgroup(use.pid, cgroup)
-        ]
-        text = others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others)
-        self._writer.later(partial(log.warning, "%s", text))
 
     def _say_blind(self) -> None:
         """Seldom: what fails each second would fill the log."""
@@ -321,26 +303,4 @@ def kills_text(was: CgroupUse | None, now: CgroupUse | None) -> str:
     return (
         f"out of memory: the kernel has killed {kills} process(es) of cgroup {now.path}; see `vesuvius memcheck`, "
         "lower training.workers or monitor.ram_limit_gib"
-    )
-
-
-def others_text(run_bytes: int, ranks_here: int, others: Sequence[tuple[ProcessUse, float]]) -> str:
-    """What follows the warning where others bring a kill near: who holds the memory, and who grows.
-
-    Args:
-        others: processes beside the run, each with the bytes by which it grows a second.
-    """
-    growing = max(others, key=lambda each: each[1], default=None)
-    first = [growing] if growing is not None and growing[1] >= _GROWS_BYTES_S else []
-    largest = sorted(others, key=lambda each: -each[0].anon_bytes)
-    named = ", ".join(
-        f"{' '.join(word.rpartition('/')[2] for word in use.name.split()[:2])} (pid {use.pid}) "
-        f"{size_text(use.anon_bytes)}" + (f", which grows {rate / 1e6:.0f} MB/s" if rate >= _GROWS_BYTES_S else "")
-        for use, rate in [*first, *(each for each in largest if each not in first)][:_OTHERS_NAMED]
-    )
-    held = size_text(run_bytes) if ranks_here == 1 else f"about {size_text(run_bytes)} in {ranks_here} ranks"
-    return (
-        f"this run holds {held} of the memory in use, and the rest brings the risk: the guard does not make the run "
-        f"smaller, but saves a checkpoint before a kill; beside {'it' if ranks_here == 1 else 'this rank'}: "
-        f"{named or 'no process that can be seen from here'}"
     )

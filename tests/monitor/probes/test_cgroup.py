@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from tests.support.system_trees import (
     write_v1,
     write_v2,
 )
-from vesuvius.monitor.probes.cgroup import CgroupLevel, CgroupUse, is_in_cgroup, read_cgroup
+from vesuvius.monitor.probes.cgroup import CgroupLevel, CgroupUse, read_cgroup
 from vesuvius.runlog.units import GIB
 
 MIB = 2**20
@@ -175,11 +174,3 @@ def test_nothing_to_read_is_no_cgroup(tmp_path: Path) -> None:
     (roots.proc / "10" / "cgroup").write_text("0::/\n")
     (roots.sys / "fs/cgroup/memory.stat").write_text("anon\nshmem x\n")
     assert read_cgroup(10) is None, "no figures"
-
-
-@pytest.mark.parametrize("write", [write_v1, write_v2])
-def test_a_process_is_in_its_cgroup_and_all_above_it(tmp_path: Path, write: Callable[..., Roots]) -> None:
-    write_process(write(tmp_path, path="/pods/ours"), pid=10)
-    assert [is_in_cgroup(10, path) for path in ("/", "/pods", "/pods/ours")] == [True] * 3
-    assert [is_in_cgroup(10, path) for path in ("/pods/other", "/pods/our", "/pods/ours/below")] == [False] * 3
-    assert is_in_cgroup(10, "an ancestor of /pods/ours"), "not known"

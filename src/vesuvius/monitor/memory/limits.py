@@ -47,7 +47,6 @@ class MemoryLimit:
     limit_bytes: int  # what the shares of `Limits` are of
     kills_at_bytes: int  # where it kills; below the limit for Ray's monitor
     own_bytes: int | None = None  # what the run, with its other ranks here, holds of it; None = all of it
-    cgroup: str | None = None  # whose limit it is, by its path; None = the machine's or the run's own
     least_others_bytes: int | None = None  # the least that was seen of the rest; None = not watched
 
     @property
@@ -108,7 +107,6 @@ def killers_of(sample: SystemSample, limits: Limits) -> tuple[MemoryLimit, ...]:
                 level.limit_bytes,
                 level.limit_bytes
                 + (free_swap if level.swap_left_bytes is None else min(free_swap, level.swap_left_bytes)),
-                cgroup=level.path,
             )
             for level in (sample.cgroup.levels if sample.cgroup else ())
             if 0 < level.limit_bytes < machine.total_bytes

@@ -168,11 +168,6 @@ def cgroup_chain(pid: int, controller: str) -> tuple[Literal[1, 2] | None, list[
     return version, [(path, mounts[0][0])] if mounts else []
 
 
-def is_in_cgroup(pid: int, path: str) -> bool:
-    """Whether a process is in a memory cgroup or below it; also where `path` is no cgroup's that can be seen."""
-    return not path.startswith("/") or Path(_place(pid, "memory")[1]).is_relative_to(path)
-
-
 def _place(pid: int, controller: str) -> tuple[Literal[1, 2] | None, str]:
     """Version of the hierarchy that has a controller, and the path of a process there.
 

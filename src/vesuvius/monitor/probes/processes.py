@@ -131,12 +131,6 @@ def read_process(pid: int) -> ProcessUse | None:
     return member.read()
 
 
-def largest_processes(count: int, without: Collection[int] = ()) -> list[ProcessUse]:
-    """The processes of the machine that hold most private memory, as far as they can be seen.  Reads them all."""
-    found = [use for pid in psutil.pids() if pid not in without and (use := read_process(pid)) is not None]
-    return sorted(found, key=lambda use: -use.anon_bytes)[:count]
-
-
 @dataclass
 class _Member:
     """A process that is sampled again and again."""

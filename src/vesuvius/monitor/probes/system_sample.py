@@ -12,7 +12,7 @@ import psutil
 from vesuvius.monitor.probes.cgroup import CgroupUse, read_cgroup
 from vesuvius.monitor.probes.files import read_counts
 from vesuvius.monitor.probes.gpus import Gpus, GpuUse
-from vesuvius.monitor.probes.processes import ProcessTree, ProcessUse, largest_processes
+from vesuvius.monitor.probes.processes import ProcessTree, ProcessUse
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,6 @@ class Watcher:
         """Read everything once.  Takes milliseconds; never PSS, which takes seconds for large processes."""
         processes = self._tree.sample()
         return sample_system(self._pid, self._gpus, processes, self._tree.shared_bytes())
-
-    def largest_others(self, sample: SystemSample, count: int) -> list[ProcessUse]:
-        """Processes that are none of the run's, largest first.  Reads all that can be seen."""
-        return largest_processes(count, {process.pid for process in sample.processes})
 
 
 def sample_system(
