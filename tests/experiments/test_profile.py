@@ -30,28 +30,18 @@ from vesuvius.runlog.records import read_records
 
 
 def test_the_table_adds_up_to_the_steps_that_count(tmp_path: Path) -> None:
-    totals = [{"decode_s": 0.2 * n, "read_s": None} for n in range(9)]
-    steps = [
-        step(n, readers=totals[n], feeder={"cut_s": 0.01 * n, "starved_s": 0.0, "full_s": 0.4 * n}) for n in range(1, 9)
-    ]
+    steps = [step(n) for n in range(1, 9)]
     steps[0] |= {"step_s": 30.0, "data_s": 29.6}
     steps[4] |= {"step_s": 2.5, "other_s": 2.04, "pause_s": 2.0}
     run = write_run(tmp_path / "tiny", [run_start(), *steps, step(9, step_s=100.0)])
     config = parse_stored(tiny_sections("tiny", Path("x")) | {"training": {"workers": 2, "train_batch_size": 4}})
     observed = Observed(warm_steps=3, verdict=judge(hungry(), GPU), device="CPU", amp="off")
-    report = build_profile(config, read_run(run), steps, observed, 5, 1, "vesuvius tune --config x.yaml")
+    report = build_profile(config, read_run(run), observed, 5, 1, "vesuvius tune --config x.yaml")
     assert math.fsum(part.total_s for part in report.parts) == pytest.approx(5 * 0.5)  # steps 4 to 8, without the pause
     assert 100 * math.fsum(part.share for part in report.parts) == pytest.approx(100, abs=0.1)
     assert (report.facts["step, p50"], report.facts["step, p95"]) == ("0.500 s", "0.500 s")
     assert report.facts["samples/s"] == "8.00"
     assert report.facts["what to type next"] == "vesuvius tune --config x.yaml"
-    (to_try,) = [table for table in report.tables if table.title == "What to try"]
-    assert to_try.rows[0][1:] == ("training.workers=4", "at most 2.50 times the speed")
-    (behind,) = [table for table in report.tables if table.title == "Behind the data wait"]
-    rows = {row[0]: row[1:3] for row in behind.rows}
-    assert "readers: read from the store" not in rows  # on a disk
-    assert rows["readers: decode"] == ("200", f"{100 * 5 * 0.2 / (2 * 4.5):.1f} %")  # of two readers' time, pauses too
-    assert rows["trainer: cut patches into batches"][0] == "10.0"
 
 
 def test_a_profile_changes_nothing_that_a_step_is_made_of() -> None:
@@ -105,7 +95,7 @@ def test_a_real_profile_beside_an_existing_run(
     assert_parts_are_all_of_the_time(folder, text, warm + 1, warm + 6)
     trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
     assert any("conv" in str(event.get("name")) for event in trace["traceEvents"])
-    assert "aten::" in text
+    assert "aten::" in (folder / "operators.txt").read_text()
     assert "vesuvius tune --config" in text
     assert (folder / "profile.html").stat().st_size < 200_000
 

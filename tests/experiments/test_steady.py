@@ -61,8 +61,8 @@ def step(number: int, **changed: Any) -> dict[str, Any]:
     return usual | {"readers": {"blocks": 0, "decode_s": 0.0, "read_s": None}} | changed
 
 
-def steady_state(workers: int = 0, compiles: bool = False) -> SteadyState:
-    return SteadyState(Warmup(3, 4), seconds=2.0, batch=4, workers=workers, task=8, region=4, compiles=compiles)
+def steady_state(workers: int = 0) -> SteadyState:
+    return SteadyState(Warmup(3, 4), seconds=2.0, batch=4, workers=workers, task=8, region=4)
 
 
 def test_warm_steps_do_not_count_and_a_pause_is_no_step() -> None:
@@ -84,16 +84,6 @@ def test_a_trainer_slower_than_its_readers_is_warm_after_the_time_of_a_measureme
     assert not Warmup(3, 40).is_over(3, elapsed_s=1.0, most_s=2.0)
     assert Warmup(3, 40).is_over(3, elapsed_s=2.0, most_s=2.0)
     assert not Warmup(3, 40).is_over(2, elapsed_s=9.0, most_s=2.0)
-
-
-@pytest.mark.parametrize(("compiles", "expected"), [(True, 8.0), (False, None)])
-def test_compilation_is_what_the_first_step_computes_beyond_a_usual_one(compiles: bool, expected: float | None) -> None:
-    """Not its wait for readers to start, and not its pause."""
-    state = steady_state(compiles=compiles)
-    state.add(step(0, step_s=20.4, data_s=8.0, pause_s=4.0))
-    while not state.add(step(1, step_s=0.5, data_s=0.1)):
-        pass
-    assert state.figures().get("compile_s") == (expected and pytest.approx(expected))
 
 
 def test_what_readers_had_read_ahead_is_no_steady_state() -> None:

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="also write a trace for chrome://tracing, the longest operators",
+        help="also write a trace for chrome://tracing, and the longest operators",
     )
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)

@@ -94,14 +94,11 @@ class SteadyState:
         workers: readers of all ranks.
         task: samples that a reader delivers at once.
         region: patches that one read gives.
-        compiles: whether the first step compiles the network.
     """
 
-    def __init__(
-        self, warmup: Warmup, seconds: float, batch: int, workers: int, task: int, region: int, compiles: bool = False
-    ) -> None:
+    def __init__(self, warmup: Warmup, seconds: float, batch: int, workers: int, task: int, region: int) -> None:
         self._warmup, self._seconds, self._batch, self._workers = warmup, seconds, batch, workers
-        self._region, self._compiles = region, compiles
+        self._region = region
         self._length = BlockLength(batch, max(workers, 1) * task, seconds)
         self._warm: list[Record] = []
         self._steady: list[Record] = []
@@ -137,9 +134,6 @@ class SteadyState:
             "steps": len(self._steady),
             "batch": self._batch,
         }
-        if self._compiles:  # what the first step took beside its wait for readers, beyond a usual one
-            usual_s = quantile([_work_s(step) - step["data_s"] for step in self._steady], 0.5)
-            found["compile_s"] = max(_work_s(self._warm[0]) - self._warm[0]["data_s"] - usual_s, 0.0)
         for name in ("ram", "vram"):
             known = [step[f"{name}_used_bytes"] for step in (*self._warm, *self._steady)]
             if peak := max((size for size in known if size is not None), default=None):

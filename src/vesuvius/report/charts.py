@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vesuvius.report.curves import Chart, Series, banded, chart, layers, wants_log
+from vesuvius.report.curves import Chart, Series, banded, chart, wants_log
 from vesuvius.report.records import Column, RunRecords, figure
 from vesuvius.report.share import WORK, work_columns
 from vesuvius.runlog.records import Record
@@ -26,15 +26,10 @@ def _time(records: RunRecords) -> Iterator[Chart]:
     steps, work = records.columns, work_columns(records)
     chosen = ~records.first if (~records.first).any() else np.ones(len(records.first), dtype=bool)
     x = steps["step"][chosen]
-    shown = [(name, work[key][chosen]) for name, kind, key in WORK if kind != "ranks" or np.any(work[key])]
-    parts = layers([name for name, _ in shown], x, [part for _, part in shown])
-    note = "without pauses and the first step of each session; marks at the edge are steps beyond the axis"
-    yield from chart("parts", "Where the time of a step goes", "s", parts, stacked=True, note=note)
+    parts = [banded(name, x, work[key][chosen]) for name, kind, key in WORK if kind != "ranks" or np.any(work[key])]
+    yield from chart("parts", "Parts of a step, without the first of each session", "s", parts)
     step_s = steps["step_s"] - steps["pause_s"]
     yield from chart("step_s", "Time of a step, without pauses", "s", [banded("step", steps["step"], step_s)])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rate = steps["samples"] / step_s
-    yield from chart("samples_s", "Speed, without pauses", "samples/s", [banded("samples/s", steps["step"], rate)])
 
 
 def _learning(records: RunRecords) -> Iterator[Chart]:
@@ -68,22 +63,14 @@ def _bins(validations: Sequence[Record], x: Sequence[float]) -> list[Series | No
 def _memory(records: RunRecords) -> Iterator[Chart]:
     system, steps = records.system, records.columns
     x = _steps_of(system)
-    if system:
-        series = [_range("run", x, system, "used_bytes"), _range("trainer", x, system, "trainer_bytes")]
-        series += [_range("object store and other shared memory", x, system, "shared_bytes")]
-        limit = max((figure(record.get("limit_bytes")) for record in system[-1:]), default=np.nan)
-    else:  # the steps' own figures, where the monitor has written none
-        series = [banded("run", steps["step"], steps["ram_used_bytes"] / GIB)]
-        limit = float(steps["ram_limit_bytes"][-1]) if len(steps["step"]) else np.nan
+    series = [_range("run", x, system, "used_bytes"), _range("trainer", x, system, "trainer_bytes")]
+    series += [_range("object store and other shared memory", x, system, "shared_bytes")]
+    limit = max((figure(record.get("limit_bytes")) for record in system[-1:]), default=np.nan)
     yield from chart("ram", "RAM", "GiB", series, limits=_limit(limit))
     yield from chart("readers", "RAM of each reader (private)", "GiB", _readers(system, x))
-    vram = [record.get("vram") or {} for record in system]
-    reserved = _range("reserved", x, vram, "reserved_bytes")
-    total = steps["vram_limit_bytes"][-1] if len(steps["step"]) else np.nan
-    if reserved is None:
-        reserved = banded("reserved", steps["step"], steps["vram_used_bytes"] / GIB)
+    reserved = banded("reserved", steps["step"], steps["vram_used_bytes"] / GIB)
     yield from chart(
-        "vram", "VRAM", "GiB", [reserved, _range("allocated", x, vram, "allocated_bytes")], limits=_limit(total)
+        "vram", "VRAM", "GiB", [reserved], limits=_limit(steps["vram_limit_bytes"][-1] if reserved else np.nan)
     )
 
 

@@ -27,8 +27,6 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
-    # a figure of each row, which the page also draws as a bar; the largest is the longest
-    bars: tuple[float, ...] = ()
 
     @property
     def classes(self) -> list[str]:

@@ -51,10 +51,8 @@ class Chart:
     unit: str
     series: tuple[Series, ...]
     x_label: str = "step"
-    stacked: bool = False  # the areas of the series lie on one another, and have no bands
     limits: tuple[tuple[str, float], ...] = ()  # horizontal lines, each with its name
     log: bool = False  # a logarithmic axis, where all values are above 0
-    note: str = ""
 
 
 def banded(
@@ -86,15 +84,6 @@ def banded(
         _means(mids, starts),
         np.maximum.reduceat(highs, starts),
     )
-
-
-def layers(labels: Sequence[str], x: Column, parts: Sequence[Column]) -> tuple[Series, ...]:
-    """Parts of a whole in the same points, for a stack; where one is not known, none is.  Empty without points."""
-    known = np.isfinite(x) & np.isfinite(np.sum(parts, axis=0))
-    if not known.any():
-        return ()
-    made = (banded(label, x[known], part[known]) for label, part in zip(labels, parts, strict=True))
-    return tuple(series for series in made if series is not None)
 
 
 def thinned(chart: Chart, points: int) -> Chart:
@@ -145,10 +134,9 @@ def draw(chart: Chart) -> Figure:
     """The picture, whose title and unit are read out; curves and limits are named below it by the page."""
     legend = tuple((i % _COLOURS, each.label, _came_to(chart, each)) for i, each in enumerate(chart.series))
     limits = tuple((name, f"{number(value)} {chart.unit}") for name, value in chart.limits)
-    notes = [chart.note] if chart.note else []
-    if (largest := _largest(chart)) > y_range(chart)[1]:
-        notes.append(f"beyond the axis: up to {number(largest)} {chart.unit}")
-    return Figure(chart, _svg(chart), legend, limits, "; ".join(notes))
+    largest = _largest(chart)
+    note = f"beyond the axis: up to {number(largest)} {chart.unit}" if largest > y_range(chart)[1] else ""
+    return Figure(chart, _svg(chart), legend, limits, note)
 
 
 def _svg(chart: Chart) -> Markup:
@@ -169,7 +157,7 @@ def _svg(chart: Chart) -> Markup:
         axes = canvas.add_axes((0.115, 0.15, 0.865, 0.79))
         bottom, top = y_range(chart)
         axes.set(ylim=(bottom, top), yscale="log" if chart.log else "linear")
-        (_stack if chart.stacked else _lines)(axes, chart, top)
+        _lines(axes, chart, top)
         for _, value in chart.limits:
             if bottom <= value <= top:
                 axes.axhline(value, color=_LIMIT, linewidth=1.2, dashes=(4, 3))
@@ -206,15 +194,6 @@ def _lines(axes: Axes, chart: Chart, top: float) -> None:
         _mark_spikes(axes, series.x, series.high, top, colour)
 
 
-def _stack(axes: Axes, chart: Chart, top: float) -> None:
-    x = chart.series[0].x
-    layers = [np.maximum(series.mid, 0.0) for series in chart.series]
-    if len(x) == 1:
-        x, layers = np.array([x[0] - 0.5, x[0] + 0.5]), [layer.repeat(2) for layer in layers]
-    axes.stackplot(x, layers, colors=[f"#fe01{index % _COLOURS:02x}" for index in range(len(layers))], linewidth=0)
-    _mark_spikes(axes, x, np.sum(layers, axis=0), top, "#fe0100")
-
-
 def _mark_spikes(axes: Axes, x: Column, values: Column, top: float, colour: str) -> None:
     """A mark at the upper edge for each value beyond it."""
     above = x[values > top * (1 + 1e-9)]
@@ -236,26 +215,17 @@ def y_range(chart: Chart) -> tuple[float, float]:
     least, largest = min(float(s.low.min()) for s in chart.series), _largest(chart)
     if chart.log:
         return least / 1.2, largest * 1.2
-    usual = float(np.quantile(_tops(chart), 0.97))
+    usual = float(np.quantile(np.concatenate([s.mid for s in chart.series]), 0.97))
     top = _ROOM * usual if usual > 0 and largest > _SPIKE * usual else largest
     near = [value for _, value in chart.limits if top < value <= 2.5 * top]
     top = max([top, *near]) * 1.04
     return min(least, 0.0), top if top > min(least, 0.0) else 1.0
 
 
-def _tops(chart: Chart) -> Column:
-    if chart.stacked:
-        total: Column = np.sum([s.mid for s in chart.series], axis=0)
-        return total
-    return np.concatenate([s.mid for s in chart.series])
-
-
 def _largest(chart: Chart) -> float:
-    return float(_tops(chart).max()) if chart.stacked else max(float(s.high.max()) for s in chart.series)
+    return max(float(s.high.max()) for s in chart.series)
 
 
 def _came_to(chart: Chart, series: Series) -> str:
-    if chart.stacked:
-        return f"mean {number(float(series.mid.mean()))} {chart.unit}"
     spread = f"{number(float(series.low.min()))} to {number(float(series.high.max()))}"
     return f"last {number(float(series.mid[-1]))}, {spread}" if chart.x_label == "step" else spread

@@ -74,7 +74,6 @@ def _facts(records: RunRecords) -> dict[str, str]:
         "steps": _steps(steps),
         "time left": _time_left(steps, records.state),
         "last checkpoint": _last_checkpoint(records.of_kind("checkpoint")),
-        "events": _event_counts(records),
         "sessions": str(sum(record["kind"] == "run_start" for record in records.sessions)),
         "running time": _or_unknown(_last(steps["total_s"]), format_duration),
         "figures of time": f"{_window_words(records)}; without pauses and the first step of each session",
@@ -134,32 +133,18 @@ def ranks_table(records: RunRecords) -> Table:
 
 
 def _sessions(records: RunRecords) -> Table:
-    rows, columns = [], records.columns
-    work = columns["step_s"] - columns["pause_s"]
+    rows = []
     for place, start in enumerate(records.sessions):
         if start["kind"] != "run_start":
             continue
         after = records.sessions[place + 1] if place + 1 < len(records.sessions) else None
         reached, how = NOT_KNOWN, records.state if after is None else "killed: no end was recorded"
-        begin, end = figure(start.get("time")), figure(after.get("time")) if after is not None else np.inf
-        own = (columns["time"] >= begin) & (columns["time"] <= end) & ~records.first & np.isfinite(work)
-        work_s = float(np.sum(work[own]))
         if after is not None and after["kind"] == "run_end":
             reached = str(after.get("step", NOT_KNOWN))
             how = f"exit code {after.get('exit_code')}: {after.get('cause')}"
-        rows.append(
-            (
-                str(start.get("session", NOT_KNOWN)),
-                _or_unknown(figure(start.get("time")), format_time),
-                str(start["step"]),
-                reached,
-                how,
-                _or_unknown(float(np.sum(columns["samples"][own])) / work_s if work_s else None, number),
-                _quantile(work[own], 0.5),
-            )
-        )
-    header = ("#", "began", "from step", "to step", "how it ended", "samples/s", "step, p50")
-    return Table("Sessions", header, tuple(rows), "speeds without pauses and first steps, of steps not repeated later")
+        began = _or_unknown(figure(start.get("time")), format_time)
+        rows.append((str(start.get("session", NOT_KNOWN)), began, str(start["step"]), reached, how))
+    return Table("Sessions", ("#", "began", "from step", "to step", "how it ended"), tuple(rows))
 
 
 def _events(records: RunRecords) -> Table:
@@ -241,13 +226,6 @@ def _last_checkpoint(saved: Sequence[Record]) -> str:
     if not saved:
         return "none was recorded"
     return f"step {saved[-1].get('step')}, {_or_unknown(figure(saved[-1].get('saved_time')), format_time)}"
-
-
-def _event_counts(records: RunRecords) -> str:
-    """`3: quarantine 2, save_failed 1`."""
-    kinds = [str(r.get("event", r["kind"])) for r in records.others if r["kind"] not in _QUIET]
-    counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
-    return f"{len(kinds)}: {counts}" if kinds else "none"
 
 
 def of_limit(value: float | None, limit: float | None) -> str:

@@ -12,7 +12,7 @@ from vesuvius.report.model import build
 from vesuvius.report.page import FOLDER, made_by, new_folder, write_page
 from vesuvius.report.records import read_run
 
-_OVERLAID = ("loss", "relative_error", "step_s", "samples_s", "ram", "vram")
+_OVERLAID = ("loss", "relative_error", "step_s", "ram", "vram")
 
 
 def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:

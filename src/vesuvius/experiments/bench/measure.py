@@ -82,7 +82,7 @@ def _steady_state(config: Config, data: PreparedData, ranks: int, seconds: float
     options = StreamOptions.from_config(training, config.cluster)
     warmup = Warmup.of(data.job, options, training.accumulate_steps, batch)
     workers, task = training.workers * ranks, plan.samples_per_task
-    return SteadyState(warmup, seconds, batch, workers, task, plan.patches_per_region, training.compile)
+    return SteadyState(warmup, seconds, batch, workers, task, plan.patches_per_region)
 
 
 def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:

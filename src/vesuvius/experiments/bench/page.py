@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from vesuvius.experiments.bench.results import BANDS, RANKS, Result, band, span_words, verdict
+from vesuvius.experiments.bench.results import BANDS, Result, span_words, verdict
 from vesuvius.report.content import RunReport, Table, filled
-from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.runlog.units import format_percent, number, size_text
 
 _METHOD = (
@@ -40,7 +37,6 @@ def build_page(
         directory=directory,
         facts=facts,
         verdict=verdict(results),
-        charts=tuple(_over_axis(results)),
         tables=filled(table_of(results), failed, how),
         config_text=config_text,
     )
@@ -65,31 +61,12 @@ def _row(result: Result, is_base: bool) -> dict[str, str]:
     if result.ranks:
         row |= {
             "efficiency": format_percent(result.efficiency),
-            "band": "-" if result.efficiency is None else band(result.efficiency),
             "exchange": f"{number(figures.get('comm_s'))} s, {format_percent(figures.get('comm_share'))}",
         }
     return row | {
         "step, s": number(figures.get("step_s")),
         "start, s": number(result.start_s),
-        "of that compilation, s": number(figures.get("compile_s")),
         "data wait": format_percent(figures.get("data_share")),
         "RAM of rank 0" if result.ranks else "RAM": size_text(figures.get("ram_bytes")),
         "VRAM": size_text(figures.get("vram_bytes")),
     }
-
-
-def _over_axis(results: Sequence[Result]) -> list[Chart]:
-    """Samples/s over the values of the only axis, if these are numbers; for ranks also what would be linear."""
-    axes = [each.overrides[0].partition("=") for each in results if len(each.overrides) == 1]
-    values = [value for _, _, value in axes if value.replace(".", "", 1).isdigit()]
-    if len({key for key, _, _ in axes}) != 1 or not len(set(values)) == len(values) == len(results):
-        return []
-    known = sorted((float(value), each) for value, each in zip(values, results, strict=True) if each.rates)
-    if len(known) < 2:
-        return []
-    x, rates = [value for value, _ in known], [sorted(each.rates.values()) for _, each in known]
-    mid = [each.samples_s or np.nan for _, each in known]
-    series = [banded("median, slowest and fastest", x, mid, [r[0] for r in rates], [r[-1] for r in rates])]
-    if axes[0][0] == RANKS:
-        series.append(banded("linear", x, [mid[0] * each / x[0] for each in x]))
-    return chart("axis", f"Speed over {axes[0][0]}", "samples/s", series, x_label=axes[0][0])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,17 +29,8 @@ _TRACED_STEPS = 2
 MOST_STEPS_BESIDE = MOST_WARM_STEPS + _TRACED_STEPS
 """Steps that a profile makes besides those that count, at most."""
 
-_TOP = 10
-
-
-@dataclass(frozen=True)
-class Operator:
-    """An operator: calls and own milliseconds of a step, and its share of all operators' own time."""
-
-    name: str
-    calls: float
-    self_ms: float
-    share: float
+_OPERATORS = 25
+OPERATORS = "operators.txt"
 
 
 @dataclass
@@ -51,7 +42,6 @@ class Observed:
     parameters: int = 0
     device: str = ""
     amp: str = ""
-    operators: list[Operator] = field(default_factory=list)  # with `--trace`: those that took longest themselves
 
 
 class Observer:
@@ -116,11 +106,6 @@ class Observer:
             yield
         profiler.stop()
         of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        spent = sorted((float(getattr(each, of)), str(each.key), int(each.count)) for each in profiler.key_averages())
-        whole = sum(us for us, _, _ in spent) or 1.0
-        self._observed.operators = [
-            Operator(name, count / _TRACED_STEPS, us / 1000 / _TRACED_STEPS, us / whole)
-            for us, name, count in spent[: -_TOP - 1 : -1]
-            if us > 0
-        ]
+        table = profiler.key_averages().table(sort_by=of, row_limit=_OPERATORS, max_name_column_width=80)
+        path.with_name(OPERATORS).write_text(table, encoding="utf-8")
         profiler.export_chrome_trace(str(path))

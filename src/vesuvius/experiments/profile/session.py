@@ -16,7 +16,6 @@ from vesuvius.experiments.profile.page import build_profile
 from vesuvius.report.content import RunReport
 from vesuvius.report.page import made_by, new_folder, write_page
 from vesuvius.report.records import read_run
-from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.loop import TrainingLoop, Tuner
 from vesuvius.training.ranks.part import one_rank
@@ -59,8 +58,7 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
         error.exit_code = code or error.exit_code
         raise error
     tune = shlex.join(["vesuvius", "tune", "--config", str(source)])
-    recorded = [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "step"]
-    report = build_profile(config, read_run(folder), recorded, observed, steps, ranks, tune)
+    report = build_profile(config, read_run(folder), observed, steps, ranks, tune)
     write_page(folder, "profile", [report], made_by(command))
     return report
 
