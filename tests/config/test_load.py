@@ -198,6 +198,10 @@ def test_an_overridden_value_is_not_blamed_on_the_file_nor_the_reverse() -> None
     assert problems(text, "data.seed=1", "training.lr=1") == [
         "override data.seed=1: data.seed: unknown key; got 1; did you mean seed?"
     ]
+    contradicts = f"{MINIMAL}diffusion: {{min_snr_gamma: 5}}\n"
+    assert problems(contradicts, "diffusion.sampler_steps=7")[0].startswith("x.yaml:5: diffusion: min_snr_gamma weighs")
+    of_all = "diffusion.sampler_guidance=2"
+    assert problems(MINIMAL, of_all, "training.lr=1")[0].startswith(f"override {of_all}: {of_all[:-2]} other than 1")
 
 
 # ---- writing

@@ -29,6 +29,7 @@ from vesuvius.config.describe import (
     dotted,
     explain,
     iter_keys,
+    schema_at,
     show,
     to_yaml,
     to_yaml_block,
@@ -255,7 +256,7 @@ def _validated(
     except ValidationError as error:
         found = dict(filter(None, map(explain, error.errors()[: 50 * _MOST_PROBLEMS])))
         within = {path: f"{dotted(path)}: " if path else "" for path in found}
-        wrong = [f"{_source(path, layers, settings)}: {within[path]}{text}" for path, text in found.items()]
+        wrong = [f"{_source(path, text, layers, settings)}: {within[path]}{text}" for path, text in found.items()]
         problems = [*wrong, *problems]
     if problems:
         more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
@@ -263,9 +264,18 @@ def _validated(
     return config
 
 
-def _source(path: KeyPath, layers: _Layers, settings: Sequence[tuple[str, KeyPath]]) -> str:
-    """The last setting of a value, or within it, else its file and line."""
-    of_value = [label for label, key in settings if path and (key[: len(path)] == path or key == path[: len(key)])]
+def _source(path: KeyPath, text: str, layers: _Layers, settings: Sequence[tuple[str, KeyPath]]) -> str:
+    """The last setting of a value, or within it, else its file and line.
+
+    Keys of a section that contradict each other are named in the text.
+    """
+    named = set(re.findall(r"\w+", text)) if not path or "properties" in schema_at(path) else None
+    of_value = [
+        label
+        for label, key in settings
+        if key == path[: len(key)]
+        or (key[: len(path)] == path and (named is None or named.intersection(key[len(path) or 1 :])))
+    ]
     return of_value[-1] if of_value else _place(path, layers)
 
 
