@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import errno
+import itertools
+import os
 import time
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -241,6 +244,23 @@ def test_a_listing_holds_what_lies_below_a_prefix_of_whole_segments(source: Sour
 def test_a_listing_of_what_is_no_folder_is_an_error(source: Source) -> None:
     with pytest.raises(DataError, match=r"must be listable; got .*Not a directory"):
         list(source.list_keys("a/data"))
+
+
+@pytest.mark.parametrize("source", ["disk"], indirect=True)
+def test_a_folder_that_cannot_be_listed_any_more_ends_a_list(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "b").mkdir()
+    scandir = os.scandir
+
+    def stale(path: Any) -> Any:
+        if Path(path).name == "b":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", stale)
+    with pytest.raises(DataError, match=r"must be listable; got .*Stale file handle"):
+        list(itertools.islice(source.list_keys(""), 1000))
 
 
 def test_slabs_that_are_links_to_other_disks_are_listed_and_read(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from vesuvius.volumes.store.retry import Outage, Retrier
 T = TypeVar("T")
 
 _VERSIONS_MAX = 2**18  # some 60 MB
-_SERVERS = 8  # behind one address, each with ETags of its own, of which one that answered before is found again
+_ANSWERS = 20  # among which is one of the server that answered before, of a few with ETags of their own
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Source:
             if stamp.decode() == version:
                 self.count(cache_hits=1)
                 return data
-        for _ in range(_SERVERS):
+        for _ in range(_ANSWERS):
             answer = self._tried(key, lambda: self._store.read(key, byte_range), probing)
             if answer is None:
                 return None
@@ -122,8 +122,8 @@ class Source:
                 break
         else:
             raise ReplacedError(
-                f"{key} was replaced while parts of it were read, or its server sends ETags that do not depend on the "
-                "content"
+                f"{key} was replaced while parts of it were read, or its server sends ETags or dates that do not "
+                "depend on the content"
             )
         if answer.stamp is not None and (byte_range is not None or cache is not None):
             self._note(key, answer.stamp)  # a whole object is of one version, and need not be known again
@@ -170,8 +170,10 @@ class Source:
             pages = pages or self._store.pages(prefix, last)
             try:
                 return next(pages, None)
-            except BaseException:
+            except BaseException as error:
                 pages = None
+                if isinstance(error, OSError) and not self.remote and last is not None:
+                    raise OSError(str(error)) from error  # no outage: a walk would come from the start to here for ever
                 raise
 
         while (page := self._listed(prefix, next_page)) is not None:
