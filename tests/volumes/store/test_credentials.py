@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
@@ -206,6 +207,27 @@ def test_a_profile_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DataError, match=r"AWS_PROFILE typo is in none of .*anonymous=true"):
         find_signing("s3", None)
     assert find_signing("s3", True).options == {"skip_signature": True}
+
+
+def test_a_file_of_profiles_that_cannot_be_read_is_named_without_its_words(cache_home: Path) -> None:
+    for text in ("aws_secret_access_key = SECRET\n", "[default]\nSECRET\n"):
+        (cache_home / "aws-credentials").write_text(text)
+        with pytest.raises(DataError, match=r"Cannot read the AWS profile default: .*Error in .*aws-cred") as caught:
+            find_signing("s3", None)
+        assert "SECRET" not in str(caught.value)
+
+
+def test_a_login_needs_boto3_unless_it_has_left_keys(
+    set_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.auth.boto3", None)
+    set_up("process")
+    with pytest.raises(DataError, match=r"profile default, .* needs boto3; install it, or export keys: eval"):
+        find_signing("s3", None)
+    set_up("default profile")
+    with Path(os.environ["AWS_CONFIG_FILE"]).open("a") as config:
+        config.write("sso_session = ours\n")
+    assert find_signing("s3", None).options["region"] == "eu-north-1"
 
 
 # ---- Google

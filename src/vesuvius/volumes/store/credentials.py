@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vesuvius.errors import DataError, one_line
+from vesuvius.errors import DataError
 
 # A metadata service is one hop away; where there is none, as on a laptop, every process waits for this.
 _PROBE_S = 0.5
@@ -110,7 +110,11 @@ def _read_profile(name: str) -> dict[str, str]:
     try:
         parser.read(_profile_files())
     except (configparser.Error, UnicodeError) as error:
-        raise DataError(f"Cannot read the AWS profile {name}: {one_line(error)}; correct the file") from error
+        # No words of its own: they quote the lines, which may be keys.
+        files = " and ".join(map(str, _profile_files()))
+        raise DataError(
+            f"Cannot read the AWS profile {name}: {type(error).__name__} in {files}; correct them"
+        ) from None
     return {key: text for part in (f"profile {name}", name) if part in parser for key, text in parser[part].items()}
 
 
@@ -122,7 +126,7 @@ def _profile(name: str) -> Signing | None:
             f"AWS_PROFILE {name} is in none of {' and '.join(map(str, _profile_files()))}; correct or unset it, or set "
             "data.store.anonymous=true"
         )
-    if _NEEDS_BOTO3 & settings.keys():
+    if _NEEDS_BOTO3 & settings.keys() and ("role_arn" in settings or "aws_access_key_id" not in settings):
         try:
             from obstore.auth.boto3 import Boto3CredentialProvider
         except ImportError:
