@@ -137,8 +137,8 @@ def _fill(
         figures.air += size == 0
         report()
 
-    def stage(boxes: Sequence[Box]) -> None:
-        for box in boxes[: volume.source.config.requests]:
+    def stage(boxes: Sequence[Box], number: int) -> None:
+        for box in boxes[number : number + volume.source.config.requests]:
             volume.stage(shifted(box, corner))
 
     def read(box: Box) -> NDArray[Any] | None:

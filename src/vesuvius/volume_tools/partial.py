@@ -66,14 +66,14 @@ class PartialCopy:
         level: int,
         read: Callable[[Box], NDArray[Any] | None],
         on_chunk: Callable[[int], None] = lambda size: None,
-        ahead: Callable[[Sequence[Box]], None] = lambda boxes: None,
+        ahead: Callable[[Sequence[Box], int], None] = lambda boxes, number: None,
     ) -> None:
         """Write the missing chunks of a level, each while the next ones are read.
 
         Args:
             read: the voxels of a box, in this thread; None skips it.
             on_chunk: told of the bytes of each chunk that is done, 0 = air, from this thread.
-            ahead: told of the boxes that come next before one of them is read.
+            ahead: told of all boxes and the number of the next one, before that is read.
 
         Raises:
             StorageError: the disk refuses.
@@ -83,7 +83,7 @@ class PartialCopy:
         writing = deque[Future[int]]()
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             for number, (chunk, box) in enumerate(zip(chunks, boxes, strict=True)):
-                ahead(boxes[number:])
+                ahead(boxes, number)
                 if (voxels := read(box)) is None:
                     continue
                 writing.append(writers.submit(self.write, level, chunk, voxels))

@@ -68,10 +68,9 @@ def write_phantom(
         shutil.rmtree(partial_path(paths[1]))  # else its chunks would be taken for pairs
     stored = done = 0
     with ExitStack() as held:
+        unfinished = [each for each in paths if not is_finished(each, record, PHANTOM)]
         targets = [
-            held.enter_context(open_partial(each, record, plan, np.dtype("u1"), 0, PHANTOM))
-            for each in paths
-            if not is_finished(each, record, PHANTOM)
+            held.enter_context(open_partial(each, record, plan, np.dtype("u1"), 0, PHANTOM)) for each in unfinished
         ]
 
         def count(size: int) -> None:
