@@ -91,15 +91,6 @@ def test_a_level_of_a_pyramid(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_plans")
-def test_a_volume_smaller_than_the_smallest_usual_patch(tmp_path: Path) -> None:
-    write_array(tmp_path / "small.zarr", textured((12, 20, 17)), chunk=8)
-    config = written("small.zarr")
-    assert config.data.patch_size == (8, 16, 16)
-    assert config.data.validation.fraction == 0
-    assert passes_checks(config)
-
-
-@pytest.mark.usefixtures("no_plans")
 def test_floats_in_a_few_thin_slices(tmp_path: Path) -> None:
     slices = np.random.default_rng(0).normal(size=(3, 96, 96)).astype("float32")
     write_array(tmp_path / "thin.zarr", slices, zarr_format=3)

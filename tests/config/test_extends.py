@@ -77,18 +77,6 @@ def test_each_problem_names_the_file_and_line_that_it_stands_in() -> None:
     }
 
 
-def test_a_wrong_item_of_a_list_in_the_other_file_is_found_there() -> None:
-    Path("base.yaml").write_text(BASE.replace("level", "levl"))
-    assert problems("extends: base.yaml\ndata: {patch_size: [72, 136, 136]}") == [
-        "base.yaml:5: data.volumes.0.levl: unknown key; got 2; did you mean level?"
-    ]
-
-
-def test_keys_that_contradict_each_other_name_the_first_file_with_the_section() -> None:
-    (line,) = problems("extends: base.yaml\ndata: {patch_size: [72, 136, 128]}", "seed=1")
-    assert line.startswith("x.yaml:2: data: augment.turn needs a patch that is square")
-
-
 def test_a_value_over_a_section_replaces_it() -> None:
     assert problems("extends: base.yaml\nmodel: 3") == [
         "x.yaml:2: model: must be a section with keys of its own; got 3"

@@ -1,14 +1,12 @@
 """The noise levels of a sampling run."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.levels import CLEAN, NoiseLevel, log_snr_gain, trailing_levels, trailing_timesteps
+from vesuvius.diffusion.levels import CLEAN, NoiseLevel, trailing_levels, trailing_timesteps
 from vesuvius.diffusion.schedule import Schedule
 
 
@@ -34,13 +32,3 @@ def test_levels_are_those_of_the_schedule_in_float64_and_end_clean(name: str, st
         # a few ulp: a square of a square root
         assert level.alpha**2 == pytest.approx(schedule.alpha_bar_64[level.t], rel=1e-15)
         assert level.alpha**2 + level.sigma**2 == pytest.approx(1, rel=1e-15)
-
-
-@given(st.floats(1e-3, 1.57), st.floats(1e-3, 1.57))
-def test_gain_is_the_difference_of_half_log_snrs(here: float, there: float) -> None:
-    def half_log_snr(angle: float) -> float:
-        return math.log(math.cos(angle) / math.sin(angle))
-
-    gain = log_snr_gain(*(NoiseLevel(0, math.cos(angle), math.sin(angle)) for angle in (here, there)))
-    # 1e-13: float64 logarithms up to 7, with cos(1.57) = 8e-4.
-    assert gain == pytest.approx(half_log_snr(there) - half_log_snr(here), abs=1e-13)

@@ -14,13 +14,7 @@ from vesuvius.experiments.tune.search import Asks, Search
 
 BASE, OTHER = SOURCE, replace(SOURCE, channels_last=True)
 
-DISTURBANCES = {
-    "correlated": Disturbance(noise=0.1, correlated_steps=50),
-    "drift of 5 %": Disturbance(drift=0.05, drift_s=200.0),
-    "drift of 10 %": Disturbance(drift=0.10, drift_s=200.0, noise=0.05),
-    "stalls": Disturbance(noise=0.03, stalls_s=60.0),
-    "neighbour": Disturbance(noise=0.03, neighbour_s=100.0),
-}
+DRIFTS = Disturbance(drift=0.10, drift_s=200.0, noise=0.05)
 
 
 def compared(disturbance: Disturbance, gain: float, seed: int) -> Comparison:
@@ -39,35 +33,16 @@ def compared(disturbance: Disturbance, gain: float, seed: int) -> Comparison:
     return found
 
 
-def coverage(name: str, tests: int) -> tuple[float, set[int]]:
-    """Share of the intervals that hold the truth, over gains of 0, 4 and 12 %; and the pairs at which tests stopped."""
-    hits, pairs = [], set()
-    for seed in range(tests):
+def test_intervals_hold_the_truth_on_a_machine_that_drifts() -> None:
+    """Of 60 tests, so few that a naive interval (0.26 to 0.5) is told apart and chance is not."""
+    hits = 0
+    for seed in range(60):
         gain = (0.0, 0.04, 0.12)[seed % 3]
-        found = compared(DISTURBANCES[name], gain, seed)
+        found = compared(DRIFTS, gain, seed)
         assert found.low is not None
         assert found.high is not None
-        hits.append(found.low <= gain <= found.high)
-        pairs.add(found.pairs)
-    return sum(hits) / tests, pairs
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", DISTURBANCES)
-def test_95_percent_intervals_hold_the_truth_in_90_to_99_percent(name: str) -> None:
-    """The runner draws its disturbance from the machine, of which no block tells.
-
-    A neighbour that comes and goes widens an interval more than it moves it: 0.992 of 6,000 tests.  Chance is 0.002.
-    """
-    covered, pairs = coverage(name, tests=3000)
-    print(f"\n{name}: {covered:.3f}")
-    assert 0.90 <= covered <= (0.995 if name == "neighbour" else 0.99)
-    assert len(pairs) > 1, "tests stop at more than one look"
-
-
-def test_intervals_hold_the_truth_on_a_machine_that_drifts() -> None:
-    """As above, with so few tests that a naive interval (0.26 to 0.5) is told apart and chance is not."""
-    assert coverage("drift of 10 %", tests=60)[0] >= 0.85
+        hits += found.low <= gain <= found.high
+    assert hits / 60 >= 0.85
 
 
 def test_equal_settings_are_called_different_in_at_most_5_percent() -> None:

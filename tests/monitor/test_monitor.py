@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -82,9 +83,16 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(
 ) -> None:
     watcher = ScriptedWatcher(lambda sample: sample * 2**20)
     shared: list[dict[str, Any]] = []
+    reads = itertools.count(1)
+
+    def read() -> VramUse:
+        n = next(reads)
+        return VramUse(n, 10 * n, 100 - n, 1000 - n, 2000, retries=0, failures=0)
+
+    vram: Any = SimpleNamespace(read=read)
     monkeypatch.setattr(monitor_module, "SAMPLES_PER_RECORD", 4)
     monkeypatch.setattr(monitor_module, "SINGLE_RECORDS", 1)
-    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.05, on_record=shared.append) as monitor:
+    with Monitor(in_dir(tmp_path), Limits(), watcher, vram, sample_every_s=0.05, on_record=shared.append) as monitor:
         monitor.told = LoopStatus(step=7, readers={123: GIB})
         wait_until(lambda: len((tmp_path / "logs/monitor.log").read_text().splitlines()) > 2)
     records = read_records(tmp_path / "system.jsonl")
@@ -99,12 +107,15 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(
         assert record["used_bytes"][0] == low + GIB // 4 < record["limit_bytes"]
         assert record["readers"] == {"123": GIB}
         assert record["step"] == 7
-        assert record["vram"] is None
+        low, _, high = record["vram"]["reserved_bytes"]
+        assert high - low == 10 * (record["samples"] - 1)
+        assert record["vram"]["free_bytes"] == 1000 - high // 10
+        assert record["vram"]["peak_bytes"] == 100 - low // 10
         assert record["disk"]["run_bytes"] < record["disk"]["free_bytes"]
     for line in (tmp_path / "logs/monitor.log").read_text().splitlines():
         assert re.fullmatch(
-            r"[\d-]{10} [\d:]{8} INFO ram_gib [\d.]+/[\d.]+ store_gib 0\.25 readers_gib (123:1\.00|-) vram_gib - "
-            r"gpu_pct - cores ([\d.]+/\d+|-) swap_gib [\d.]+ risk LOW "
+            r"[\d-]{10} [\d:]{8} INFO ram_gib [\d.]+/[\d.]+ store_gib 0\.25 readers_gib (123:1\.00|-) "
+            r"vram_gib [\d./]+ gpu_pct - cores ([\d.]+/\d+|-) swap_gib [\d.]+ risk LOW "
             r"left_gib [\d.]+",
             line,
         ), line
@@ -256,40 +267,6 @@ def test_a_guard_that_may_not_act_orders_nothing(
         wait_until(lambda: watcher.samples > 5)
     assert orders == []
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == warnings
-
-
-def test_gpu_memory_is_written_as_a_window_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor_module, "SAMPLES_PER_RECORD", 3)
-    monkeypatch.setattr(monitor_module, "SINGLE_RECORDS", 0)
-
-    class FakeVram:
-        reads = 0
-
-        def read(self) -> VramUse:
-            self.reads += 1
-            return VramUse(
-                allocated_bytes=self.reads,
-                reserved_bytes=10 * self.reads,
-                peak_bytes=100 - self.reads,
-                free_bytes=1000 - self.reads,
-                total_bytes=2000,
-                retries=0,
-                failures=0,
-            )
-
-    fake: Any = FakeVram()
-    with Monitor(
-        in_dir(tmp_path),
-        Limits(),
-        ScriptedWatcher(lambda sample: sample),
-        fake,
-        sample_every_s=0.02,
-    ):
-        wait_until(lambda: (tmp_path / "logs/monitor.log").read_text())
-    vram = read_records(tmp_path / "system.jsonl")[0]["vram"]
-    assert vram["reserved_bytes"] == [10, 20, 30]
-    assert vram["peak_bytes"] == 99
-    assert vram["free_bytes"] == 997
 
 
 def test_neither_a_listener_nor_a_look_that_fails_ends_the_monitor_or_floods_the_log(

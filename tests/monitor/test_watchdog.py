@@ -86,14 +86,6 @@ def test_progress_counts_towards_what_is_expected_alone(watched: Watched) -> Non
     assert [record.get("what") for record in watched.records] == [None, "batch"]
 
 
-def test_stacks_that_cannot_be_written_do_not_hide_the_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "stacks").write_text("a file in the place of the folder")
-    watched = Watched(tmp_path)
-    watched.look_for(STALL_S)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
-    assert len(watched.records) == 2
-
-
 def test_a_disk_that_hangs_under_the_log_and_the_records_holds_no_word_of_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -318,16 +318,6 @@ def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"the extra [{name}] is not installed, as it is large")
 
 
-@needs("wandb")
-def test_the_real_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    (tmp_path / "run").mkdir()
-    tracked(tmp_path, *(STEP | {"step": step} for step in range(5)), END, close_s=60.0)
-    (kept,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    assert b"train/loss" in kept.read_bytes()
-    assert (tmp_path / "run" / "wandb_id").read_text().strip() in kept.name
-
-
 @needs("mlflow")
 def test_the_real_mlflow_keeps_a_run_in_a_folder_over_two_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

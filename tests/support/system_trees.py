@@ -80,9 +80,6 @@ def write_cgroup_v2(
     anon: int = 0,
     shmem: int = 0,
     file: int = 0,
-    kernel: int = 0,
-    slab_reclaimable: int = 0,
-    sock: int = 0,
     oom_kills: int | None = 0,
 ) -> Path:
     """One cgroup of a version 2 box; returns its directory.
@@ -91,14 +88,13 @@ def write_cgroup_v2(
         path: below the mount.
         limit, high: `memory.max` and `memory.high`; None = `max`.
         file: page cache without shared memory (the kernel's own figure includes it).
-        kernel: with the reclaimable part.
         oom_kills: of `memory.events`; None = an old kernel that does not count.
     """
     directory = roots.sys / "fs" / "cgroup" / path.strip("/")
     _write(directory / "memory.max", f"{'max' if limit is None else limit}\n")
     _write(directory / "memory.high", f"{'max' if high is None else high}\n")
-    stat = {"anon": anon, "file": file + shmem, "kernel": kernel, "kernel_stack": 0, "sock": sock, "shmem": shmem}
-    _write_counts(directory / "memory.stat", stat | {"slab_reclaimable": slab_reclaimable, "pgfault": 12345})
+    stat = {"anon": anon, "file": file + shmem, "kernel": 0, "kernel_stack": 0, "sock": 0, "shmem": shmem}
+    _write_counts(directory / "memory.stat", stat | {"slab_reclaimable": 0, "pgfault": 12345})
     counted = {} if oom_kills is None else {"oom_kill": oom_kills}
     _write_counts(directory / "memory.events", {"low": 0, "high": 3, "max": 7, "oom": 0} | counted)
     return directory

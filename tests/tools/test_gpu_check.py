@@ -46,6 +46,7 @@ def read(folder: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_so_and_exits_2(tmp_path: Path) -> None:
     done = run_check(tmp_path)
     assert done.returncode == 2

@@ -14,7 +14,6 @@ import pytest
 
 from tests.support import fork_server
 from vesuvius.runlog.records import read_records
-from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.stop import StopRequest
 
 LONG_RUN = {"epochs": 1000, "workers": 2}
@@ -63,20 +62,6 @@ def test_a_signal_while_ray_starts_stops_the_run_as_any_other(
     assert process.returncode == expected, output
     assert "Traceback" not in output
     assert read_records(tmp_path / "runs/tiny/metrics.jsonl")[-1]["exit_code"] == expected
-
-
-@pytest.mark.long
-def test_ctrl_c_in_a_terminal_reaches_the_readers_too_and_still_saves(
-    tiny_config: Callable[..., Path], tmp_path: Path
-) -> None:
-    with start(tiny_config(training=LONG_RUN), tmp_path) as process:
-        wait_for(process, "Train step 3/")
-        os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
-    assert "Traceback" not in output
-    (checkpoint,) = list_checkpoints(tmp_path / "runs/tiny/checkpoints")
-    assert load_checkpoint(checkpoint)["step"] >= 3
 
 
 def test_the_first_signal_behind_the_time_limit_is_no_second_one(tmp_path: Path) -> None:

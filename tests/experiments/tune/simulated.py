@@ -423,20 +423,6 @@ SLOW = Machine(
     vram=(8.0, 50.0),
 )
 """Each step waits for one reader.  A trial is cut after a few steps, and half an hour holds a handful of them."""
-SHARED = Machine(
-    "shared cores",
-    on_gpu=False,
-    remote=True,
-    cores=2,
-    most_workers=8,
-    read_s=0.65,
-    decode_s=0.015,
-    sample_s=0.01,
-    launch_s=0.05,
-    beside=0.5,
-    source=replace(SOURCE, workers=1, accumulate_steps=4),
-)
-"""Readers wait for a store and are slower than the trainer; what that computes on their processors slows them down."""
 _CROWDED = Disturbance(drift=0.3, drift_s=60.0, noise=0.4, correlated_steps=30, neighbour_s=60.0)
 _SLOW_STORE = Machine(
     "busy, 150 ms",

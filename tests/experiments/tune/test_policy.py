@@ -17,7 +17,6 @@ from tests.experiments.tune.simulated import (
     BY_NAME,
     GIB,
     GUARD_SHARE,
-    SHARED,
     SLOW,
     SOURCE,
     BiasedPlanner,
@@ -68,17 +67,6 @@ def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: fl
     found = shares(drift, seeds)
     assert fmean(found.values()) >= least, found
     assert min(found.values()) >= 0.88, found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("drift", "least", "alike"), [(0.05, 0.97, 0.90), (0.10, 0.95, 0.8)])
-def test_thirty_tunes_end_near_the_best_and_agree(drift: float, least: float, alike: float) -> None:
-    found = shares(drift, seeds=30)
-    picks = {name: Counter(tuned(name, seed, drift)[1].best for seed in range(30)) for name in BY_NAME}
-    agreed = {name: count.most_common(1)[0][1] / 30 for name, count in picks.items()}
-    print(f"\ndrift {drift:.0%}: shares of the optimum {found}\nthe same: {agreed}")
-    assert fmean(found.values()) >= least
-    assert fmean(agreed.values()) >= alike
 
 
 @every_machine
@@ -137,20 +125,6 @@ def test_requests_prefetch_and_batches_are_what_store_bursts_and_steps_need() ->
     assert (best.workers, best.train_batch_size) == (8, 4), "neither gains alone"
 
 
-@pytest.mark.parametrize("drift", [0.0, 0.05])
-def test_larger_micro_batches_leave_the_cores_to_readers_that_set_the_pace(drift: float) -> None:
-    """As `tools/bench/tune.py` does: requests are kept, so readers stay slower than the trainer."""
-    machine = drifting(SHARED, drift)
-    search = tune(machine, 0, replace(machine.space(1800.0), kept=("requests",)))
-    found = conclude(search)
-    most = max(machine.rate(setting) for setting in machine.settings() if setting.requests == SOURCE.requests)
-    assert machine.rate(replace(found.best, train_batch_size=1, accumulate_steps=4)) < 0.9 * most, "by readers alone"
-    assert machine.rate(found.best) >= 0.95 * most
-    assert found.certainty == "sure"
-    assert found.reasons["train_batch_size"].endswith("is left to the readers")
-    assert not any(s.compile or s.channels_last for s in settings_of(search)), "a switch would gain what noise gives"
-
-
 def test_switches_are_tried_only_where_they_may_be() -> None:
     search, machine = tuned("CPU")[0], BY_NAME["CPU"]
     tried = {knob for setting in settings_of(search) for knob in setting.changes(machine.source)}
@@ -163,12 +137,6 @@ def test_switches_are_tried_only_where_they_may_be() -> None:
     for deterministic in (False, True):
         found = tune(eager, 0, replace(eager.space(), deterministic=deterministic))
         assert any(setting.cudnn_benchmark for setting in settings_of(found)) is not deterministic
-
-
-@pytest.mark.parametrize(("source_amp", "tried"), [("off", True), ("auto", False), ("bf16", False), ("fp16", False)])
-def test_a_number_format_that_the_config_names_stays(source_amp: str, tried: bool) -> None:
-    machine = replace(BY_NAME["switches matter"], name=f"amp {source_amp}", source=replace(SOURCE, amp=source_amp))
-    assert {setting.amp for setting in settings_of(tune(machine))} == ({"off", "auto"} if tried else {source_amp})
 
 
 def test_the_effective_batch_grows_only_where_it_may() -> None:
@@ -333,14 +301,6 @@ def test_what_ends_badly_when_it_is_confirmed_is_not_taken(ended: Ended) -> None
     assert any("was ended by" in words for _, words in search.notes)
 
 
-def test_a_baseline_whose_whole_run_ends_badly_gives_no_gain_and_nothing_is_written_for_it() -> None:
-    machine = BY_NAME["data-bound on cores"]
-    lab = EndsBadly(machine, lambda setting, kind: kind == "run" and setting == machine.source, "failed")
-    found = conclude(tune(machine, lab=lab))
-    assert (found.gain, found.certainty) == (None, "likely")
-    assert found.best != machine.source
-
-
 @pytest.mark.parametrize("name", ["data-bound on cores", "switches matter", "coupled"])
 def test_what_dies_though_it_was_measured_before_is_neither_tried_again_nor_recommended(name: str) -> None:
     machine, runs = BY_NAME[name], Counter[Setting]()
@@ -356,15 +316,6 @@ def test_what_dies_though_it_was_measured_before_is_neither_tried_again_nor_reco
     for number in died:
         assert asked[number] not in asked[number + 1 :]
         assert asked[number] != conclude(search).best
-
-
-def test_a_death_by_a_switch_says_nothing_of_those_without_it() -> None:
-    machine = BY_NAME["switches matter"]
-    search = tune(machine, lab=EndsBadly(machine, lambda setting, _: setting.compile, "killed"))
-    found = conclude(search)
-    assert found.best.amp == "auto"
-    assert not found.best.compile
-    assert search.memory.risk(found.best) == "low"
 
 
 @pytest.mark.parametrize(("sample_s", "workers"), [(0.05, 1), (5.0, 0)])

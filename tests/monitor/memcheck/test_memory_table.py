@@ -76,12 +76,6 @@ def test_what_is_not_known_is_a_dash_and_never_zero() -> None:
     assert "VRAM" not in table
 
 
-def test_page_cache_is_shown_beside_the_total() -> None:
-    found = replace(full(), page_cache_bytes=60 * GIB)
-    assert "page cache 60.00 GiB" in text(found, 120)
-    assert cells(text(found), "total")[1] == "27.00 of 100.00"
-
-
 def test_of_many_readers_the_largest_are_shown_and_the_rest_is_summed() -> None:
     found = looked(seen(1.0, readers=[1 + 0.01 * i for i in range(20)]))
     table = text(found)
@@ -95,7 +89,3 @@ def test_a_healthy_runs_table_has_no_word_that_a_search_for_kills_finds_and_a_ki
     assert not HYGIENE.search(text(found))
     assert HYGIENE.search(text(replace(found, kills=("reader 7 was killed",))))
     assert "kill seen" in text(replace(found, kills=("reader 7 was killed",)))
-
-
-def test_names_are_no_markup() -> None:
-    assert "run [bold]x" in text(replace(full(), name="run [bold]x"))

@@ -216,7 +216,7 @@ def test_exit_comes_a_step_before_exhaustion_for_leaks_that_last_long_enough():
     The same leaks each time, as the law has rare exceptions, of which one is below.
     """
     rng, tried = np.random.default_rng(0), 0
-    while tried < 20:
+    while tried < 8:
         rate, step_s = rng.uniform(20 * MB, 200 * MB), rng.uniform(0.2, 40.0)
         if (machine := _leaking(rate, step_s, rng.uniform(0.0, 200.0), int(rng.integers(100, 401)))) is None:
             continue

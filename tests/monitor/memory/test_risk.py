@@ -34,6 +34,7 @@ def _first(risks: list[Risk], level: Level) -> int:
 _MACHINES = [(8, 0), (24, 1), (170, 2)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "total_gib", "seed"),
     [(name, *_MACHINES[n % 3]) for n, name in enumerate(sorted(healthy_series()))],

@@ -110,16 +110,6 @@ def test_version_1_limits_memory_and_swap_together(tmp_path: Path) -> None:
     assert read(roots).levels[0].swap_left_bytes == 3 * GIB
 
 
-def test_version_2_charges_the_nearest_ancestor_whose_controller_is_on(tmp_path: Path) -> None:
-    roots = write_v2(tmp_path, path="/user.slice/run.scope")
-    for file in (roots.sys / "fs/cgroup/user.slice/run.scope").iterdir():
-        file.unlink()
-    write_cgroup_v2(roots, "/user.slice", limit=4 * GIB, anon=GIB, oom_kills=3)
-    use = read(roots)
-    assert (use.path, use.anon_bytes, use.oom_kills) == ("/user.slice", GIB, 3)
-    assert [level.limit_bytes for level in use.levels] == [4 * GIB]
-
-
 def test_a_strangers_death_below_the_same_ancestor_is_not_counted(tmp_path: Path) -> None:
     roots = write_v2(tmp_path, path="/pods/ours", oom_kills=0)
     write_cgroup_v2(roots, "/pods", limit=4 * GIB, oom_kills=5)
@@ -152,12 +142,6 @@ def test_version_1_of_a_container_that_is_named_as_outside(tmp_path: Path, mount
     assert read(roots).levels == (
         CgroupLevel("/docker/abc", "memory.limit_in_bytes", 2 * GIB, GIB, kills=True, is_top=True),
     )
-
-
-def test_version_2_of_a_container_whose_mount_shows_its_own_part(tmp_path: Path) -> None:
-    roots = write_v2(tmp_path, path="/docker/abc/run", mount_root="/docker/abc", anon=GIB)
-    write_cgroup_v2(roots, "/", limit=2 * GIB, anon=GIB)
-    assert [(level.path, level.limit_bytes) for level in read(roots).levels] == [("/docker/abc", 2 * GIB)]
 
 
 def test_nothing_to_read_is_no_cgroup(tmp_path: Path) -> None:

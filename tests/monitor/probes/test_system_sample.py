@@ -124,22 +124,6 @@ def test_pinned_buffers_are_the_trainer_s_own_and_add_to_the_object_store() -> N
     assert after.used_bytes - before.used_bytes == pytest.approx(48 * MIB, abs=2 * SLACK)
 
 
-def test_a_file_closed_after_it_was_found_is_not_counted_under_its_number() -> None:
-    ours, other = os.memfd_create("ours"), os.memfd_create("other")
-    try:
-        os.write(ours, bytes(MIB))
-        os.write(other, bytes(8 * MIB))
-        with obedient():
-            watcher = Watcher(os.getpid())
-            before = watcher.sample().shared_bytes
-            os.dup2(other, ours)
-            after = watcher.sample().shared_bytes
-    finally:
-        os.close(ours)
-        os.close(other)
-    assert before - after == MIB
-
-
 def test_the_accounted_memory_is_the_cgroups() -> None:
     with real_cgroup() as directory, obedient(directory) as parent:
         parent.tell(f"anon {100 * MIB}")

@@ -116,12 +116,6 @@ def test_a_volume_without_extent_in_the_plane_is_refused_and_axes_are_the_volume
     assert module.shape_zyx(volume((64, 256, 3, 300), zyx=(3, 1, 0))) == (300, 256, 64)
 
 
-def test_patches_come_from_stored_chunks_where_many_are_missing() -> None:
-    assert module._data(volume(present=96), FULL, True).min_foreground == 0
-    config = module._data(volume(present=40), FULL, True)
-    assert (config.min_foreground, config.foreground.source) == (0.5, "chunks")
-
-
 def test_where_stored_chunks_are_not_known_a_coarse_level_says_where_material_is() -> None:
     grey = GreyStatistics(8, 0, 20, 8, 1000, 0.1, 0.0, 255.0, 100.0, 30.0, (1.0, 100.0, 250.0))
     config = module._data(volume(present=None, levels=6, grey=grey), FULL, True)
@@ -138,10 +132,3 @@ def test_the_level_is_the_finest_whose_patch_shows_enough_of_a_sheet(um: float, 
     level = level_for(volume(levels=6, um=um), wanted)
     assert wanted[1] * um * 2**level >= LEAST_WIDTH_UM
     assert level == 0 or wanted[1] * um * 2 ** (level - 1) < LEAST_WIDTH_UM
-
-
-def test_where_no_level_shows_enough_the_widest_is_taken_and_where_no_size_is_known_none_is_chosen() -> None:
-    assert level_for(volume(levels=2, um=0.5), (16, 32, 32)) == 1
-    assert level_for(volume((64, 64, 64), levels=5, um=2.4), (16, 32, 32)) <= 3, "coarser ones have no patch"
-    assert level_for(volume(levels=3), FULL) == 0
-    assert "voxel size unknown" in module._width_words(volume(), FULL)

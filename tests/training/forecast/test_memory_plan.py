@@ -66,7 +66,6 @@ precisions = pytest.mark.parametrize("amp", ["off", "bf16"])
 needs_bf16_kernels = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no kernels for bf16"
 )
-kernels = pytest.mark.parametrize("amp", ["off", pytest.param("bf16", marks=needs_bf16_kernels)])
 
 
 def a_batch(config: Config, device: torch.device = CPU) -> tuple[Tensor, Condition]:
@@ -126,9 +125,16 @@ def test_activations_are_those_that_a_real_forward_pass_saves_and_the_allocator_
     assert plan.activation_bytes + plan.weight_copy_bytes == pytest.approx(held, rel=0.01)
 
 
-@pytest.mark.parametrize("config", [CASES["default"], CASES["plain_checkpointed"]], ids=["default", "plain"])
-@pytest.mark.sample(3)
-@kernels
+@pytest.mark.parametrize(
+    ("config", "amp"),
+    [
+        (CASES["default"], "off"),
+        pytest.param(CASES["plain_checkpointed"], "bf16", marks=needs_bf16_kernels),
+        pytest.param(CASES["plain_checkpointed"], "off", marks=pytest.mark.long),
+        pytest.param(CASES["default"], "bf16", marks=[needs_bf16_kernels, pytest.mark.long]),
+    ],
+    ids=["default-off", "plain-bf16", "plain-off", "default-bf16"],
+)
 def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
     config = config.with_training(amp=amp, train_batch_size=4)  # activations outweigh what is there all the time
     plan = plan_memory(config, amp=amp)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.chunk_server import ChunkServer
 from tests.training.stand_ins import FixedMachine, Session, StillStream, run_context
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
@@ -64,32 +63,6 @@ def test_a_run_that_computes_is_compute_bound_and_its_records_say_where_every_se
         r"compute-bound: computed [\d.]+ % of the time .*; step p50 [\d.]+ s, p95 [\d.]+ s over \d+ steps; nothing",
         line,
     )
-
-
-@pytest.mark.long
-def test_a_run_whose_store_is_slow_is_data_bound_by_its_latency(
-    tmp_path: Path, volume: Path, tiny_config: WriteConfig
-) -> None:
-    """A step's four patches need some twelve chunks, which take 0.1 s each, one after the other.  Computing takes some
-    0.05 s, and would have to take 5 s before the run counted as compute-bound."""
-    with ChunkServer(tmp_path) as server:
-        store = {"requests": 1}
-        data = {"volumes": [{"path": server.url_of(volume)}], "store": store, "patches_per_region": 1}
-        config = read_config(tiny_config(data=data, monitor={"verdict_every": 50}), ())
-        session = Session(config, tmp_path)
-        server.set_faults([{"path": r"\.zarr/\d", "kind": "delay", "delay_s": 0.1}])
-        records = session.run(7)
-    (verdict,) = [record for record in records if record["kind"] == "verdict"]
-    assert verdict["step"] == 7, "at the end of the run, though no multiple of verdict_every"
-    assert (verdict["bound"], verdict["cause"]) == ("data-bound", "store latency")
-    assert verdict["overrides"] == ["data.store.requests=2"]
-    assert verdict["read_s"] > verdict["decode_s"]
-    assert verdict["requests"] > 0
-    assert verdict["ran_empty"] > 0
-    last = [record for record in records if record["kind"] == "step"][-1]
-    assert last["readers"]["read_s"] >= verdict["read_s"]
-    assert last["readers"]["requests"] >= verdict["requests"], "totals of the session"
-    assert last["feeder"]["batches"] == 7
 
 
 class WorkingPath(StillStream):
@@ -310,10 +283,3 @@ def test_steps_that_were_read_ahead_are_left_out_after_a_start_and_after_readers
     one.path.options = replace(one.path.options)
     one.steps(21, 40, replace(SOME, step_s=step_s))
     assert one.windows == windows
-
-
-def test_without_readers_of_their_own_nothing_is_read_ahead(judged: Callable[..., Judged]) -> None:
-    one = judged(verdict_every=10)
-    one.path.blocks_a_step = 0.0
-    one.steps(1, 10)
-    assert one.windows == [(10, 9)]

@@ -42,7 +42,7 @@ def test_symmetries_move_voxels_and_change_none(dtype: str) -> None:
     assert len({turned.tobytes() for turned in out}) == 16
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "int8"])
+@pytest.mark.parametrize("dtype", ["uint8", "int64", "float16"])
 def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtype: str) -> None:
     volumes = []
     for number in range(2):
@@ -77,6 +77,7 @@ def test_patches_and_labels_of_any_dtype_and_order_of_axes_are_those_that_the_pl
     check_patches_and_labels(tmp_path, dtype, workers=0)
 
 
+@pytest.mark.long  # tests/stream holds that readers deliver what is read here
 @pytest.mark.usefixtures("ray_cluster")
 def test_readers_deliver_the_patches_and_labels_that_the_plan_names(tmp_path: Path) -> None:
     check_patches_and_labels(tmp_path, "int16", workers=1)

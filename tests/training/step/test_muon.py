@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
@@ -66,23 +65,6 @@ def give_gradients(parameters: list[torch.nn.Parameter], number: int) -> None:
         parameter.grad = torch.from_numpy(rng.standard_normal(parameter.shape)).float()
 
 
-def test_a_step_that_is_not_to_be_applied_changes_nothing_whatever_the_gradient() -> None:
-    values = torch.randn(8, 2, 3, 3, 3, generator=generator())
-    (parameters, optimizer), (undisturbed, other) = made(values), made(values)
-    for number in range(4):
-        if number == 2:
-            for parameter in parameters:
-                parameter.grad = torch.full_like(parameter, math.nan)
-            optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-            optimizer.step()
-        give_gradients(parameters, number)
-        optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
-        optimizer.step()
-        give_gradients(undisturbed, number)
-        other.step()
-    assert all(torch.equal(one, another) for one, another in zip(parameters, undisturbed, strict=True))
-
-
 def test_weights_without_orthogonal_steps_are_adamws() -> None:
     (parameters, optimizer), alone = made(torch.zeros(8, 2, 3, 3, 3)), torch.nn.Parameter(torch.ones(5))
     adamw = torch.optim.AdamW([alone], lr=LR, weight_decay=0.0, fused=True)
@@ -95,18 +77,3 @@ def test_weights_without_orthogonal_steps_are_adamws() -> None:
     assert torch.equal(parameters[1], alone)
     assert set(optimizer.state[parameters[0]]) == {"momentum", "step"}
     assert len(optimizer.param_groups) == 2
-
-
-def test_one_that_goes_on_from_its_state_does_the_same() -> None:
-    (parameters, optimizer) = made(torch.randn(8, 2, 3, 3, 3, generator=generator()))
-    give_gradients(parameters, 0)
-    optimizer.step()
-    (resumed, other) = made(torch.zeros(8, 2, 3, 3, 3))
-    with torch.no_grad():
-        for one, another in zip(resumed, parameters, strict=True):
-            one.copy_(another)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, of in ((optimizer, parameters), (other, resumed)):
-        give_gradients(of, 1)
-        each.step()
-    assert all(torch.equal(one, another) for one, another in zip(parameters, resumed, strict=True))
