@@ -67,7 +67,7 @@ def test_a_resume_on_voxels_of_another_kind_is_refused(
 
 @pytest.mark.parametrize(
     "override",
-    [pytest.param("data.patches_per_region=8", marks=pytest.mark.long), "seed=1", "diffusion.noise=linear"],
+    ["seed=1", "diffusion.noise=linear"],
 )
 def test_allowed_drift_goes_on_and_is_written_down(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], override: str

@@ -98,18 +98,11 @@ def test_with_nohup_it_goes_on_and_so_it_does_where_only_its_output_fails(
     assert run_end(tmp_path / "runs/tiny")["step"] == 12
 
 
-# The kernel and the shell; systemd ends a scope; the terminal, then systemd.
-@pytest.mark.parametrize(
-    "signals",
-    [
-        pytest.param((signal.SIGHUP,) * 3, marks=pytest.mark.long),
-        pytest.param((signal.SIGTERM, signal.SIGHUP), marks=pytest.mark.long),
-        (signal.SIGHUP, signal.SIGTERM),
-    ],
-)
 def test_signals_that_come_together_when_a_session_ends_are_one_request(
-    tiny_config: WriteConfig, tmp_path: Path, signals: Sequence[signal.Signals]
+    tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
+    """The kernel and the shell, then systemd."""
+    signals = (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
     with Session(tiny_config(training={"epochs": 1000}), tmp_path) as session:
         session.wait_for("Train step 2/")
         for number in signals:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import textured, write_array
 from tests.runs.test_sample import PATCH, write_config
-from tests.support import fork_server
 from tests.support.runs import vesuvius_train
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
@@ -174,42 +172,6 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
     assert "out.zarr: 12x24x24 uint8, " in draw_volume(request, told_of(""))
 
 
-DRAW_AND_DIE = """
-import os, signal, sys
-from vesuvius.commands.sample import main
-from vesuvius.generate.volume.work import Work
-from vesuvius.volume_tools.partial import PartialCopy
-
-kind, calls = {"block": (Work, "block"), "chunk": (PartialCopy, "write")}[sys.argv[1]], [0]
-act = getattr(*kind)
-def acting(*arguments):
-    calls[0] += 1
-    if calls[0] == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return act(*arguments)
-setattr(*kind, acting)
-import vesuvius.generate.volume.draw as draw
-draw._CHUNK = 8
-sys.exit(main(sys.argv[2:]))
-"""
-
-
-def test_a_command_that_is_killed_while_it_samples_and_while_it_writes_goes_on_to_the_same_voxels(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vesuvius.generate.volume.draw._CHUNK", 8)
-    arguments = ("--shape", "12,24,24", "--guidance", 0, "--batch-size", 5)
-    assert draws(tmp_path / "once.zarr", *arguments) == 0
-    out = tmp_path / "killed.zarr"
-    for place in ("block", "chunk"):
-        command = [sys.executable, "-c", DRAW_AND_DIE, place, *map(str, command_for(out, *arguments))]
-        assert fork_server.run(command, cwd=trained, text=True, capture_output=True).returncode == -signal.SIGKILL
-        assert not out.exists()
-    assert draws(out, *arguments) == 0
-    for level in range(3):
-        np.testing.assert_array_equal(voxels(out, level), voxels(tmp_path / "once.zarr", level))
-
-
 def test_another_network_or_another_mask_is_not_taken_for_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,7 +261,6 @@ REFUSED = {
         2,
         "--mask says what to fill in --inpaint, which is missing",
     ),
-    "another training": (("--shape", "12,24,24", "--volume", 3), 2, "--volume 3 does not exist"),
     "options of patches": (
         ("--shape", "12,24,24", "--overwrite"),
         2,

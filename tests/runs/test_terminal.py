@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from tests.conftest import REPOSITORY, textured, write_array
 from tests.support import fork_server
 from tests.support.runs import WriteConfig
 
@@ -83,3 +87,23 @@ def test_a_printed_config_whose_reader_leaves_is_no_error(tiny_config: WriteConf
             timeout=60,
         )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- the loop of docs/library.md
+
+
+@pytest.mark.parametrize(
+    ("steps", "workers"), [(2, 0), pytest.param(20, 2, marks=pytest.mark.long)], ids=["short", "as it stands"]
+)
+def test_the_loop_of_the_library_page_runs(tmp_path: Path, steps: int, workers: int) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/library.md").read_text(), re.DOTALL)
+    assert len([line for line in code.split("data = ")[1].splitlines() if line.strip()]) <= 15
+    write_array(tmp_path / "volumes" / "demo.zarr", textured((96, 128, 128)))
+    script = tmp_path / "loop.py"
+    assert "workers=2" in code
+    assert "(stream, 20)" in code
+    code = code.replace("workers=2", f"workers={workers}").replace("(stream, 20)", f"(stream, {steps})")
+    script.write_text(code + "print(state['sample_index'], float(loss) > 0)\n")
+    done = fork_server.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(4 * steps), "True"]

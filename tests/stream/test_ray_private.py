@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -152,17 +151,6 @@ def test_a_task_is_not_tried_for_ever(tmp_path: Path) -> None:
     table = private.gcs_pb2.ActorTableData.FromString(accessor.get_actor_info(ray.ActorID.from_hex(actor)))  # type: ignore[attr-defined]
     assert table.max_restarts == 3
     blocks.close()
-
-
-@pytest.mark.long
-def test_the_threads_that_fetch_blocks_have_these_names(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    blocks = mapped(tmp_path / "named", DataContext.get_current().copy(), 60, prefetch=2)
-    next(blocks)
-    new = {thread.name for thread in threading.enumerate() if thread not in before}
-    known = {thread.name for thread, _ in private.data_threads()}
-    blocks.close()
-    assert known == {"iter_threaded", "Prefetcher"}, new
 
 
 def test_a_shutdown_disconnects_before_it_ends_the_daemons() -> None:

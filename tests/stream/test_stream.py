@@ -225,6 +225,7 @@ def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: R
         assert exit_of(ended.fields["pid"], "another machine") == {}
 
 
+@pytest.mark.long
 def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_work_is_remembered(
     job: ReaderJob, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

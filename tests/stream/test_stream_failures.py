@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -21,10 +22,12 @@ from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.stream import events
 from vesuvius.stream import stream as stream_module
+from vesuvius.stream.cutter import Cutter, Patch, StreamOrderError, WaitTime
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.ray import blocks
+from vesuvius.stream.ray import blocks, private, watch
 from vesuvius.stream.ray import session as ray_session
-from vesuvius.stream.reading.reader import Block
+from vesuvius.stream.reading.reader import Block, Reader
+from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
 
 
 def test_a_reconfigure_that_fails_does_not_look_like_the_end(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,3 +225,70 @@ def test_a_config_made_in_python_fails_with_one_line_of_ours() -> None:
     assert str(raised.value).startswith("DataConfig is not valid: patch_size: ")
     assert "level: Extra inputs are not permitted" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+# ---- blocks
+
+Change = Callable[[list[Block]], list[Block]]
+
+
+def cut(volume: Path, change: Change) -> list[Patch]:
+    job = make_job(volume, regions_in_flight=8)
+    reader = Reader(job, ring=2)
+    blocks = [block.copy() for task in job.tasks(0, 96) for block in reader.blocks(task)]
+    reader.close()
+    return list(Cutter(job, iter(change(blocks)), lambda report: None, WaitTime(), 0, 96).patches())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda blocks: [*blocks[:9], *blocks[10:]],
+        lambda blocks: [*blocks[:9], blocks[8], *blocks[9:]],
+        lambda blocks: [*blocks[:9], blocks[10], blocks[9], *blocks[11:]],
+        lambda blocks: blocks[:9],
+    ],
+    ids=["lost", "repeated", "moved", "cut short"],
+)
+def test_blocks_out_of_order_are_refused(volume: Path, change: Change) -> None:
+    assert len(cut(volume, lambda blocks: blocks)) == 96
+    with pytest.raises(StreamOrderError, match="report this as a bug"):
+        cut(volume, change)
+
+
+def test_a_sample_travels_with_its_voxels_and_is_that_of_the_plan(volume: Path) -> None:
+    job = make_job(volume)
+    with open_stream(job, batch_size=6) as stream:
+        samples = [sample for batch in itertools.islice(stream, 8) for sample in batch.samples]
+    assert samples == [job.plan.sample(index) for index in range(48)]
+
+
+# ---- why a reader died, by Ray's account
+
+
+def test_a_reader_has_died_once_a_younger_process_of_its_actor_has_reported() -> None:
+    """A task that was retried may come before one that the process before had done."""
+    readers = Readers()
+
+    def died(pid: int, actor: str = "a") -> tuple[int, str] | None:
+        return readers.take(BlockReport(pid, "n", actor, float(pid), 1, ReaderTotals(blocks=1)), most=2)
+
+    assert [died(pid) for pid in (1, 1, 3, 2, 3)] == [None, None, (1, "n"), (2, "n"), None]
+    assert (set(readers.living), readers.totals.blocks) == ({3}, 5)
+    assert [died(9, "b"), died(8, "c")] == [None, None], "another execution's"
+    assert set(readers.living) == {9, 8}
+
+
+def test_ray_s_account_is_cut_to_what_it_knows_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: f00) was "
+        "22.83GB used / 23.54GB limit (0.970000)\nOOM kill reason: Memory usage 24518215680B exceeded threshold of "
+        "24012685312B (95.0% of 25276510208B limit)\nObject store memory usage: [- objects spillable: 0\n"
+        "Selected to kill: (Actor(8b): job ID=01, pid=29987, actual memory used=9.99GB, worker ID=1), "
+    )
+    kept = "Memory usage 24518215680B exceeded threshold of 24012685312B (95.0% of 25276510208B limit)"
+    assert private._detail(text) == kept
+    assert private._detail("Worker exits.\nMore. Some common causes include: the OOM killer") == "Worker exits. More."
+    monkeypatch.setattr(private, "worker_exits", lambda *_: 1 / 0)
+    assert watch.exit_of(1, "") == {}, "no cause, and no error"
+    assert watch.describe_death(1, "here", {}, None)[0].endswith("killed or died (Ray does not say why)")

@@ -360,7 +360,6 @@ BAD_BOXES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"start_zyx": (48, 0, 0)}, "inside the level"),
     ({"levels": 0}, "at least 1 level, and at most 7"),
-    ({"levels": 8}, "at least 1 level, and at most 7"),
     ({"out": Path("c.tif")}, "must end in .zarr; got c.tif"),
 ]
 

@@ -82,19 +82,14 @@ INNER = {"chunk_shape": [2, 2, 2], "codecs": ["bytes"], "index_codecs": ["bytes"
 SHARDS = {"name": "sharding_indexed", "configuration": INNER}
 REFUSED: dict[str, tuple[int, Change, str]] = {
     "v2 codec": (2, set_to(compressor={"id": "gone", "level": 8}), "a codec is not installed .*gone.*; install"),
-    "v2 filter": (2, set_to(filters=[{"id": "gone"}]), "a codec is not installed .*gone"),
     "v2 codec's settings": (2, set_to(compressor={"id": "zlib", "x": 1}), "refuses them .*unexpected keyword argument"),
     "v3 codec": (3, set_to(codecs=[PCODEC], data_type="float32"), "a codec is not installed .*pcodec"),
     "v3 in shards": (3, shard_of(PCODEC), "a codec is not installed .*pcodec"),
     "v2 structure": (2, set_to(dtype=[["a", "<u1"]]), r"the dtype is \[\['a'"),
-    "v2 strings": (2, set_to(dtype="<U4"), "the dtype is <U4"),
-    "v2 dates": (2, set_to(dtype="<M8[ns]"), r"dtype.* <M8\[ns\]"),
     "v2 complex": (2, set_to(dtype="<c8", fill_value=None), "its dtype <c8 is not bool, nor"),
     "v2 no byte order": (2, set_to(dtype="u2"), "No Zarr data type found .*'u2'"),
     "v3 bfloat16": (3, set_to(data_type="bfloat16"), "the dtype is bfloat16.*; correct them, or convert"),
     "v3 grid": (3, set_to(chunk_grid={"name": "rectilinear"}), "rectilinear"),
-    "v3 transformers": (3, set_to(storage_transformers=[{"name": "a"}]), "storage transformers"),
-    "v3 unknown field": (3, set_to(encrypted={"name": "a"}), "encrypted"),
     "shards in shards": (3, shard_of(SHARDS), "shards inside or behind other codecs"),
     "v1": (2, set_to(zarr_format=1), "zarr_format is 1; convert"),
     "chunks of 0": (
@@ -103,8 +98,6 @@ REFUSED: dict[str, tuple[int, Change, str]] = {
         r"no chunks, or more than 1.1e\+12: .*chunks of \[8, 8, 0\]",
     ),
     "no chunks": (2, lambda metadata: metadata.pop("chunks"), "refuses them .*chunks"),
-    "no node": (3, set_to(node_type="image"), "node_type is 'image'"),
-    "v3 attributes": (3, set_to(attributes=[1]), r"attributes is \[1\]"),
     "huge": (2, set_to(shape=[10**12] * 3), r"shape \[10+, 10+, 10+\], chunks of \[8, 8, 8\]; correct"),
     "anything else": (2, set_to(fill_value="x"), r"zarr-python refuses them \(TypeError: .*\)"),
 }

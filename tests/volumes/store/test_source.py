@@ -115,11 +115,8 @@ def test_many_reads_are_under_way_at_once_but_no_more_than_allowed(server: Chunk
 ADDRESSES = [
     ("ftp://host/v.zarr", "a folder or an address of http, https, s3, gs; got ftp://host/v.zarr"),
     ("s3://", "Cannot open s3://: no bucket; correct the address, or the AWS_"),
-    ("gs://", "Cannot open gs://: no bucket; correct the address"),
     ("http://", "Cannot open http://: .*; correct the address"),
     ("s3://bucket//scan", "Cannot open s3://bucket//scan: an empty name between two slashes"),
-    ("s3://bucket/scan//", "Cannot open s3://bucket/scan//: an empty name"),
-    ("gs://bucket/a//b", "Cannot open gs://bucket/a//b: an empty name"),
     ("s3://bucket/a/../b", r"Cannot open s3://bucket/a/\.\./b: "),
 ]
 
@@ -163,11 +160,9 @@ TARGETS = {
     "/v.zarr": "/v.zarr/.zarray",
     "/a//v": "/a//v/.zarray",
     "/p%20q": "/p%20q/.zarray",
-    "/a+b": "/a+b/.zarray",
     "/é": "/%C3%A9/.zarray",
     "/v#1": "/v%231/.zarray",
     "/v?sig=a%2Fb+c&e=1": "/v/.zarray?sig=a%2Fb+c&e=1",
-    "?sig=a": "/.zarray?sig=a",
 }
 
 
@@ -193,17 +188,13 @@ def test_an_address_of_google_needs_no_network_to_be_opened(monkeypatch: pytest.
     assert opened.config["skip_signature"]
 
 
-@pytest.mark.parametrize(("layout", "bucket"), [("v2", "public"), ("v3-sharded", "private")])
-def test_a_volume_on_s3_streams_and_lists_as_on_disk(
-    s3: Any, tmp_path: Path, request: pytest.FixtureRequest, bucket: str, layout: str
-) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)), **LAYOUTS[layout])
-    (path / {"v2": "1/1/1", "v3-sharded": "c/1/1/1"}[layout]).unlink()
+@pytest.mark.usefixtures("signed")
+def test_a_volume_on_s3_streams_and_lists_as_on_disk(s3: Any, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)), **LAYOUTS["v3-sharded"])
+    (path / "c/1/1/1").unlink()
     with open_stream(make_job(path)) as stream:
         expected, _ = collect(stream, 8)
-    address = upload(s3, path, bucket, f"{tmp_path.name}/v.zarr")
-    if bucket == "private":
-        request.getfixturevalue("signed")
+    address = upload(s3, path, "private", f"{tmp_path.name}/v.zarr")
     with open_stream(make_job(address, store=FAST)) as stream:
         patches, _ = collect(stream, 8)
         assert not stream.events
