@@ -51,13 +51,3 @@ def test_conditions_come_from_the_held_out_part_and_from_all_where_nothing_is_he
         np.testing.assert_array_equal(patch, voxels[z : z + 8, y : y + 16, x : x + 16])
     first = min(y for _, y, _ in starts)
     assert first >= 96 if fraction else first < 96  # a quarter of 128 is held out at the end of y
-
-
-def test_greys_and_labels_are_spread_from_black_to_white_for_the_picture(tmp_path: Path) -> None:
-    path = write_array(tmp_path / "condition.zarr", textured((32, 128, 32)))
-    stored = np.array([0, 1, 2, 100, 200], np.uint8)
-    with ConditionPatches(data_config(path), facts(GreyRange(100.0, 200.0)), 0, 0) as greys:
-        np.testing.assert_allclose(greys.to_model_values(stored)[3:], [-1, 1], atol=1e-6)  # rounding near 1
-    for classes, expected in ((3, [-1, 0, 1]), (1, [-1, 1, 3])):
-        with ConditionPatches(data_config(path, condition_classes=classes), facts(), 0, 0) as labels:
-            assert labels.to_model_values(stored)[:3].tolist() == expected

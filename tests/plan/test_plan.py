@@ -247,21 +247,6 @@ def test_weights_are_honoured_or_refused(weights: tuple[float, ...], right: list
     assert [round(drawn[number] / 8) for number in range(len(specs))] == right
 
 
-@pytest.mark.long
-def test_starts_of_several_volumes_are_drawn_alike_within_each_and_by_weight() -> None:
-    other = TINY._replace(shape=(9, 12, 15))
-    volumes = [planned(TINY, name="a", weight=3), planned(other, name="b", weight=1)]
-    plan = make_plan(0, data_config(TINY.patch, **TINY.options), volumes)
-    expected = [w / 4 * 5_000 / n for w, n in ((3, 9 * 11 * 13), (1, 6 * 5 * 10)) for _ in range(n)]
-    counts = np.zeros(len(expected))
-    for n in range(5_000):
-        sample = plan.sample(APART * n)
-        shape = (6, 5, 10) if sample.volume else (9, 11, 13)
-        counts[int(np.ravel_multi_index(sample.start_zyx, shape)) + 9 * 11 * 13 * sample.volume] += 1
-    # Volumes are dealt, so their shares are nearer to the weights than by chance.
-    assert chi_square_p(counts, expected) > 0.01
-
-
 @pytest.mark.parametrize("world", [1, 3, 8, 32, 100])
 @pytest.mark.parametrize(
     "options", [{}, {"regions_in_flight": 24}, {"regions_in_flight": 5}, {"patches_per_region": 1}]

@@ -125,12 +125,3 @@ def test_a_dry_run_leaves_the_chunk_cache_as_it_is(
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
     assert vesuvius_train(config, "training.max_steps=1") == 0
     assert sum(file.stat().st_size for file in path.rglob("*")) <= 0.01 * 2**30
-
-
-def test_a_dry_run_refuses_a_cache_that_a_run_would_refuse(
-    tiny_config: WriteConfig, volume: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine").write_text("no folder")
-    config = tiny_config(data={"store": {"cache_dir": str(tmp_path / "mine")}})
-    assert vesuvius_train(config, "--dry-run") == 2
-    assert "mine is no folder" in capsys.readouterr().err

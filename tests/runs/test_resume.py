@@ -16,7 +16,6 @@ import torch
 from tests.support import fork_server
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
 from vesuvius.config.load import read_config
-from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training import milestones as milestones_module
 from vesuvius.training import stop as stop_module
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
@@ -215,20 +214,6 @@ def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
     assert vesuvius_train(config, "--resume") == 0
     assert "is finished" in capsys.readouterr().out
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
-
-
-def test_a_resume_waits_for_no_lock_but_reads_checkpoints_behind_it(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=1") == 0
-    with RunDir(Path("runs/tiny")).locked(new=False):
-        damaged = list_checkpoints(Path("runs/tiny/checkpoints"))[0] / "state.pt"
-        damaged.write_bytes(b"as another process may be writing it")
-        assert vesuvius_train(config, "--resume") == 2
-    error = capsys.readouterr().err
-    assert "one process may work on a run" in error
-    assert "damaged" not in error
 
 
 def test_a_run_of_a_config_that_extends_another_goes_on_without_that_one(tiny_config: WriteConfig) -> None:

@@ -21,7 +21,6 @@ from tests.support.runs import WriteConfig, assert_same_weights, records_of, ste
 from tests.support.tiny import tiny_sections
 from vesuvius import __version__
 from vesuvius.commands import cli
-from vesuvius.config.load import parse_stored, read_config
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
 
@@ -238,28 +237,6 @@ def test_saves_that_fail_leave_the_older_checkpoint_whole_and_the_run_goes_on_to
     assert list_checkpoints(Path("runs/tiny/checkpoints")) == [old]
     assert load_checkpoint(old)["step"] == 1
     assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0
-
-
-def test_what_the_environment_sets_is_the_config_of_run_and_checkpoint(
-    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VESUVIUS_TRAINING__MAX_STEPS", "2")
-    monkeypatch.setenv("VESUVIUS_TRAINING__LR", "0.25")
-    assert vesuvius_train(tiny_config(), "training.lr=0.125") == 0
-    (checkpoint,) = list_checkpoints(Path("runs/tiny/checkpoints"))
-    stored = parse_stored(load_checkpoint(checkpoint)["config"])
-    resolved = read_config(Path("runs/tiny/config.resolved.yaml"))
-    assert stored == resolved
-    assert (stored.training.max_steps, stored.training.lr) == (2, 0.125)
-
-
-def test_print_config_reads_back_as_the_same_config(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert vesuvius_train(tiny_config(), "--print-config", "training.lr=3e-4") == 0
-    text = capsys.readouterr().out
-    assert yaml.safe_load(text)["training"]["lr"] == 3e-4
-    assert "# peak learning rate" in text
 
 
 def test_the_full_experiment_says_how_to_get_data_on_a_fresh_clone(capsys: pytest.CaptureFixture[str]) -> None:

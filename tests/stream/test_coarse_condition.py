@@ -67,20 +67,6 @@ def test_batches_are_those_with_an_upsampled_condition(
     assert found == batches(explicit)
 
 
-def test_decoded_bytes_are_the_chunks_of_the_coarse_array(tmp_path: Path) -> None:
-    """Of a condition in one chunk, each block decodes that chunk."""
-    volume, shape = write_array(tmp_path / "v.zarr", textured((96, 128, 128))), (48, 64, 64)
-    read = []
-    for chunk, voxels in ((64, textured(shape)), (128, upsampled(textured(shape), (96, 128, 128)))):
-        condition = write_array(tmp_path / f"{chunk}.zarr", voxels, chunk)
-        with open_stream(prepare_data(0, config_of(volume, condition)).job, stop=64) as stream:
-            assert sum(len(batch.indices) for batch in stream) == 64
-            read.append((stream.reader_totals.blocks, stream.reader_totals.bytes_read))
-    (blocks, coarse), (same, explicit) = read
-    assert blocks == same > 1
-    assert explicit - coarse == blocks * (128**3 - 64**3)
-
-
 def test_a_damaged_chunk_is_quarantined_in_voxels_of_the_volume(tmp_path: Path) -> None:
     fine, voxels = textured((96, 128, 128)), textured((48, 64, 64), seed=1)
     config = config_of(write_array(tmp_path / "v.zarr", fine), write_array(tmp_path / "coarse.zarr", voxels))

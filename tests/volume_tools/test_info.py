@@ -15,7 +15,6 @@ from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.volume_tools import info as describe
 from vesuvius.volume_tools.info import VolumeFacts, codec_words, describe_volume, make_sidecar
 from vesuvius.volumes.volume import open_volume
 
@@ -126,15 +125,6 @@ def test_what_a_web_server_does_not_tell_is_unknown_and_not_0(tmp_path: Path) ->
             make_sidecar(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "o.npz", QUICK)
         with pytest.raises(ConfigError, match="add --out FILE"):
             make_sidecar(ArrayConfig(path=f"{server.url}/v.zarr"), None, QUICK)
-
-
-def test_a_listing_that_would_take_long_waits_to_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
-    monkeypatch.setattr(describe, "_LISTED_UNASKED", 26)
-    occupancy = look(path).occupancy
-    assert occupancy.present is None
-    assert occupancy.unknown == "listing 27 files can take long; request it with --list"
-    assert look(path, listing=True).occupancy.present == 27
 
 
 def test_sidecars_go_where_they_belong(tmp_path: Path) -> None:

@@ -162,15 +162,6 @@ def test_a_group_whose_attributes_name_no_image_is_said_to_be_none(
         read(tmp_path / "g")
 
 
-@pytest.mark.parametrize("number", [1e39, -1e300])
-def test_a_number_too_large_for_the_voxels_is_refused_in_one_line(tmp_path: Path, number: float) -> None:
-    path = write_array(tmp_path / "v.zarr", VOXELS.astype(">f4"), 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(DataError, match=r"does not fit into the (float32|>f4) voxels"):
-            open_volume(ArrayConfig(path=str(path)), nan=number)
-
-
 def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", VOXELS, 8)
     (path / ".zarray").write_bytes(b"\xef\xbb\xbf" + (path / ".zarray").read_bytes())

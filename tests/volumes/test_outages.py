@@ -131,13 +131,6 @@ def test_a_refusal_is_not_asked_for_again_and_damages_nothing(server: ChunkServe
     assert server.stats()["requests"] == 1
 
 
-def test_what_is_forbidden_is_absent_where_the_config_says_so(server: ChunkServer, address: str) -> None:
-    server.set_faults([{"path": "data", "kind": "status", "status": 403}])
-    with pytest.raises(RefusedError, match=r"have expired .*or it is missing in a bucket.*forbidden_is_absent=true"):
-        source_at(address).get("data")
-    assert source_at(address, FAST.model_copy(update={"forbidden_is_absent": True})).get("data") is None
-
-
 def test_a_store_that_forbids_what_is_absent_opens_and_reads(server: ChunkServer, tmp_path: Path) -> None:
     """As S3 does for who may read and not list: 403 for all that is absent, also for `zarr.json` beside `.zarray`."""
     path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))

@@ -98,18 +98,6 @@ def test_an_object_store_is_checked_as_well(tmp_path: Path, s3: Any) -> None:
             np.testing.assert_array_equal(found, voxels[: box[1][0], : box[1][1], : box[1][2]])
 
 
-def test_each_object_is_checked_once_however_many_parts_are_read(tmp_path: Path) -> None:
-    objects, asked = objects_of(write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"]), "/v"), list[str]()
-    with serving(objects, headers=HEADERS["etag"], asked=asked) as web:
-        read(f"{web}/v", tmp_path / "cache", HALF)
-        volume = opened(f"{web}/v", tmp_path / "cache")
-        asked.clear()
-        for _ in range(3):
-            np.testing.assert_array_equal(volume.read(HALF), OLD[:, :, :16])
-        volume.close()
-    assert len([path for path in asked if "/c/" in path]) <= 1, "the look at its index, at the start, may have done it"
-
-
 @pytest.mark.parametrize(("headers", "cached"), [("etag", True), ("time only", False), ("etags of 2 servers", False)])
 def test_a_shard_that_is_replaced_while_it_is_read_is_one_version_or_the_other(
     tmp_path: Path, headers: str, cached: bool

@@ -204,15 +204,6 @@ def test_a_volume_on_s3_streams_and_lists_as_on_disk(s3: Any, tmp_path: Path) ->
     assert 0 < occupancy.sum() < occupancy.size
 
 
-def test_a_bucket_that_wants_a_signature_says_what_to_do(s3: Any, tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
-    address = upload(s3, path, "private", tmp_path.name)
-    message = r"store must answer; got .*403 Forbidden \(not signed: there is no AWS_\*"
-    with pytest.raises(DataError, match=message) as caught:
-        open_volume(ArrayConfig(path=address), FAST)
-    assert "\n" not in str(caught.value)
-
-
 # ---- listings
 
 
