@@ -29,6 +29,7 @@ from torch.func import functional_call
 from tests.conftest import TINY_MODEL, textured
 from tests.support import fork_server
 from tests.support.runs import vesuvius_train
+from tests.support.small_disk import with_small_files
 from tests.training.step.test_conditioning import write_group
 from vesuvius import __version__
 from vesuvius.commands import sample
@@ -422,23 +423,9 @@ def test_what_fails_names_the_remedy_and_leaves_nothing(
     assert list((tmp_path / "samples").iterdir()) == []
 
 
-# No file of this process may reach 100 bytes: its writes fail as on a full disk.
-SAMPLE_WITH_SMALL_FILES = """
-import resource
-import signal
-import sys
-
-from vesuvius.commands.sample import main
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @in_plain
 def test_a_full_disk_ends_with_exit_6_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SAMPLE_WITH_SMALL_FILES, "--checkpoint", "plain", "--out", str(tmp_path / "out")]
+    command = [*with_small_files("sample", 100), "--checkpoint", "plain", "--out", str(tmp_path / "out")]
     result = fork_server.run(command, text=True, capture_output=True)
     assert result.returncode == 6, result.stderr
     assert "samples need a writable place with enough space; got" in result.stderr

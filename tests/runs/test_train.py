@@ -18,6 +18,7 @@ from PIL import Image
 from tests.conftest import REPOSITORY, run_vesuvius, textured, write_array
 from tests.support import fork_server
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
+from tests.support.small_disk import with_small_files
 from tests.support.tiny import tiny_sections
 from vesuvius import __version__
 from vesuvius.commands import cli
@@ -197,22 +198,6 @@ def test_an_unreadable_chunk_ends_a_run_with_exit_6_and_one_line(
     assert not Path("runs/tiny").exists()
 
 
-# No file of this process may reach the size in its first argument: its writes fail as on a full disk.
-TRAIN_WITH_SMALL_FILES = """
-import resource
-import signal
-import sys
-
-limit = int(sys.argv.pop(1))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-from vesuvius.commands.train import main
-
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def test_saves_that_fail_leave_the_older_checkpoint_whole_and_the_run_goes_on_to_exit_6(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
@@ -222,7 +207,7 @@ def test_saves_that_fail_leave_the_older_checkpoint_whole_and_the_run_goes_on_to
     size = (old / "state.pt").stat().st_size
     arguments = ["--config", str(config), "--resume", "training.max_steps=3"]
     result = fork_server.run(
-        [sys.executable, "-c", TRAIN_WITH_SMALL_FILES, str(size // 2), *arguments],
+        [*with_small_files("train", size // 2), *arguments],
         cwd=tmp_path,
         text=True,
         capture_output=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,3 +53,15 @@ def free_bytes(disk: Path) -> int:
     """What is left on it."""
     status = os.statvfs(disk)
     return status.f_bavail * status.f_frsize
+
+
+def with_small_files(door: str, limit: int) -> list[str]:
+    """The start of a command none of whose files may reach `limit` bytes: its writes fail as on a full disk."""
+    code = f"""
+import resource, signal, sys
+from vesuvius.commands.{door} import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+sys.exit(main(sys.argv[1:]))
+"""
+    return [sys.executable, "-c", code]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from tests.conftest import textured, write_array
 from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
 from tests.support.object_server import objects_of, serving
+from tests.support.small_disk import with_small_files
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
@@ -432,18 +432,13 @@ def test_one_process_writes_a_copy(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_copy_with_6_and_nothing_is_torn(tmp_path: Path) -> None:
     # No file may grow above 3000 bytes, as if the disk were full: copy.json can be written, chunks cannot.
     source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
-    command = [sys.executable, "-c", DOOR, "copy", str(source), str(tmp_path / "c.zarr")]
-    limited = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)),
-    )
+    arguments = ["copy", str(source), str(tmp_path / "c.zarr")]
+    limited = fork_server.run([*with_small_files("volume", 3000), *arguments], capture_output=True, text=True)
     assert limited.returncode == 6, limited.stderr
     assert "a copy needs a writable disk with enough space; got [Errno 27] File too large" in limited.stderr
     assert "Traceback" not in limited.stderr
     assert not list((tmp_path / "c.zarr.partial").glob("volume.zarr/0/*/*/*"))
-    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert fork_server.run([sys.executable, "-c", DOOR, *arguments], capture_output=True).returncode == 0
 
 
 def test_a_copy_records_no_password_of_its_source(tmp_path: Path) -> None:
