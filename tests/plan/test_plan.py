@@ -88,29 +88,6 @@ def test_the_share_of_foreground_comes_as_often_as_starts_have_it() -> None:
     np.testing.assert_allclose(have, wanted, atol=0.035)  # 4 standard errors of clusters of K
 
 
-def coverage(starts: Any, layout: Layout) -> float:
-    """Standard deviation over mean of how often interior voxels are in a patch."""
-    covered = np.zeros([size + 1 for size in layout.shape], np.int32)
-    for corner in itertools.product((0, 1), repeat=3):
-        where = starts + np.array(corner) * np.array(layout.patch)
-        np.add.at(covered, tuple(where.T), (-1) ** sum(corner))
-    for axis in range(3):
-        np.cumsum(covered, axis=axis, out=covered)
-    inside = covered[tuple(slice(p, s - p) for p, s in zip(layout.patch, layout.shape, strict=True))]
-    return float(inside.std() / inside.mean())
-
-
-@pytest.mark.long
-def test_voxels_are_covered_as_evenly_as_by_ideal_uniform_patches() -> None:
-    """A quarter of the size of a 512x1024x1024 volume with 72x136x136 patches, 20,000 samples."""
-    layout = Layout((128, 256, 256), (18, 34, 34), (32, 32, 32))
-    stop = [size - patch + 1 for size, patch in zip(layout.shape, layout.patch, strict=True)]
-    rng = np.random.default_rng(0)
-    ideal = np.mean([coverage(rng.integers(0, stop, (20_000, 3)), layout) for _ in range(3)])
-    ours = coverage(starts_of(plan_of(layout), 20_000), layout)
-    assert ours < 1.1 * ideal
-
-
 def test_consecutive_batches_come_from_other_places() -> None:
     plan = plan_of(LAYOUTS["u8"])
     assert plan.regions_in_flight == 64

@@ -270,17 +270,6 @@ def test_a_coarse_map_is_the_share_of_voxels_above_the_threshold(
     assert found.fraction.sum() == covered.sum(), "what the coarse array leaves out at the end is background"
 
 
-@pytest.mark.parametrize("shape", [(48, 64, 63), (192, 256, 256)])
-def test_a_mask_that_does_not_fit_is_refused(tmp_path: Path, shape: tuple[int, int, int]) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
-    mask = ArrayConfig(path=str(write_array(tmp_path / "mask.zarr", textured(shape))))
-    with pytest.raises(
-        DataError,
-        match=r"the mask .*mask\.zarr does not lie in the volume .*v\.zarr: its shape is not that of the volume",
-    ):
-        prepare_data(0, data_config(path, min_foreground=0.5, mask=mask))
-
-
 # ---- patches with enough foreground
 
 
