@@ -14,6 +14,7 @@ import zarr
 from numcodecs import Delta
 
 from tests.conftest import textured
+from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.listing import list_chunks
@@ -151,7 +152,9 @@ def test_any_order_of_the_axes_is_read_as_zyx(tmp_path: Path, said_by: str) -> N
 
 
 @pytest.mark.parametrize(("order", "kind"), [("yxz", "filtered"), ("yxz", "sharded"), ("xczty", "sharded")])
-def test_every_layout_is_read_with_permuted_and_interleaved_axes(tmp_path: Path, order: str, kind: str) -> None:
+def test_every_layout_is_read_with_permuted_and_interleaved_axes(
+    server: ChunkServer, tmp_path: Path, order: str, kind: str
+) -> None:
     options: dict[str, Any] = {"sharded": True, "names": list(order)}
     if kind != "sharded":
         options = {"zarr_format": 2, "attributes": {"_ARRAY_DIMENSIONS": list(order)}}
@@ -159,8 +162,11 @@ def test_every_layout_is_read_with_permuted_and_interleaved_axes(tmp_path: Path,
         options["filters"] = [Delta(dtype="u1")]
     stored = write(tmp_path / "v.zarr", order, **options)
     fixed = {letter: 1 for letter in order if letter not in "zyx"}
-    volume = open_at(tmp_path / "v.zarr", tuple(fixed.values()))
-    np.testing.assert_array_equal(volume.read(BOX), as_zyx(stored, order, **fixed)[3:18, 5:24, 6:20])
+    for address in (tmp_path / "v.zarr", server.url_of(tmp_path / "v.zarr")):
+        volume = open_at(address, tuple(fixed.values()))
+        volume.stage(BOX)
+        np.testing.assert_array_equal(volume.read(BOX), as_zyx(stored, order, **fixed)[3:18, 5:24, 6:20])
+        volume.close()
 
 
 @pytest.mark.parametrize("sharded", [True, False])
