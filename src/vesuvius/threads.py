@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -48,3 +48,43 @@ def stacks_of_threads() -> Iterator[str]:
             yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_qualname}\n'
             frame = frame.f_back
         yield "\n"
+
+
+class BoundedCall(Generic[T]):
+    """A call that may never return, such as one to a driver that hangs, waited for only so long.  For one caller only.
+
+    Args:
+        function: takes no arguments.
+        wait_s: how long a call is waited for.
+    """
+
+    def __init__(self, function: Callable[[], T], wait_s: float) -> None:
+        self._function = function
+        self._wait_s = wait_s
+        self._call: Future[T] | None = None
+        self._late = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the function has been called and has not returned yet."""
+        return self._call is not None and not self._call.done()
+
+    def __call__(self) -> T | None:
+        """Return what the function returns; None while it takes longer: it is not called again before it has ended.
+
+        What comes late is returned by the next call.  None, too, where no thread can be started.  Raises what the
+        function raises.
+        """
+        if self._call is None:
+            try:
+                self._call = on_thread(self._function, name="bounded-call")
+            except RuntimeError:  # too many threads, or no memory for one
+                return None
+        self._late = bool(wait([self._call], 0.0 if self._late else self._wait_s).not_done)
+        if self._late:
+            return None
+        call, self._call = self._call, None
+        try:
+            return call.result()
+        finally:
+            del call  # an error that it holds refers to this frame

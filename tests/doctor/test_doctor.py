@@ -21,7 +21,7 @@ from tests.monitor.probes.test_gpus import FakeNvml
 from tests.support.tiny import tiny_sections
 from vesuvius.commands import doctor as command
 from vesuvius.config.load import parse_stored, read_config
-from vesuvius.doctor import device, examination, host
+from vesuvius.doctor import examination, host
 from vesuvius.doctor.check import Check, Finding, examine
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_OK, ConfigError
 from vesuvius.monitor.probes.cores import TaskLimit
@@ -81,20 +81,20 @@ def config_of(volume: str, **training: Any) -> Any:
 
 def test_a_torch_a_gpu_or_a_cudnn_that_does_not_fit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"install torch 2\.10 or newer"):
-        device.look_at_torch("2.9.1")
-    assert device.look_at_torch("2.13.0").level == "ok"
+        examination.look_at_torch("2.9.1")
+    assert examination.look_at_torch("2.13.0").level == "ok"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert device.look_at_gpus(None).level == "ok", "a GPU is optional"
+    assert examination.look_at_gpus(None).level == "ok", "a GPU is optional"
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    found = device.look_at_gpus(None)
+    found = examination.look_at_gpus(None)
     assert (found.level, found.value[:36]) == ("fail", "NVIDIA H200, NVIDIA A100, but a torc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100")
     for version, level in ((91002, "fail"), (91500, "ok"), (90701, "ok")):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        found = device.look_at_gpus(config_of("x", amp="bf16"))
+        found = examination.look_at_gpus(config_of("x", amp="bf16"))
         remedy = "" if level == "ok" else "set training.channels_last=true or install cuDNN 9.15 or newer"
         assert (found.level, found.remedy) == (level, remedy)
     assert found.value == "NVIDIA A100, cuDNN 90701, amp bf16"

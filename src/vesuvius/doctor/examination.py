@@ -18,6 +18,7 @@ from vesuvius.config import Config
 from vesuvius.doctor import host
 from vesuvius.doctor.check import Check, Finding, examine
 from vesuvius.errors import one_line
+from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import StreamOptions, store_bytes
@@ -64,8 +65,8 @@ def checks_of(config: Config | None) -> list[Check]:
         Check("disk", lambda: _disk(config), "a mount hangs: set VESUVIUS_RUNS elsewhere"),
         *of_config,
         Check("/dev/shm", lambda: _shm(config, opened)),
-        Check("torch", _torch),
-        Check("GPU", lambda: _gpus(config), _GPU_HANGS),
+        Check("torch", look_at_torch),
+        Check("GPU", lambda: look_at_gpus(config), _GPU_HANGS),
         Check("Ray", lambda: _ray(config)),
     ]
 
@@ -140,16 +141,40 @@ def _shm(config: Config | None, opened: Future[PreparedData] | None) -> Finding:
     return host.look_at_shm(need)
 
 
-def _torch() -> Finding:
-    from vesuvius.doctor.device import look_at_torch  # imports torch
+def look_at_torch(version: str | None = None) -> Finding:
+    """The version, and what it was built for."""
+    import torch
 
-    return look_at_torch()
+    from vesuvius.diffusion.network.unet import check_torch_version
+
+    version = version or torch.__version__
+    check_torch_version(version)
+    return Finding("ok", f"torch {version}, CUDA {torch.version.cuda or 'none: built for CPUs'}")
 
 
-def _gpus(config: Config | None) -> Finding:
-    from vesuvius.doctor.device import look_at_gpus
+def look_at_gpus(config: Config | None) -> Finding:
+    """GPUs as NVML sees them, whether torch can use one, and whether 16-bit convolutions run on cuDNN."""
+    import torch
 
-    return look_at_gpus(config)
+    from vesuvius.training.step.self_test import cudnn_problem
+    from vesuvius.training.step.step import resolve_amp
+
+    if not torch.cuda.is_available():
+        with Gpus(within_s=5.0) as gpus:
+            seen = ", ".join(use.name for use in gpus.sample())
+        if not seen:
+            return Finding("ok", "none: training computes on the CPU (for a GPU, docker run needs --gpus all)")
+        built = "a torch without CUDA" if torch.version.cuda is None else "a torch that cannot use it"
+        remedy = "install a torch whose CUDA the driver supports (`nvidia-smi` names it), or a newer driver"
+        return Finding("fail", f"{seen}, but {built}", remedy)
+    device = torch.device("cuda")
+    amp = resolve_amp("auto" if config is None else config.training.amp, device)
+    if problem := cudnn_problem(device, amp, config is not None and config.training.channels_last):
+        value, _, remedy = problem.rpartition("; ")
+        return Finding("fail", value, remedy)
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return Finding("ok", f"{', '.join(names)}, cuDNN {cudnn}, amp {amp}")
 
 
 def _ray(config: Config | None) -> Finding:

@@ -23,7 +23,6 @@ from typing import Any, Literal
 from vesuvius.monitor.memory.guard import Guard, Order
 from vesuvius.monitor.memory.limits import Limits, run_bytes, tightest
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
-from vesuvius.monitor.probes.bounded import BoundedCall
 from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
@@ -33,6 +32,7 @@ from vesuvius.runlog.files import DelayedWrites, directory_bytes
 from vesuvius.runlog.records import JsonLines, RotatedFile
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import size_text
+from vesuvius.threads import BoundedCall
 
 log = logging.getLogger(__name__)
 

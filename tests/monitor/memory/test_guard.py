@@ -225,21 +225,6 @@ def test_exit_comes_a_step_before_exhaustion_for_leaks_that_last_long_enough():
         tried += 1
 
 
-def _on_2_tib(own_gib: float, used_gib: float) -> list[str]:
-    """The rungs of ten minutes beside a neighbour."""
-    watch, guard = RiskWatch(LIMITS), Guard(LIMITS)
-    risks = [watch.add(sample(t, 2048 * GIB, used_gib * GIB, processes={1: own_gib * GIB})) for t in range(600)]
-    orders = [guard.judge(float(t), risk, 3.0, True) for t, risk in enumerate(risks)]
-    return [order.rung for order in orders if order]
-
-
-def test_a_healthy_run_is_not_ended_for_a_neighbour_s_memory_and_one_that_holds_what_is_missing_is():
-    """20 GiB of 2 TiB, 93 % in use, 143 GiB free; then nearly all of it in use: whoever starts again finds the same."""
-    assert _on_2_tib(20, 0.93 * 2048) == []
-    assert set(_on_2_tib(20, 0.9475 * 2048)) == {"save"}
-    assert "exit" in _on_2_tib(400, 0.9475 * 2048)
-
-
 # From here on the guard alone, with risks made up.
 
 

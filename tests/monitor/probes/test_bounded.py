@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from vesuvius.monitor.probes.bounded import BoundedCall
+from vesuvius.threads import BoundedCall
 
 
 def test_what_a_call_returns_or_raises_is_passed_on() -> None:

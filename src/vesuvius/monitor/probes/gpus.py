@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from vesuvius.monitor.probes.bounded import BoundedCall
+from vesuvius.threads import BoundedCall
 
 
 @dataclass(frozen=True)
