@@ -102,16 +102,6 @@ def test_what_cannot_be_extended_is_refused_at_its_line(line: str, message: str)
     assert any(problem.startswith(message) for problem in problems(f"name: x\n{line}\n"))
 
 
-def test_a_circle_of_three_is_refused_also_by_way_of_a_link() -> None:
-    Path("link.yaml").symlink_to("x.yaml")
-    Path("b.yaml").write_text("extends: link.yaml\n")
-    Path("a.yaml").write_text("extends: b.yaml\n")
-    assert problems("extends: a.yaml") == [
-        "b.yaml:1: extends: files must not extend each other in a circle; got x.yaml -> a.yaml -> b.yaml -> link.yaml; "
-        "remove one"
-    ]
-
-
 def test_a_text_without_a_file_extends_nothing() -> None:
     with pytest.raises(ConfigError, match="x:2: extends: only a file on disk can extend another"):
         parse_config("name: x\nextends: base.yaml", source="x")

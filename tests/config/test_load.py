@@ -263,14 +263,6 @@ def test_a_dumped_or_stored_config_reads_back_equal_and_means_the_same_to_others
     assert parse_stored(stored, ["name=other"]) == config.model_copy(update={"name": "other"})
 
 
-def test_a_dumped_config_is_readable() -> None:
-    path, plane = "Pompeï " * 30 + "end", (1, 2, 2)
-    model = ModelConfig(channels=(8, 8, 8), strides=(plane, plane))
-    text = dump_config(read(MINIMAL, f"data.volumes.0.path={path}").model_copy(update={"model": model}))
-    assert f"    - path: {path}\n" in text
-    assert "  strides: [[1, 2, 2], [1, 2, 2]]\n" in text, "twice: no alias"
-
-
 def test_the_set_keys_of_a_config_read_back_equal_with_their_comments() -> None:
     config = read(f"{MINIMAL}    - {{path: b, level: 2}}\ntraining: {{lr: 1, amp: auto}}\nmodel: {{}}\n")
     text = dump_set_keys(config, {"data.volumes[].level": "coarse", "training": "the loop", "training.lr": "high"})

@@ -73,11 +73,6 @@ def test_guidance_of_0_or_1_costs_one_evaluation_and_any_other_two(scale: float,
     assert estimate.evaluations == len(network.calls)
 
 
-def test_guidance_without_a_condition_is_refused() -> None:
-    with pytest.raises(AssertionError, match="needs a condition"):
-        NetworkEstimate(_Network(), DiffusionConfig(sampler_guidance=2.0))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limited_x_0_and_its_eps_still_explain_x(kind: Prediction) -> None:
     config = DiffusionConfig(noise="cosine", prediction=kind, sampler_clip=0.5)

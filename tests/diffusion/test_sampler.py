@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -312,9 +311,3 @@ def test_state_outside_a_bf16_network_stays_float32_without_gradients(method: Sa
     assert inside.dtype == torch.float32
     assert not inside.requires_grad
     assert torch.equal(inside, outside)
-
-
-@pytest.mark.parametrize("levels", [[CLEAN], [_at(0.5), _at(1.0)], [_at(0.5), _at(0.5)]])
-def test_rising_levels_are_refused(levels: Sequence[NoiseLevel]) -> None:
-    with pytest.raises(AssertionError):
-        step_table(levels, "ddim")

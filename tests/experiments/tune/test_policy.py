@@ -301,23 +301,6 @@ def test_what_ends_badly_when_it_is_confirmed_is_not_taken(ended: Ended) -> None
     assert any("was ended by" in words for _, words in search.notes)
 
 
-@pytest.mark.parametrize("name", ["data-bound on cores", "switches matter", "coupled"])
-def test_what_dies_though_it_was_measured_before_is_neither_tried_again_nor_recommended(name: str) -> None:
-    machine, runs = BY_NAME[name], Counter[Setting]()
-
-    def dies(setting: Setting, kind: BlockKind) -> bool:
-        runs[setting] += kind == "run"
-        return kind == "run" and setting != machine.source and runs[setting] > 1
-
-    search = tune(machine, lab=EndsBadly(machine, dies))
-    asked = settings_of(search)
-    died = [number for number, block in enumerate(search.blocks) if block.ended == "guard"]
-    assert died
-    for number in died:
-        assert asked[number] not in asked[number + 1 :]
-        assert asked[number] != conclude(search).best
-
-
 @pytest.mark.parametrize(("sample_s", "workers"), [(0.05, 1), (5.0, 0)])
 def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time(sample_s: float, workers: int) -> None:
     """One reader is no faster than the trainer that reads, and yet it reads while that computes."""

@@ -148,23 +148,6 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
     assert from_plain(Block, json.loads(json.dumps(asdict(first)))) == first
 
 
-@pytest.mark.long
-def test_readers_of_ray_are_added_to_a_living_trainer(config: Config, trials: Path) -> None:
-    setting = Setting.of(config)
-    with TrialRunner(config, trials) as lab:
-        assert lab.measure(setting, "step", 0.1, _HANG_S).ended == "ok"
-        pid = pid_of(trials / "000")
-        read = lab.measure(replace(setting, workers=1), "readers", 0.2, _HANG_S)
-        ran = lab.measure(replace(setting, workers=1), "run", 0.2, _HANG_S)
-        assert (read.ended, ran.ended) == ("ok", "ok"), (read.cause, ran.cause)
-        assert pid_of(trials / "000") == pid
-    assert read.reader_s is not None
-    steps = records_of(trials / "000", "step")
-    assert steps[-1]["workers"] == 1
-    assert steps[-1]["worker_max_bytes"] > 0, "blocks came from another process"
-    assert no_process_of(trials), "Ray's daemons would outlive it by a minute"
-
-
 def test_a_trainer_that_is_killed_or_held_costs_its_block_only(config: Config, trials: Path) -> None:
     setting = Setting.of(config)
     with TrialRunner(config, trials) as lab:

@@ -86,14 +86,6 @@ def test_peaks_are_the_most_that_anybody_has_seen_and_a_reader_that_has_ended_ha
     assert found.rates is None, "no time has passed by the monotonic clock"
 
 
-def test_a_process_that_is_stopped_is_said() -> None:
-    now = seen(1.0)
-    stopped = replace(now, processes=tuple(replace(p, status="stopped") for p in now.processes))
-    (remark,) = looked(stopped).remarks
-    assert "process 100, 101, 102, 200" in remark
-    assert not looked(now).remarks
-
-
 def write_records(path: Path, *records: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 

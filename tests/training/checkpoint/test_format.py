@@ -182,21 +182,6 @@ def test_where_none_is_whole_there_is_none(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text.count("is damaged (state.pt has another checksum) and is skipped") == 2
 
 
-def test_one_that_is_deleted_while_it_is_read_is_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(tmp_path, 1)
-    listed = list_checkpoints(tmp_path)
-    save(tmp_path, 2, keep_last=1)
-    answers = [listed]  # what the reader saw before the newer one came
-    monkeypatch.setattr(
-        "vesuvius.training.checkpoint.format.list_checkpoints",
-        lambda path: answers.pop() if answers else list_checkpoints(path),
-    )
-    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000002"
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize(("written_by", "age"), [(1, "an earlier"), (3, "a later")])
 def test_one_of_another_version_is_refused_and_not_called_damaged(tmp_path: Path, written_by: int, age: str) -> None:
     path = save(tmp_path, 1)

@@ -42,18 +42,6 @@ def test_the_averages_are_stored_once_and_with_the_config_beside_them(tmp_path: 
     )
 
 
-def test_the_exported_weights_depend_on_the_weights_alone(tmp_path: Path) -> None:
-    weights = {"b": torch.arange(6.0).reshape(2, 3).T, "a": torch.ones(2)}
-    other = {"a": torch.ones(4)[::2], "b": weights["b"].contiguous()}
-    for step, average in ((1, weights), (99, other)):
-        averages = {"ema": {"weights": average, "updates": torch.tensor(step)}}
-        save_checkpoint(
-            tmp_path / str(step), step, state_of(step) | {"averages": averages}, f"step: {step}\n", RetentionPolicy(1)
-        )
-    first, second = (next(tmp_path.glob(f"{step}/*/model.safetensors")).read_bytes() for step in (1, 99))
-    assert first == second
-
-
 @pytest.mark.parametrize(
     ("keep", "steps"),
     [

@@ -76,14 +76,6 @@ def test_an_error_on_its_way_out_waits_for_the_save_in_hand(tmp_path: Path, gate
     assert find_damage(tmp_path / "step_00000007") is None
 
 
-def test_what_is_to_be_kept_reaches_the_thread(tmp_path: Path) -> None:
-    with writer_in(tmp_path, keep_last=1, keep_every=4) as writer:
-        for step in range(1, 8):
-            writer.save(step, state_of(step) | {"best": {"step": 2} if step >= 2 else None})
-    assert steps_in(tmp_path) == [2, 4, 7]
-    assert (tmp_path / "best").readlink() == Path("step_00000002")
-
-
 def test_a_save_that_fails_is_told_of_and_a_later_one_succeeds(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -152,17 +152,6 @@ def test_a_batch_that_should_have_fitted_is_said_to_and_fragments_and_neighbours
         assert part in text
 
 
-def test_a_plan_that_fails_is_said_and_the_next_smaller_batch_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("no\nway")
-
-    monkeypatch.setattr("vesuvius.training.forecast.gpu_memory.plan_memory", fail)
-    text = str(gpu_memory_error(small(*batches(4, 1)), CPU, torch.OutOfMemoryError(CUDA_TEXT), None, ToldVram(USE)))
-    assert "unknown (no way)" in text
-    assert "none could be saved now; --resume continues from the last one" in text
-    assert "--resume training.train_batch_size=2 training.accumulate_steps=2" in text
-
-
 @pytest.mark.usefixtures("plan_of_a_gib")
 def test_where_not_even_one_patch_fits_the_network_must_shrink() -> None:
     config = small(*batches(2, 1), "training.recompute_norm=false")

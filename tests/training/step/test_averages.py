@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vesuvius.config import TrainingConfig
-from vesuvius.training.step.optimizer import MovingAverage, average_decays, load_averages
+from vesuvius.training.step.optimizer import MovingAverage, load_averages
 
 APPLIED, SKIPPED = torch.tensor(True), torch.tensor(False)
 
@@ -53,17 +52,6 @@ def test_a_step_that_was_not_applied_is_no_update() -> None:
     move(network, 3.0)
     average.update(SKIPPED)
     torch.testing.assert_close(average.state_dict(), before, rtol=0, atol=0)
-
-
-def test_each_average_has_a_name_of_its_own_however_near_its_decay_is_to_one() -> None:
-    config = TrainingConfig(ema_decay=0.9999, extra_ema_decays=(0.999, 0.9999999, 0.99999999, 0.5))
-    assert average_decays(config) == {
-        "ema": 0.9999,
-        "ema_0.999": 0.999,
-        "ema_0.9999999": 0.9999999,
-        "ema_0.99999999": 0.99999999,
-        "ema_0.5": 0.5,
-    }
 
 
 def test_a_length_that_comes_starts_from_the_raw_weights_and_one_that_goes_is_dropped(

@@ -68,15 +68,6 @@ def test_model_values_are_exact_up_to_float32(dtype: str, low: float, high: floa
     np.testing.assert_allclose(found.cpu().numpy().ravel(), [float(v) for v in expected], rtol=0, atol=8 * 2.0**-24)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint64", "float64"])
-def test_each_sample_has_its_own_range(dtype: str) -> None:
-    raw = torch.from_numpy(np.full((3, 1, 2, 2, 2), 100, dtype))
-    scales = grey_scales([GreyRange(0, 100), GreyRange(100, 200), GreyRange(0, 200)])
-    found = normalised(raw, scales)
-    expected = torch.tensor([1.0, -1.0, 0.0]).view(3, 1, 1, 1, 1).expand_as(found)
-    torch.testing.assert_close(found, expected, rtol=0, atol=8 * 2.0**-24)  # as above
-
-
 def test_the_stored_voxels_stay_as_they_are() -> None:
     for dtype in ("uint8", "float32", "float64", "int64"):
         raw = torch.arange(8).to(torch.from_numpy(np.empty(0, dtype)).dtype).view(1, 1, 2, 2, 2)

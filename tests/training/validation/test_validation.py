@@ -153,13 +153,6 @@ def test_every_patch_is_shown_once_in_every_bin_the_same_to_all_weights_and_to_r
         assert all(torch.equal(a, b) for a, b in zip(raw.x_t, recorder.x_t, strict=True))
 
 
-def test_only_the_patches_asked_for_are_measured() -> None:
-    few = result_of(config_of(), {"ema": half}, make_reference(PATCHES))
-    of_many = result_of(config_of(), {"ema": half}, make_reference(PATCHES + 4))
-    assert few == of_many
-    assert few.patches == PATCHES
-
-
 def test_the_condition_is_always_shown() -> None:
     recorder = Recorder()
     config = config_of(conditional=True, condition_dropout=0.9)
