@@ -79,7 +79,7 @@ def test_a_tune_leaves_a_report_and_a_config_that_trains(
     assert read_config(Path("tiny.tuned.yaml")).training.train_batch_size == 8
     text = Path("tiny.tuned.yaml").read_text()
     assert "extends: tiny.yaml" in text
-    assert "given on the command line of the tune" in text
+    assert "as set for the tune" in text
 
 
 def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: str) -> None:
@@ -93,7 +93,7 @@ def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: s
     assert tuned.global_batch == 8
     assert tuned.training.train_batch_size > 1 or found["recommendation"]["certainty"] == "likely", "shown in pairs"
     assert found["recommendation"]["best"]["train_batch_size"] > 1
-    assert tuned.training.lr == 2e-3, "given on the command line of the tune"
+    assert tuned.training.lr == 2e-3, "as set for the tune"
     assert "type next: vesuvius train --config" in text
     assert vesuvius_train(Path("tiny.tuned.yaml"), "training.max_steps=2") == 0, "in the run directory of the tune"
     assert vesuvius_tune(config, *arguments, "--resume", "--dry-run") == EXIT_OK

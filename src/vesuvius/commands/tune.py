@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 from pathlib import Path
 from typing import get_args
 
 from vesuvius.commands.cli import as_command, say
-from vesuvius.config.load import read_config, take_config, variables
+from vesuvius.config.load import read_config, take_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.experiments.tune.measurement import Knob, key_of
 
@@ -48,7 +47,6 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.scale_batch and "train_batch_size" in args.keep:
         parser.error("--scale-batch lets train_batch_size grow, which --keep forbids; drop one of them")
-    environment = tuple(variables(os.environ))
     written, config = read_config(args.config), take_config(args.config, args.overrides)
     from vesuvius.experiments.tune.session import TuneRequest, plan, tune  # imports torch
 
@@ -57,7 +55,6 @@ def main(argv: list[str]) -> int:
         written=written,
         source=args.config,
         overrides=tuple(args.overrides),
-        environment=environment,
         command=shlex.join(["vesuvius", "tune", *argv]),
         scale_batch=args.scale_batch,
         keep=tuple(knob for knob in KEEPABLE if knob in args.keep),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -24,7 +23,6 @@ _OOM_SCORE = "500"
 # SIGKILL works at once, unless a process waits in the kernel for a disk or a driver.
 GONE_WITHIN_S = 10.0
 _POLL_EVERY_S = 0.05
-_ERROR_LINE = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) (.+)$", re.MULTILINE)
 
 
 class TrialInterrupted(VesuviusError):  # noqa: N818 - not an error
@@ -114,18 +112,6 @@ class TrialProcess:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL_EVERY_S)
-
-
-def last_words(output: str) -> str:
-    """What a process that failed said last: its last error line, else its last line that is no part of a warning.
-
-    For a message only: a result comes by a file, as Python and its libraries warn on the way out.
-    """
-    if errors := _ERROR_LINE.findall(output):
-        return str(errors[-1])
-    lines = [line for line in output.splitlines() if line.strip()]
-    said = [line for line in lines if not line[0].isspace() and "Warning: " not in line]
-    return (said or lines or ["it printed nothing"])[-1].strip()
 
 
 def _living_in_session(session: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import sys
@@ -18,7 +19,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.config.trial import NEVER, trial_config
 from vesuvius.errors import EXIT_GPU_MEMORY, EXIT_GUARD, one_line
-from vesuvius.experiments.process import Ended, TrialInterrupted, TrialProcess, last_words
+from vesuvius.experiments.process import Ended, TrialInterrupted, TrialProcess
 from vesuvius.monitor.post_mortem import headline, record_run_death
 from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.records import Record
@@ -26,6 +27,7 @@ from vesuvius.runlog.records import Record
 _POLL_S = 0.05
 _CAUSE_LENGTH = 400
 _WHOLE_FILE = 2**30
+_ERROR_LINE = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) (.+)$", re.MULTILINE)
 _KILLED_IN_CONTAINER = 128 + signal.SIGKILL
 
 
@@ -110,7 +112,9 @@ class Trainer:
         return f"killed by signal {-code}" if code < 0 else "killed"
 
     def _last_error(self) -> str:
-        return last_words(self.log.read_text(encoding="utf-8", errors="replace"))
+        """Its last error line, else its last line: for a message only, as libraries warn on the way out."""
+        said = self.log.read_text(encoding="utf-8", errors="replace").strip()
+        return str((_ERROR_LINE.findall(said) or said.splitlines() or ["it printed nothing"])[-1]).strip()
 
 
 def next_number(directory: Path) -> int:

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from vesuvius.experiments.process import Ended
-from vesuvius.experiments.tune.measurement import Block, BlockKind, SearchSpace, Setting, trainer_knobs
+from vesuvius.experiments.tune.measurement import Block, BlockKind, Planned, SearchSpace, Setting, trainer_knobs
 from vesuvius.experiments.tune.policy import begin
 from vesuvius.experiments.tune.search import Search
 
@@ -253,15 +253,13 @@ class BiasedPlanner:
 
     machine: Machine
 
-    def ram_bytes(self, setting: Setting) -> int:
-        return self.machine.ram_bytes(setting, self.machine.bias) - int(self.machine.unplanned_gib * GIB)
-
-    def vram_bytes(self, setting: Setting) -> int | None:
-        truth = self.machine.vram_bytes(setting, self.machine.bias[3])
-        return None if truth is None else truth - int(self.machine.unplanned_gib * GIB)
-
-    def later_bytes(self, setting: Setting) -> int:
-        return 0
+    def __call__(self, setting: Setting) -> Planned:
+        unplanned_bytes, vram_bytes = (
+            int(self.machine.unplanned_gib * GIB),
+            self.machine.vram_bytes(setting, self.machine.bias[3]),
+        )
+        ram_bytes = self.machine.ram_bytes(setting, self.machine.bias) - unplanned_bytes
+        return Planned(ram_bytes, 0, None if vram_bytes is None else vram_bytes - unplanned_bytes)
 
 
 class SimulatedRunner:

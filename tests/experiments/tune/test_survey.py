@@ -13,7 +13,7 @@ from tests.monitor.test_verdict import GPU, hungry, window
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.experiments.tune.measurement import SearchSpace, Setting, in_words
-from vesuvius.experiments.tune.survey import ConfigPlanner, read_evidence, survey
+from vesuvius.experiments.tune.survey import planner_of, read_evidence, survey
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.verdict import judge
 from vesuvius.runlog.records import JsonLines, from_plain
@@ -78,14 +78,14 @@ def test_micro_batches_stay_within_the_effective_batch_unless_it_may_grow(tiny_c
 def test_the_planner_knows_readers_batches_and_that_a_long_run_takes_more(tiny_config: WriteConfig) -> None:
     long = {"steps_per_epoch": 100_000, "warmup_steps": 3}
     config = read_config(tiny_config(training=long))
-    planner = ConfigPlanner(config, prepare_data(config.seed, config.data))
+    planner = planner_of(config, prepare_data(config.seed, config.data))
     source = Setting.of(config)
     two, four = replace(source, workers=2), replace(source, workers=4)
-    assert planner.ram_bytes(source) < planner.ram_bytes(two) < planner.ram_bytes(four)
-    assert planner.ram_bytes(source) < planner.ram_bytes(replace(source, train_batch_size=4, accumulate_steps=1))
-    assert planner.later_bytes(source) == 0, "nobody hands over where the trainer reads"
-    assert 0 < planner.later_bytes(two) < planner.later_bytes(four)
-    assert planner.vram_bytes(source) is None
+    assert planner(source).ram_bytes < planner(two).ram_bytes < planner(four).ram_bytes
+    assert planner(source).ram_bytes < planner(replace(source, train_batch_size=4, accumulate_steps=1)).ram_bytes
+    assert planner(source).later_bytes == 0, "nobody hands over where the trainer reads"
+    assert 0 < planner(two).later_bytes < planner(four).later_bytes
+    assert planner(source).vram_bytes is None
 
 
 def test_the_last_verdict_of_the_run_is_the_first_evidence_if_its_setting_is_the_same(

@@ -52,7 +52,7 @@ def test_a_tuned_config_is_a_few_lines_with_a_reason_each() -> None:
         "    requests: 32  # was 16 by default; a far store\n"
         "training:\n"
         "  workers: 6  # was 2; 1.9 times the samples/s\n"
-        "  prefetch_factor: 4  # was 2 by default; as tuned\n"
+        "  prefetch_factor: 4  # was 2 by default; as set for the tune\n"
     )
 
 
@@ -75,12 +75,9 @@ def test_what_the_command_line_has_set_is_read_back_whatever_its_form(tmp_path: 
     assert tuned(tmp_path, source, *overrides) == parse_config(source, overrides)
 
 
-def test_a_reason_is_that_of_the_key_or_else_of_its_section_and_a_list_is_written_whole() -> None:
-    reasons = {"training.workers": "measured", "training": "given", " data.volumes.0.level": "given"}
-    text = tuned_text(TOP, "training.workers=6", "training.lr=1", "data.volumes.0.level=1", reasons=reasons)
-    assert "  workers: 6  # was 2 by default; measured\n" in text
-    assert "  lr: 1.0  # was 0.0001 by default; given\n" in text
-    assert re.search(r"  volumes:  # was \[\{path: scroll.zarr.*; given\n    - path: scroll.zarr\n      level: 1", text)
+def test_a_list_is_written_whole() -> None:
+    text = tuned_text(TOP, "data.volumes.0.level=1")
+    assert re.search(r"  volumes:  # was \[\{path: scroll.zarr.*\n    - path: scroll.zarr\n      level: 1", text)
 
 
 def test_a_reason_cannot_break_out_of_its_comment(tmp_path: Path) -> None:
@@ -101,8 +98,6 @@ def test_a_tune_of_a_tuned_config_is_refused_so_that_no_chain_grows(tmp_path: Pa
     tuned(tmp_path, TOP, "training.workers=6")
     path = tmp_path / "x.tuned.yaml"
     check_tunable(tmp_path / "x.yaml")
-    with pytest.raises(ConfigError, match="must be printable to be extended"):
-        check_tunable(tmp_path / "a\nb.yaml")
     with pytest.raises(ConfigError, match="tune the config that it extends, or remove its first line"):
         check_tunable(path)
     path.write_text(path.read_text().partition("\n")[2])

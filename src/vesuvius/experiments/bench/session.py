@@ -16,11 +16,10 @@ import torch
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
-from vesuvius.experiments.alone import locked, signals_to
 from vesuvius.experiments.bench.measure import measure_training
 from vesuvius.experiments.bench.page import build_page
 from vesuvius.experiments.bench.results import Cell, Measurement, results_of
-from vesuvius.experiments.ledger import Ledger, write_figures
+from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
 from vesuvius.experiments.machine import describe_machine, facts_of_this_place
 from vesuvius.experiments.process import TrialInterrupted
 from vesuvius.report.content import RunReport

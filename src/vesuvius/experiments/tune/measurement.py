@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
@@ -122,21 +123,17 @@ class SearchSpace:
     evidence: Evidence | None = None  # None = the run has none with this setting
 
 
-class Planner(Protocol):
-    """Predicts the memory of a setting before anything runs.  Pure."""
+@dataclass(frozen=True)
+class Planned:
+    """What a setting is planned to take, before anything runs."""
 
-    def ram_bytes(self, setting: Setting) -> int:
-        """Peak host memory of a short run."""
-        ...
+    ram_bytes: int  # peak host memory of a short run
+    later_bytes: int  # that a long run takes more: readers of two Ray executions exist during a handover
+    vram_bytes: int | None  # peak GPU memory, with the reserve; None on a CPU
 
-    def vram_bytes(self, setting: Setting) -> int | None:
-        """Peak GPU memory, with the reserve; None on a CPU."""
-        ...
 
-    def later_bytes(self, setting: Setting) -> int:
-        """Additional host memory of a long run: readers of two Ray executions exist during a handover."""
-        ...
-
+Planner = Callable[[Setting], Planned]
+"""Predicts the memory of a setting.  Pure; called repeatedly for the same ones."""
 
 BlockKind = Literal["run", "readers", "step"]
 """What is measured: `run` = the training loop; `readers` = batches taken as soon as they come, without a step: what the

@@ -32,7 +32,6 @@ class PredictedMemory:
     """Predicts memory from the planner, corrected by the blocks so far.
 
     Args:
-        planner: should cache; it is called repeatedly for the same settings.
         blocks: may grow after construction.
     """
 
@@ -56,13 +55,14 @@ class PredictedMemory:
 
     def run_ram_bytes(self, setting: Setting) -> int:
         """Return the host memory that the whole run takes at most, which is more than a short one does."""
-        return self._size(setting, self._planner.ram_bytes, "ram_bytes") + self._planner.later_bytes(setting)
+        ram_bytes = self._size(setting, lambda other: self._planner(other).ram_bytes, "ram_bytes")
+        return ram_bytes + self._planner(setting).later_bytes
 
     def vram_bytes(self, setting: Setting) -> int | None:
         """Return the GPU memory that it takes at most; None on a CPU."""
-        if self._planner.vram_bytes(setting) is None:
+        if self._planner(setting).vram_bytes is None:
             return None
-        return self._size(setting, lambda other: self._planner.vram_bytes(other) or 0, "vram_bytes")
+        return self._size(setting, lambda other: self._planner(other).vram_bytes or 0, "vram_bytes")
 
     def risk(self, setting: Setting) -> Risk:
         """Return how near the whole run comes to the limits: low below 70 %, medium below 90 %."""
@@ -103,8 +103,10 @@ class PredictedMemory:
             return False  # errors and timeouts do not bar larger settings
         if any(other.setting == setting and other.ended == "ok" for other in self._blocks):
             return False
-        planned = self._planner.vram_bytes if block.ended == "gpu_memory" else self._planner.ram_bytes
-        return (planned(setting) or 0) >= (planned(block.setting) or 0)
+        wanted, died = self._planner(setting), self._planner(block.setting)
+        if block.ended == "gpu_memory":
+            return (wanted.vram_bytes or 0) >= (died.vram_bytes or 0)
+        return wanted.ram_bytes >= died.ram_bytes
 
 
 class PredictedRates:

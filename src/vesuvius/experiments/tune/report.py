@@ -291,29 +291,26 @@ def tuned_yaml(
     Args:
         source_name: file name of the source, in whose folder the text will stand.
         source, wanted: as read without and with what the tune changes.
-        reasons: by full key as in overrides (`training.workers`, `data.volumes.0.level`), of which the first that is
-            about a key, its section or a part of it counts; others are "as tuned".
+        reasons: by full key (`training.workers`); others are "as set for the tune".
         header: lines for the top, without `#`; one that begins with `MARK` comes before them.
     """
-    steps = {tuple(step.strip() for step in key.split(".")): reason for key, reason in reasons.items()}
     first = f"{MARK} from {source_name}; the next tune of it replaces this file."
     comments: dict[str, str] = {}
 
-    def changed(before: BaseModel, after: BaseModel, above: tuple[str, ...] = ()) -> BaseModel:
+    def changed(before: BaseModel, after: BaseModel, above: str = "") -> BaseModel:
         """Only the fields that differ; a list is one value, as files that extend others have it."""
         values: dict[str, Any] = {}
         for name in type(after).model_fields:
-            old, new, path = getattr(before, name), getattr(after, name), (*above, name)
+            old, new, path = getattr(before, name), getattr(after, name), f"{above}{name}"
             if old == new:
                 continue
             if isinstance(old, BaseModel) and type(old) is type(new):
-                values[name] = changed(old, new, path)
+                values[name] = changed(old, new, f"{path}.")
                 continue
             values[name] = new
             was = one_line(to_yaml(before.model_dump(mode="json")[name]), _LONGEST_VALUE)
             was += "" if name in before.model_fields_set else " by default"
-            why = next((reason for key, reason in steps.items() if key[: len(path)] == path[: len(key)]), "as tuned")
-            comments[".".join(path)] = f"was {was}; {_clean(why)}"
+            comments[path] = f"was {was}; {_clean(reasons.get(path, 'as set for the tune'))}"
         return type(after).model_construct(set(values), **values)
 
     sparse = changed(source, wanted)
@@ -326,14 +323,12 @@ def check_tunable(source: Path) -> None:
     """Check before the first block that the tuned config of a source can be written.  Does I/O.
 
     Raises:
-        ConfigError: the source was itself written by a tune, no YAML can hold its name, or a file lies in the place of
-            the tuned config that no tune has written.
+        ConfigError: the source was itself written by a tune, or a file lies in the place of the tuned config that no
+            tune has written.
         StorageError: the folder of the source cannot be written.
     """
     if _is_ours(source):
         raise ConfigError(f"{source} was written by a tune: tune the config that it extends, or remove its first line")
-    if not source.name.isprintable():
-        raise ConfigError(f"the name of a config must be printable to be extended; got {source.name!r}; rename it")
     path = tuned_path(source)
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not _is_ours(target):

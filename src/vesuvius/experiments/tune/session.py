@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from vesuvius.config import Config
-from vesuvius.config.load import dump_config, key_of_variable, read_config
+from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
-from vesuvius.experiments.alone import locked, signals_to
-from vesuvius.experiments.ledger import Ledger, write_figures
+from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
 from vesuvius.experiments.machine import describe_machine, facts_of_this_place
 from vesuvius.experiments.process import TrialInterrupted
-from vesuvius.experiments.tune.measurement import Block, Knob, SearchSpace, key_of
+from vesuvius.experiments.tune.measurement import Block, Knob, Planner, SearchSpace, key_of
 from vesuvius.experiments.tune.policy import Recommendation, begin, conclude
 from vesuvius.experiments.tune.report import (
     block_line,
@@ -34,7 +33,7 @@ from vesuvius.experiments.tune.report import (
 )
 from vesuvius.experiments.tune.runner import TrialRunner
 from vesuvius.experiments.tune.search import KINDS, Search
-from vesuvius.experiments.tune.survey import ConfigPlanner, survey
+from vesuvius.experiments.tune.survey import planner_of, survey
 from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.report.page import made_by, write_page
 from vesuvius.runlog.logfile import open_log
@@ -60,7 +59,6 @@ class TuneRequest:
     written: Config  # `source` alone
     source: Path  # the YAML file
     overrides: tuple[str, ...] = ()  # from the command line
-    environment: tuple[str, ...] = ()  # variables that set keys
     command: str = "vesuvius tune"  # as typed
     scale_batch: bool = False
     keep: tuple[Knob, ...] = ()  # knobs that nothing changes; empty = from the ledger, or none
@@ -127,7 +125,7 @@ def plan(request: TuneRequest) -> list[str]:
     return plan_lines(space, planner, describe_machine().words())
 
 
-def _open(request: TuneRequest) -> tuple[Ledger[Block], SearchSpace, ConfigPlanner]:
+def _open(request: TuneRequest) -> tuple[Ledger[Block], SearchSpace, Planner]:
     """The ledger, new or continued, what may be tried, and the planner of its memory.  Writes nothing."""
     check_tunable(request.source)
     config, path = request.config, run_dir(request.config).path / TUNE / _LEDGER
@@ -144,7 +142,7 @@ def _open(request: TuneRequest) -> tuple[Ledger[Block], SearchSpace, ConfigPlann
         space = survey(config, data, scale_batch=request.scale_batch, budget_s=budget_s, keep=request.keep)
         asked |= {"--keep": list(space.kept), "--scale-batch": space.scale_batch, "space": asdict(space)}
         ledger = Ledger(path, "tune", asked)
-    return ledger, space, ConfigPlanner(one_rank(config), data)
+    return ledger, space, planner_of(one_rank(config), data)
 
 
 def _put_aside(directory: Path) -> None:
@@ -206,11 +204,7 @@ def _next_commands(request: TuneRequest, space: SearchSpace, found: Recommendati
 def _write_tuned(request: TuneRequest, found: Recommendation, path: Path, header: list[str]) -> None:
     """Write the tuned config, with what the environment and the command line of the tune have set."""
     wanted = found.written.applied_to(request.config)
-    why = {key_of(knob): reason for knob, reason in found.reasons.items()}  # the first that fits a key counts
-    for key in (override.partition("=")[0].strip() for override in request.overrides):
-        why.setdefault(key, "given on the command line of the tune")
-    for name in request.environment:
-        why.setdefault(key_of_variable(name), f"{name} was set for the tune")
+    why = {key_of(knob): reason for knob, reason in found.reasons.items()}
     write_tuned(path, tuned_yaml(request.source.name, request.written, wanted, why, header))
     try:
         as_wanted = read_config(path) == wanted

@@ -15,7 +15,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, VesuviusError
 from vesuvius.experiments.machine import planned_bytes, ram_left, vram_left
-from vesuvius.experiments.tune.measurement import Evidence, Knob, SearchSpace, Setting
+from vesuvius.experiments.tune.measurement import Evidence, Knob, Planned, Planner, SearchSpace, Setting
 from vesuvius.monitor.probes.cores import bound_cores, others_text, usable_cores
 from vesuvius.runlog.records import records_in
 from vesuvius.runlog.run_dir import run_dir
@@ -110,29 +110,13 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
     return most
 
 
-class ConfigPlanner:
-    """Predicts the memory of each setting of a config of one rank.
+def planner_of(config: Config, data: PreparedData) -> Planner:
+    """Predicts the memory of each setting of a config of one rank; each takes up to seconds, and is kept."""
 
-    A `Planner`.  Caches its results; each takes up to seconds.
-    """
+    @cache
+    def planned(setting: Setting) -> Planned:
+        wanted = setting.applied_to(config)
+        ram_bytes, vram_bytes = planned_bytes(wanted, data)
+        return Planned(ram_bytes, max(plan_ram(wanted, data).total_bytes - ram_bytes, 0), vram_bytes)
 
-    def __init__(self, config: Config, data: PreparedData) -> None:
-        self._config, self._data = config, data
-
-    @cache  # noqa: B019 - one for each tune
-    def _planned(self, setting: Setting) -> tuple[int, int | None]:
-        return planned_bytes(setting.applied_to(self._config), self._data)
-
-    def ram_bytes(self, setting: Setting) -> int:
-        """Peak host memory of a short run."""
-        return self._planned(setting)[0]
-
-    def vram_bytes(self, setting: Setting) -> int | None:
-        """Peak GPU memory, with the reserve; None on a CPU."""
-        return self._planned(setting)[1]
-
-    @cache  # noqa: B019
-    def later_bytes(self, setting: Setting) -> int:
-        """Additional host memory of the whole run, which is longer."""
-        whole_bytes = plan_ram(setting.applied_to(self._config), self._data).total_bytes
-        return max(whole_bytes - self.ram_bytes(setting), 0)
+    return planned
