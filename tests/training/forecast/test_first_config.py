@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import zarr
 
 from vesuvius.config import ArrayConfig, Config, Triple
+from vesuvius.config.load import parse_config
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast import first_config as module
@@ -123,6 +128,17 @@ def test_where_stored_chunks_are_not_known_a_coarse_level_says_where_material_is
     assert config.foreground.level == 5, "the finest of at most 32 million voxels"
     for unknown in (volume(present=None, grey=grey), volume(present=None)):
         assert module._data(unknown, FULL, True).min_foreground == 0
+
+
+def test_a_volume_of_which_no_patch_lies_half_in_stored_chunks_is_drawn_from_everywhere(
+    machine: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    array = zarr.create_array(str(tmp_path / "v.zarr"), shape=(32, 64, 64), chunks=(8, 8, 8), dtype="u1")
+    for corner in itertools.product(range(0, 32, 16), range(0, 64, 16), range(0, 64, 16)):
+        array[tuple(slice(start, start + 8) for start in corner)] = np.arange(512).reshape(8, 8, 8) % 200 + 1
+    text, _ = module.first_config("x", ArrayConfig(path=str(tmp_path / "v.zarr")))
+    assert parse_config(text).data.min_foreground == 0
+    assert "data.min_foreground is left at 0: " in caplog.text
 
 
 @pytest.mark.parametrize("um", [2.4, 20.0])

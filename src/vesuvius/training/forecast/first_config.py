@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -25,7 +26,7 @@ from vesuvius.config import (
 )
 from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import dump_set_keys
-from vesuvius.errors import ConfigError, DataError
+from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.plan.split import split_volume
 from vesuvius.runlog.units import GIB, format_percent, format_sizes, gib
@@ -37,6 +38,8 @@ from vesuvius.training.forecast.start_log import step_range_s
 from vesuvius.training.step.step import AmpMode, choose_device, lay_out_network, parameter_count, resolve_amp
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
 from vesuvius.volumes.store.object_store import is_remote
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,16 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
     patch, held_out = fitting_patch(shape_zyx(volume), preset.patch)
     model, training = _model(preset, patch), _training(preset, micro, step_s, held_out, is_remote(spec.path), device)
     config = Config(name=name, seed=0, data=_data(volume, patch, held_out), training=training, model=model)
-    data = prepare_data(0, config.data.with_store(cache_dir=None))
+    try:
+        data = prepare_data(0, config.data.with_store(cache_dir=None))
+    except DataError as error:
+        if not config.data.min_foreground:
+            raise
+        log.warning("data.min_foreground is left at 0: %s", one_line(error))
+        everywhere = config.data.model_fields_set - {"min_foreground", "foreground"}
+        kept = DataConfig(**{key: getattr(config.data, key) for key in everywhere})
+        config = config.model_copy(update={"data": kept})
+        data = prepare_data(0, kept.with_store(cache_dir=None))
     workers = (n for n in range(training.workers, 0, -1) if _fits(config.with_training(workers=n), data))
     config = config.with_training(workers=next(workers, 0))  # 0 reads without Ray
     gpu = "no GPU"
