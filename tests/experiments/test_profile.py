@@ -25,7 +25,7 @@ from vesuvius.experiments.profile.page import build_profile, counted
 from vesuvius.experiments.profile.session import profiled
 from vesuvius.monitor.verdict import judge
 from vesuvius.report.records import read_run
-from vesuvius.report.share import work_rows
+from vesuvius.report.share import work_parts
 from vesuvius.runlog.records import read_records
 
 
@@ -59,9 +59,9 @@ def assert_parts_are_all_of_the_time(run: Path, page: str, first: int, last: int
     """Seconds against the steps' own clock: a part that is left out is seen, whatever the shares are divided by."""
     steps = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "step" and first <= r["step"] <= last]
     records = read_run(run)
-    parts = work_rows(records, counted(records, first - 1, last - first + 1))
+    parts = work_parts(records, counted(records, first - 1, last - first + 1), 1.0)
     work_s = math.fsum(step["step_s"] - step["pause_s"] for step in steps)
-    assert math.fsum(seconds for _, _, seconds, _, _ in parts) == pytest.approx(work_s, rel=1e-6)
+    assert math.fsum(part.total_s for part in parts) == pytest.approx(work_s, rel=1e-6)
     table = page.partition("Where the time went")[2].partition("\n\n")[0]
     rows = [re.split("  +", line) for line in table.splitlines() if " %  " in f"{line}  "]
     *shares, total = (float(row[3 if row[0] != "total" else 2].removesuffix(" %")) for row in rows)

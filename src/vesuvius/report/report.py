@@ -42,23 +42,15 @@ def comparison(reports: Sequence[RunReport]) -> tuple[tuple[Table, ...], tuple[C
     if len(reports) < 2:
         return (), ()
     names = tuple(report.name for report in reports)
-    results = [
-        ("where the time went: " + name, *(_share(report, name) for report in reports))
-        for name in dict.fromkeys(part.name for report in reports for part in report.parts)
-    ]
     facts = [(label, *(report.facts.get(label, NOT_KNOWN) for report in reports)) for label in reports[0].facts]
     keys = dict.fromkeys(key for report in reports for key in report.config)
     config = [(key, *(report.config.get(key, NOT_KNOWN) for report in reports)) for key in keys]
-    result = Table("What differs in result", ("", *names), _different([*facts, *results]))
+    result = Table("What differs in result", ("", *names), _different(facts))
     return filled(result, Table("What differs in config", ("key", *names), _different(config))), _overlaid(reports)
 
 
 def _different(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     return tuple(row for row in rows if len(set(row[1:])) > 1)
-
-
-def _share(report: RunReport, name: str) -> str:
-    return next((f"{100 * part.share:.1f} %" for part in report.parts if part.name == name), NOT_KNOWN)
 
 
 def _overlaid(reports: Sequence[RunReport]) -> tuple[Chart, ...]:

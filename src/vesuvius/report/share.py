@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +22,6 @@ WORK = (
 )
 """Name, class and column of each part of a step without its pause."""
 
-Row = tuple[str, str, float, float, float]
-"""Name, class, seconds, p50 and p95 of a step."""
-
 
 def work_columns(records: RunRecords) -> dict[str, Column]:
     """The columns of `WORK`."""
@@ -44,30 +40,26 @@ def split_time(records: RunRecords) -> tuple[TimePart, ...]:
     if not known.any():
         return ()
     first, later = known & records.first, known & ~records.first
-    pauses = columns["pause_s"]
-    rows = work_rows(records, later)
+    whole_s, pauses = float(columns["step_s"][known].sum()), columns["pause_s"]
+    parts = work_parts(records, later, whole_s)
     if first.any():
         start = float((columns["step_s"] - pauses)[first].sum())
-        rows.append(("first step of each session", "start", start, math.nan, math.nan))
-    rows.append(("pauses", "pause", float(pauses[known].sum()), math.nan, math.nan))
-    return shared_out(rows, float(columns["step_s"][known].sum()))
+        parts.append(TimePart("first step of each session", "start", start, _share(start, whole_s)))
+    pause = float(pauses[known].sum())
+    return (*parts, TimePart("pauses", "pause", pause, _share(pause, whole_s)))
 
 
-def work_rows(records: RunRecords, chosen: NDArray[np.bool_]) -> list[Row]:
-    """The parts of the chosen steps without their pauses; other ranks where there were some."""
-    work = work_columns(records)
-    rows = [_row(name, kind, work[key][chosen]) for name, kind, key in WORK] if chosen.any() else []
-    return [row for row in rows if row[1] != "ranks" or row[2]]
+def work_parts(records: RunRecords, chosen: NDArray[np.bool_], whole_s: float) -> list[TimePart]:
+    """The parts of the chosen steps without their pauses, and their shares of `whole_s`; other ranks if there were."""
+    work, parts = work_columns(records), []
+    for name, kind, key in WORK if chosen.any() else ():
+        values = work[key][chosen].tolist()
+        total = math.fsum(values)
+        if kind != "ranks" or total:
+            p50, p95 = quantile(values, 0.5), quantile(values, 0.95)
+            parts.append(TimePart(name, kind, total, _share(total, whole_s), p50, p95))
+    return parts
 
 
-def shared_out(rows: Sequence[Row], whole_s: float) -> tuple[TimePart, ...]:
-    """The parts with their shares of the time that was recorded."""
-    return tuple(
-        TimePart(name, kind, total, total / whole_s if whole_s else 0.0, p50, p95)
-        for name, kind, total, p50, p95 in rows
-    )
-
-
-def _row(name: str, kind: str, seconds: Column) -> Row:
-    values = seconds.tolist()
-    return name, kind, float(seconds.sum()), quantile(values, 0.5), quantile(values, 0.95)
+def _share(seconds: float, whole_s: float) -> float:
+    return seconds / whole_s if whole_s else 0.0

@@ -12,7 +12,7 @@ from vesuvius.experiments.profile.observer import Observed
 from vesuvius.report.content import RunReport, Table, filled
 from vesuvius.report.model import build
 from vesuvius.report.records import RunRecords, figure
-from vesuvius.report.share import shared_out, work_rows
+from vesuvius.report.share import work_parts
 from vesuvius.runlog.units import format_duration
 
 _FACTS = ("samples/s", "step, p50", "step, p95", "peak RAM", "peak VRAM", "model FLOPs utilisation", "processors")
@@ -75,7 +75,7 @@ def build_profile(
         name=f"{config.name}: profile of {asked} steps",
         facts=facts,
         verdict=verdict.text,
-        parts=shared_out(work_rows(records, chosen), float(work_s.sum())),
+        parts=tuple(work_parts(records, chosen, float(work_s.sum()))),
         charts=tuple(each for each in run.charts if each.key in ("parts", "step_s", "ram", "readers", "vram")),
         tables=filled(
             Table("Method", ("",), tuple((text,) for text in method)),
