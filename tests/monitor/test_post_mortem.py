@@ -201,6 +201,19 @@ class TestReader:
         assert death.cause == "signal"
         assert "Ray: SYSTEM_ERROR: Worker unexpectedly exits" in death.evidence
 
+    def test_the_count_is_that_of_the_readers_cgroup_also_where_there_was_one(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """That of the trainer says nothing of readers of a Ray that somebody else has started."""
+        counts = {12: KillCounts(7, 9, "/ray"), os.getpid(): KillCounts(3, 9, "/job")}
+        monkeypatch.setattr("vesuvius.monitor.post_mortem.read_counts_of", counts.__getitem__)
+        samples = [
+            replace(m, reader_bytes={11: 2**20}, cgroup_oom_kills=3, machine_oom_kills=8) for m in moments(time.time())
+        ]
+        job = session_record(cgroup="/job")
+        assert examine_reader(self.end, 144, job, samples, [12]).cause == "unknown"
+        assert examine_reader(self.end, 144, job, samples).cause == "signal"  # the trainer's own count
+
     def test_another_machine_s_kernel_is_not_asked(self) -> None:
         death = self.examine(node="elsewhere")
         assert death.cause == "unknown"

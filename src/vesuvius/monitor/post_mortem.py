@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,7 +147,13 @@ def read_counts_of(pid: int) -> KillCounts:
     return KillCounts(cgroup.oom_kills, machine, cgroup.path) if cgroup else KillCounts(machine=machine)
 
 
-def examine_reader(end: Mapping[str, Any], step: int, session: SessionRecord, moments: Sequence[MemorySample]) -> Death:
+def examine_reader(
+    end: Mapping[str, Any],
+    step: int,
+    session: SessionRecord,
+    moments: Sequence[MemorySample],
+    readers: Iterable[int] = (),
+) -> Death:
     """Why a reader died; called in the trainer once another has taken its place.  Reads the kernel's counts.
 
     Args:
@@ -155,6 +161,7 @@ def examine_reader(end: Mapping[str, Any], step: int, session: SessionRecord, mo
         step: optimizer steps done.
         session: the present one.
         moments: the samples of the last two minutes.
+        readers: pids of those that live on this machine, as the one that has taken its place.
     """
     ended = time.time() if end["exit_time"] is None else end["exit_time"]
     moments = _last_minute(moments, ended)
@@ -174,8 +181,7 @@ def examine_reader(end: Mapping[str, Any], step: int, session: SessionRecord, mo
         before = [moment for moment in moments if end["exit_time"] is not None and moment.time < ended - _NOTICED_S]
         sampled = next(iter([*before[-1:], *moments[:1]]), None)
         # Readers of a Ray that somebody else has started live in another cgroup than the trainer: another one tells.
-        others = [pid for pid in (moments[-1].reader_bytes if moments else ()) if pid != end["pid"]]
-        known = [counts for pid in others if (counts := read_counts_of(pid)).path]
+        known = [counts for pid in readers if (counts := read_counts_of(pid)).path]
         counts = known[0] if known else read_counts_of(os.getpid())
         cause, counted = _judge_counts(session, sampled, moments[-1] if moments else None, counts)
         evidence = [*counted, *evidence]

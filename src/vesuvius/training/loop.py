@@ -256,4 +256,4 @@ class TrainingLoop:
                     quarantine.write("region", step=step, **event.fields)
                 self.run.progress.quarantined.append(event.fields)
             elif event.kind == "reader_died":
-                reader_died(self.run, self.monitor, stream.options.workers, event)
+                reader_died(self.run, self.monitor, stream, event)

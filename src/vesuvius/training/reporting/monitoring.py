@@ -28,6 +28,7 @@ from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.trackers import TRACKERS, TensorBoard, Tracker
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.events import StreamEvent
+from vesuvius.stream.stream import PatchStream
 from vesuvius.training.request import RunContext
 
 log = logging.getLogger(__name__)
@@ -120,10 +121,11 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
         yield opened
 
 
-def reader_died(run: RunContext, monitor: Monitor, workers: int, event: StreamEvent) -> None:
-    """Examine a reader that was replaced, one of so many `workers`."""
-    session = replace(run.session, workers=workers)  # the guard may have dropped some
-    _keep(run, examine_reader(event.fields, run.progress.step, session, monitor.moments()))
+def reader_died(run: RunContext, monitor: Monitor, stream: PatchStream, event: StreamEvent) -> None:
+    """Examine a reader that was replaced."""
+    session = replace(run.session, workers=stream.options.workers)  # the guard may have dropped some
+    readers = stream.readers_here()
+    _keep(run, examine_reader(event.fields, run.progress.step, session, monitor.moments(), readers))
 
 
 def run_died(run: RunContext, monitor: Monitor, killer: Literal["gpu", "guard"], reason: str, remedy: str) -> None:
