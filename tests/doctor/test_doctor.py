@@ -20,7 +20,7 @@ from tests.conftest import run_vesuvius
 from tests.monitor.probes.test_gpus import FakeNvml
 from tests.support.tiny import tiny_sections
 from vesuvius.commands import doctor as command
-from vesuvius.config.load import parse_stored, read_config
+from vesuvius.config.load import parse_stored
 from vesuvius.doctor import examination, host
 from vesuvius.doctor.check import Check, Finding, examine
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_OK, ConfigError
@@ -173,11 +173,6 @@ def test_each_rank_counts_its_store_in_shm(
     monkeypatch.setattr(examination, "store_bytes", lambda job, options: options.workers * 2**30)
     {check.name: check for check in examination.checks_of(config)}["/dev/shm"].look()
     assert looked_at == [0 if stores is None else max(stores * 2**30, 2**28)]  # Ray Train itself needs the least
-
-
-def test_a_config_without_readers_needs_no_ray(tiny_config: WriteConfig) -> None:
-    checks = {c.name: c for c in examination.checks_of(read_config(tiny_config(training={"workers": 0})))}
-    assert checks["/dev/shm"].look().value == checks["Ray"].look().value == "not needed with training.workers=0"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
-"""Limits on processes and threads, as the kernel enforces them here.
-
-Wrong programs that these tests are to catch: one that asks for the user's limit alone, or for the innermost cgroup; one
-that forgets what others use; one that counts processes, or refuses root for a limit that does not hold for it.
-"""
+"""Limits on processes and threads, as the kernel enforces them here."""
 
 from __future__ import annotations
 
