@@ -62,26 +62,3 @@ def test_a_disk_that_fills_up_costs_saves_but_no_step_no_record_and_no_older_che
     assert len([record for record in records if record.get("event") == "save_failed"]) >= 3
     log = (run / "logs/train_full.log").read_text()
     assert [int(step) for step in re.findall(r"Train step (\d+)/", log)] == every_step
-
-
-@pytest.mark.long
-def test_a_run_that_ends_on_a_full_disk_ends_with_exit_6_and_goes_on_when_there_is_room(
-    tiny_config: WriteConfig, tmp_path: Path, disk: Path
-) -> None:
-    # Long enough for the disk to be full before the end.
-    config = tiny_config(training=SAVING | {"epochs": 1, "steps_per_epoch": 60})
-    run = disk / "tiny"
-    with Session(config, tmp_path) as session:
-        session.wait_until(lambda: bool(list_checkpoints(run / "checkpoints")), "it saved")
-        ballast = fill(disk)
-        assert session.end() == 6, session.text()
-        assert "Train step 60/60" in session.text()
-        assert "free some space" in session.text().splitlines()[-1]
-        assert "Traceback" not in session.text()
-    assert step_of(newest_of(run)) < 60
-    ballast.unlink()
-    with Session(config, tmp_path, "--resume") as session:
-        assert session.end() == 0, session.text()
-    assert step_of(newest_of(run)) == 60
-    steps = {record["step"] for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"}
-    assert steps == set(range(1, 61)), "what was lost was done again"

@@ -6,8 +6,6 @@ import json
 import os
 import platform
 import signal
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
@@ -338,15 +336,6 @@ def is_controller(process: psutil.Process, marker: str) -> bool:
     with suppress(psutil.Error):
         return "TrainController" in " ".join(process.cmdline()) and process.environ().get(name) == value
     return False
-
-
-@pytest.mark.long
-def test_torchrun_itself(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    config = tiny_config(training={"ranks": 2})
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "vesuvius.train"]
-    done = subprocess.run([*torchrun, "--config", str(config)], cwd=tmp_path, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr.decode()
-    assert len(steps_of(tmp_path / "runs/tiny")) == 20
 
 
 @pytest.mark.long

@@ -88,18 +88,6 @@ def test_a_stop_is_obeyed_before_the_run_begins(
     assert not (tmp_path / "runs/tiny").exists()
 
 
-@pytest.mark.long
-def test_the_time_limit_is_kept_while_a_batch_is_waited_for(
-    remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
-) -> None:
-    config = remote_config(data={"normalize": {"low": 0, "high": 200}}, training={"max_hours": 3 / 3600})
-    with Session(config, tmp_path) as session:
-        session.wait_for("INFO diffusion ")
-        server.set_faults(HANGS)
-        assert session.process.wait(timeout=NEVER_S / 5) == 75, session.text()
-        assert "training.max_hours=0.000833333 is reached" in session.text()
-
-
 def test_the_memory_guard_ends_a_run_that_waits_for_a_batch(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
 ) -> None:

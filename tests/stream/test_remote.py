@@ -168,20 +168,6 @@ def test_a_volume_closed_while_it_is_read_is_not_an_unreadable_one(
     assert time.monotonic() - started < 1, "no longer than what was under way"
 
 
-def test_closing_a_stream_in_the_middle_of_a_read_is_no_fault(
-    server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    server.set_faults([{"path": CHUNK_KEYS, "kind": "delay", "delay_s": 0.03}])
-    for batches in range(1, 6):
-        with open_stream(make_job(server.url_of(path), store=FAST)) as stream:
-            collect(stream, batches)
-            closing = time.monotonic()
-        assert time.monotonic() - closing < 2
-        assert not stream.events
-    assert not caplog.records
-
-
 # ---- the disk cache
 
 

@@ -137,16 +137,6 @@ def test_a_chunk_met_by_another_key_only_is_not_read_as_air(tmp_path: Path, kind
         volume.close()
 
 
-def test_copies_that_fill_a_page_of_the_listing_are_no_mixture(
-    tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vesuvius.volumes.key_form._PAGE", 10)
-    path = written(tmp_path / "v.zarr", 2, "/")
-    for file in list(path.glob("[0-9]/*/*")):
-        shutil.copyfile(file, path / file.relative_to(path).as_posix().replace("/", "."))
-    np.testing.assert_array_equal(whole(upload(s3, path, "public", tmp_path.name)), VOXELS)
-
-
 def test_a_stray_copy_of_a_chunk_by_another_key_hides_nothing(tmp_path: Path) -> None:
     path = written(tmp_path / "v.zarr", 2, "/")
     shutil.copyfile(path / "0/0/0", path / "0.0.0")

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from tests.generate.evaluate.scrolls import patches, scroll, search_in
-from vesuvius.config import AugmentConfig
-from vesuvius.generate.evaluate.memorisation import TrainingSearch
 
 TRAINED = scroll(0, (24, 48, 48))
 
@@ -32,11 +30,3 @@ def test_patches_of_another_volume_are_far_and_those_without_texture_are_not_jud
     distances = search_in(scroll(0, (24, 48, 48), air=False)).distances(other)
     assert distances[:-1].min() > 0.3
     assert np.isnan(distances[-1])
-
-
-def test_several_regions_are_searched_and_a_copy_at_the_last_place_of_one_is_found() -> None:
-    regions = [scroll(3, (20, 32, 32), air=False), scroll(4, (24, 40, 33), air=False)]
-    search = TrainingSearch(regions, (8, 16, 16), AugmentConfig())
-    last = regions[1][-8:, -16:, -16:]
-    assert search.distances([last])[0] < 1e-3
-    assert search.voxels == sum(region.size for region in regions)

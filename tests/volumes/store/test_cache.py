@@ -91,21 +91,6 @@ def test_the_least_recently_used_go_first_and_getting_is_using(cache: DiskCache)
     assert left[0] > kept[1]
 
 
-def test_a_lower_limit_shrinks_the_directory_at_once(cache: DiskCache) -> None:
-    for index in range(KEYS):
-        cache.put(key(index), chunk(index))
-    assert LIMIT / 2 < disk_usage(cache.directory) <= LIMIT
-    unfinished = [cache._entry(key(index)).with_suffix(".1.2.partial") for index in range(2)]
-    for path, age_s in zip(unfinished, (3000, 8000), strict=True):
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(bytes(1000))
-        os.utime(path, (time.time() - age_s,) * 2)  # older than any entry
-    DiskCache(cache.directory, LIMIT // 4).prepare()
-    assert disk_usage(cache.directory) <= LIMIT // 4
-    assert check_contents(cache) > 0
-    assert [path.exists() for path in unfinished] == [True, False], "another process may be writing the younger one"
-
-
 def test_a_damaged_entry_is_a_miss_and_is_removed(cache: DiskCache) -> None:
     data, path = os.urandom(10_000), cache._entry(key(0))
     cache.put(key(0), data)
