@@ -37,12 +37,6 @@ FAST = StoreConfig(outage_minutes=0.01)
 DATA = bytes(range(256)) * 4
 
 
-@pytest.fixture
-def signed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-
-
 @pytest.fixture(params=["disk", "http", "s3"])
 def source(request: pytest.FixtureRequest, tmp_path: Path, server: ChunkServer, s3: Any) -> Source:
     """A store with the object `a/data`."""
@@ -188,13 +182,14 @@ def test_an_address_of_google_needs_no_network_to_be_opened(monkeypatch: pytest.
     assert opened.config["skip_signature"]
 
 
-@pytest.mark.usefixtures("signed")
-def test_a_volume_on_s3_streams_and_lists_as_on_disk(s3: Any, tmp_path: Path) -> None:
+def test_a_volume_on_s3_streams_and_lists_as_on_disk(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)), **LAYOUTS["v3-sharded"])
     (path / "c/1/1/1").unlink()
     with open_stream(make_job(path)) as stream:
         expected, _ = collect(stream, 8)
     address = upload(s3, path, "private", f"{tmp_path.name}/v.zarr")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with open_stream(make_job(address, store=FAST)) as stream:
         patches, _ = collect(stream, 8)
         assert not stream.events
