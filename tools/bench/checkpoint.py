@@ -32,7 +32,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius t
 import torch
 from torch import nn
 
-from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
+from vesuvius.config import TrainingConfig
+from vesuvius.training.checkpoint.save import save_checkpoint
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 
 CONFIG = "name: bench\n"
@@ -107,13 +108,13 @@ def measure(directory: Path, state: dict[str, Any], step: Callable[[], None], re
     waited, handed = directory / "synchronous", directory / "thread"
     seconds: dict[str, list[float]] = {"synchronous": [], "triggering": [], "until it is written": []}
     seconds |= {"first": [], "step alone": [], "step beside the writer": []}
-    save_checkpoint(waited, 1, state, CONFIG, RetentionPolicy(1))
-    with CheckpointWriter(handed, RetentionPolicy(1), CONFIG) as writer:
+    save_checkpoint(waited, 1, state, CONFIG, TrainingConfig(keep_last=1))
+    with CheckpointWriter(handed, TrainingConfig(keep_last=1), CONFIG) as writer:
         writer.save(1, state)
         for number in range(2, repeats + 2):
             writer.wait()
             seconds["synchronous"] += timed(
-                lambda n=number: save_checkpoint(waited, n, state, CONFIG, RetentionPolicy(1))
+                lambda n=number: save_checkpoint(waited, n, state, CONFIG, TrainingConfig(keep_last=1))
             )
             seconds["step alone"] += [second for _ in range(10) for second in timed(step)]
             began = time.perf_counter()
@@ -123,7 +124,7 @@ def measure(directory: Path, state: dict[str, Any], step: Callable[[], None], re
             seconds["until it is written"].append(time.perf_counter() - began)
     for number in range(repeats):
         release_free_memory()
-        with CheckpointWriter(handed, RetentionPolicy(1), CONFIG) as writer:
+        with CheckpointWriter(handed, TrainingConfig(keep_last=1), CONFIG) as writer:
             seconds["first"] += timed(lambda n=number: writer.save(n + repeats + 2, state))
     return seconds
 

@@ -33,7 +33,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.monitor.memcheck.inspection import is_reader
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
-from vesuvius.training.forecast.ram_plan import RamPlan, plan_ram
+from vesuvius.training.forecast.run_plan import RamPlan, plan_ram
 
 _MIB = 2**20
 KINDS = ("trainer", "readers", "store", "Ray")

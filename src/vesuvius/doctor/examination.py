@@ -83,7 +83,7 @@ def _ranks(config: Config | None) -> int:
     """That share this machine."""
     if config is None or config.training.ranks == 1:
         return 1
-    from vesuvius.training.forecast.ram_plan import local_ranks  # imports torch
+    from vesuvius.training.forecast.run_plan import local_ranks  # imports torch
 
     return local_ranks(config)
 

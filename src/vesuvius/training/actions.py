@@ -54,13 +54,9 @@ class GuardActions:
         self._run.stop.ask(EXIT_GUARD, f"memory guard: {order.reason}", logging.ERROR)
 
     def obey(self, feed: DeviceFeed, monitor: Monitor, longest_step_s: float) -> bool:
-        """Carry out the guard's present order, and tell the monitor how far the run is.
+        """Carry out the guard's present order, and tell the monitor how far the run is; returns whether to save now.
 
-        Args:
-            longest_step_s: of the recent steps, without their pauses.
-
-        Returns:
-            Whether a checkpoint is to be saved now.
+        `longest_step_s` is of the recent steps, without their pauses.
         """
         order, self._options = monitor.order, feed.stream.options
         saves = order is not None and order.rung == "save"
@@ -120,11 +116,7 @@ class GuardActions:
 
 class Autotuner:
     """Applies what the verdicts of one session advise, as far as a running stream can.  A session starts from the
-    config.
-
-    Args:
-        job: of the stream.
-    """
+    config."""
 
     def __init__(self, run: RunContext, job: ReaderJob) -> None:
         self._run = run

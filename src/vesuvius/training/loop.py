@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -16,7 +14,6 @@ from vesuvius.errors import NonFiniteError
 from vesuvius.monitor.clock import StepClock, make_clock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.runlog.records import JsonLines
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
@@ -51,23 +48,10 @@ class Tuner(Protocol):
         """Take note that no step will follow."""
 
 
-MakeTuner = Callable[["TrainingLoop", StepReporter], Tuner]
-
-
-def make_autotuner(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
-    """The tuner of a run: `training.autotune`."""
-    return Autotuner(loop.run, loop.job)
-
-
 class TrainingLoop:
     """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due.
 
-    Args:
-        writer: of checkpoints.
-
-    Attributes:
-        job: of the stream.
-        feed: delivers its batches to the device.
+    `feed` delivers the batches of `job` to the device.
     """
 
     def __init__(
@@ -110,8 +94,8 @@ class TrainingLoop:
             clock, news = make_clock(self.run.device), RankNews(self.run)
             self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.feed)
             reporter = StepReporter(self.run, clock, stream, self.monitor, again, news)
-            make: MakeTuner = self.run.request.make_tuner or make_autotuner
-            tuner = make(self, reporter)
+            make = self.run.request.make_tuner
+            tuner: Tuner = make(self, reporter) if make else Autotuner(self.run, self.job)
             reporter.verdicts.tell(tuner.take)
             try:
                 while progress.step < config.stop_step and self._next_step(clock, news, reporter):
@@ -221,11 +205,11 @@ class TrainingLoop:
             return stop.wanted()
         self.run.watchdog.expects("ranks", "another rank to begin the step")
         with clock.computing("comm"):
-            agreement = ranks.agree(stop.asked, news.tell())
-        news.take(agreement.told)
-        if agreement.stop:
-            stop.ask(*agreement.stop)
-        return agreement.stop is not None
+            agreed, told = ranks.agree(stop.asked, news.tell())
+        news.take(told)
+        if agreed:
+            stop.ask(*agreed)
+        return agreed is not None
 
     def _settle(self, reporter: StepReporter, error: Exception) -> None:
         """After an error, log the steps that a GPU still has in hand, and take back those that were not applied.
@@ -252,8 +236,6 @@ class TrainingLoop:
             step = self.run.progress.step  # whose checkpoint knows of it
             self.run.metrics.write("event", event=event.kind, step=step, text=event.text, **event.fields)
             if event.kind == "quarantine":
-                with closing(JsonLines(self.run.directory.quarantine)) as quarantine:
-                    quarantine.write("region", step=step, **event.fields)
-                self.run.progress.quarantined.append(event.fields)
+                self.run.progress.quarantine(self.run.directory.quarantine, [event.fields])
             elif event.kind == "reader_died":
                 reader_died(self.run, self.monitor, stream, event)

@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 class Milestones:
     """Validates, draws previews and saves checkpoints after the steps where they are due: on rank 0, nothing on others.
 
-    Args:
-        reference: fixed patches; None where the config asks for neither validation nor previews.
+    `reference` is None where the config asks for neither validation nor previews.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Request:
     source: Path  # the YAML file it came from, kept with the run
     resume: bool  # continue from the newest whole checkpoint of `runs/<name>`, if there is one
     allow_drift: bool = False  # continue although the data or what the weights mean have changed
-    # makes what acts between two steps, as `loop.MakeTuner`; None = `training.autotune`
+    # makes a `loop.Tuner` of the loop and its reporter; None = `training.autotune`
     make_tuner: Callable[..., Any] | None = None
     facts: Path | None = None  # a file in which runs on the same data share what they measure of these beforehand
 

@@ -28,12 +28,11 @@ from vesuvius.training.actions import GuardActions
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress, still_quarantined
 from vesuvius.training.checkpoint.resume import check_same_config, is_finished, restore
-from vesuvius.training.checkpoint.save import RetentionPolicy
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
-from vesuvius.training.forecast.start_log import log_progress, log_ranks, log_start
+from vesuvius.training.forecast.start_log import log_ranks, start_lines
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks
@@ -115,7 +114,8 @@ def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.E
     directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
     with _run_is_writable(directory):
         open_log(directory.log)
-    log_start(config, checked, ranks.world, lost=resume and existed)
+    for level, line in start_lines(config, checked, ranks.world, lost=resume and existed):
+        log.log(level, "%s", line)
     log_killed_session(directory)
     ranks.publish((shared, for_other_ranks(checked), directory.mark()))
     return checked
@@ -241,9 +241,8 @@ def load_weights(config: Config, checked: Preflight, train_step: TrainStep, devi
 
 
 def _record_start(run: RunContext) -> None:
-    """Log and record where this session begins: what was recorded beyond that is void."""
+    """Record where this session begins: what was recorded beyond that is void."""
     progress, resumed = run.progress, run.checked.resumed
-    log_progress(run.config, progress)
     run.metrics.write(
         "run_start",
         name=run.config.name,
@@ -265,7 +264,7 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
         open_monitor(run, guard.exit) as monitor,
         CheckpointWriter(
             run.directory.checkpoints,
-            RetentionPolicy(config.training.keep_last, config.training.keep_every),
+            config.training,
             dump_config(config),
             on_progress=lambda: run.watchdog.alive("checkpoint"),
         ) as writer,

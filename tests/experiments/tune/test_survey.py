@@ -20,7 +20,7 @@ from vesuvius.runlog.records import JsonLines, from_plain
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.forecast import ram_plan
-from vesuvius.training.forecast.ram_plan import RamPart
+from vesuvius.training.forecast.run_plan import RamPart
 
 WriteConfig = Callable[..., Path]
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from vesuvius.config import TrainingConfig
 from vesuvius.errors import StorageError
 from vesuvius.training.checkpoint.format import (
     digest,
@@ -27,7 +28,7 @@ from vesuvius.training.checkpoint.format import (
     step_of,
     stored_averages,
 )
-from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
+from vesuvius.training.checkpoint.save import save_checkpoint
 
 CONFIG = "name: tiny\n"
 NOBODY = 65534
@@ -52,7 +53,7 @@ def save(
     keep_every: int | None = None,
 ) -> Path:
     state = state_of(step, size) | {"best": best_step and {"step": best_step}}
-    return save_checkpoint(directory, step, state, CONFIG, RetentionPolicy(keep_last, keep_every))
+    return save_checkpoint(directory, step, state, CONFIG, TrainingConfig(keep_last=keep_last, keep_every=keep_every))
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -129,7 +130,7 @@ def test_a_checkpoint_comes_back_bit_by_bit(tmp_path: Path) -> None:
         },
         "half": torch.randn(5).bfloat16(),
     }
-    path = save_checkpoint(tmp_path, 2, state, CONFIG, RetentionPolicy(1))
+    path = save_checkpoint(tmp_path, 2, state, CONFIG, TrainingConfig(keep_last=1))
     found = load_checkpoint(path)
     assert_same(found, state)
     optimizer.load_state_dict(found["optimizer"])
@@ -240,7 +241,7 @@ def test_one_that_is_replaced_while_it_is_read_is_not_called_damaged(
         """Behind the second file of the checkpoint."""
         reads.append(file)
         if len(reads) == 2:
-            save_checkpoint(tmp_path, 1, state_of(7), CONFIG, RetentionPolicy(1))
+            save_checkpoint(tmp_path, 1, state_of(7), CONFIG, TrainingConfig(keep_last=1))
         return digest(file)
 
     monkeypatch.setattr("vesuvius.training.checkpoint.format.digest", save_meanwhile)

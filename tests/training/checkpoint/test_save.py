@@ -19,9 +19,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.checkpoint.test_format import CONFIG, as_nobody, save, small_files, state_of, steps_in
+from vesuvius.config import TrainingConfig
 from vesuvius.errors import StorageError
 from vesuvius.training.checkpoint.format import find_damage, load_checkpoint, newest_checkpoint
-from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
+from vesuvius.training.checkpoint.save import save_checkpoint
 
 
 def test_the_averages_are_stored_once_and_with_the_config_beside_them(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def killed_before(number: int, directory: Path) -> bool:
 
         sys.addaudithook(die)
         try:
-            save_checkpoint(directory, 2, state_of(9) | {"best": {"step": 2}}, CONFIG, RetentionPolicy(1))
+            save_checkpoint(directory, 2, state_of(9) | {"best": {"step": 2}}, CONFIG, TrainingConfig(keep_last=1))
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -242,6 +243,6 @@ def test_a_full_disk_is_an_error_and_leaves_the_older_checkpoint_whole(tmp_path:
     with small_files(100_000), pytest.raises(
         StorageError, match=rf"must fit on the disk; got {kind}.*step_00000002.*--resume"
     ):  # fmt: skip
-        save_checkpoint(tmp_path, 2, state, CONFIG, RetentionPolicy(1))
+        save_checkpoint(tmp_path, 2, state, CONFIG, TrainingConfig(keep_last=1))
     assert find_damage(old) is None
     assert [path.name for path in tmp_path.iterdir()] == [old.name], "nothing half-written is left"

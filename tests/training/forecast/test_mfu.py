@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vesuvius.config import Config
-from vesuvius.training.forecast import mfu
+from vesuvius.training.forecast import memory_plan as mfu
 from vesuvius.training.ranks.part import part_of
 
 

@@ -16,9 +16,9 @@ from vesuvius.monitor.memory.limits import MemoryLimit
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.options import StreamOptions, store_ahead_bytes, store_bytes, store_need_bytes
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.forecast import ram_plan
+from vesuvius.training.forecast import run_plan
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.ram_plan import RamPart, RamPlan, plan_ram, ram_warning
+from vesuvius.training.forecast.run_plan import RamPart, RamPlan, plan_ram, ram_warning
 
 MIB = 2**20
 Plan = Callable[..., tuple[Config, PreparedData, RamPlan]]
@@ -27,7 +27,7 @@ Plan = Callable[..., tuple[Config, PreparedData, RamPlan]]
 @pytest.fixture
 def some_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network of 2 MiB, for tests of what is beside it: to plan a real one takes seconds."""
-    monkeypatch.setattr(ram_plan, "_network", lambda config, gpu: [RamPart("trainer", "training step", 2 * MIB)])
+    monkeypatch.setattr(run_plan, "_network", lambda config, gpu: [RamPart("trainer", "training step", 2 * MIB)])
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_the_copy_of_a_checkpoint_holds_weights_moments_and_averages(planned: Pl
     config, _, plan = planned(f"training.optimizer={optimizer}")
     step, copy = plan_memory(config, amp="off"), part(plan, "copy of a checkpoint")
     # The optimizer counts its steps besides, a number a tensor.
-    assert copy == pytest.approx(step.fixed_bytes - step.gradient_bytes, rel=1e-2)
+    assert copy == pytest.approx(step.fixed_bytes - step.weight_bytes, rel=1e-2)
     more = planned(f"training.optimizer={optimizer}", "training.extra_ema_decays=[0.99]")[2]
     assert part(more, "copy of a checkpoint") - copy == step.weight_bytes
     pinned = part(planned(f"training.optimizer={optimizer}", gpu=True)[2], "copy of a checkpoint")

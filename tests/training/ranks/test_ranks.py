@@ -55,11 +55,11 @@ def on_all(ranks: list[Ranks], act: Callable[[Ranks], Any]) -> list[Any]:
 
 def test_a_stop_of_one_is_the_stop_of_all_and_rank_0_hears_everybody(ranks: list[Ranks]) -> None:
     agreed = on_all(ranks, lambda one: one.agree(lambda: None, {"rank": one.rank}))
-    assert [one.stop for one in agreed] == [None] * WORLD
-    assert [dict(told) for told in agreed[0].told] == [{"rank": rank} for rank in range(WORLD)]
+    assert [one[0] for one in agreed] == [None] * WORLD
+    assert [dict(told) for told in agreed[0][1]] == [{"rank": rank} for rank in range(WORLD)]
     stops = {1: (75, "SIGTERM"), 2: (4, "memory guard")}
     agreed = on_all(ranks, lambda one: one.agree(lambda: stops.get(one.rank), {}))
-    assert [one.stop for one in agreed] == [(75, "SIGTERM")] * WORLD  # the lowest rank's
+    assert [one[0] for one in agreed] == [(75, "SIGTERM")] * WORLD  # the lowest rank's
 
 
 def test_a_thousand_steps_leave_nothing_behind_in_the_store(ranks: list[Ranks]) -> None:
@@ -88,7 +88,7 @@ def test_a_stop_that_comes_while_the_others_are_awaited_reaches_those_that_wait_
     def act(one: Ranks) -> Any:
         while one.rank != 1 and one.stopping is None:
             time.sleep(0.02)
-        return one.agree(lambda: stop[0] if stop and one.rank == 1 else one.stopping, {}).stop
+        return one.agree(lambda: stop[0] if stop and one.rank == 1 else one.stopping, {})[0]
 
     threading.Timer(0.5, lambda: stop.append((75, "SIGTERM"))).start()
     assert on_all(ranks, act) == [(75, "SIGTERM")] * WORLD

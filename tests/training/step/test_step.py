@@ -21,8 +21,9 @@ from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import ResumePoint, restore
 from vesuvius.training.step.optimizer import make_optimizer
-from vesuvius.training.step.outcome import StepOutcome, StepResult
 from vesuvius.training.step.step import (
+    StepOutcome,
+    StepResult,
     TrainStep,
     build_network,
     learning_rate,

@@ -23,7 +23,7 @@ from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.memory_plan import LARGEST_PLANNED_BATCH, indexable_batch
 from vesuvius.training.forecast.preflight import READERS_PER_CORE
-from vesuvius.training.forecast.ram_plan import local_ranks, plan_ram
+from vesuvius.training.forecast.run_plan import local_ranks, plan_ram
 from vesuvius.training.step.step import choose_device
 
 _MOST_PREFETCH = 16

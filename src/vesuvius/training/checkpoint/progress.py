@@ -91,6 +91,13 @@ class Progress:
         """At every multiple and at the end of the horizon, once."""
         return every > 0 and self.step > done and (self.step % every == 0 or self.step == horizon)
 
+    def quarantine(self, path: Path, records: Sequence[Record]) -> None:
+        """Leave these regions out from now on, and write them down."""
+        with closing(JsonLines(path)) as lines:
+            for record in records:
+                lines.write("region", step=self.step, **record)
+        self.quarantined += records
+
     @property
     def session_s(self) -> float:
         """Seconds since this session began."""
@@ -158,7 +165,7 @@ def clear_quarantine(path: Path, records: Sequence[Record]) -> None:
 def still_quarantined(records: Sequence[Record], path: Path) -> list[Record]:
     """The records of a checkpoint without those that were cleared.  Says how many are tried again."""
     cleared = {key for key, record in _last_lines(path).items() if record["kind"] == _CLEARED}
-    kept = [record for record in records if _key_of(record) not in cleared]
+    kept = [record for record in records if key_of(record) not in cleared]
     if len(kept) < len(records):
         log.info(
             "%d of %d unreadable places are tried again, as `vesuvius quarantine` has cleared them",
@@ -174,9 +181,9 @@ def _last_lines(path: Path) -> dict[tuple[str, int, Box], Record]:
         records = read_records(path)
     except FileNotFoundError:
         return {}
-    return {_key_of(record): record for record in records}
+    return {key_of(record): record for record in records}
 
 
-def _key_of(record: Record) -> tuple[str, int, Box]:
+def key_of(record: Record) -> tuple[str, int, Box]:
     """Volume, its number in the config, and the box."""
     return record["volume"], record["number"], box_of(record)

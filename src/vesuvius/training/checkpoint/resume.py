@@ -159,13 +159,8 @@ def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         other = "of vesuvius draws other samples: use the one that started the run"
         return [f"{_PLAN_VERSION}was {before['version']}, is {now['version']} (this version {other})"]
 
-    def by_volume(plan: dict[str, Any]) -> dict[str, Any]:
-        volumes = enumerate(plan["volumes"])
-        keys = {f"volumes[{number}].{key}": value for number, volume in volumes for key, value in volume.items()}
-        return {key: value for key, value in plan.items() if key != "volumes"} | keys
-
     why = " (another mask or level, or other chunks are stored than when the run began)"
-    lines = differences(by_volume(before), by_volume(now))
+    lines = differences(*(flatten(plan | {"volumes": dict(enumerate(plan["volumes"]))}) for plan in (before, now)))
     return [f"plan.{line}{why if '.foreground:' in line else ''}" for line in lines]
 
 

@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from vesuvius.config import TrainingConfig
 from vesuvius.errors import StorageError
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.training.checkpoint.format import (
@@ -54,20 +54,12 @@ _PRUNED = ".pruned-"  # on its way out
 _CHUNK_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class RetentionPolicy:
-    """Which checkpoints outlive a save, beside the best."""
-
-    keep_last: int  # so many of the newest
-    keep_every: int | None = None  # multiples of this step, too
-
-
 def save_checkpoint(
     directory: Path,
     step: int,
     state: dict[str, Any],
     config_yaml: str,
-    retention: RetentionPolicy,
+    training: TrainingConfig,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write checkpoint `step`, then point `best` to the best one and delete what is not to be kept.
@@ -79,6 +71,7 @@ def save_checkpoint(
         state: tensors and plain data, as `torch.load(weights_only=True)` can read it; with "averages", by name, of
             which each has "weights", by name; and "best", of which "step" is that of the best checkpoint, or None.
         config_yaml: resolved config of the run.
+        training: its `keep_last` and `keep_every` say which others stay.
         on_progress: called often while the disk takes the bytes.
 
     Raises:
@@ -107,7 +100,7 @@ def save_checkpoint(
     best_path = directory / f"step_{best_step or 0:08d}"
     if best_path.is_dir() and _linked_best(directory) != best_path.name:  # of an earlier step where a kill fell before
         _link_best(best_path)
-    _prune(directory, step, retention, best_step)
+    _prune(directory, step, training, best_step)
     return final
 
 
@@ -168,15 +161,15 @@ def _linked_best(directory: Path) -> str:
     return link.readlink().name if link.is_symlink() else ""
 
 
-def _prune(directory: Path, step: int, retention: RetentionPolicy, best_step: int | None) -> None:
+def _prune(directory: Path, step: int, training: TrainingConfig, best_step: int | None) -> None:
     """Delete what is not to be kept.  What `best` points to is: a better one may have failed to be saved."""
     with _only_a_warning(f"older checkpoints in {directory} are kept"):
         # What lies beyond this step was passed over as damaged when the run was resumed: it must not push out whole
         # ones.
         until_now = [path for path in list_checkpoints(directory) if step_of(path) <= step]
         best = {f"step_{best_step or 0:08d}", _linked_best(directory)}
-        for old in until_now[: -retention.keep_last]:
-            if old.name in best or (retention.keep_every and step_of(old) % retention.keep_every == 0):
+        for old in until_now[: -training.keep_last]:
+            if old.name in best or (training.keep_every and step_of(old) % training.keep_every == 0):
                 continue
             with _only_a_warning(f"{old} could not be deleted; delete it by hand"):
                 # Renamed first: who reads it (`vesuvius sample`) finds it whole or gone, never half of it.

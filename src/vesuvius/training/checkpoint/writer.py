@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from vesuvius.config import TrainingConfig
 from vesuvius.errors import StorageError, one_line
 from vesuvius.runlog.files import directory_bytes
 from vesuvius.threads import on_thread
-from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint, tensors_in
+from vesuvius.training.checkpoint.save import save_checkpoint, tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +28,7 @@ class CheckpointWriter:
     """Writes one checkpoint at a time on a thread of its own.  A context manager that waits for the last one.
 
     A checkpoint that cannot be copied or written is logged, and the run may continue.  What is a defect of ours is
-    raised by the next call.
-
-    Args:
-        directory: `runs/<name>/checkpoints`.
-        retention: which checkpoints stay.
-        config_yaml: resolved config of the run.
-        on_progress: called on the thread, often, while the disk takes the bytes.
+    raised by the next call.  Arguments are those of `save_checkpoint`; `on_progress` is called on the thread.
 
     Attributes:
         ended: records of saves, for the caller to take out: step, seconds, bytes, saved_time (since 1970); where one
@@ -43,12 +38,12 @@ class CheckpointWriter:
     def __init__(
         self,
         directory: Path,
-        retention: RetentionPolicy,
+        training: TrainingConfig,
         config_yaml: str,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
-        self._retention = retention
+        self._training = training
         self._config_yaml = config_yaml
         self._on_progress = on_progress
         self._snapshot = Snapshot()
@@ -92,7 +87,7 @@ class CheckpointWriter:
         started = time.monotonic()
         try:
             path = save_checkpoint(
-                self._directory, step, self._snapshot.state(), self._config_yaml, self._retention, self._on_progress
+                self._directory, step, self._snapshot.state(), self._config_yaml, self._training, self._on_progress
             )
         except StorageError as error:
             self._note_failure(step, error)

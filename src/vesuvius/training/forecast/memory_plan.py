@@ -1,4 +1,4 @@
-"""How much GPU memory and how many floating-point operations a training step takes, before there is a GPU.
+"""How much GPU memory and how many floating-point operations a training step takes, before there is a GPU; the MFU.
 
 One real step (`TrainStep`: noising, network, loss, backward pass, clipping, AdamW, EMA) runs on fake tensors, which
 have a shape, a dtype and no memory, and `Footprint` watches it.  So the plan follows the code, not a table.
@@ -12,10 +12,11 @@ holds 5 bytes a voxel more than the plan has.
 
 from __future__ import annotations
 
+import logging
+import re
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
@@ -31,8 +32,12 @@ from torch.utils.flop_counter import flop_registry
 from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, VolumeConfig
 from vesuvius.diffusion.network.unet import INT32_LIMIT, UNet, largest_activation_elements
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.errors import one_line
 from vesuvius.runlog.units import GIB
+from vesuvius.training.ranks.part import Part
 from vesuvius.training.step.step import AmpMode, TrainStep, choose_device, execution, lay_out_network, resolve_amp
+
+log = logging.getLogger(__name__)
 
 CONTEXT_BYTES = int(0.6 * GIB)  # what CUDA itself, cuDNN's and cuBLAS's handles and kernels take of a GPU
 LARGEST_PLANNED_BATCH = 1024  # a larger answer is of no use
@@ -51,7 +56,30 @@ _FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
         _aten._scaled_dot_product_flash_attention_backward
     ],
 }
-_NO_BACKWARD_PASS = -1
+
+
+# Dense TFLOP/s at boost clock: fp16 on tensor cores with float32 sums, as torch asks for; bf16 and tf32 likewise, None
+# = no such units; fp32 without tensor cores.  From NVIDIA's data sheets and architecture white papers, those "with
+# sparsity" halved.  Whole names, as CUDA has them: a laptop's, a MIG slice of one or the A10G have other peaks.
+_PEAKS: dict[str, tuple[float, float | None, float | None, float]] = {
+    r"(NVIDIA )?A100-(SXM4|PCIE|PCIe)-[48]0GB|NVIDIA A100 80GB PCIe": (312, 312, 156, 19.5),
+    r"NVIDIA B200": (2250, 2250, 1125, 75),
+    r"NVIDIA H100 80GB HBM3|NVIDIA H200|NVIDIA GH200 480GB": (989.5, 989.5, 494.7, 66.9),
+    r"NVIDIA H100 PCIe": (756, 756, 378, 51),
+    r"NVIDIA H(100|200) NVL": (835.5, 835.5, 417.5, 60),
+    r"NVIDIA L40S": (362, 362, 183, 91.6),
+    r"NVIDIA L40": (181, 181, 90.5, 90.5),
+    r"NVIDIA L4": (121, 121, 60, 30.3),
+    r"(NVIDIA )?A10": (125, 125, 62.5, 31.2),
+    r"(NVIDIA )?A40": (149.7, 149.7, 74.8, 37.4),
+    r"(NVIDIA )?A30": (165, 165, 82, 10.3),
+    r"(NVIDIA )?RTX A6000": (154.8, 154.8, 77.4, 38.7),
+    r"(NVIDIA )?GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6),
+    r"(NVIDIA )?GeForce RTX 3090": (71, 71, 35.6, 35.6),
+    r"Tesla V100-SXM2-(16|32)GB": (125, None, None, 15.7),
+    r"Tesla V100-PCIE-(16|32)GB": (112, None, None, 14),
+    r"Tesla T4": (65, None, None, 8.1),
+}
 
 
 @dataclass(frozen=True)
@@ -63,29 +91,11 @@ class MemoryPlan:
     # floating-point operations of an optimizer step, forward and backward, over all its micro-batches; a multiply-add
     # is 2; blocks that are computed again count again
     flops_per_step: int
-    weight_bytes: int  # held through the whole run, float32, as are those of optimizer and EMA
-    optimizer_bytes: int
-    ema_bytes: int
-    activation_bytes: int  # kept from the forward pass of a micro-batch for its backward pass
-    weight_copy_bytes: int  # kept there in autocast copies of weights, whatever the batch
+    weight_bytes: int  # float32
+    fixed_bytes: int  # what a step takes however small the batch: weights, gradients, optimizer and averages
     # what is alive after each allocation of a step, in their order, all of the above included
     live_bytes: tuple[int, ...]
     convolution_bytes: tuple[int, ...]  # input and output of each convolution
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of the weights' gradients, which come up in the backward pass."""
-        return self.weight_bytes
-
-    @property
-    def fixed_bytes(self) -> int:
-        """What a step takes however small the batch: weights, gradients, optimizer and EMA."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.ema_bytes
-
-    @property
-    def activation_bytes_per_patch(self) -> float:
-        """`activation_bytes` of one patch."""
-        return self.activation_bytes / self.batch
 
     @property
     def peak_bytes(self) -> int:
@@ -202,7 +212,6 @@ class TracedStep:
             two,
             batch=batch,
             flops_per_step=at(two.flops_per_step, three.flops_per_step),
-            activation_bytes=at(two.activation_bytes, three.activation_bytes),
             live_bytes=tuple(map(at, two.live_bytes, three.live_bytes)),
             convolution_bytes=tuple(map(at, two.convolution_bytes, three.convolution_bytes)),
         )
@@ -219,15 +228,16 @@ class TracedStep:
         weights = list(step.network.parameters())
         state = [value for values in step.optimizer.state.values() for value in values.values()]
         averages = [weight for average in step.averages.values() for weight in average.weights.values()]
+        fixed = [*weights, *weights, *state, *averages]  # a gradient is as large as its weight
         if training.accumulate_steps > 1:  # the gradient of earlier micro-batches lives through the forward pass
             _give_gradients(step)
         footprint.restart()
-        with footprint.saving(weights):  # noising, forward and backward pass of a batch as `DeviceFeed` delivers it
-            patch_size, channels = self._config.data.patch_size, self._config.condition_channels
-            condition = torch.empty(batch, channels, *patch_size) if channels else None
-            x_0 = torch.empty(batch, 1, *patch_size)
-            step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64), condition)
-            del x_0, condition
+        # Noising, forward and backward pass of a batch as `DeviceFeed` delivers it.
+        patch_size, channels = self._config.data.patch_size, self._config.condition_channels
+        condition = torch.empty(batch, channels, *patch_size) if channels else None
+        x_0 = torch.empty(batch, 1, *patch_size)
+        step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64), condition)
+        del x_0, condition
         # Before the update: Muon's products, below 3 % for a large model, come once a step, not once a micro-batch.
         flops = footprint.flops
         step.apply(training.lr)
@@ -236,10 +246,7 @@ class TracedStep:
             amp=step.amp,
             flops_per_step=flops,
             weight_bytes=sum(weight.nbytes for weight in weights),
-            optimizer_bytes=sum(value.nbytes for value in state),
-            ema_bytes=sum(weight.nbytes for weight in averages),
-            activation_bytes=footprint.saved_bytes,
-            weight_copy_bytes=footprint.saved_cast_bytes,
+            fixed_bytes=sum(tensor.nbytes for tensor in fixed),
             live_bytes=tuple(footprint.history),
             convolution_bytes=tuple(footprint.convolution_bytes),
         )
@@ -283,45 +290,18 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         history: `live_bytes` at `restart` and after each allocation since.
         flops: floating-point operations of matrix products and convolutions since `restart`; a multiply-add is 2.
         convolution_bytes: input and output of each convolution since `restart`.
-        saved_bytes: kept for the backward pass by what ran under `saving` since `restart`, without parameters and
-            their casts.
-        saved_cast_bytes: kept there in casts of parameters to another dtype.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._cast_from: dict[int, int] = {}
         self.restart()
 
     def restart(self) -> None:
         """Count from here on; what is alive stays."""
         self.history, self.flops = [self.live_bytes], 0
-        self.saved_bytes, self.saved_cast_bytes = 0, 0
         self.convolution_bytes: list[int] = []
-
-    @contextmanager
-    def saving(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Count what autograd keeps of the forward pass that runs here, each storage once.
-
-        A backward pass may run here too: what checkpointed blocks save again in it does not count.
-        """
-        parameter_keys = {_key(parameter) for parameter in parameters}
-        seen = set(parameter_keys)
-
-        def pack(tensor: Tensor) -> Tensor:
-            key = _key(tensor)
-            if torch._C._current_graph_task_id() == _NO_BACKWARD_PASS and key not in seen:
-                seen.add(key)
-                if self._cast_from.get(key) in parameter_keys:
-                    self.saved_cast_bytes += tensor.untyped_storage().nbytes()
-                else:
-                    self.saved_bytes += tensor.untyped_storage().nbytes()
-            return tensor.detach()  # the tensor itself would hold the graph that holds it
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -331,24 +311,21 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._follow(leaf)
-        match func._overloadpacket:
-            case _aten._to_copy:
-                self._cast_from[_key(out)] = _key(args[0])
-            case _aten.convolution:
-                self.convolution_bytes.append(args[0].nbytes + out.nbytes)
+        if func._overloadpacket is _aten.convolution:
+            self.convolution_bytes.append(args[0].nbytes + out.nbytes)
         if count := _FLOPS.get(func._overloadpacket):
             self.flops += count(*args, **kwargs, out_val=out)
         return out
 
     def _follow(self, tensor: Tensor) -> None:
-        storage, key = tensor.untyped_storage(), _key(tensor)
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata  # equal for tensors that share memory, fake ones too, whose data pointers are all 0
         if key in self._live:
             return
         storage_bytes = storage.nbytes()
 
         def freed(_: object) -> None:
             del self._live[key]
-            self._cast_from.pop(key, None)
             self.live_bytes -= storage_bytes
 
         # A storage keeps one Python object for as long as anything in C++ holds it: its end is the memory's end.
@@ -357,7 +334,36 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self.history.append(self.live_bytes)
 
 
-def _key(tensor: Tensor) -> int:
-    """What is equal for tensors that share memory, fake ones too, whose data pointers are all 0."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
+def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
+    """Dense peak of a GPU, by the name that CUDA has for it; None where it is not in the table.  Pure.
+
+    `tf32`: whether float32 convolutions may use tensor cores.
+    """
+    peaks = next((peaks for pattern, peaks in _PEAKS.items() if re.fullmatch(pattern, name)), None)
+    if peaks is None:
+        return None
+    fp16, bf16, with_tf32, fp32 = peaks
+    peak = {"fp16": fp16, "bf16": bf16, "off": (with_tf32 if tf32 else None) or fp32}[amp]
+    return None if peak is None else 1e12 * peak
+
+
+def seconds_at_peak(config: Config, device: torch.device, part: Part) -> float | None:
+    """How long a rank's part of a step would take at the device's peak; None where that is not known.
+
+    What memory is saved with is no work of the model: blocks that are computed again count once, an optimizer's matrix
+    products not at all.  Takes seconds where the step has not been traced before.
+    """
+    if device.type != "cuda":
+        return None
+    name, amp = torch.cuda.get_device_name(device), resolve_amp(config.training.amp, device)
+    peak = peak_flops_s(name, amp, torch.backends.cudnn.allow_tf32)
+    if peak is None:
+        log.info("no mfu_pct: the peak of %s in amp %s is unknown", name, amp)
+        return None
+    try:
+        model = config.with_training(checkpoint_levels=(), optimizer="adamw", accumulate_steps=1)
+        per_sample = plan_memory(model, amp=amp).flops_per_step / config.training.train_batch_size
+        return per_sample * part.global_batch / part.world / peak
+    except Exception as error:  # a figure must not end a run
+        log.warning("no mfu_pct: a step could not be traced: %s", one_line(error))
+        return None

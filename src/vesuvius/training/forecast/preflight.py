@@ -221,12 +221,7 @@ def doubts(config: Config, data: PreparedData, step: int, world: int, cores: flo
 
 
 def tasks_needed(workers: int, ranks: int, cores: int) -> int:
-    """Tasks of a run on this machine with a private Ray; fewer would end it sooner or later.  Pure.
-
-    Args:
-        workers: readers of a rank.
-        ranks: here.
-    """
+    """Tasks of a run of `ranks` on this machine, each with `workers`, and a private Ray; fewer would end it.  Pure."""
     if workers == 0 and ranks == 1:
         return _ALONE + _ALONE_PER_CORE * cores
     return _TRAINER + _DAEMONS + _PER_CORE * cores + ranks * workers * _PER_READER + (ranks - 1) * _RANK

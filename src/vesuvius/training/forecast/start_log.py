@@ -21,7 +21,7 @@ from vesuvius.runlog.units import format_duration, format_sizes, gib, size_text
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.forecast.preflight import Preflight, doubts, preflight
-from vesuvius.training.forecast.run_plan import plan_run
+from vesuvius.training.forecast.run_plan import local_ranks, plan_run
 from vesuvius.training.ranks.part import Part
 from vesuvius.training.step.device import synchronize
 from vesuvius.training.step.step import AmpMode, autocast, choose_device, resolve_amp
@@ -36,12 +36,6 @@ _SHARE_OF_CONVOLUTION = 0.5
 _MEASURED_S = 0.5
 
 
-def log_start(config: Config, checked: Preflight, world: int, lost: bool) -> None:
-    """Log `start_lines`."""
-    for level, line in start_lines(config, checked, world, lost):
-        log.log(level, "%s", line)
-
-
 def start_lines(config: Config, checked: Preflight, world: int, lost: bool) -> list[tuple[int, str]]:
     """The checkpoint, what has changed since, the data as `world` ranks read them, and the network: levels and lines.
 
@@ -51,7 +45,11 @@ def start_lines(config: Config, checked: Preflight, world: int, lost: bool) -> l
     training, device, lines = config.training, choose_device(), list[tuple[int, str]]()
     if resumed is not None:
         finished = ", which is the end: nothing to do" if resumed.step >= config.stop_step else ""
-        lines.append((info, f"continuing from {resumed.checkpoint}, step {resumed.step}{finished}"))
+        progress, epochs = Progress.from_state(resumed.state), training.epochs
+        epoch = min(progress.step // training.steps_per_epoch + 1, epochs)
+        done = f"step {progress.step} of {config.stop_step}, {progress.sample_index} samples, epoch {epoch} of {epochs}"
+        before = f"{format_duration(progress.trained_s)} of training before session {progress.sessions}"
+        lines.append((info, f"continuing from {resumed.checkpoint}: {done}; {before}{finished}"))
         drift = ((warning if line.startswith(CHANGES_TRAINING) else info, line) for line in resumed.drift)
         lines += [(level, f"changed since the checkpoint: {line}") for level, line in drift]
         accepted = "accepted by --allow-drift, so the run is no longer one experiment"
@@ -122,17 +120,6 @@ def log_ranks(config: Config, part: Part) -> None:
         log.warning("training.ranks is %s and %d are running: %s", config.training.ranks, world, batch)
 
 
-def log_progress(config: Config, progress: Progress) -> None:
-    """How far a resumed run is, before its first step."""
-    if progress.step == 0:
-        return
-    epochs = config.training.epochs
-    epoch = min(progress.step // config.training.steps_per_epoch + 1, epochs)
-    done = f"step {progress.step} of {config.stop_step}, {progress.sample_index} samples, epoch {epoch} of {epochs}"
-    before = f"{format_duration(progress.trained_s)} of training before session {progress.sessions}"
-    log.info("%s; %s", done, before)
-
-
 def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_drift: bool = False) -> Iterator[str]:
     """What would happen, a line each: what a run says at its start, then its time, memory and disk.  Writes nothing.
 
@@ -145,14 +132,12 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     """
     directory, training = run_dir(config), config.training
     checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
-    auto = training.ranks == "auto"
-    ranks_here = max(torch.cuda.device_count(), 1) if auto else training.ranks
-    assert isinstance(ranks_here, int)
-    checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=ranks_here)
+    world = 1 if training.ranks == "auto" else training.ranks
+    checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=local_ranks(config))
     stop = f", stops at {config.stop_step}" if config.stop_step < config.horizon_steps else ""
     steps = f"{training.epochs} x {training.steps_per_epoch} = {config.horizon_steps}{stop}"
     yield f"run        {directory.path}, steps {steps}"
-    lines = start_lines(config, checked, 1 if auto else ranks_here, resume and directory.exists())
+    lines = start_lines(config, checked, world, resume and directory.exists())
     yield from (line for level, line in lines if level == logging.INFO)
     plan, done = plan_run(config, checked.data, vram_gib), checked.resumed.step if checked.resumed else 0
     yield _time_line(config, plan.step.flops_per_step, max(config.stop_step - done, 0), vram_gib is not None)

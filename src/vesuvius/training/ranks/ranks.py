@@ -51,16 +51,10 @@ class RankLostError(RankError):
     """Another rank ended without a message, as a killed process does: a restart may help."""
 
 
-Asked = Callable[[], tuple[int, str] | None]
-"""Exit code and reason of a stop that this rank was asked for; None = it was not."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What all ranks know before a step."""
-
-    stop: tuple[int, str] | None = None  # exit code and reason of a stop that some rank was asked for; None = go on
-    told: tuple[Mapping[str, Any], ...] = ()  # what each rank had to say, in the order of ranks; on rank 0 only
+Stop = tuple[int, str]
+"""Exit code and reason of a stop that a rank was asked for."""
+Asked = Callable[[], Stop | None]
+"""For the one that this rank was asked for; None = it was not."""
 
 
 @dataclass(eq=False)
@@ -77,7 +71,7 @@ class Ranks:
     local_rank: int = 0  # its number on this machine, and of its GPU
     local_world: int = 1  # ranks on this machine
     timeout_s: float = 1800.0  # longest wait for another rank
-    stopping: tuple[int, str] | None = None
+    stopping: Stop | None = None
     failure: RankError | None = None
     _store: Any = None
     _round: int = 0
@@ -109,12 +103,15 @@ class Ranks:
         count = int(self._get(_START, 0, to, max(self.timeout_s, _PREFLIGHT_S)))
         return pickle.loads(b"".join(self._get(f"{_START}/{number}", 0, to) for number in range(count)))
 
-    def agree(self, asked: Asked, tell: Mapping[str, Any]) -> Agreement:
-        """Exchange, before a step, whether to stop, and what rank 0 is to know.  Returns the same stop on all ranks.
+    def agree(self, asked: Asked, tell: Mapping[str, Any]) -> tuple[Stop | None, list[Mapping[str, Any]]]:
+        """Exchange, before a step, whether to stop, and what rank 0 is to know.
 
         Args:
             asked: also while this rank waits: the others may be waiting for data.
             tell: plain data for rank 0.
+
+        Returns:
+            The stop, the same on all ranks, or None; on rank 0 what each has told, in the order of ranks.
 
         Raises:
             RankError: a rank failed or did not answer.
@@ -122,13 +119,13 @@ class Ranks:
         if (stop := asked()) is not None:
             self._tell_stop(stop)
         if self._store is None:
-            return Agreement(stop)
+            return stop, []
         self._round += 1
         key = f"step/{self._round}"
         if not self.is_main:
             self._store.set(f"{key}/{self.rank}", json.dumps({"stop": stop, "tell": tell}))
             agreed = json.loads(self._get(key, 0, "begin the step", asked=asked))
-            return Agreement(tuple(agreed) if agreed else None)
+            return (tuple(agreed) if agreed else None), []
         told: list[dict[str, Any]] = [{"stop": stop, "tell": tell}]
         for rank in range(1, self.world):
             told.append(json.loads(self._get(f"{key}/{rank}", rank, "begin the step", asked=asked)))
@@ -136,7 +133,7 @@ class Ranks:
         agreed = next((one["stop"] for one in told if one["stop"]), None)
         self._store.set(key, json.dumps(agreed))
         self._store.delete_key(f"step/{self._round - 2}")  # all have read it: they have come to a later one
-        return Agreement(tuple(agreed) if agreed else None, tuple(one["tell"] for one in told))
+        return (tuple(agreed) if agreed else None), [one["tell"] for one in told]
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective: on a GPU the device does, on a CPU the host, but not for a rank that has failed.
@@ -207,7 +204,7 @@ class Ranks:
         for look in (self._watch_others, self._watch_store):
             threading.Thread(target=look, name="rank-watch", daemon=True).start()
 
-    def _tell_stop(self, stop: tuple[int, str]) -> None:
+    def _tell_stop(self, stop: Stop) -> None:
         """Tell the others that this rank was asked to stop; the first stop counts."""
         if self._store is not None and self.stopping is None:
             self._store.compare_set(_STOPPING, "", json.dumps(stop))
@@ -298,11 +295,7 @@ SINGLE = Ranks()
 @contextmanager
 def open_ranks(device_type: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT), or be a single one.
-
-    Args:
-        device_type: "cuda" or "cpu".
-        timeout_s: longest wait for another rank.
+    MASTER_PORT), or be a single one.  `device_type` is "cuda" or "cpu".
 
     Raises:
         ConfigError: the environment does not say where the others are.

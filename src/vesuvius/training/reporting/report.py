@@ -8,7 +8,6 @@ import os
 import platform
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,15 +19,16 @@ from vesuvius.monitor.clock import StepClock, StepTimes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.runlog.logfile import step_line
-from vesuvius.runlog.records import JsonLines, Record
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import quantile
 from vesuvius.stream.reading.quarantine import check_quarantine, damaged_box, sample_beside
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.forecast.mfu import seconds_at_peak
+from vesuvius.training.checkpoint.progress import key_of
+from vesuvius.training.forecast.memory_plan import seconds_at_peak
 from vesuvius.training.replay import Diagnosis, MicroBatch
 from vesuvius.training.reporting.verdicts import Verdicts
 from vesuvius.training.request import RunContext
-from vesuvius.training.step.outcome import StepOutcome, StepResult
+from vesuvius.training.step.step import StepOutcome, StepResult
 from vesuvius.volumes.box import Box
 
 log = logging.getLogger(__name__)
@@ -82,20 +82,14 @@ class RankNews:
             self._run.metrics.write("ranks", step=min(one["step"] for one in times), slowest=self.slowest, times=times)
 
     def _quarantine(self, records: Sequence[dict[str, Any]]) -> None:
-        known = {_place(record) for record in self._run.progress.quarantined}
-        new = [record for record in records if _place(record) not in known]  # a chunk may lie in regions of two ranks
-        with closing(JsonLines(self._run.directory.quarantine)) as lines:
-            for record in new:
-                lines.write("region", step=self._run.progress.step, **record)
-        self._run.progress.quarantined += new
-        self._told_of += len(new)
+        progress = self._run.progress
+        known = {key_of(record) for record in progress.quarantined}
+        new = [record for record in records if key_of(record) not in known]  # a chunk may lie in regions of two ranks
         if new:
-            damaged = {_place(record) for record in self._run.progress.quarantined}
+            progress.quarantine(self._run.directory.quarantine, new)
+            self._told_of += len(new)
+            damaged = {key_of(record) for record in progress.quarantined}
             check_quarantine(len(damaged), self._run.config.data.max_quarantined, new[-1])
-
-
-def _place(record: Mapping[str, Any]) -> tuple[int, str]:
-    return record["number"], str([list(corner) for corner in record["box"]])
 
 
 @dataclass(frozen=True)
@@ -112,13 +106,7 @@ class Launched:
 class StepReporter:
     """Logs steps once the device has finished them, judges what limits them, and says where bad ones went wrong.
 
-    Args:
-        stream: that feeds the steps.
-        diagnose: computes a step again and says where its numbers stop being finite.
-        news: is told the times of each step.
-
-    Attributes:
-        verdicts: on the steps reported so far.
+    `diagnose` computes a step again and says where its numbers stop being finite; `news` is told the times of each.
     """
 
     def __init__(

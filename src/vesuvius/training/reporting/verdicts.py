@@ -44,9 +44,6 @@ class Verdicts:
 
     Where steps are long the first comes after a minute or two all the same, and no further one later than ten minutes
     after the one before.
-
-    Args:
-        machine: the monitor.
     """
 
     def __init__(self, run: RunContext, stream: PatchStream, machine: Monitor) -> None:

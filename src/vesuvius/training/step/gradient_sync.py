@@ -18,13 +18,7 @@ from vesuvius.training.ranks.ranks import Ranks
 class GradientSync:
     """The gradient of a step over all ranks, summed while the last backward pass still runs.
 
-    Args:
-        network: on its device, with the same weights on all ranks.
-        part: of this rank.
-        ranks: to wait with.
-
-    Attributes:
-        forward: what to call in place of the network, so that its gradients are summed.
+    The network is on its device, with the same weights on all ranks; `forward` is to be called in its place.
     """
 
     def __init__(self, network: nn.Module, part: Part, ranks: Ranks) -> None:

@@ -78,18 +78,43 @@ def make_preview(
         The fields of the record: picture (relative to the run), the figures of both and their distances, which are NaN
         where generated values are not finite; the log then has a warning.
     """
+
+    def stop_if_wanted(step: int, x: Tensor) -> None:
+        if stop():
+            raise _StopWantedError
+
+    def draw(row: int, left_out: bool = False) -> Patch:
+        """Under the condition of that patch of the reference, or `left_out`, without it."""
+        condition, diffusion = reference.condition([row]), config.diffusion
+        if left_out and condition is not None:
+            condition, diffusion = torch.zeros_like(condition), diffusion.model_copy(update={"sampler_guidance": 1.0})
+        shape = (1, *config.data.patch_size)
+        found = generate(
+            denoise,
+            schedule,
+            diffusion,
+            config.seed,
+            [row],
+            shape,
+            schedule.device,
+            condition=condition,
+            purpose=Purpose.PREVIEW,
+            on_step=stop_if_wanted,
+        )
+        return found.x_0[0, 0].cpu().numpy()
+
     rows = range(PREVIEWED)
     assert len(reference) >= len(rows), (len(reference), len(rows))
-    real = [_real(reference, row) for row in range(len(reference))]
+    real = [reference.x_0([row])[0, 0].cpu().numpy() for row in range(len(reference))]
     shown = [greys for row in rows if (greys := reference.condition_greys(row)) is not None]
     columns = {f"real, {'held out' if reference.held_out else 'of training'}": real[: len(rows)]}
     unconditional = None
     try:
         # One after another: a batch of them could need more memory than a training step.
-        generated = [_draw(config, denoise, schedule, reference, stop, row) for row in rows]
+        generated = [draw(row) for row in rows]
         columns |= {"its condition": shown, "drawn under it": generated} if shown else {"generated": generated}
         if shown and config.diffusion.condition_dropout > 0:
-            unconditional = [_draw(config, denoise, schedule, reference, stop, row, left_out=True) for row in rows]
+            unconditional = [draw(row, left_out=True) for row in rows]
             columns["drawn without"] = unconditional
     except _StopWantedError:
         return None
@@ -120,47 +145,6 @@ def make_preview(
         without = measure_texture(unconditional)
         figures["unconditional"] = {name: getattr(without, name) for name in ("air", "means_std", "planarity")}
     return {"picture": picture.as_posix()} | figures
-
-
-def _draw(
-    config: Config,
-    denoise: Denoise,
-    schedule: Schedule,
-    reference: Reference,
-    stop: Callable[[], bool],
-    number: int,
-    *,
-    left_out: bool = False,
-) -> Patch:
-    """Patch `number`, under the condition of that patch of the reference, or `left_out`, without it."""
-    condition, diffusion = reference.condition([number]), config.diffusion
-    if left_out and condition is not None:
-        condition, diffusion = torch.zeros_like(condition), diffusion.model_copy(update={"sampler_guidance": 1.0})
-
-    def stop_if_wanted(step: int, x: Tensor) -> None:
-        if stop():
-            raise _StopWantedError
-
-    shape, device = (1, *config.data.patch_size), schedule.device
-    generated = generate(
-        denoise,
-        schedule,
-        diffusion,
-        config.seed,
-        [number],
-        shape,
-        device,
-        condition=condition,
-        purpose=Purpose.PREVIEW,
-        on_step=stop_if_wanted,
-    )
-    patch: Patch = generated.x_0[0, 0].cpu().numpy()
-    return patch
-
-
-def _real(reference: Reference, row: int) -> Patch:
-    patch: Patch = reference.x_0([row])[0, 0].cpu().numpy()
-    return patch
 
 
 def _figures(generated: Texture, real: Texture) -> dict[str, Any]:

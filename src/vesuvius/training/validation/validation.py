@@ -121,11 +121,6 @@ class ValidationResult:
     weights: Mapping[str, Losses]
 
     @property
-    def loss(self) -> float:
-        """That of the averaged weights."""
-        return self.weights[HEADLINE].loss
-
-    @property
     def relative_error(self) -> float:
         """The one by which the best checkpoint is chosen: of the averaged weights."""
         return self.weights[HEADLINE].relative_error
@@ -133,7 +128,7 @@ class ValidationResult:
     def record(self) -> dict[str, Any]:
         """Plain data for metrics.jsonl."""
         return {
-            "loss": self.loss,
+            "loss": self.weights[HEADLINE].loss,
             "relative_error": self.relative_error,
             "patches": self.patches,
             "bin_edges": list(self.bin_edges),
