@@ -160,7 +160,8 @@ def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         return [f"{_PLAN_VERSION}was {before['version']}, is {now['version']} (this version {other})"]
 
     why = " (another mask or level, or other chunks are stored than when the run began)"
-    lines = differences(*(flatten(plan | {"volumes": dict(enumerate(plan["volumes"]))}) for plan in (before, now)))
+    named = [{f"volumes[{n}]": volume for n, volume in enumerate(plan["volumes"])} for plan in (before, now)]
+    lines = differences(flatten(before | {"volumes": None} | named[0]), flatten(now | {"volumes": None} | named[1]))
     return [f"plan.{line}{why if '.foreground:' in line else ''}" for line in lines]
 
 
