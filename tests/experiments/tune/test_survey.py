@@ -19,7 +19,7 @@ from vesuvius.monitor.verdict import judge
 from vesuvius.runlog.records import JsonLines, from_plain
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.forecast import ram_plan
+from vesuvius.training.forecast import run_plan
 from vesuvius.training.forecast.run_plan import RamPart
 
 WriteConfig = Callable[..., Path]
@@ -32,7 +32,7 @@ def _some_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def network(config: Config, gpu: bool) -> list[RamPart]:
         return [RamPart("trainer", "training step", 2**21 * config.training.train_batch_size)]
 
-    monkeypatch.setattr(ram_plan, "_network", network)
+    monkeypatch.setattr(run_plan, "_network", network)
 
 
 def surveyed(config: Config, scale_batch: bool = False) -> SearchSpace:
