@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
 from tests.runs.test_ranks import relative, steps_of, wait_for_step
 from tests.support.kill_harness import Session, left_after, processes_with
 from tests.support.runs import WriteConfig
+from vesuvius.stream.reading.notes import read_notes
 
 EAGER = """
 import sys
 from vesuvius.commands import train
 from vesuvius.launch.ray import command
 command._GROW_EVERY_S = 5.0
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+# Each rank writes down what its stream delivers; an execution of readers is followed by the next every 4 tasks.
+RECORDS = """
+import hashlib, json, os, sys
+from vesuvius.commands import train
+from vesuvius.launch.ray import command
+def record():
+    from vesuvius.stream.ray import blocks
+    from vesuvius.stream.stream import PatchStream
+    blocks.TASKS_PER_SEGMENT, whole_next = 4, PatchStream.__next__
+    def recording_next(stream):
+        batch = whole_next(stream)
+        with open(f"{sys.argv[-1]}.samples", "a") as file:
+            for index, patch in zip(batch.indices, batch.patches, strict=True):
+                file.write(json.dumps([int(index), hashlib.sha256(patch.tobytes()).hexdigest()]) + "\\n")
+        return batch
+    PatchStream.__next__ = recording_next
+arguments, run_rank = sys.argv, command.run_rank
+def recording_rank(job):
+    sys.argv = arguments
+    record()
+    return run_rank(job)
+command.run_rank = recording_rank
+record()
 sys.exit(train.main(sys.argv[1:]))
 """
 
@@ -88,3 +121,70 @@ def test_ten_nodes_are_killed_and_come_back_and_the_run_shrinks_and_grows_with_t
     print(f"of one rank's, losses differ by {losses:.1e} at most, gradient norms by {norms:.1e}")
     assert losses < 1e-5
     assert norms < 1e-3, "over hundreds of steps their rounding grows; a sample too many or too few changes tenths"
+
+
+def samples_of(path: Path, global_batch: int) -> list[list[tuple[int, str]]]:
+    """Index and hash of each sample that the ranks of a run were given, by global batch."""
+    batches: dict[int, list[tuple[int, str]]] = {}
+    for line in path.read_text().splitlines():
+        index, digest = json.loads(line)
+        batches.setdefault(index // global_batch, []).append((index, digest))
+    return [sorted(batches[number]) for number in range(len(batches))]
+
+
+def raylets_of(pids: Iterable[int]) -> set[int]:
+    """The nodes of processes that Ray has started, by the raylets that are their parents."""
+    found = set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            found.add(psutil.Process(pid).ppid())
+    return found
+
+
+@pytest.mark.long
+def test_readers_of_two_ranks_run_on_a_node_beside_them_and_deliver_what_one_rank_gets(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    """Each node has two processors: the ranks take those of one of them, and their readers have to take the other's."""
+    plain = {"epochs": 8, "workers": 1, "save_every": 1000}
+    run, parts = tmp_path / "runs/two", [tmp_path / "runs/two", tmp_path / "runs/two/ranks/1"]
+    (tmp_path / "records.py").write_text(RECORDS)
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 2**28})
+
+    def nodes_of_readers() -> set[int]:
+        return raylets_of(
+            note.pid for part in parts for note in read_notes(part / "reading") if psutil.pid_exists(note.pid)
+        )
+
+    try:
+        add_node(nodes)
+        nodes.wait_for_nodes()
+        cluster = {"address": nodes.address, "reader_nodes": "any"}
+        config = tiny_config("two", training=plain | {"ranks": 2, "accumulate_steps": 1}, cluster=cluster)
+        marker = f"VESUVIUS_RUNS={tmp_path / 'runs'}"
+        environment = dict([marker.split("=", 1)])
+        with Session(config, tmp_path, "name=two", module="records", environment=environment) as session:
+            wait_for_step(run, 5, [session.process], at_most_s=900)
+            trainers = raylets_of(json.loads((part / "session.json").read_text())["pid"] for part in parts)
+            readers: set[int] = set()
+
+            def seen() -> bool:  # none for a moment, where an execution of readers ends
+                readers.update(nodes_of_readers())
+                return bool(readers)
+
+            session.wait_until(seen, "a reader was there", every_s=0.05)
+            assert session.end() == 0, session.text()
+        assert left_after(marker, 60, KEPT_BY_RAY) == [], "a node ends those of a job once its command is gone"
+        raylets = {node.all_processes["raylet"][0].process.pid for node in nodes.list_all_nodes()}
+    finally:
+        nodes.shutdown()
+    assert len(trainers) == len(readers) == 1
+    assert trainers | readers == raylets
+    logs = [(part / "logs/train_full.log").read_text() for part in parts]
+    assert [set(re.findall(r"readers: (.*)", log)) for log in logs] == [{f"1 on {platform.node()} (no GPU)"}] * 2
+    whole = {"workers": 0, "accumulate_steps": 2}
+    with Session(tiny_config("one", training=plain | whole), tmp_path, "name=one", module="records") as one:
+        assert one.end() == 0, one.text()
+    samples = samples_of(tmp_path / "name=two.samples", 4)
+    assert len(samples) == 80
+    assert samples == samples_of(tmp_path / "name=one.samples", 4)
