@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import zarr
 from tests.conftest import REPOSITORY
 from tests.support.runs import WriteConfig, final_weights, records_of, vesuvius_train
 from vesuvius.commands import sample
-from vesuvius.training import loop as loop_module
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 
 EDM = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 3}
@@ -68,26 +66,3 @@ def test_the_classic_ddpm_is_one_config_away(tiny_config: WriteConfig, volume: P
     classic = {"noise": "linear", "prediction": "eps", "sampler": "ddpm", "min_snr_gamma": None}
     assert {key: diffusion[key] for key in classic} == classic
     assert drawn("ddpm", "out").shape == (1, 8, 32, 32)
-
-
-def test_a_checkpoint_of_before_is_sampled_and_resumed(
-    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It knows no spectrum, calls the noise a schedule, and compares losses."""
-    now = loop_module.run_state
-
-    def before(*arguments: Any) -> dict[str, Any]:
-        state = now(*arguments)
-        del state["spectrum"]
-        diffusion = state["config"]["diffusion"]
-        diffusion["schedule"] = diffusion.pop("noise")
-        return state | {"best": {"step": 2, "loss": 0.1}}
-
-    config = tiny_config(training=VALIDATED, diffusion={"noise": "linear", "sampler_steps": 3})
-    with monkeypatch.context() as patched:
-        patched.setattr(loop_module, "run_state", before)
-        assert vesuvius_train(config, "training.max_steps=2") == 0
-    assert drawn("tiny", "sampled").size
-    assert vesuvius_train(config, "--resume") == 0
-    assert "spectrum" in load_checkpoint(newest("tiny"))
-    assert records_of("validation")[-1]["best_step"] == 4, "a loss does not compare with an error over another"

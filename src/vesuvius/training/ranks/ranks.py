@@ -153,11 +153,8 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends.  The first failure counts."""
         self._unwinding.set()
-        if self._store is not None and not isinstance(error, RankError):
-            code = error.exit_code if isinstance(error, VesuviusError) else EXIT_ERROR
-            failed = {"rank": self.rank, "exit_code": code, "text": one_line(error)}
-            with suppress(RuntimeError):  # rank 0 is gone
-                self._store.compare_set(_FAILED, "", json.dumps(failed))
+        if not isinstance(error, RankError):
+            self._tell_failure(error)
 
     def explain(self, error: Exception) -> Exception:
         """Return the failure of another rank that an error of this one follows from; else the error itself."""
@@ -204,6 +201,14 @@ class Ranks:
         for look in (self._watch_others, self._watch_store):
             threading.Thread(target=look, name="rank-watch", daemon=True).start()
 
+    def _tell_failure(self, error: BaseException) -> None:
+        if self._store is not None:
+            code = error.exit_code if isinstance(error, VesuviusError) else EXIT_ERROR
+            lost = isinstance(error, RankLostError)
+            failed = {"rank": self.rank, "exit_code": code, "text": one_line(error), "lost": lost}
+            with suppress(RuntimeError):  # rank 0 is gone
+                self._store.compare_set(_FAILED, "", json.dumps(failed))
+
     def _tell_stop(self, stop: Stop) -> None:
         """Tell the others that this rank was asked to stop; the first stop counts."""
         if self._store is not None and self.stopping is None:
@@ -232,10 +237,12 @@ class Ranks:
                 if (stop := asked()) is not None:
                     self._tell_stop(stop)
                 if (waited_s := time.monotonic() - began) > limit_s:
-                    raise RankLostError(
+                    lost = RankLostError(
                         f"rank {rank} did not {to} within {limit_s:g} s, while rank {self.rank} waited; look at its "
                         "log, and raise cluster.rank_timeout_minutes if it was only slow"
                     )
+                    self._tell_failure(lost)  # the one that hangs is ended by its watch
+                    raise lost
                 time.sleep(_nap_s(waited_s))
             return cast(bytes, self._store.get(key))
         except RuntimeError as error:
@@ -262,7 +269,8 @@ class Ranks:
         if self._store.check([_FAILED]):
             failed = json.loads(self._store.get(_FAILED))
             if failed["rank"] != self.rank:
-                self.failure = RankError(f"rank {failed['rank']} failed: {failed['text']}", failed["exit_code"])
+                kind = RankLostError if failed["lost"] else RankError
+                self.failure = kind(f"rank {failed['rank']} failed: {failed['text']}", failed["exit_code"])
 
     def _end_after(self, failure: RankError) -> None:
         """End this process where its main thread does not: it may be in a collective that never completes, or in a save
