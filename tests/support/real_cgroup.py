@@ -33,12 +33,6 @@ class MemoryCgroup:
         """`subprocess.Popen` of a command that is in the cgroup from its first byte on."""
         return popen_in(self.path, command, **options)
 
-    def held_bytes(self) -> int:
-        """Private and shared memory of its processes, without page cache, as the kernel counts."""
-        stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
-        names = ("anon", "shmem") if self.version == 2 else ("total_rss", "total_shmem")
-        return sum(int(stat[name]) for name in names)
-
     def page_cache_bytes(self) -> int:
         """Of files, without shared memory."""
         stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())

@@ -135,7 +135,7 @@ class Verdicts:
     def _judge(self) -> None:
         window = self._window()
         run = self._run
-        verdict = judge(window, _knobs(run, self._options, window, self._machine.memory_is_short()))
+        verdict = judge(window, _knobs(run, self._options, self._machine.memory_is_short()))
         command = f"; to find the best setting: {run.directory.tune_command}" if verdict.overrides else ""
         log.info("%s%s", verdict.line(self._step, run.config.stop_step), command)
         run.metrics.write("verdict", step=self._step, **verdict.record())
@@ -184,7 +184,7 @@ _TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s",
 _READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 
 
-def _knobs(run: RunContext, options: StreamOptions, window: Window, memory_is_short: bool) -> Knobs:
+def _knobs(run: RunContext, options: StreamOptions, memory_is_short: bool) -> Knobs:
     """The present settings; the readers' come from the stream, as the memory guard or autotune may change them."""
     training, store = run.config.training, run.config.data.store
     return Knobs(
