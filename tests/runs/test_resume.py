@@ -16,11 +16,10 @@ import torch
 from tests.support import fork_server
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
 from vesuvius.config.load import read_config
-from vesuvius.training import milestones as milestones_module
+from vesuvius.training import milestones
 from vesuvius.training import stop as stop_module
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.step.step import TrainStep
-from vesuvius.training.validation import validation as validation_module
 
 
 def test_two_steps_and_two_resumed_are_four_bit_by_bit(tiny_config: WriteConfig) -> None:
@@ -179,9 +178,8 @@ def test_a_signal_finishes_the_step_saves_and_the_rest_resumes_bit_by_bit(
 
 def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have SIGTERM come in the middle of the validation or preview behind a step, once."""
-    name = {"validation": "Validation.run", "preview": "make_preview"}[kind]
-    original = validation_module.Validation.run if kind == "validation" else milestones_module.make_preview
-    came = []
+    name, came = {"validation": "validate", "preview": "make_preview"}[kind], []
+    original = getattr(milestones, name)
 
     def interrupted(*arguments: Any) -> Any:
         if not came and records_of("step")[-1]["step"] == step:
@@ -189,8 +187,7 @@ def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGTERM)
         return original(*arguments)
 
-    owner: Any = validation_module.Validation if kind == "validation" else milestones_module
-    monkeypatch.setattr(owner, name.rpartition(".")[2], interrupted)
+    monkeypatch.setattr(milestones, name, interrupted)
 
 
 @pytest.mark.parametrize("kind", ["validation", pytest.param("preview", marks=pytest.mark.long)])

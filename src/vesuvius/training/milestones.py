@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 
 from vesuvius.errors import StorageError
 from vesuvius.training.checkpoint.progress import Best
@@ -16,7 +17,7 @@ from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.validation.preview import make_preview
-from vesuvius.training.validation.validation import Reference, Validation
+from vesuvius.training.validation.validation import Reference, validate
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +37,6 @@ class Milestones:
         self._reference = reference
         self._writer = writer
         self._handed = self._done()  # to the writer, in this session or the one before
-        self._validation: Validation | None = None
-        if reference is not None and reference.held_out:
-            spectrum = run.checked.facts.spectrum
-            self._validation = Validation(run.config, reference, train_step.schedule, spectrum, run.device)
 
     def due(self) -> bool:
         """Whether `do_what_is_due` has something to do."""
@@ -64,7 +61,7 @@ class Milestones:
 
         Raises StorageError: the checkpoint cannot be written.
         """
-        if self._validation is not None and self._run.ranks.is_main:
+        if self._reference is not None and self._reference.held_out and self._run.ranks.is_main:
             self._validate()
         if (failure := self.save_last()) is not None:
             raise failure
@@ -122,10 +119,12 @@ class Milestones:
 
     def _validate(self) -> bool:
         """Validate all sets of weights; returns whether the EMA weights have a new best error."""
-        assert self._validation is not None
-        started, progress = time.monotonic(), self._progress
-        denoisers = {name: self._train_step.denoiser(name) for name in self._train_step.weight_names}
-        result = self._validation.run(denoisers, lambda: self._stops("batch of a validation"))
+        assert self._reference is not None
+        started, progress, step = time.monotonic(), self._progress, self._train_step
+        denoisers = {name: step.denoiser(name) for name in step.weight_names}
+        spectrum = self._run.checked.facts.spectrum
+        stop = partial(self._stops, "batch of a validation")
+        result = validate(self._run.config, self._reference, step.schedule, spectrum, denoisers, stop)
         if result is None:
             return False
         error, before = result.relative_error, progress.best
@@ -155,7 +154,7 @@ class Milestones:
                 self._train_step.denoiser("ema"),
                 self._train_step.schedule,
                 self._reference,
-                lambda: self._stops("sampling step of a preview"),
+                partial(self._stops, "sampling step of a preview"),
             )
         except OSError as error:  # a full disk: no reason to end a run
             log.error("the run goes on without the preview of step %d: %s; free some space", progress.step, error)

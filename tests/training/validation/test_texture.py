@@ -92,6 +92,12 @@ def test_sheets_are_planar_whichever_way_they_lie(direction: tuple[float, float,
     assert planarity(waves((16, 32, 32), direction)) > 0.95
 
 
+def test_a_patch_of_one_slice_is_measured() -> None:
+    found = measure_texture([noise((1, 24, 24))])
+    assert 0 < found.planarity < 1
+    assert np.isfinite(found.power).all()
+
+
 def test_fibres_grains_and_noise_are_not_planar() -> None:
     """A measure that only asked whether there is any direction would call fibres, which have one, planar."""
     shape = (24, 24, 24)

@@ -31,7 +31,6 @@ from vesuvius.training.validation.pictures import (
 )
 from vesuvius.training.validation.texture import (
     HISTOGRAM_EDGES,
-    Texture,
     correlation_distance,
     histogram_distance,
     measure_texture,
@@ -41,13 +40,12 @@ from vesuvius.training.validation.validation import Reference
 
 log = logging.getLogger(__name__)
 
-Patch = NDArray[np.float32]  # [Z, Y, X], model values
-
-_LEAST_CHART_WIDTH = 540
-
-
 PREVIEWED = 2
 """Patches of a sample picture; each costs a whole run of the sampler."""
+
+_LEAST_CHART_WIDTH = 540
+_FIGURES = ("air", "means_std", "planarity")  # of a `Texture`
+_DISTANCES = (histogram_distance, correlation_distance, spectrum_distance_db)
 
 
 class _StopWantedError(Exception):
@@ -83,19 +81,18 @@ def make_preview(
         if stop():
             raise _StopWantedError
 
-    def draw(row: int, left_out: bool = False) -> Patch:
-        """Under the condition of that patch of the reference, or `left_out`, without it."""
+    def draw(row: int, left_out: bool = False) -> NDArray[np.float32]:
+        """[Z, Y, X] in model values, under the condition of that patch of the reference, or `left_out`, without it."""
         condition, diffusion = reference.condition([row]), config.diffusion
         if left_out and condition is not None:
             condition, diffusion = torch.zeros_like(condition), diffusion.model_copy(update={"sampler_guidance": 1.0})
-        shape = (1, *config.data.patch_size)
         found = generate(
             denoise,
             schedule,
             diffusion,
             config.seed,
             [row],
-            shape,
+            (1, *config.data.patch_size),
             schedule.device,
             condition=condition,
             purpose=Purpose.PREVIEW,
@@ -104,7 +101,6 @@ def make_preview(
         return found.x_0[0, 0].cpu().numpy()
 
     rows = range(PREVIEWED)
-    assert len(reference) >= len(rows), (len(reference), len(rows))
     real = [reference.x_0([row])[0, 0].cpu().numpy() for row in range(len(reference))]
     shown = [greys for row in rows if (greys := reference.condition_greys(row)) is not None]
     columns = {f"real, {'held out' if reference.held_out else 'of training'}": real[: len(rows)]}
@@ -114,47 +110,36 @@ def make_preview(
         generated = [draw(row) for row in rows]
         columns |= {"its condition": shown, "drawn under it": generated} if shown else {"generated": generated}
         if shown and config.diffusion.condition_dropout > 0:
-            unconditional = [draw(row, left_out=True) for row in rows]
-            columns["drawn without"] = unconditional
+            columns["drawn without"] = unconditional = [draw(row, left_out=True) for row in rows]
     except _StopWantedError:
         return None
-    texture, real_texture = measure_texture(generated), measure_texture(real)
-    if texture.nonfinite:
-        log.warning(
-            "%d of %d generated voxels are not finite at step %d; check loss and grad_norm of the steps before",
-            texture.nonfinite,
-            sum(patch.size for patch in generated),
-            step,
-        )
-    scale = magnification(config.data.patch_size)
+    both = {"generated": measure_texture(generated), "real": measure_texture(real)}
+    if nonfinite := both["generated"].nonfinite:
+        voxels = sum(patch.size for patch in generated)
+        text = "%d of %d generated voxels are not finite at step %d; check loss and grad_norm of the steps before"
+        log.warning(text, nonfinite, voxels, step)
+    scale, picture = magnification(config.data.patch_size), Path("samples") / f"step_{step:08d}.png"
     cells = [
         MontageCell(name, np.vstack([orthogonal_slices(patch, scale) for patch in patches]))
         for name, patches in columns.items()
     ]
     montage = draw_grid(cells, f"{config.name} step {step}", len(cells))
-    charts = draw_charts(max(montage.width, _LEAST_CHART_WIDTH), texture, real_texture)
+    charts = draw_charts(max(montage.width, _LEAST_CHART_WIDTH), **both)
     image = Image.new("RGB", (charts.shape[1], montage.height + charts.shape[0]), (PAPER, PAPER, PAPER))
     image.paste(montage, (0, 0))
     image.paste(Image.fromarray(charts), (0, montage.height))
-    picture, png = Path("samples") / f"step_{step:08d}.png", io.BytesIO()
-    image.save(png, format="PNG")
+    image.save(png := io.BytesIO(), format="PNG")
     (run / picture).parent.mkdir(parents=True, exist_ok=True)
     write_whole(run / picture, png.getvalue())
-    figures = _figures(texture, real_texture)
+    record = {
+        "picture": picture.as_posix(),
+        "histogram": {"edges": HISTOGRAM_EDGES.tolist()} | {name: t.histogram.tolist() for name, t in both.items()},
+        "spectrum": {"frequency": both["real"].frequency.tolist()} | {n: t.power.tolist() for n, t in both.items()},
+        "correlation": {name: [along.tolist() for along in t.correlation] for name, t in both.items()},
+        **{figure: {name: getattr(t, figure) for name, t in both.items()} for figure in _FIGURES},
+        **{far.__name__: math.nan if nonfinite else far(*both.values()) for far in _DISTANCES},
+    }
     if unconditional:
         without = measure_texture(unconditional)
-        figures["unconditional"] = {name: getattr(without, name) for name in ("air", "means_std", "planarity")}
-    return {"picture": picture.as_posix()} | figures
-
-
-def _figures(generated: Texture, real: Texture) -> dict[str, Any]:
-    both = {"generated": generated, "real": real}
-    distances = (histogram_distance, correlation_distance, spectrum_distance_db)
-    return {
-        "histogram": {"edges": HISTOGRAM_EDGES.tolist()} | {name: t.histogram.tolist() for name, t in both.items()},
-        "spectrum": {"frequency": real.frequency.tolist()} | {name: t.power.tolist() for name, t in both.items()},
-        "correlation": {name: [along.tolist() for along in t.correlation] for name, t in both.items()},
-        "air": {name: t.air for name, t in both.items()},
-        "means_std": {name: t.means_std for name, t in both.items()},
-        "planarity": {name: t.planarity for name, t in both.items()},
-    } | {far.__name__: math.nan if generated.nonfinite else far(generated, real) for far in distances}
+        record["unconditional"] = {figure: getattr(without, figure) for figure in _FIGURES}
+    return record

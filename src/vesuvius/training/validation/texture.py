@@ -50,7 +50,7 @@ class PatchTexture:
     power: Float64
     mean: float
     products: list[Float64]
-    structure: tuple[float, float]
+    structure: Float64
 
 
 def measure_texture(patches: Iterable[NDArray[np.float32]]) -> Texture:
@@ -60,36 +60,38 @@ def measure_texture(patches: Iterable[NDArray[np.float32]]) -> Texture:
 
 def measure_patch(patch: NDArray[np.float32]) -> PatchTexture:
     """Measure one patch [Z, Y, X]."""
-    finite = np.isfinite(patch)
-    counts = np.histogram(np.clip(patch[finite], HISTOGRAM_EDGES[0], HISTOGRAM_EDGES[-1]), HISTOGRAM_EDGES)[0]
-    frequency, nonfinite = shell_frequencies(patch.shape), int((~finite).sum())
-    if nonfinite:
-        return PatchTexture(counts.astype(np.float64), nonfinite, frequency, frequency, math.nan, [], (0.0, 0.0))
-    mean = float(patch.mean(dtype=np.float64))
-    power, products = radial_power(patch), _mean_products(patch)
-    return PatchTexture(counts.astype(np.float64), 0, frequency, power, mean, products, _structure(patch))
+    finite, frequency = np.isfinite(patch), shell_frequencies(patch.shape)
+    clipped = np.clip(patch[finite], HISTOGRAM_EDGES[0], HISTOGRAM_EDGES[-1])
+    counts = np.histogram(clipped, HISTOGRAM_EDGES)[0].astype(np.float64)
+    if nonfinite := int((~finite).sum()):
+        return PatchTexture(counts, nonfinite, frequency, frequency, math.nan, [], np.zeros(2))
+    values = patch.astype(np.float64)
+    products = [_mean_products(values, axis) for axis in range(3)]
+    return PatchTexture(counts, 0, frequency, radial_power(patch), float(values.mean()), products, _structure(values))
 
 
 def joint_texture(patches: Sequence[PatchTexture]) -> Texture:
     """The texture of several patches of one shape; a patch may be there several times."""
     finite = [patch for patch in patches if not patch.nonfinite]
-    counts = np.sum([patch.counts for patch in patches], axis=0)
-    means = [patch.mean for patch in finite]
-    differences = np.sum([patch.structure for patch in finite], axis=0) if finite else np.zeros(2)
+    counts, means = np.sum([patch.counts for patch in patches], axis=0), [patch.mean for patch in finite]
+    sheets, all_of_it = np.sum([np.zeros(2), *(patch.structure for patch in finite)], axis=0)
     frequency = patches[0].frequency
+    # Of all patches together, along each axis; nothing where there is no variance.
+    along = zip(*(patch.products for patch in finite), strict=True)
+    covariances = [np.mean(products, axis=0) - np.mean(means) ** 2 for products in along]
     return Texture(
         histogram=counts / counts.sum() if counts.any() else np.full_like(counts, math.nan),
         air=float(counts[HISTOGRAM_EDGES[:-1] < _AIR_BELOW].sum() / counts.sum()) if counts.any() else math.nan,
         frequency=frequency,
         power=np.mean([patch.power for patch in finite], axis=0) if finite else np.full_like(frequency, math.nan),
-        correlation=_correlation([patch.products for patch in finite], means),
+        correlation=tuple(covariance / covariance[0] for covariance in covariances if covariance[0] > 0),
         means_std=float(np.std(means)) if means else math.nan,
-        planarity=float(differences[0] / differences[1]) if differences[1] > 0 else math.nan,
+        planarity=float(sheets / all_of_it) if all_of_it > 0 else math.nan,
         nonfinite=sum(patch.nonfinite for patch in patches),
     )
 
 
-def _structure(patch: NDArray[np.floating]) -> tuple[float, float]:
+def _structure(values: Float64) -> Float64:
     """Sums over a finite patch of l1 - l2 and of l1; their quotient is its planarity.
 
     l1 >= l2 >= l3 are the eigenvalues of the structure tensor of a few voxels, at every second voxel of each axis: each
@@ -98,48 +100,32 @@ def _structure(patch: NDArray[np.floating]) -> tuple[float, float]:
     corners are measured: all of it takes seconds.  Source: Westin et al. 2002 for the measure; Foerstner 1986 for the
     tensor.
     """
-    ends = [[slice(None)] if size <= 2 * _CORNER else [slice(_CORNER), slice(-_CORNER, None)] for size in patch.shape]
-    flatter, all_of_it = np.sum([_box_structure(patch[corner]) for corner in itertools.product(*ends)], axis=0)
-    return float(flatter), float(all_of_it)
+    ends = [[slice(None)] if size <= 2 * _CORNER else [slice(_CORNER), slice(-_CORNER, None)] for size in values.shape]
+    sums = np.zeros(2)
+    for corner in itertools.product(*ends):
+        smooth = _blurred(values[corner])
+        slopes = [np.gradient(smooth, axis=axis) if size > 1 else 0 * smooth for axis, size in enumerate(smooth.shape)]
+        tensor = np.zeros((*smooth[::2, ::2, ::2].shape, 3, 3))
+        for i, j in zip(*np.tril_indices(3), strict=True):  # the triangle that eigvalsh reads
+            tensor[..., i, j] = _blurred(_blurred(slopes[i] * slopes[j]))[::2, ::2, ::2]
+        _, middle, largest = np.moveaxis(np.linalg.eigvalsh(tensor), -1, 0)
+        sums += (largest - middle).sum(), largest.sum()
+    return sums
 
 
-def _box_structure(patch: NDArray[np.floating]) -> tuple[float, float]:
-    smooth = _blurred(patch.astype(np.float64))
-    slopes = [np.gradient(smooth, axis=axis) for axis in range(3)]
-    # Neighbours say almost the same, and a product is smoothed once, not as [i, j] and [j, i].
-    rows, columns = np.triu_indices(3)
-    tensor = np.empty((*smooth[::2, ::2, ::2].shape, 3, 3))
-    for i, j in zip(rows, columns, strict=True):
-        tensor[..., i, j] = tensor[..., j, i] = _blurred(slopes[i] * slopes[j], twice=True)[::2, ::2, ::2]
-    _, middle, largest = np.moveaxis(np.linalg.eigvalsh(tensor), -1, 0)
-    return float((largest - middle).sum()), float(largest.sum())
-
-
-def _blurred(values: Float64, *, twice: bool = False) -> Float64:
+def _blurred(values: Float64) -> Float64:
     """Smoothed along each axis by the binomial (1, 4, 6, 4, 1) / 16, of deviation 1 voxel; edges are repeated."""
-    for axis in range(values.ndim):
-        padded = np.pad(values, [(2, 2) if other == axis else (0, 0) for other in range(values.ndim)], "edge")
-        size = values.shape[axis]
-        along = np.moveaxis(padded, axis, 0)
-        values = np.moveaxis(sum(w * along[k : k + size] for k, w in enumerate(_BINOMIAL)), 0, axis)
-    return _blurred(values) if twice else values
+    for axis in range(3):
+        padded = np.pad(values, [(2, 2) if other == axis else (0, 0) for other in range(3)], "edge")
+        values = np.lib.stride_tricks.sliding_window_view(padded, len(_BINOMIAL), axis) @ _BINOMIAL
+    return values
 
 
-def _mean_products(patch: NDArray[np.floating]) -> list[Float64]:
-    """Of a finite patch [Z, Y, X], along each axis, the mean product of voxels 0, 1, ... half the axis apart."""
-    values = patch.astype(np.float64)
-    found = []
-    for axis, size in enumerate(patch.shape):
-        along = np.moveaxis(values, axis, 0)
-        pairs = ((along[apart:], along[: size - apart]) for apart in range(size // 2 + 1))
-        found.append(np.array([np.einsum("ijk,ijk->", one, other) / one.size for one, other in pairs]))
-    return found
-
-
-def _correlation(products: Sequence[list[Float64]], means: Sequence[float]) -> tuple[Float64, ...]:
-    """Of all patches together: their covariance over their variance; nothing where there is none to measure."""
-    of_axes = [np.mean(along, axis=0) - np.mean(means) ** 2 for along in zip(*products, strict=True)]
-    return tuple(covariance / covariance[0] for covariance in of_axes if covariance[0] > 0)
+def _mean_products(values: Float64, axis: int) -> Float64:
+    """Of a finite patch, along an axis, the mean product of voxels 0, 1, ... half the axis apart."""
+    along = np.moveaxis(values, axis, 0)
+    pairs = ((along[apart:], along[: len(along) - apart]) for apart in range(len(along) // 2 + 1))
+    return np.array([np.einsum("ijk,ijk->", one, other) / one.size for one, other in pairs])
 
 
 def shell_frequencies(shape_zyx: Sequence[int]) -> Float64:
@@ -159,14 +145,15 @@ def radial_power(patch: NDArray[np.floating]) -> Float64:
     the frequencies k / n of its own length n.
     """
     values = patch.astype(np.float64)
-    window = reduce(np.multiply.outer, [_hann(size) for size in patch.shape])
-    spectrum = np.fft.rfftn((values - values.mean()) * window)
+    # Taken at the middles of voxels, so that none has weight 0 and none counts more than its mirror image.
+    axes = [np.sin(np.pi * (np.arange(size) + 0.5) / size) ** 2 for size in patch.shape]
+    window = reduce(np.multiply.outer, axes)
+    spectrum = np.fft.fftn((values - values.mean()) * window)
     power = (spectrum.real**2 + spectrum.imag**2) / (window**2).sum()
-    shells, weights = _shells(patch.shape)
-    sums = np.bincount(shells, (weights * power).ravel())
-    counts = np.bincount(shells, weights.ravel())
-    end = _FIRST_SHELL + len(shell_frequencies(patch.shape))
-    mean: Float64 = sums[_FIRST_SHELL:end] / counts[_FIRST_SHELL:end]
+    radius = np.sqrt(reduce(np.add.outer, [np.fft.fftfreq(size) ** 2 for size in patch.shape]))
+    shells = np.rint(radius * max(patch.shape)).astype(np.int64).ravel()
+    seen = slice(_FIRST_SHELL, max(patch.shape) // 2 + 1)
+    mean: Float64 = np.bincount(shells, power.ravel())[seen] / np.bincount(shells)[seen]
     return mean
 
 
@@ -189,21 +176,3 @@ def correlation_distance(one: Texture, other: Texture) -> float:
     if not pairs:
         return math.nan
     return math.sqrt(np.mean(np.concatenate([a[1:] - b[1:] for a, b in pairs]) ** 2))
-
-
-def _hann(size: int) -> Float64:
-    """Taken at the middles of `size` voxels, so that none has weight 0 and none counts more than its mirror image."""
-    return np.sin(np.pi * (np.arange(size) + 0.5) / size) ** 2
-
-
-def _shells(shape_zyx: Sequence[int]) -> tuple[NDArray[np.int64], Float64]:
-    """Of each frequency of `rfftn`: the number of its shell, flat, and how often it counts, in the shape of rfftn.
-
-    Twice where it stands for itself and for its conjugate, which rfftn does not compute.
-    """
-    *outer, last = shape_zyx
-    axes = [np.fft.fftfreq(size) for size in outer] + [np.fft.rfftfreq(last)]
-    squares = reduce(np.add.outer, [frequencies**2 for frequencies in axes])
-    shells = np.rint(np.sqrt(squares) * max(shape_zyx)).astype(np.int64)
-    alone = (np.arange(len(axes[-1])) * 2) % last == 0
-    return shells.ravel(), np.broadcast_to(np.where(alone, 1.0, 2.0), squares.shape)

@@ -32,7 +32,6 @@ from vesuvius.stream.start.prepare import GreyRanges, PreparedData
 from vesuvius.training.step.device import model_values
 from vesuvius.training.step.grey_values import Conditioner, grey_scales, to_device
 
-RAW = "raw"
 HEADLINE = "ema"
 """The set of weights whose loss stands for a validation: the one that samples are drawn with."""
 
@@ -103,13 +102,14 @@ class Losses:
 
     loss: float  # that of training, over all patches and bins
     bins: tuple[float, ...]  # the same in each bin
-    relative: tuple[float, ...]  # in each bin, the squared error of x_0 over that of the best linear denoiser
+    relative_bins: tuple[float, ...]  # in each bin, the squared error of x_0 over that of the best linear denoiser
 
     @property
     def relative_error(self) -> float:
-        """The geometric mean of `relative`; NaN if the linear denoiser makes no error, as of constant patches."""
+        """The geometric mean of `relative_bins`; NaN if the linear denoiser makes no error, as of constant patches."""
         with np.errstate(divide="ignore"):
-            return float(np.exp(np.mean(np.log(self.relative)))) if np.isfinite(self.relative).all() else math.nan
+            mean = float(np.exp(np.mean(np.log(self.relative_bins))))
+        return mean if np.isfinite(self.relative_bins).all() else math.nan
 
 
 @dataclass(frozen=True)
@@ -127,103 +127,68 @@ class ValidationResult:
 
     def record(self) -> dict[str, Any]:
         """Plain data for metrics.jsonl."""
-        return {
-            "loss": self.weights[HEADLINE].loss,
-            "relative_error": self.relative_error,
-            "patches": self.patches,
-            "bin_edges": list(self.bin_edges),
-            "weights": {
-                name: {
-                    "loss": found.loss,
-                    "bins": list(found.bins),
-                    "relative_error": found.relative_error,
-                    "relative_bins": list(found.relative),
-                }
-                for name, found in self.weights.items()
-            },
-        }
+        weights = {name: vars(of) | {"relative_error": of.relative_error} for name, of in self.weights.items()}
+        headline = {key: weights[HEADLINE][key] for key in ("loss", "relative_error")}
+        return headline | {"patches": self.patches, "bin_edges": self.bin_edges, "weights": weights}
 
     def line(self, step: int, steps: int) -> str:
-        """One line for the log: of further averages the mean alone."""
-        figures = [f"loss_{name} {found.loss:.5f}" for name, found in self.weights.items()]
-        for name in (RAW, HEADLINE):
-            figures += [f"bins_{name}", *(f"{loss:.5f}" for loss in self.weights[name].bins)]
-        figures += ["relative_error", _known(self.relative_error, 4), "relative_bins"]
-        figures += [_known(ratio, 3) for ratio in self.weights[HEADLINE].relative]
-        return f"Validation step {step}/{steps} {' '.join(figures)}"
+        """One line for the log; the losses of each bin are in the record alone."""
+        losses = " ".join(f"loss_{name} {found.loss:.5f}" for name, found in self.weights.items())
+        bins = " ".join(_known(ratio, 3) for ratio in self.weights[HEADLINE].relative_bins)
+        error = _known(self.relative_error, 4)
+        return f"Validation step {step}/{steps} {losses} relative_error {error} relative_bins {bins}"
 
 
-class Validation:
-    """Measures loss and error of x_0 on the first `training.validate_patches` patches of a reference.
+@torch.no_grad()
+def validate(
+    config: Config,
+    reference: Reference,
+    schedule: Schedule,
+    spectrum: Spectrum,
+    denoisers: Mapping[str, Denoise],
+    stop: Callable[[], bool],
+) -> ValidationResult | None:
+    """Measure loss and error of x_0 on the first `training.validate_patches` patches of a reference.
 
-    Every patch meets one timestep of each bin, with noise of its own and always with its condition.  The best linear
-    denoiser follows from the spectrum of patches of training.
+    Every patch meets one timestep of each bin, with noise of its own and always with its condition; every set of
+    weights the same inputs.  Moves no global generator.  The host draws the noise of a batch while the device computes
+    the one before, and waits for the device at the end only.
+
+    Args:
+        schedule: on the device of the reference's conditioner.
+        spectrum: that of patches of training: the best linear denoiser follows from it.
+        denoisers: name of a set of weights -> the network with them; `HEADLINE` is one of the names.
+        stop: asked before each batch; None is returned where it came true.
     """
-
-    def __init__(
-        self, config: Config, reference: Reference, schedule: Schedule, spectrum: Spectrum, device: torch.device
-    ) -> None:
-        self._spectrum = spectrum
-        self._patches = config.training.validate_patches
-        self._batch_size = config.training.train_batch_size  # what is known to fit the memory
-        self._diffusion = config.diffusion
-        self._reference = reference
-        self._schedule = schedule.to(device)
-        self._device = device
-
-    @torch.no_grad()
-    def run(self, denoisers: Mapping[str, Denoise], stop: Callable[[], bool]) -> ValidationResult | None:
-        """Measure every set of weights on the same inputs; None where `stop()` came true between two batches.
-
-        Moves no global generator.  The host draws the noise of a batch while the device computes the one before, and
-        waits for the device at the end only.
-
-        Args:
-            denoisers: name of a set of weights -> the network with them; `HEADLINE` is one of the names.
-        """
-        assert HEADLINE in denoisers, list(denoisers)
-        assert len(self._reference) >= self._patches, (len(self._reference), self._patches)
-        timesteps = validation_timesteps(self._patches, self._schedule.timesteps)
-        pairs = np.arange(timesteps.size)  # patch p at bin b is pair p * bins + b
-        batches = np.split(pairs, range(self._batch_size, len(pairs), self._batch_size))
-        found: list[Tensor] = []
-        for batch in batches:
-            if stop():
-                return None
-            found.append(self._measured(denoisers, batch, timesteps))
-        # float64 on the host: the mean of a bin does not depend on how the pairs were batched
-        per_pair = np.array(torch.cat(found, dim=1).tolist()).reshape(-1, *timesteps.shape)
-        means = per_pair.mean(axis=1)
-        linear, bins, errors = means[0], means[1 : 1 + len(denoisers)], means[1 + len(denoisers) :]
-        return ValidationResult(
-            patches=self._patches,
-            bin_edges=tuple(timestep_bins(self._schedule.timesteps)),
-            weights={
-                name: Losses(float(of_bins.mean()), tuple(of_bins.tolist()), tuple((error / linear).tolist()))
-                for name, of_bins, error in zip(denoisers, bins, errors, strict=True)
-            },
-        )
-
-    def _measured(
-        self, denoisers: Mapping[str, Denoise], pairs: NDArray[np.int64], timesteps: NDArray[np.int64]
-    ) -> Tensor:
-        """Figures of each pair: float32 [1 + 2 len(denoisers), len(pairs)] on the device.
-
-        The squared error of the linear denoiser, then the loss and then the squared error of each set of weights.
-        """
-        rows = (pairs // timesteps.shape[1]).tolist()
-        x_0, condition = self._reference.x_0(rows), self._reference.condition(rows)
-        eps = sample_noise(_SEED, pairs, (1, *x_0.shape[2:]), self._device, purpose=Purpose.VALIDATION)
-        t = to_device(torch.from_numpy(timesteps.ravel()[pairs]), self._device)
-        x_t = self._schedule.q_sample(x_0, eps, t)
-        losses, errors = [], []
+    patches, batch_size = config.training.validate_patches, config.training.train_batch_size  # known to fit the memory
+    assert HEADLINE in denoisers, list(denoisers)
+    assert len(reference) >= patches, (len(reference), patches)
+    device, diffusion, found = schedule.device, config.diffusion, list[Tensor]()
+    timesteps = validation_timesteps(patches, schedule.timesteps)
+    count, bins = timesteps.shape
+    for pairs in np.split(np.arange(count * bins), range(batch_size, count * bins, batch_size)):
+        if stop():
+            return None
+        rows = (pairs // bins).tolist()  # patch p at bin b is pair p * bins + b
+        x_0, condition = reference.x_0(rows), reference.condition(rows)
+        eps = sample_noise(_SEED, pairs, (1, *x_0.shape[2:]), device, purpose=Purpose.VALIDATION)
+        t = to_device(torch.from_numpy(timesteps.ravel()[pairs]), device)
+        x_t = schedule.q_sample(x_0, eps, t)
+        losses, errors = [], [_squared_error(schedule.linear_x_0(spectrum, x_t, t), x_0)]
         for denoise in denoisers.values():
             prediction = denoise(x_t, t, condition)
-            losses.append(loss_per_sample(prediction, x_0, eps, t, self._schedule, self._diffusion))
-            guess, _ = self._schedule.x_0_and_eps(self._diffusion.prediction, prediction, x_t, t)
+            losses.append(loss_per_sample(prediction, x_0, eps, t, schedule, diffusion))
+            guess, _ = schedule.x_0_and_eps(diffusion.prediction, prediction, x_t, t)
             errors.append(_squared_error(guess, x_0))
-        linear = _squared_error(self._schedule.linear_x_0(self._spectrum, x_t, t), x_0)
-        return torch.stack([linear, *losses, *errors])
+        found.append(torch.stack([*losses, *errors]))
+    # float64 on the host: the mean of a bin does not depend on how the pairs were batched
+    means = np.array(torch.cat(found, dim=1).tolist()).reshape(-1, count, bins).mean(axis=1)
+    of_bins, linear, of_x_0 = np.split(means, [len(denoisers), len(denoisers) + 1])
+    weights = {
+        name: Losses(float(loss.mean()), tuple(loss.tolist()), tuple((error / linear[0]).tolist()))
+        for name, loss, error in zip(denoisers, of_bins, of_x_0, strict=True)
+    }
+    return ValidationResult(patches, tuple(timestep_bins(schedule.timesteps)), weights)
 
 
 def _squared_error(guess: Tensor, x_0: Tensor) -> Tensor:
