@@ -12,9 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vesuvius.monitor.memcheck.inspection import Inspection
+from vesuvius.monitor.memcheck.inspection import Inspection, RunInspector
 from vesuvius.monitor.memcheck.memory_table import memory_table
-from vesuvius.monitor.memcheck.run_inspector import RunInspector
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.runlog.find_run import find_run
 

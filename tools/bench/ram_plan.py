@@ -31,7 +31,6 @@ from machine import describe_machine
 from vesuvius.commands.cli import naturals
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
-from vesuvius.monitor.memcheck.inspection import is_reader
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.training.forecast.run_plan import RamPlan, plan_ram
 
@@ -109,7 +108,7 @@ def _kinds(found: SystemSample, pid: int) -> dict[str, int]:
     """The bytes of each kind of process, and of what they share: Ray's object store."""
     sample = dict.fromkeys(KINDS, 0) | {"store": found.shared_bytes}
     for process in found.processes:
-        kind = "trainer" if process.pid == pid else "readers" if is_reader(process) else "Ray"
+        kind = "trainer" if process.pid == pid else "readers" if process.is_reader else "Ray"
         sample[kind] += process.anon_bytes
     return sample
 

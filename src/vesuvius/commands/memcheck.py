@@ -16,8 +16,7 @@ from pathlib import Path
 
 from vesuvius.commands.cli import as_command, positive_number, say
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_OK
-from vesuvius.monitor.memcheck.inspection import Inspection, as_json, machine_inspector
-from vesuvius.monitor.memcheck.run_inspector import RunInspector
+from vesuvius.monitor.memcheck.inspection import Inspection, RunInspector, machine_inspector
 from vesuvius.monitor.post_mortem import death_lines, deaths_of, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.session import is_alive, read_session
@@ -80,7 +79,7 @@ def watch(inspect: Callable[[], Inspection], args: argparse.Namespace) -> int:
                 next_s = time.monotonic() + (args.watch or _EVERY_S)
                 found = inspect()
                 show(found)
-                if not goes_on or found.is_over:
+                if not goes_on or found.state in ("ended", "killed"):
                     return found.exit_code
                 time.sleep(max(next_s - time.monotonic(), 0.0))
     except KeyboardInterrupt:  # the usual end of a watch
@@ -93,7 +92,7 @@ def watch(inspect: Callable[[], Inspection], args: argparse.Namespace) -> int:
 def _screen(as_lines_of_json: bool, live: bool) -> Iterator[Callable[[Inspection], None]]:
     """Yields what shows an inspection: a line of JSON, a table in the place of the last one, or one below the other."""
     if as_lines_of_json:
-        yield lambda found: say(json.dumps(as_json(found)))
+        yield lambda found: say(json.dumps(found.as_json()))
         return
     from rich.console import Console
     from rich.live import Live

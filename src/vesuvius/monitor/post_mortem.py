@@ -129,6 +129,11 @@ class KillCounts:
     machine: int | None = None  # on the whole machine since boot; containers see it too
     path: str = ""  # of that cgroup; '' = not known
 
+    @classmethod
+    def noted(cls, by: MemorySample | SessionRecord, path: str = "") -> KillCounts:
+        """As a sample, or the begin of a session, has them."""
+        return cls(by.cgroup_oom_kills, by.machine_oom_kills, path)
+
     def since(self, before: KillCounts) -> KillCounts:
         """How many more than before; None where that is not known, it is another cgroup, or the count fell.  Pure."""
         same = self.path == before.path or not (self.path and before.path)
@@ -296,8 +301,7 @@ def _judge_counts(
     session: SessionRecord, sampled: MemorySample | None, last: MemorySample | None, counts: KillCounts
 ) -> tuple[Cause, list[str]]:
     """`sampled`: the sample whose counts are those before the death; `last`: the last one before it."""
-    first = sampled or session
-    rise = counts.since(KillCounts(first.cgroup_oom_kills, first.machine_oom_kills, session.cgroup))
+    rise = counts.since(KillCounts.noted(sampled or session, session.cgroup))
     since = f"the sample at {format_time(sampled.time)}" if sampled else "the session began"
     return judge(rise, last, since, time.time() - (sampled.time if sampled else session.begin_time))
 

@@ -15,9 +15,17 @@ import pytest
 from tests.monitor.memory.simulated import process, sample
 from tests.monitor.test_verdict import CPU, window
 from tests.support.moments import moments
-from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_OK
-from vesuvius.monitor.memcheck.inspection import Inspection, Living, Row, is_reader
-from vesuvius.monitor.memcheck.run_inspector import RunInspector, RunState, silence
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_OK, VesuviusError
+from vesuvius.monitor.memcheck.inspection import (
+    Inspection,
+    Row,
+    RunFiles,
+    RunInspector,
+    Watch,
+    rows_of,
+    silence,
+    sizes_in,
+)  # fmt: skip
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.post_mortem import append_death, ended_run
@@ -31,7 +39,8 @@ from vesuvius.runlog.units import GIB
 
 TOTAL = 100 * GIB
 READER = "ray::MapWorker(MapBatches(_RayReader)).submit"
-NOTHING = Inspection(0.0, "run", "run x", "running", "")
+NOTHING = Inspection(0.0, "run", "run x")
+NO_LIMITS = Limits()
 
 
 def seen(time: float, trainer: float = 10, readers: Iterable[float] = (5, 6), ray: float = 2) -> SystemSample:
@@ -43,13 +52,11 @@ def seen(time: float, trainer: float = 10, readers: Iterable[float] = (5, 6), ra
     return replace(sample(time, TOTAL, (used + 3) * GIB, processes), shared_bytes=4 * GIB)
 
 
-def living(**limits: Any) -> Living:
-    return Living(Limits(**limits), 100, Gpus(), 1000.0, "Ray's own")
-
-
-def looked(at: SystemSample, by: Living | None = None, found: Inspection = NOTHING, **known: Any) -> Inspection:
-    readers = {each.pid for each in at.processes if is_reader(each)}
-    return (by or living()).add_to(found, at, readers, **known)
+def looked(at: SystemSample, found: Inspection = NOTHING, limits: Limits = NO_LIMITS, **known: float) -> Inspection:
+    """`known`: recorded peaks; of a reader `r101`."""
+    peaks = {int(name[1:]) if name[1:].isdecimal() else name: size for name, size in known.items()}
+    rows = rows_of(sizes_in(at), peaks, "Ray's own")
+    return Watch(limits, Gpus(), 100).add_to(replace(found, rows=rows), at)
 
 
 def row(found: Inspection, part: str, pid: int | None = None) -> Row:
@@ -75,13 +82,10 @@ def test_the_parts_are_the_total_and_the_store_counts_once() -> None:
     assert [r.part for r in found.rows] == ["root", "store", "total"], "what is not there has no row"
 
 
-def test_peaks_are_the_most_that_anybody_has_seen_and_a_reader_that_has_ended_has_no_row() -> None:
-    watched = living()
-    known: dict[str | int, float] = {"root": 11 * GIB, 101: 7 * GIB}
-    looked(seen(10.0, trainer=12, readers=(5, 9)), watched, known=known)
-    found = looked(seen(11.0, readers=(5,)), watched, known=known)
+def test_peaks_are_those_of_the_record_or_what_is_held_now() -> None:
+    found = looked(seen(11.0, readers=(5, 9)), root=12 * GIB, r101=7 * GIB, r102=3 * GIB, r103=99 * GIB)
     assert row(found, "root").peak_bytes == 12 * GIB
-    assert row(found, "reader").peak_bytes == 7 * GIB
+    assert [(r.pid, r.peak_bytes) for r in found.rows if r.part == "reader"] == [(102, 9 * GIB), (101, 7 * GIB)]
     assert row(found, "readers").peak_bytes == 14 * GIB
     assert found.rates is None, "no time has passed by the monotonic clock"
 
@@ -207,9 +211,8 @@ def test_steps_and_verdicts_are_the_last_ones_and_pauses_no_part_of_a_step(tmp_p
     verdicts = [{"kind": "verdict", "time": 110.0} | judge(window(data_s=s), CPU).record() for s in (60.0, 0.0)]
     last = {"kind": "validation", "time": 150.0, "step": 99}
     write_records(tmp_path / "metrics.jsonl", *steps, *verdicts, last)
-    run = RunState(tmp_path)
+    run = RunFiles(tmp_path)
     assert run.steps_at(119.0) == {"step": 99, "age_s": 10.0, "step_s_p95": 0.5, "verdict": verdicts[1]["text"]}
-    assert run.sign_time == 150.0
 
 
 def test_peaks_come_from_records_and_moments_and_absent_figures_are_no_zeros(tmp_path: Path) -> None:
@@ -219,7 +222,22 @@ def test_peaks_come_from_records_and_moments_and_absent_figures_are_no_zeros(tmp
         {"kind": "system", "time": 11.0, "shared_bytes": [5, 5, 5], "vram": {"reserved_bytes": [3, 4, 6]}},
     )
     keep(tmp_path, [MemorySample(20.0, 5, 400, 3, 60, {7: 80, 8: 10})])
-    run = RunState(tmp_path)
+    run = RunFiles(tmp_path)
     peaks = {"total": 400, "store": 5, "root": 60, "vram": 6, 7: 90, 8: 10, "readers": 90, "others": 247}
     assert run.peaks() == peaks
     assert run.since == 1.0
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"kind": "system", "time": 2.0, "vram": [1]},
+        {"kind": "system", "time": 2.0, "readers": 7},
+        {"kind": "step", "time": 1e300, "step": 1, "step_s": 1.0, "pause_s": "long"},
+    ],
+)
+def test_a_record_that_no_run_writes_is_one_clean_line(tmp_path: Path, record: dict[str, Any]) -> None:
+    for name in ("system", "metrics"):
+        write_records(tmp_path / f"{name}.jsonl", record)
+    with pytest.raises(VesuviusError, match=rf"cannot read the records of {tmp_path}: a line of its .jsonl files"):
+        RunInspector(tmp_path, Gpus()).inspect()

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.monitor.memcheck.test_inspection import NOTHING, living, looked, seen
+from tests.monitor.memcheck.test_inspection import NOTHING, looked, seen
 from vesuvius.monitor.memcheck.inspection import Inspection, Row
 from vesuvius.monitor.memcheck.memory_table import memory_table
+from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.runlog.units import GIB
 
@@ -37,13 +38,12 @@ def full() -> Inspection:
         name="run exp001_full",
         state_text="process 100 is at work",
         steps={"step": 1200, "age_s": 3.2, "step_s_p95": 2.914, "verdict": "decoding; try training.workers=6 " * 2},
-        vram=Row("vram", "VRAM", None, 41.2 * GIB, 43.5 * GIB),
+        vram=Row("vram", "VRAM of the trainer", None, 41.2 * GIB, 43.5 * GIB),
         vram_limit_bytes=int(79.3 * GIB),
         remarks=("a remark " * 15,),
     )
     gpu = GpuUse(0, "GPU-1", "NVIDIA A100-SXM4-80GB", 42 * GIB, 80 * GIB, 0.97, 391.2, 64.0)
-    peaks = {101: 5.12 * GIB}
-    return looked(replace(seen(120.0), gpus=(gpu,)), living(ray_share=0.95), known, known=peaks)
+    return looked(replace(seen(120.0), gpus=(gpu,)), known, Limits(ray_share=0.95), r101=5.12 * GIB)
 
 
 def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
@@ -53,7 +53,7 @@ def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
     assert cells(table, "object store") == ["object store", "4.00", "4.00"]
     assert cells(table, "total")[:2] == ["total", "27.00 of 100.00"]
     assert cells(table, "VRAM of")[1:3] == ["41.20 of 79.30", "43.50"]
-    assert cells(table, "GPU 0") == ["GPU 0", "42.00 of 80.00 GiB, busy 97 %, 391 W, 64 °C, NVIDIA A100-SXM4-80GB"]
+    assert cells(table, "GPU 0") == ["GPU 0", "42.00 of 80.00 GiB, busy 97 %, NVIDIA A100-SXM4-80GB"]
     assert cells(table, "risk")[:2] == ["risk", "LOW"]
     assert cells(table, "first killer")[1] == "Ray's memory monitor at 95.00 GiB; it counts 30.00, 65.00 are left"
     assert "1200, 3s ago; 95 % of steps take less than 2.91 s" in table

@@ -1,30 +1,54 @@
-"""What is known from outside at one moment, for `memory_table.py`: of a run, or of the machine.  Reads only."""
+"""A run, or the machine, seen from outside at one moment, for `memory_table.py`.  Reads only.
+
+A run's records say what it saw: memory by part, risk, steps, verdict.  What a dead, hung or distant run cannot have
+said is looked up: whether its process lives, what it holds now, whether something was killed.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
+import psutil
+
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, VesuviusError
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
 from vesuvius.monitor.memory.risk import Level, RiskWatch
+from vesuvius.monitor.post_mortem import Death, KillCounts, deaths_of, headline, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between, sample_system
+from vesuvius.monitor.recent import MemorySample, read_recent
+from vesuvius.monitor.run_files import Tail, is_number
+from vesuvius.monitor.session import SessionRecord, find_pid, is_alive, read_session
+from vesuvius.runlog.records import Record
+from vesuvius.runlog.units import format_duration, format_time, quantile, size_text
 
 State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
 
-WARMUP_S = 30.0
+_HUNG_AFTER_S = 60.0
+_HUNG_AFTER_P95 = 10.0
+_SYSTEM_BYTES = 2**20  # some hours of records
+_RECENT_STEPS = 200
+_FRESH_S = 30.0
+_MONITOR_LATE_S = 15.0
+_PROCESS_STATES = {
+    psutil.STATUS_STOPPED: "; it is stopped (SIGSTOP); kill -CONT resumes it",
+    psutil.STATUS_TRACING_STOP: "; a debugger has stopped it",
+    psutil.STATUS_DISK_SLEEP: "; it waits for a disk",
+}
 
 
 @dataclass(frozen=True)
 class Row:
     """A part of the memory."""
 
-    # "root" (the trainer), "readers" (all), "reader" (one), "others", "store" or "total"
+    # "root" (the trainer), "readers" (all), "reader" (one), "others", "store", "total", or "vram"
     part: str
     name: str  # for people
     pid: int | None = None  # of a single process
@@ -40,11 +64,11 @@ class Inspection:
     time: float  # of the inspection, seconds since 1970
     what: Literal["run", "machine"]
     name: str  # of the run or the machine, for people
-    state: State  # of the run; `elsewhere` = on another machine, where only its files can be read
-    state_text: str  # the same for people, with the figure that says so
+    state: State = "running"  # of the run; `elsewhere` = on another machine, where only its files can be read
+    state_text: str = ""  # the same for people, with the figure that says so
     stalled: bool = False  # it hangs: by its own watchdog, or because there is no sign of life
     rows: tuple[Row, ...] = ()  # the parts, then the total
-    peaks_since: float | None = None  # from when on peaks were looked for, seconds since 1970
+    peaks_since: float | None = None  # from when on the run has recorded its memory, seconds since 1970
     limit_bytes: int | None = None  # the smallest limit
     # files that the system keeps in memory and gives back when asked; no part of the total
     page_cache_bytes: int | None = None
@@ -72,90 +96,52 @@ class Inspection:
             return EXIT_MEMORY_CRITICAL
         return EXIT_MEMORY_WARN if self.stalled or self.level is Level.WARN else EXIT_OK
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is to come."""
-        return self.state in {"ended", "killed"}
+    def as_json(self) -> dict[str, Any]:
+        """One object for scripts.  Null is not known; no key is a word that a search of logs for kills would find."""
+        found, sample = asdict(self), self.sample
+        seen, rates, machine = found.pop("sample") or {}, found.pop("rates"), None
+        if sample is not None:
+            machine = seen["machine"] | {
+                "kernel_kills": seen["machine"].pop("oom_kills"),
+                "cgroup_kernel_kills": sample.cgroup.oom_kills if sample.cgroup else None,
+                "core_busy": rates and rates["core_busy"],
+            }
+        return found | {
+            "exit_code": self.exit_code,
+            "level": self.level.name if self.level is not None else None,
+            "parts": found.pop("rows"),
+            "killers": [asdict(killer) | {"left_bytes": killer.left_bytes} for killer in self.killers],
+            "processes": seen.get("processes"),
+            "machine": machine,
+            "gpus": seen.get("gpus"),
+        }
 
 
-def as_json(found: Inspection) -> dict[str, Any]:
-    """One object for scripts.  Null is not known.  Pure."""
-    plain = asdict(replace(found, sample=None, rates=None))
-    del plain["sample"], plain["rates"]
-    sample, machine = found.sample, None
-    if sample is not None:
-        # No key is a word that a search of logs for kills would find.
-        machine = asdict(sample.machine)
-        machine["kernel_kills"] = machine.pop("oom_kills")
-        machine["cgroup_kernel_kills"] = sample.cgroup.oom_kills if sample.cgroup else None
-        machine["core_busy"] = list(found.rates.core_busy) if found.rates else None
-    return plain | {
-        "exit_code": found.exit_code,
-        "level": found.level.name if found.level is not None else None,
-        "parts": plain.pop("rows"),
-        "killers": [asdict(killer) | {"left_bytes": killer.left_bytes} for killer in found.killers],
-        "processes": [asdict(process) for process in sample.processes] if sample else None,
-        "machine": machine,
-        "gpus": [asdict(gpu) for gpu in sample.gpus] if sample else None,
-    }
+class Watch:
+    """A run (`pid`: its trainer) or, without one, the machine alone, sampled again and again."""
 
-
-class Living:
-    """A run, or the machine alone, sampled again and again: rows, peaks and risk.
-
-    Args:
-        pid: the trainer's process; None = the machine alone.
-        age_s: how long it has been at work: at the beginning growth says nothing.
-        others: what the rest of the run's processes are called.
-    """
-
-    def __init__(self, limits: Limits, pid: int | None, gpus: Gpus, age_s: float = WARMUP_S, others: str = "") -> None:
-        self._limits = limits
-        self._pid = pid
-        self._gpus = gpus
-        self._others = others
+    def __init__(self, limits: Limits, gpus: Gpus, pid: int | None = None) -> None:
+        self._limits, self._gpus = limits, gpus
         self._watcher = Watcher(pid, gpus) if pid is not None else None
-        self._watch = RiskWatch(limits, max(WARMUP_S - age_s, 0.0))
+        self._watch = RiskWatch(limits, warmup_s=0.0)
         self._before: SystemSample | None = None
-        self._since = time.time()
-        self._peaks: dict[str | int, float] = {}
 
     def sample(self) -> SystemSample:
         """Raises ProcessLookupError: the process has ended."""
         return self._watcher.sample() if self._watcher else sample_system(os.getpid(), self._gpus)
 
-    def add_to(
-        self,
-        found: Inspection,
-        sample: SystemSample,
-        readers: Collection[int] = (),
-        known: Mapping[str | int, float] | None = None,
-    ) -> Inspection:
-        """`found` with what follows from a sample.
-
-        Args:
-            readers: pids of those that have a row of their own.
-            known: peaks that the run has recorded.
-        """
+    def add_to(self, found: Inspection, sample: SystemSample) -> Inspection:
+        """`found` with what follows from a sample; a risk that it has stays."""
         risk = self._watch.add(sample)
-        held = {process.pid: process.anon_bytes for process in sample.processes}
-        root = held.pop(self._pid, 0) if self._pid is not None else 0
-        alone = {pid: size for pid, size in held.items() if pid in readers}
-        sizes = sizes_of(root, alone, sample.shared_bytes, sample.used_bytes)
-        for name, size in [*(known or {}).items(), *sizes.items()]:
-            self._peaks[name] = max(self._peaks.get(name, 0.0), size)
         stopped = ", ".join(str(process.pid) for process in sample.processes if process.is_stopped)
         remark = f"stopped by a signal (SIGSTOP) or a debugger: process {stopped}; kill -CONT resumes it"
+        cgroup = sample.cgroup if self._watcher else None
         before, self._before = self._before, sample
         return replace(
             found,
             remarks=(*found.remarks, *([remark] if stopped else [])),
-            rows=rows_of(sizes, self._peaks, self._others) if self._watcher else (),
-            peaks_since=self._since if found.peaks_since is None else found.peaks_since,
             limit_bytes=tightest(sample, self._limits).limit_bytes,
-            page_cache_bytes=sample.cgroup.file_bytes
-            if sample.cgroup and self._watcher
-            else sample.machine.page_cache_bytes,
+            page_cache_bytes=cgroup.file_bytes if cgroup else sample.machine.page_cache_bytes,
             level=risk.level if found.level is None else found.level,
             reason=found.reason or risk.reason,
             killers=risk.killers,
@@ -164,50 +150,251 @@ class Living:
         )
 
 
-def sizes_of(root: int, alone: Mapping[int, int], shared: int, used: int) -> dict[str | int, int]:
-    """Memory by part, which adds up to "total".  Readers on other machines have said what they hold; it is no part of
-    `used`.  Pure."""
-    known = root + sum(alone.values()) + shared
-    total = max(used, known)
-    parts: dict[str | int, int] = {
-        "root": root,
-        "readers": sum(alone.values()),
-        "others": total - known,
-        "store": shared,
-        "total": total,
-    }
-    return parts | dict(alone)
-
-
-def rows_of(sizes: Mapping[str | int, int], peaks: Mapping[str | int, float], others: str) -> tuple[Row, ...]:
-    """A row for each part that there is, the largest single process first, and the total as the last row.  Pure."""
-    pids = sorted((name for name in sizes if isinstance(name, int)), key=lambda pid: -sizes[pid])
-    wanted: list[tuple[str, str, str | int]] = [
-        *([("root", "trainer", "root")] if sizes["root"] else []),
-        *([("readers", f"readers ({len(pids)})", "readers")] if pids else []),
-        *(("reader", f"reader {pid}", pid) for pid in pids),
-        *([("others", others, "others")] if sizes["others"] else []),
-        ("store", "object store", "store"),
-        ("total", "total", "total"),
-    ]
-    return tuple(
-        Row(part, name, key if isinstance(key, int) else None, sizes[key], max(sizes[key], peaks.get(key, 0.0)))
-        for part, name, key in wanted
-    )
-
-
 def machine_inspector(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Callable[[], Inspection]:
-    """Looks at the machine, and the limits that hold for what is started from here; `remarks`: what else is to be said
-    of it."""
-    living, name = Living(Limits(), None, gpus), f"machine {os.uname().nodename}"
+    """Looks at the machine and the limits of what is started from here; `remarks`: what else is to be said of it."""
+    watch, name = Watch(Limits(), gpus), f"machine {os.uname().nodename}"
 
     def inspect() -> Inspection:
-        found = Inspection(time.time(), "machine", name, "running", "", no_gpus=gpus.reason, remarks=remarks)
-        return living.add_to(found, living.sample())
+        found = Inspection(time.time(), "machine", name, no_gpus=gpus.reason, remarks=remarks)
+        return watch.add_to(found, watch.sample())
 
     return inspect
 
 
-def is_reader(process: ProcessUse) -> bool:
-    """Whether its title says that it is one of our readers, an actor of Ray Data."""
-    return process.name.startswith("ray::") and ("_RayReader" in process.name or "MapWorker" in process.name)
+class RunInspector:
+    """Inspects the last session of a run; a new session is found by itself."""
+
+    def __init__(self, directory: Path, gpus: Gpus) -> None:
+        self._directory = directory
+        self._gpus = gpus
+        self._session: SessionRecord | None = None
+        self._watch: Watch | None = None
+
+    def inspect(self) -> Inspection:
+        """What its files say, and the system where the run lives on it.
+
+        Raises VesuviusError: a record has something else than a run writes, such as a list in place of a figure.
+        """
+        try:
+            return self._inspect()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            why = f"a line of its .jsonl files has a value that no run writes ({type(error).__name__}: {error})"
+            raise VesuviusError(f"cannot read the records of {self._directory}: {why}; remove it") from error
+
+    def _inspect(self) -> Inspection:
+        run = RunFiles(self._directory)
+        if (sample := self._sample(run.session)) is None:
+            run = RunFiles(self._directory)  # it may have written its end, and then ended, since it was read
+        now, session, last = time.time(), run.session, run.last
+        vram = last.vram_used_bytes if last else None
+        deaths = [d for d in deaths_of(self._directory) if session is not None and is_of_session(d, session)]
+        guard = next((d for d in deaths if d.cause == "guard" and session and session.end_time is not None), None)
+        state, text = run.state(sample, now)
+        others, peaks = "Ray's own" if session and session.workers else "others", run.peaks()
+        found = Inspection(
+            now,
+            "run",
+            f"run {self._directory.name}",
+            state,
+            f"{text}: the memory guard ended it" if guard and not run.end_cause else text,
+            stalled=state == "hung" or (state == "elsewhere" and run.watchdog is not None),
+            no_gpus=self._gpus.reason,
+            steps=run.steps_at(now),
+            kills=run.kills(sample, state, deaths),
+            remarks=(*([guard.remedy] if guard else []), *(run.remarks(sample, now) if sample else [])),
+            peaks_since=run.since,
+            vram=Row("vram", "VRAM of the trainer", None, vram, peaks["vram"]) if vram is not None else None,
+            vram_limit_bytes=last.vram_limit_bytes if last else None,
+        )
+        if sample is not None and self._watch is not None:
+            if last is not None and now - last.time <= _MONITOR_LATE_S and last.reason:
+                found = replace(found, level=Level[last.level], reason=last.reason)  # it has seen more than we have
+            rows = rows_of(sizes_in(sample, last.reader_bytes if last else ()), peaks, others)
+            return self._watch.add_to(replace(found, rows=rows), sample)
+        if last is not None:  # the last moment as the run itself saw it: it is dead, or on another machine
+            fresh = state == "elsewhere" and abs(now - last.time) <= _FRESH_S
+            used, most = size_text(last.killer_used_bytes), size_text(last.kills_at_bytes)
+            found = replace(
+                found,
+                rows=rows_of(_sizes_then(last), peaks, others),
+                level=Level[last.level] if fresh else None,
+                reason=f"{last.killer}: {used} in use; kills at {most}" if last.killer else "",
+                remarks=(*found.remarks, f"figures from {format_time(last.time)}"),
+            )
+        return replace(found, level=Level.CRITICAL, reason=" ".join(guard.evidence[:1])) if guard else found
+
+    def _sample(self, session: SessionRecord | None) -> SystemSample | None:
+        """None where it does not live, or not here."""
+        if session is None or session.end_time is not None:
+            return None
+        if session != self._session:
+            self._session, pid = session, find_pid(session)
+            self._watch = None if pid is None else Watch(session.limits, self._gpus, pid)
+        try:
+            return self._watch.sample() if self._watch else None
+        except ProcessLookupError:
+            self._watch = None
+            return None
+
+
+class RunFiles:
+    """What the files say now of the last session, None where none was written.
+
+    Attributes:
+        last: its last sample.
+        since: from when on memory was recorded.
+        end_cause: why the session ended, as it has recorded itself.
+        watchdog: what the run's own watchdog says it hangs in, and since when.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.session = read_session(directory / "session.json")
+        begin = self.session.begin_time if self.session else -math.inf
+        self._metrics = [r for r in Tail(directory / "metrics.jsonl").new() if r["time"] >= begin]
+        self._system = [r for r in Tail(directory / "system.jsonl", _SYSTEM_BYTES).new() if r["time"] >= begin]
+        self._moments = [moment for moment in read_recent(directory / "recent.jsonl") if moment.time >= begin]
+        self.last = self._moments[-1] if self._moments else None
+        steps = [r for r in self._metrics if r["kind"] == "step" and is_number(r.get("step"))]
+        recent = [r for r in steps[-_RECENT_STEPS:] if is_number(r.get("step_s"))]
+        work_s = [r["step_s"] - (r.get("pause_s") or 0.0) for r in recent]
+        self._step_s_p95 = quantile(work_s, 0.95) if work_s else None
+        self._step = steps[-1] if steps else None
+        end = self._metrics[-1] if self._metrics else None
+        self._sign_time = end["time"] if end else None  # of any record: a validation takes longer than a step
+        self.since = min([r["time"] for r in self._system] + [m.time for m in self._moments], default=None)
+        self.end_cause = str(end.get("cause") or "") if end and end["kind"] == "run_end" else ""
+        self.watchdog = _watchdog(self._metrics)
+
+    def steps_at(self, now: float) -> dict[str, Any]:
+        """How the run gets on: `Inspection.steps`."""
+        verdicts = [str(r["text"]) for r in self._metrics if r["kind"] == "verdict" and r.get("text")]
+        return {
+            "step": int(self._step["step"]) if self._step else None,
+            "age_s": max(now - self._step["time"], 0.0) if self._step else None,
+            "step_s_p95": self._step_s_p95,
+            "verdict": verdicts[-1] if verdicts else None,
+        }
+
+    def state(self, sample: SystemSample | None, now: float) -> tuple[State, str]:
+        """What it does, also for people; `sample`: None where it does not live, or not here."""
+        session = self.session
+        if session is None:
+            return "unknown", "no session.json: it has not started, or an older version wrote it"
+        if session.end_time is not None:
+            cause = f": {self.end_cause}" if session.exit_code and self.end_cause else ""
+            return "ended", f"ended {format_time(session.end_time)} with exit code {session.exit_code}{cause}"
+        if sample is not None:
+            root = sample.processes[0]
+            if hung := self._hung(root, now):
+                return "hung", hung + _PROCESS_STATES.get(root.status, "")
+            return "running", f"process {root.pid} is running" + ("" if self._step else ", no step yet")
+        if is_alive(session) is False:
+            seen = f"; last seen {format_time(self.last.time)}" if self.last else ""
+            return "killed", f"killed: process {session.pid} is gone and recorded no end{seen}"
+        return "elsewhere", f"on {session.host}, which is not visible from here; its files say"
+
+    def _hung(self, trainer: ProcessUse, now: float) -> str:
+        """Why a living run is taken for one that hangs; '' = it is at work."""
+        if self.watchdog is not None:
+            return f"{self.watchdog[0]}, since {format_time(self.watchdog[1])}"
+        if trainer.is_stopped:
+            return f"process {trainer.pid} does nothing"
+        if self._sign_time is None or self._step_s_p95 is None:
+            return ""
+        what, silent_s = silence(self.last, self._sign_time, now)
+        if silent_s <= max(_HUNG_AFTER_S, _HUNG_AFTER_P95 * self._step_s_p95):
+            return ""
+        usual = f"95 % of the steps take less than {self._step_s_p95:.2f} s"
+        return f"no {what} for {format_duration(silent_s)}, where {usual}"
+
+    def kills(self, sample: SystemSample | None, state: State, deaths: Sequence[Death]) -> tuple[str, ...]:
+        """What says that something was killed in this session, a line each.  Of the kernel's counts the cgroup's, where
+        there is one: the machine's has other people's processes too."""
+        if (session := self.session) is None:
+            return ()
+        lines = [f"{headline(death)}, noticed {format_time(death.time)}" for death in deaths if death.cause != "guard"]
+        if state == "killed":
+            return tuple(lines or [f"process {session.pid} is gone and recorded no end"])
+        # Without paths: a container's cgroup is called otherwise from outside, and these are all of the run's own.
+        now = KillCounts() if self.last is None else KillCounts.noted(self.last)
+        if sample is not None:
+            now = KillCounts(sample.cgroup.oom_kills if sample.cgroup else None, sample.machine.oom_kills)
+        rise = now.since(KillCounts.noted(session))
+        count, where = (rise.machine, "of the machine") if rise.cgroup is None else (rise.cgroup, "of the run's cgroup")
+        counted = f"out of memory: the kernel's count of killed processes {where} rose by {count} in this session"
+        return (*lines, counted) if count else tuple(lines)
+
+    def remarks(self, sample: SystemSample, now: float) -> Iterator[str]:
+        """What else one should know of a run that lives here."""
+        last, began = self.last, self.session.begin_time if self.session else now
+        if (silent_s := now - (last.time if last else began)) > _MONITOR_LATE_S:
+            yield f"the run's own monitor is silent for {format_duration(silent_s)}"
+        if last and last.reader_bytes and not any(process.pid in last.reader_bytes for process in sample.processes):
+            yield "its readers are not children of its process (a Ray cluster): their memory is not in the table"
+
+    def peaks(self) -> dict[str | int, float]:
+        """The most bytes that were recorded of each part, by its name or, of a reader, by its pid."""
+        seen: list[tuple[str | int, Any]] = []
+        for record in self._system:
+            vram, readers = record.get("vram") or {}, record.get("readers") or {}
+            seen += [("total", record.get("used_bytes")), ("store", record.get("shared_bytes"))]
+            seen += [("root", record.get("trainer_bytes")), ("vram", vram.get("reserved_bytes"))]
+            seen += [(int(pid), size) for pid, size in readers.items() if pid.isdecimal()]
+        for moment in self._moments:
+            seen += [("vram", moment.vram_used_bytes), *_sizes_then(moment).items()]
+        peaks: dict[str | int, float] = {}
+        for name, size in seen:
+            most = size[-1] if isinstance(size, list) and size else size  # [min, mean, max]
+            if is_number(most):
+                peaks[name] = max(peaks.get(name, 0.0), most)
+        return peaks
+
+
+def silence(last: MemorySample | None, sign_time: float, now: float) -> tuple[str, float]:
+    """What was awaited last, and for how long there was no sign of life: a record, or what the run itself knows of
+    progress within a validation.  The sampling may have stalled.  Pure."""
+    since_s = max(now - sign_time, 0.0)
+    if last is None or last.silent_s is None:
+        return "step", since_s
+    return last.awaits, min(last.silent_s + max(now - last.time, 0.0), since_s)
+
+
+def _watchdog(metrics: Sequence[Record]) -> tuple[str, float] | None:
+    """Its last event, unless something has come since."""
+    for record in reversed(metrics):
+        if record["kind"] == "step" or record.get("event") == "recovered":
+            return None
+        if record.get("event") == "hung" and record.get("text"):
+            return str(record["text"]), record["time"] - (record.get("seconds") or 0.0)
+    return None
+
+
+def sizes_in(sample: SystemSample, said: Collection[int] = ()) -> dict[str | int, int]:
+    """The sizes of a living run; `said`: pids that it has called its readers.  Pure."""
+    trainer, *rest = sample.processes
+    readers = {each.pid: each.anon_bytes for each in rest if each.pid in said or each.is_reader}
+    return _sizes_of(trainer.anon_bytes, readers, sample.shared_bytes, sample.used_bytes)
+
+
+def _sizes_then(moment: MemorySample) -> dict[str | int, int]:
+    return _sizes_of(moment.trainer_bytes, moment.reader_bytes, moment.shared_bytes, moment.used_bytes)
+
+
+def _sizes_of(root: int, readers: Mapping[int, int], shared: int, used: int) -> dict[str | int, int]:
+    """Memory by part, of each reader by its pid; the parts add up to "total".  `used` lacks readers elsewhere."""
+    known = root + sum(readers.values()) + shared
+    parts: dict[str | int, int] = {"root": root, "readers": sum(readers.values()), "store": shared}
+    return parts | {"others": max(used - known, 0), "total": max(used, known)} | dict(readers)
+
+
+def rows_of(sizes: Mapping[str | int, int], peaks: Mapping[str | int, float], others: str) -> tuple[Row, ...]:
+    """A row for each part that there is, the largest reader first, and the total as the last row.  Pure."""
+    pids = sorted((name for name in sizes if isinstance(name, int)), key=lambda pid: -sizes[pid])
+    names: dict[str | int, str] = {"root": "trainer", "readers": f"readers ({len(pids)})"}
+    names |= {pid: f"reader {pid}" for pid in pids} | {"others": others, "store": "object store", "total": "total"}
+    rows = []
+    for key, name in names.items():
+        if sizes.get(key) or key in ("store", "total"):
+            part, pid = ("reader", key) if isinstance(key, int) else (key, None)
+            rows.append(Row(part, name, pid, sizes[key], max(sizes[key], peaks.get(key, 0.0))))
+    return tuple(rows)

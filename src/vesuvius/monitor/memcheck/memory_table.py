@@ -14,13 +14,12 @@ from rich.text import Text
 
 from vesuvius.monitor.memcheck.inspection import Inspection, Row
 from vesuvius.monitor.memory.risk import Level
-from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.runlog.units import format_duration, format_time, gib
 
 _LEVEL_STYLES = {Level.LOW: "bold green", Level.WARN: "bold yellow", Level.CRITICAL: "bold red"}
 _STATE_STYLES = {"running": "green", "hung": "bold yellow", "killed": "bold red"}
-_SHOWN_SINGLES = 8
+_SHOWN_READERS = 8
 _SHOWN_KILLERS = 3
 
 
@@ -37,39 +36,27 @@ def memory_table(found: Inspection) -> RenderableType:
 
 
 def _parts(found: Inspection) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("memory")
-    table.add_column("now GiB" if found.sample else "last GiB", justify="right")
-    table.add_column("peak GiB", justify="right")
-    for row in _shown(found.rows):
-        now, style = gib(row.now_bytes), ""
+    table = Table("memory", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("now GiB" if found.sample else "last GiB", "peak GiB"):
+        table.add_column(name, justify="right")
+    for row in (*_shown(found.rows), *([found.vram] if found.vram else [])):
         if row.part == "total":
             table.add_section()
-            now, style = now + _of(found.limit_bytes), "bold"
-        table.add_row(Text(row.name), now, gib(row.peak_bytes), style="dim" if row.name.startswith(" ") else style)
-    if found.vram is not None:
-        now = gib(found.vram.now_bytes) + _of(found.vram_limit_bytes)
-        table.add_row("VRAM of the trainer", now, gib(found.vram.peak_bytes))
+        limit_bytes = {"total": found.limit_bytes, "vram": found.vram_limit_bytes}.get(row.part)
+        now = gib(row.now_bytes) + ("" if limit_bytes is None else f" of {gib(limit_bytes)}")
+        style = {"total": "bold", "reader": "dim"}.get(row.part, "")
+        table.add_row(Text(row.name), now, gib(row.peak_bytes), style=style)
     return table
 
 
-def _of(limit_bytes: int | None) -> str:
-    return "" if limit_bytes is None else f" of {gib(limit_bytes)}"
-
-
 def _shown(rows: Sequence[Row]) -> Iterator[Row]:
-    """The largest single processes, indented, and the rest of them as one row; one alone needs no sum above it."""
-    singles = [row for row in rows if row.part == "reader"]
-    most = _SHOWN_SINGLES if len(singles) > _SHOWN_SINGLES + 1 else len(singles)
+    """The largest readers, and the rest of them as one row."""
+    left = [row for row in rows if row.part == "reader"][_SHOWN_READERS:]
     for row in rows:
-        if row.part != "reader" and not (row.part == "readers" and len(singles) == 1):
+        if row not in left:
             yield row
-        if row.part == "readers":
-            indent = "  " if len(singles) > 1 else ""
-            for each in singles[:most]:
-                yield Row("reader", indent + each.name, each.pid, each.now_bytes, each.peak_bytes)
-            if left := singles[most:]:
-                yield Row("reader", f"  {len(left)} more", None, sum(each.now_bytes or 0 for each in left))
+        elif row is left[-1]:
+            yield Row("reader", f"{len(left)} more", None, sum(each.now_bytes or 0 for each in left))
 
 
 def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:
@@ -101,9 +88,7 @@ def _machine_facts(found: Inspection, sample: SystemSample) -> Iterator[tuple[st
     machine, rates = sample.machine, found.rates
     cache = f"page cache {gib(found.page_cache_bytes)} GiB"
     yield "machine", f"{gib(machine.used_bytes)} of {gib(machine.total_bytes)} GiB used by everything on it, {cache}"
-    ours = sum(process.swap_bytes for process in sample.processes)
     swap = f"{gib(machine.swap_used_bytes)} of {gib(machine.swap_total_bytes)} GiB"
-    swap += f", {gib(ours)} GiB of it this run's" if ours else ""
     yield "swap", swap if machine.swap_total_bytes else "none"
     cores = f"{len(machine.core_total_s)}"
     if rates is not None:
@@ -112,14 +97,7 @@ def _machine_facts(found: Inspection, sample: SystemSample) -> Iterator[tuple[st
         cores += f": {own:.1f} by this, {max(busy - own, 0.0):.1f} by other programs" if sample.processes else ""
     yield "cores", cores
     for gpu in sample.gpus:
-        yield f"GPU {gpu.index}", _gpu_text(gpu)
+        share = "-" if gpu.busy is None else f"{100 * gpu.busy:.0f} %"
+        yield f"GPU {gpu.index}", f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} GiB, busy {share}, {gpu.name}"
     if not sample.gpus:
         yield "GPU", f"- ({found.no_gpus or 'NVML does not answer'})"
-
-
-def _gpu_text(gpu: GpuUse) -> str:
-    busy = "-" if gpu.busy is None else f"{100 * gpu.busy:.0f} %"
-    text = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} GiB, busy {busy}"
-    text += "" if gpu.power_w is None else f", {gpu.power_w:.0f} W"
-    text += "" if gpu.temperature_c is None else f", {gpu.temperature_c:.0f} °C"
-    return f"{text}, {gpu.name}"

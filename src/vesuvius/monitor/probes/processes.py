@@ -45,6 +45,11 @@ class ProcessUse:
         """By a signal (SIGSTOP) or a debugger."""
         return self.status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
+    @property
+    def is_reader(self) -> bool:
+        """Whether its title says that it is one of our readers, an actor of Ray Data."""
+        return self.name.startswith("ray::") and ("_RayReader" in self.name or "MapWorker" in self.name)
+
 
 class ProcessTree:
     """A process and its descendants, sampled again and again.
