@@ -156,7 +156,7 @@ def test_a_count_that_falls_is_another_count(before: int | None, now: int | None
 
 @pytest.mark.parametrize(("path", "cgroup"), [("/job", 2), ("", 2), ("/other", None)])
 def test_counts_of_two_cgroups_are_not_compared_and_those_of_the_machine_are(path: str, cgroup: int | None) -> None:
-    assert KillCounts(5, 9, path).since(KillCounts(3, 4, "/job")) == KillCounts(cgroup, 5, path)
+    assert KillCounts(5, 9, path).since(KillCounts(3, 4, "/job")) == KillCounts(cgroup, 5)
 
 
 class TestReader:

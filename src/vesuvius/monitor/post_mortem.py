@@ -25,6 +25,7 @@ from vesuvius.runlog.proc import boot_id
 from vesuvius.runlog.records import JsonLines, read_plain
 from vesuvius.runlog.units import format_time, gib, size_text
 
+Moments = Sequence[MemorySample]
 Victim = Literal["reader", "run"]
 Cause = Literal["cgroup", "machine", "ray", "gpu", "guard", "signal", "restart", "unknown"]
 
@@ -87,7 +88,7 @@ def read_deaths(path: Path) -> list[Death]:
 
 
 def death_lines(death: Death) -> list[str]:
-    """For people, a line each: victim, cause, evidence, the last minute as a small table, remedy."""
+    """For people, a line each."""
     return [
         headline(death),
         f"  noticed {format_time(death.time)}, after step {death.step}",
@@ -101,23 +102,20 @@ def _table(moments: Sequence[MemorySample]) -> list[str]:
     """The memory of the last minute, a line for every ten seconds."""
     if not moments:
         return ["  no sample of its memory was kept"]
-    shown = [moments[-1]]
-    for moment in reversed(moments):
-        if shown[-1].time - moment.time >= 0.95 * _EVERY_S:  # samples come a little early or late
-            shown.append(moment)
+    end = moments[-1].time
     rows = [f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"]
-    for moment in shown[int(_LAST_S / _EVERY_S) :: -1]:
+    for moment in {(end - moment.time) // _EVERY_S: moment for moment in moments}.values():
         pid, size = max(moment.reader_bytes.items(), key=lambda item: item[1], default=(0, 0))
         reader, share = f"{gib(size)} (pid {pid})" if pid else "-", _share_of(moment)
         rows.append(
-            f"  {moment.time - moments[-1].time:>9.0f}{gib(moment.used_bytes):>10}{gib(moment.trainer_bytes):>10}"
+            f"  {moment.time - end:>9.0f}{gib(moment.used_bytes):>10}{gib(moment.trainer_bytes):>10}"
             f"{reader:>24}   {'-' if share is None else f'{100 * share:.1f} %'}"
         )
     return rows
 
 
 def _share_of(moment: MemorySample | None) -> float | None:
-    """What the first killer counted, as a share of where it kills; None where that is not known."""
+    """What the first killer counted, as a share of where it kills."""
     return moment.killer_used_bytes / moment.kills_at_bytes if moment and moment.kills_at_bytes > 0 else None
 
 
@@ -136,14 +134,12 @@ class KillCounts:
 
     def since(self, before: KillCounts) -> KillCounts:
         """How many more than before; None where that is not known, it is another cgroup, or the count fell.  Pure."""
+
+        def rise(was: int | None, now: int | None) -> int | None:
+            return None if was is None or now is None or now < was else now - was
+
         same = self.path == before.path or not (self.path and before.path)
-        return KillCounts(
-            _rise(before.cgroup, self.cgroup) if same else None, _rise(before.machine, self.machine), self.path
-        )
-
-
-def _rise(before: int | None, now: int | None) -> int | None:
-    return None if before is None or now is None or now < before else now - before
+        return KillCounts(rise(before.cgroup, self.cgroup) if same else None, rise(before.machine, self.machine))
 
 
 def read_counts_of(pid: int) -> KillCounts:
@@ -153,18 +149,13 @@ def read_counts_of(pid: int) -> KillCounts:
 
 
 def examine_reader(
-    end: Mapping[str, Any],
-    step: int,
-    session: SessionRecord,
-    moments: Sequence[MemorySample],
-    readers: Iterable[int] = (),
+    end: Mapping[str, Any], step: int, session: SessionRecord, moments: Moments, readers: Iterable[int] = ()
 ) -> Death:
     """Why a reader died; called in the trainer once another has taken its place.  Reads the kernel's counts.
 
     Args:
         end: the fields of the stream's event `reader_died`.
         step: optimizer steps done.
-        session: the present one.
         moments: the samples of the last two minutes.
         readers: pids of those that live on this machine, as the one that has taken its place.
     """
@@ -174,9 +165,8 @@ def examine_reader(
     evidence = [f"Ray: {exit_type}: {end['exit_detail']}" if exit_type else "Ray does not say how it ended"]
     cause: Cause = "unknown"
     if end["signal"] is not None:
-        cause = "signal"
-        note = f"it crashed with {end['signal']}, as its own note says, while it read {end['volume'] or 'nothing'}"
-        evidence.insert(0, note)
+        cause, reading = "signal", end["volume"] or "nothing"
+        evidence.insert(0, f"it crashed with {end['signal']}, as its own note says, while it read {reading}")
     elif exit_type == "NODE_OUT_OF_MEMORY":
         cause = "ray"
     elif node not in ("", os.uname().nodename):
@@ -186,30 +176,24 @@ def examine_reader(
         before = [moment for moment in moments if end["exit_time"] is not None and moment.time < ended - _NOTICED_S]
         sampled = next(iter([*before[-1:], *moments[:1]]), None)
         # Readers of a Ray that somebody else has started live in another cgroup than the trainer: another one tells.
-        known = [counts for pid in readers if (counts := read_counts_of(pid)).path]
-        counts = known[0] if known else read_counts_of(os.getpid())
+        known = (counts for pid in readers if (counts := read_counts_of(pid)).path)
+        counts = next(known, None) or read_counts_of(os.getpid())
         cause, counted = _judge_counts(session, sampled, moments[-1] if moments else None, counts)
         evidence = [*counted, *evidence]
-    return _death("reader", end["pid"], step, cause, evidence, moments, session, session.workers)
+    remedy = remedy_of(cause, "reader", session.workers, moments[-1] if moments else None, session.limits.ray_share)
+    return _death("reader", end["pid"], step, cause, evidence, moments, remedy)
 
 
-def ended_run(
-    cause: Literal["gpu", "guard"], step: int, reason: str, moments: Sequence[MemorySample], remedy: str
-) -> Death:
+def ended_run(cause: Literal["gpu", "guard"], step: int, reason: str, moments: Moments, remedy: str) -> Death:
     """The end that this process chose itself for want of memory; `reason`: the figures that made it necessary."""
-    moments = _last_minute(moments, time.time())
-    evidence = (reason, *_memory_evidence(moments))
-    return Death(time.time(), "run", os.getpid(), step, cause, evidence, moments, remedy)
+    return _death("run", os.getpid(), step, cause, [reason], _last_minute(moments, time.time()), remedy)
 
 
 def examine_run(run_dir: Path, locked: bool = False) -> Death | None:
     """Why the last session of a run died; None where it did not: it has ended as it should, lives, runs on another
-    machine, or there was none.
-
-    Reads only.  A death that `post_mortem.jsonl` already has is returned as it was written.
+    machine, or there was none.  Reads only; a death that `post_mortem.jsonl` has is returned as it was written.
 
     Args:
-        run_dir: the run directory.
         locked: this process holds the run's lock, so nobody else is at work, also where that cannot be seen: in another
             container, or on another machine.
     """
@@ -250,17 +234,15 @@ def _examine(run_dir: Path, session: SessionRecord) -> Death:
     moments = [moment for moment in read_recent(run_dir / "recent.jsonl") if moment.time >= session.begin_time]
     records = [r for r in Tail(run_dir / "metrics.jsonl").new() if r["time"] >= session.begin_time]
     last = moments[-1] if moments else None
-    seen = max([session.begin_time, *(m.time for m in moments[-1:]), *(r["time"] for r in records[-1:])])
+    seen = max(session.begin_time, last.time if last else 0.0, records[-1]["time"] if records else 0.0)
     step = next((int(r["step"]) for r in reversed(records) if isinstance(r.get("step"), int)), last.step if last else 0)
     here = boot_id()
     cause: Cause = "unknown"
     if here and here == session.boot_id:
         cause, evidence = _judge_counts(session, last, last, _counts_for(session))
     elif is_alive(session) is None:
-        evidence = [
-            "it ran on another machine, whose kernel cannot be queried from here; it recorded no end, and its "
-            "lock on the run is gone"
-        ]
+        where = "on another machine, whose kernel cannot be queried from here"
+        evidence = [f"it ran {where}; it recorded no end, and its lock on the run is gone"]
     else:
         cause = "restart"
         evidence = [f"the machine has been restarted since: its boot id was {session.boot_id} and is {here}"]
@@ -268,23 +250,22 @@ def _examine(run_dir: Path, session: SessionRecord) -> Death:
     events = [r for r in records if r["kind"] == "event" and r["time"] >= seen - _LAST_S]
     said = [f"{seen - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in events[-_EVENTS_SHOWN:]]
     workers = session.workers if last is None or last.workers is None else last.workers  # the guard may have cut some
-    return _death("run", session.pid, step, cause, evidence, _last_minute(moments, seen), session, workers, said)
+    remedy = remedy_of(cause, "run", workers, last, session.limits.ray_share)
+    return _death("run", session.pid, step, cause, [*evidence, *said], _last_minute(moments, seen), remedy)
 
 
 def _death(
-    victim: Victim,
-    pid: int,
-    step: int,
-    cause: Cause,
-    evidence: Sequence[str],
-    moments: tuple[MemorySample, ...],
-    session: SessionRecord,
-    workers: int,
-    events: Sequence[str] = (),
+    victim: Victim, pid: int, step: int, cause: Cause, evidence: Sequence[str], moments: Moments, remedy: str
 ) -> Death:
-    remedy = remedy_of(cause, victim, workers, moments[-1] if moments else None, session.limits.ray_share)
-    evidence = (*evidence, *_memory_evidence(moments, pid), *events)
-    return Death(time.time(), victim, pid, step, cause, evidence, moments, remedy)
+    """Adds how full memory was at the last sample, and what a dead reader held."""
+    memory, last = [], moments[-1] if moments else None
+    if last is not None and (share := _share_of(last)) is not None:
+        figures = f"({gib(last.killer_used_bytes)} of {gib(last.kills_at_bytes)} GiB) at {format_time(last.time)}"
+        killer = last.killer or "the first killer"
+        memory.append(f"memory stood at {100 * share:.1f} % of where {killer} kills {figures}")
+    if last is not None and pid in last.reader_bytes:
+        memory.append(f"the reader itself held {size_text(last.reader_bytes[pid])}")
+    return Death(time.time(), victim, pid, step, cause, (*evidence, *memory), tuple(moments), remedy)
 
 
 def _counts_for(session: SessionRecord) -> KillCounts:
@@ -314,23 +295,20 @@ def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: fl
         last: the last sample of the run's memory; None without one.
         since, counted_s: from when on kills were counted, for people, and for how many seconds.
     """
-    share = _share_of(last) if last is not None else None
+    share = _share_of(last)
     full = share is not None and share >= _NEARLY_FULL
     likely: Cause = "machine" if last is not None and last.killer == "the machine" else "cgroup"
-    if rise.cgroup:
-        counted = f"the kernel killed {rise.cgroup} process(es) of this cgroup for memory since {since}"
-        if share is not None and not full and counted_s > _AT_ONCE_S:
-            return "unknown", [f"{counted}, when memory was not nearly full: which ones is not known", _NAME_THE_VICTIM]
-        return likely, [f"{counted}: most likely this one", _NAME_THE_VICTIM]
-    if rise.cgroup is None and rise.machine:
-        counted = f"the kernel killed {rise.machine} process(es) of this machine for memory since {since}"
-        if full:
-            return likely, [f"{counted}: memory was nearly full, most likely this one", _NAME_THE_VICTIM]
-        return "unknown", [f"{counted}: which ones is unknown", _NAME_THE_VICTIM]
-    if rise.cgroup == 0 or rise.machine == 0:
-        where = "this cgroup" if rise.cgroup == 0 else "this machine"
+    count, where = (rise.machine, "this machine") if rise.cgroup is None else (rise.cgroup, "this cgroup")
+    if count is None:
+        return "unknown", ["the kernel's counts of kills cannot be read here"]
+    if count == 0:
         return "signal", [f"the kernel counted no kill for memory in {where} since {since}"]
-    return "unknown", ["the kernel's counts of kills cannot be read here"]
+    counted = f"the kernel killed {count} process(es) of {where} for memory since {since}"
+    if rise.cgroup is None and not full:
+        return "unknown", [f"{counted}: which ones is unknown", _NAME_THE_VICTIM]
+    if share is not None and not full and counted_s > _AT_ONCE_S:
+        return "unknown", [f"{counted}, when memory was not nearly full: which ones is not known", _NAME_THE_VICTIM]
+    return likely, [f"{counted}: {'memory was nearly full, ' if full else ''}most likely this one", _NAME_THE_VICTIM]
 
 
 def remedy_of(
@@ -345,22 +323,21 @@ def remedy_of(
     """
     less = "Start it with --resume and a smaller data.regions_in_flight or training.train_batch_size."
     if workers:  # never 0: what readers leak, or hold, the trainer would
-        fewer = f"training.workers={workers - 1} " if workers > 1 else ""
-        what = f"{'fewer readers, ' if fewer else ''}fewer batches ahead"
-        less = (
-            f"Start it with --resume {fewer}training.prefetch_factor=1 ({what}), or a smaller data.regions_in_flight."
-        )
+        keys, what = "training.prefetch_factor=1", "fewer batches ahead"
+        if workers > 1:
+            keys, what = f"training.workers={workers - 1} {keys}", f"fewer readers, {what}"
+        less = f"Start it with --resume {keys} ({what}), or a smaller data.regions_in_flight."
     again = "start again with --resume"
     if victim == "reader":
         again = "the run continues with a new reader"
         less = f"The run continues with a new reader; if it happens again, stop it first. {less}"
     if cause == "ray":
         at = "" if ray_share is None else f" at {100 * ray_share:.0f} % of it"
-        less += f" Ray counts the memory of the whole machine, including other users', and kills{at}"
-        return f"{less} (RAY_memory_usage_threshold)."
+        counts = f"Ray counts the memory of the whole machine, including other users', and kills{at}"
+        return f"{less} {counts} (RAY_memory_usage_threshold)."
     if cause in ("cgroup", "machine"):
         return less
-    if cause in ("signal", "unknown") and last is not None and (_share_of(last) or 0.0) >= _NEARLY_FULL:
+    if cause in ("signal", "unknown") and (_share_of(last) or 0.0) >= _NEARLY_FULL:
         ends = "a container runtime, a scheduler, systemd-oomd or earlyoom ends processes like this"
         return f"memory was nearly used up: {ends}. {less}"
     if cause in ("signal", "restart"):
@@ -368,20 +345,5 @@ def remedy_of(
     return f"{again}; if it happens again, watch it: vesuvius memcheck --watch 2."
 
 
-def _last_minute(moments: Sequence[MemorySample], end: float) -> tuple[MemorySample, ...]:
-    return tuple(moment for moment in moments if end - _LAST_S - _NOTICED_S <= moment.time <= end)
-
-
-def _memory_evidence(moments: Sequence[MemorySample], pid: int = 0) -> list[str]:
-    """How full memory was at the last sample, and what a dead reader held."""
-    if not moments:
-        return []
-    last, lines = moments[-1], []
-    if (share := _share_of(last)) is not None:
-        lines.append(
-            f"memory stood at {100 * share:.1f} % of where {last.killer or 'the first killer'} kills "
-            f"({gib(last.killer_used_bytes)} of {gib(last.kills_at_bytes)} GiB) at {format_time(last.time)}"
-        )
-    if pid in last.reader_bytes:
-        lines.append(f"the reader itself held {size_text(last.reader_bytes[pid])}")
-    return lines
+def _last_minute(moments: Moments, end: float) -> Moments:
+    return [moment for moment in moments if end - _LAST_S - _NOTICED_S <= moment.time <= end]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from vesuvius.monitor.probes.cores import others_text
-from vesuvius.monitor.window import THROTTLED, Knobs, Thresholds, Window
+from vesuvius.monitor.window import THROTTLED, Knobs, Window
 
 Kind = Literal["compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound"]
 Cause = Literal[
@@ -26,6 +26,10 @@ Cause = Literal[
     "too few tasks",
 ]
 
+# Shares of the working time: waiting is fine below the first, computing above the second.
+_WAITS_GOOD, _COMPUTES_GOOD = 0.15, 0.80
+# Bytes a second that a network gives when it is used up: 1 Gbit/s.
+_LINK_BYTES_S = 125e6
 # A reader that is busy for less of the time than this is not what the trainer waits for; one that is busy for more
 # than the latter fills no larger queue either.
 _BUSY, _SATURATED = 0.5, 0.9
@@ -45,9 +49,6 @@ _READERS_PER_CORE = 2
 # Where others use this share of the processors, a trainer with more threads than are left waits in each of its
 # operations for the thread that has none.
 _OTHERS_CROWD = 0.25
-
-
-_GOOD = Thresholds()
 
 
 @dataclass(frozen=True)
@@ -112,42 +113,36 @@ class _Judgement:
         self.w, self.k = window, knobs
 
     def verdict(self) -> Verdict:
-        w, good = self.w, f"of the time (good: below {_percent(_GOOD.data_share_good, 0)})"
-        waits: dict[Kind, float] = {
-            "data-bound": w.data_share,
-            "transfer-bound": w.h2d_share,
-            "host-bound": w.host_share,
-            "comm-bound": w.comm_share,
-        }
-        kind = max(waits, key=lambda name: waits[name])
-        share = _percent(waits[kind])
-        if w.compute_share >= _GOOD.gpu_share_good or waits[kind] <= _GOOD.data_share_good:
+        w = self.w
+        longest = max(w.data_share, w.h2d_share, w.host_share, w.comm_share)
+        if w.compute_share >= _COMPUTES_GOOD or longest <= _WAITS_GOOD:
             return self._compute_bound()
-        match kind:
-            case "transfer-bound":
-                copied = f"{w.delivered_bytes / w.steps / 1e6:.3g} MB a step"
-                return self._nothing_to_try(
-                    f"waited for copies to the device {share} {good}, {copied}",
-                    "nothing to try: voxels travel in their stored dtype; check the GPU's link (nvidia-smi -q)",
-                    kind,
-                )
-            case "host-bound":
-                return self._host_bound(f"the device waited for the host {share} {good}")
-            case "comm-bound":
-                return self._nothing_to_try(
-                    f"waited for other ranks {share} {good}",
-                    "nothing to change here: see the log, below ranks/, of the rank that the step line calls slowest; "
-                    "if all are alike the network is slow, and a larger training.accumulate_steps uses it less",
-                    kind,
-                )
-            case _:
-                return self._data_bound(f"waited for data {share} {good}")
+        share = f"{_percent(longest)} of the time (good: below {_percent(_WAITS_GOOD, 0)})"
+        if longest == w.data_share:
+            return self._data_bound(f"waited for data {share}")
+        if longest == w.host_share:
+            return self._host_bound(f"the device waited for the host {share}")
+        if longest == w.h2d_share:
+            evidence = f"waited for copies to the device {share}, {w.delivered_bytes / w.steps / 1e6:.3g} MB a step"
+            advice = "nothing to try: voxels travel in their stored dtype; check the GPU's link (nvidia-smi -q)"
+            return self._found("transfer-bound", evidence, advice)
+        advice = "nothing to change here: see the log, below ranks/, of the rank that the step line calls slowest; "
+        advice += "if all are alike the network is slow, and a larger training.accumulate_steps uses it less"
+        return self._found("comm-bound", f"waited for other ranks {share}", advice)
 
-    def _try(self, kind: Kind, cause: Cause | None, evidence: str, *overrides: str) -> Verdict:
-        return Verdict(kind, cause, evidence, overrides, f"try {' '.join(overrides)}", self.w)
+    def _found(self, kind: Kind, evidence: str, advice: str, *overrides: str, cause: Cause | None = None) -> Verdict:
+        """Where there are overrides, these are the advice."""
+        return Verdict(kind, cause, evidence, overrides, f"try {' '.join(overrides)}" if overrides else advice, self.w)
 
-    def _nothing_to_try(self, evidence: str, advice: str, kind: Kind, cause: Cause | None = None) -> Verdict:
-        return Verdict(kind, cause, evidence, (), advice, self.w)
+    def _data(self, cause: Cause, evidence: str, advice: str, *overrides: str) -> Verdict:
+        return self._found("data-bound", evidence, advice, *overrides, cause=cause)
+
+    def _more(self, cause: Cause, evidence: str, what: str, override: str) -> Verdict:
+        """More readers or batches ahead, which take memory."""
+        if self.k.memory_is_short:
+            advice = f"more {what} would help, but memory is short; lower data.regions_in_flight first"
+            return self._data(cause, evidence, advice)
+        return self._data(cause, evidence, "", override)
 
     def _compute_bound(self) -> Verdict:
         w, k = self.w, self.k
@@ -162,35 +157,31 @@ class _Judgement:
             for name, part in (("forward", w.forward_s), ("backward", w.backward_s), ("optimizer", w.optimizer_s))
         )
         evidence = (
-            f"computed {_percent(w.compute_share)} of the time (good: above {_percent(_GOOD.gpu_share_good, 0)}; "
+            f"computed {_percent(w.compute_share)} of the time (good: above {_percent(_COMPUTES_GOOD, 0)}; "
             f"{parts}), waited for data {_percent(w.data_share)}"
         )
         if not k.on_gpu:
+            advice = "nothing to change: the device is a CPU"
             left = max(int(w.cores - w.others_cores - (w.reader_cores or 0.0)), 1)
             if w.others_cores >= _OTHERS_CROWD * w.cores and k.threads is not None and k.threads > left:
                 evidence += f", {k.threads} threads of the trainer wait for each other"
                 advice = f"try OMP_NUM_THREADS={left} in the environment, here of a --resume"
-                return self._nothing_to_try(evidence, advice, "compute-bound")
-            return self._nothing_to_try(evidence, "nothing to change: the device is a CPU", "compute-bound")
-        if overrides := self._faster_steps():
-            return self._try("compute-bound", None, evidence, *overrides)
+            return self._found("compute-bound", evidence, advice)
         advice = "nothing to change: the device computes"
         if w.vram_share is not None and w.vram_share < _VRAM_PLENTY:
             advice += f"; {_percent(1 - w.vram_share, 0)} of its memory is free for a larger training.train_batch_size"
-        return self._nothing_to_try(evidence, advice, "compute-bound")
+        return self._found("compute-bound", evidence, advice, *self._faster_steps())
 
     def _faster_steps(self) -> tuple[str, ...]:
         """The next switch that may let a GPU compute faster; none changes what is learned beyond rounding."""
         k = self.k
-        if k.amp == "off":
-            return ("training.amp=auto",)
-        if not k.compile:
-            return ("training.compile=true",)
-        if not k.channels_last:
-            return ("training.channels_last=true",)
-        if not k.cudnn_benchmark and not k.deterministic:
-            return ("training.cudnn_benchmark=true",)
-        return self._larger_micro_batch()
+        off = (
+            ("training.amp=auto", k.amp == "off"),
+            ("training.compile=true", not k.compile),
+            ("training.channels_last=true", not k.channels_last),
+            ("training.cudnn_benchmark=true", not k.cudnn_benchmark and not k.deterministic),
+        )
+        return next(((override,) for override, is_off in off if is_off), None) or self._larger_micro_batch()
 
     def _larger_micro_batch(self) -> tuple[str, ...]:
         """The same effective batch in half as many pieces, where they fit."""
@@ -207,19 +198,10 @@ class _Judgement:
             overrides = ("training.workers=2",)
         elif k.on_gpu:
             overrides = self._larger_micro_batch() if k.compile else ("training.compile=true",)
-        if overrides:
-            return self._try("host-bound", None, evidence, *overrides)
         advice = "nothing to try: no setting reduces the trainer's own work"
         if w.idle_cores is not None and w.idle_cores < 1:
             advice = "nothing to try: no processor is idle; see what else runs on this machine"
-        return self._nothing_to_try(evidence, advice, "host-bound")
-
-    def _no_key_helps(self, cause: Cause, evidence: str, advice: str) -> Verdict:
-        return self._nothing_to_try(evidence, advice, "data-bound", cause)
-
-    def _short_of_memory(self, cause: Cause, evidence: str, what: str) -> Verdict:
-        advice = f"more {what} would help, but memory is short; lower data.regions_in_flight first"
-        return self._no_key_helps(cause, evidence, advice)
+        return self._found("host-bound", evidence, advice, *overrides)
 
     def _data_bound(self, waited: str) -> Verdict:
         w, k = self.w, self.k
@@ -232,14 +214,12 @@ class _Judgement:
                 f"{waited}, though the prefetch was full for {_percent(w.held_up_s / w.working_s)} of it and empty for "
                 f"{w.ran_empty} of {w.batches} batches"
             )
-            if k.memory_is_short:
-                return self._short_of_memory("prefetch too small", evidence, "batches ahead")
             override = f"training.prefetch_factor={2 * k.prefetch_factor}"
-            return self._try("data-bound", "prefetch too small", evidence, override)
+            return self._more("prefetch too small", evidence, "batches ahead", override)
         if w.cut_s > w.starved_s:
             evidence = f"{waited}, cutting patches into batches took {_percent(w.cut_s / w.working_s)}"
             advice = "nothing to try: one thread of the trainer copies patches, and its memory is too slow"
-            return self._no_key_helps("cutting", evidence, advice)
+            return self._data("cutting", evidence, advice)
         return self._readers_too_slow(waited)
 
     def _reader_s(self) -> float:
@@ -254,20 +234,17 @@ class _Judgement:
         """The feeder had nothing to cut: what were the readers doing?"""
         w, k = self.w, self.k
         if w.working_readers is not None and w.working_readers < _WITH_WORK * k.workers:
-            return self._no_key_helps(
-                "too few tasks",
-                f"{waited}, {w.working_readers:.3g} of {k.workers} readers had a task on average",
-                "nothing to try: the samples left are too few tasks; in a new run, a lower data.regions_per_task or "
-                "data.patches_per_region makes more of them",
-            )
+            evidence = f"{waited}, {w.working_readers:.3g} of {k.workers} readers had a task on average"
+            fewer = "a lower data.regions_per_task or data.patches_per_region makes more of them"
+            advice = f"nothing to try: the samples left are too few tasks; in a new run, {fewer}"
+            return self._data("too few tasks", evidence, advice)
         read_s, busy = w.read_s or 0.0, self._readers_busy()
         on_processor = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers
         if k.workers and max(busy, on_processor or 0.0) < _BUSY:
-            return self._no_key_helps(
-                "handing over",
-                f"{waited}, readers busy only {_percent(busy)}",
-                "nothing to try: regions are small compared with what Ray needs to pass one on; see data.region_size",
+            advice = (
+                "nothing to try: regions are small compared with what Ray needs to pass one on; see data.region_size"
             )
+            return self._data("handing over", f"{waited}, readers busy only {_percent(busy)}", advice)
         if read_s > w.decode_s:
             return self._store_too_slow(f"{waited}, readers waited for the store {_percent(read_s / self._reader_s())}")
         evidence = f"{waited}, readers busy {_percent(busy)}"
@@ -275,7 +252,7 @@ class _Judgement:
         if w.read_s is None and waits_for_disk and w.free_cores >= 1:
             evidence += f" but their processors {_percent(on_processor or 0.0)}"
             advice = "nothing to try: the disk is too slow; `vesuvius volume copy` to a faster one"
-            return self._no_key_helps("reading", evidence, advice)
+            return self._data("reading", evidence, advice)
         return self._too_few_cores_or_workers(evidence)
 
     def _too_few_cores_or_workers(self, evidence: str) -> Verdict:
@@ -284,26 +261,21 @@ class _Judgement:
         free = w.free_cores if w.idle_cores is not None else w.free_cores - k.workers - 1
         if w.idle_cores is not None:
             evidence += f", {free:.1f} cores idle"
-        if free >= 1 and k.memory_is_short:
-            return self._short_of_memory("workers too few", evidence, "readers")
         if free >= 1:
             workers = min(k.workers + int(free), 2 * k.workers) if k.workers else 2
-            return self._try("data-bound", "workers too few", evidence, f"training.workers={workers}")
+            return self._more("workers too few", evidence, "readers", f"training.workers={workers}")
         if k.workers > _READERS_PER_CORE * w.cores:
             evidence += f", {k.workers} readers share {w.cores:.3g} processors"
-            return self._try("data-bound", "decoding", evidence, f"training.workers={math.ceil(w.cores)}")
+            return self._data("decoding", evidence, "", f"training.workers={math.ceil(w.cores)}")
         if w.others_cores >= max(w.cores / 4, 1):
             advice = "nothing to try here: other programs use the processors; stop them, or train elsewhere"
-            return self._no_key_helps("decoding", evidence, advice)
+            return self._data("decoding", evidence, advice)
         advice = "nothing to try: no processor is left; a new run with a higher data.patches_per_region decodes less"
-        return self._no_key_helps("decoding", evidence, f"{advice}, a faster codec or more cores help too")
+        return self._data("decoding", evidence, f"{advice}, a faster codec or more cores help too")
 
     def _store_too_slow(self, waited: str) -> Verdict:
-        """Latency, which more requests at once hide, or a link that is used up, which nothing hides.
-
-        What the link gives is not known, so more requests are tried first, up to where no link known to us gains by
-        them.
-        """
+        """Latency, which more requests at once hide, or a link that is used up, which nothing hides.  What it gives is not
+        known, so more requests are tried first, up to where no link known to us gains by them."""
         w, k = self.w, self.k
         rate, count = w.bytes_fetched / w.reading_s, max(w.requests, 1)
         request_s = (w.read_s or 0.0) * k.requests / count
@@ -316,11 +288,11 @@ class _Judgement:
         if retried:
             evidence += f", {_percent(w.retries / count)} of the requests retried"
             requests = k.requests // 2
-        if retried or (rate < _GOOD.link_bytes_s / 2 and k.requests < _REQUESTS_MOST):
-            return self._try("data-bound", "store latency", evidence, f"data.store.requests={requests}")
+        if retried or (rate < _LINK_BYTES_S / 2 and k.requests < _REQUESTS_MOST):
+            return self._data("store latency", evidence, "", f"data.store.requests={requests}")
         copy = "copy the volume to a disk here (`vesuvius volume copy`)"
         advice = copy if k.cached else f"set data.store.cache_dir to a folder on a disk here, or {copy}"
-        return self._no_key_helps("reading", evidence, advice)
+        return self._data("reading", evidence, advice)
 
 
 def _percent(share: float, digits: int = 1) -> str:

@@ -128,12 +128,3 @@ class Knobs:
     cached: bool  # whether `data.store.cache_dir` is set
     threads: int | None = None  # that a trainer on a CPU computes with; None = not known
     memory_is_short: bool = False  # more readers or batches ahead are out of the question
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """What is good; shares of the working time."""
-
-    data_share_good: float = 0.15  # waiting for data, copies or the host is fine below this
-    gpu_share_good: float = 0.80  # computing is fine above this
-    link_bytes_s: float = 125e6  # what a network gives when it is used up; the default is 1 Gbit/s
