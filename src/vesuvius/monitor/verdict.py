@@ -120,12 +120,12 @@ class _Judgement:
         share = f"{_percent(longest)} of the time (good: below {_percent(_WAITS_GOOD, 0)})"
         if longest == w.data_share:
             return self._data_bound(f"waited for data {share}")
-        if longest == w.host_share:
-            return self._host_bound(f"the device waited for the host {share}")
         if longest == w.h2d_share:
             evidence = f"waited for copies to the device {share}, {w.delivered_bytes / w.steps / 1e6:.3g} MB a step"
             advice = "nothing to try: voxels travel in their stored dtype; check the GPU's link (nvidia-smi -q)"
             return self._found("transfer-bound", evidence, advice)
+        if longest == w.host_share:
+            return self._host_bound(f"the device waited for the host {share}")
         advice = "nothing to change here: see the log, below ranks/, of the rank that the step line calls slowest; "
         advice += "if all are alike the network is slow, and a larger training.accumulate_steps uses it less"
         return self._found("comm-bound", f"waited for other ranks {share}", advice)
@@ -241,9 +241,7 @@ class _Judgement:
         read_s, busy = w.read_s or 0.0, self._readers_busy()
         on_processor = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers
         if k.workers and max(busy, on_processor or 0.0) < _BUSY:
-            advice = (
-                "nothing to try: regions are small compared with what Ray needs to pass one on; see data.region_size"
-            )
+            advice = "nothing to try: regions are small for what Ray needs to pass one on; see data.region_size"
             return self._data("handing over", f"{waited}, readers busy only {_percent(busy)}", advice)
         if read_s > w.decode_s:
             return self._store_too_slow(f"{waited}, readers waited for the store {_percent(read_s / self._reader_s())}")
@@ -274,8 +272,8 @@ class _Judgement:
         return self._data("decoding", evidence, f"{advice}, a faster codec or more cores help too")
 
     def _store_too_slow(self, waited: str) -> Verdict:
-        """Latency, which more requests at once hide, or a link that is used up, which nothing hides.  What it gives is not
-        known, so more requests are tried first, up to where no link known to us gains by them."""
+        """Latency, which more requests at once hide, or a link that is used up, which nothing hides.  What a link gives
+        is not known, so more requests are tried first, up to where no link known to us gains by them."""
         w, k = self.w, self.k
         rate, count = w.bytes_fetched / w.reading_s, max(w.requests, 1)
         request_s = (w.read_s or 0.0) * k.requests / count
