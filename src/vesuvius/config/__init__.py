@@ -5,42 +5,19 @@ field carries one line with its meaning and unit; docs/config.md is made from th
 reads files and overrides.
 """
 
-from vesuvius.config.data import (
-    ArrayConfig,
-    AugmentConfig,
-    DataConfig,
-    ForegroundConfig,
-    NormalizeConfig,
-    StoreConfig,
-    ValidationConfig,
-    VolumeConfig,
-)
-from vesuvius.config.diffusion import DiffusionConfig, Prediction, SamplerMethod
-from vesuvius.config.experiment import ClusterConfig, Config, MonitorConfig
-from vesuvius.config.model import ModelConfig
-from vesuvius.config.section import NonNegativeInt, PositiveInt, Section, SizeZYX, Triple
-from vesuvius.config.training import TrainingConfig
-
-__all__ = [
-    "ArrayConfig",
-    "AugmentConfig",
-    "ClusterConfig",
-    "Config",
-    "DataConfig",
-    "DiffusionConfig",
-    "ForegroundConfig",
-    "ModelConfig",
-    "MonitorConfig",
-    "NonNegativeInt",
-    "NormalizeConfig",
-    "PositiveInt",
-    "Prediction",
-    "SamplerMethod",
-    "Section",
-    "SizeZYX",
-    "StoreConfig",
-    "TrainingConfig",
-    "Triple",
-    "ValidationConfig",
-    "VolumeConfig",
-]
+from vesuvius.config.data import ArrayConfig as ArrayConfig
+from vesuvius.config.data import AugmentConfig as AugmentConfig
+from vesuvius.config.data import DataConfig as DataConfig
+from vesuvius.config.data import ForegroundConfig as ForegroundConfig
+from vesuvius.config.data import NormalizeConfig as NormalizeConfig
+from vesuvius.config.data import StoreConfig as StoreConfig
+from vesuvius.config.data import ValidationConfig as ValidationConfig
+from vesuvius.config.data import VolumeConfig as VolumeConfig
+from vesuvius.config.diffusion import DiffusionConfig as DiffusionConfig
+from vesuvius.config.diffusion import Prediction as Prediction
+from vesuvius.config.diffusion import SamplerMethod as SamplerMethod
+from vesuvius.config.experiment import ClusterConfig as ClusterConfig
+from vesuvius.config.experiment import Config as Config
+from vesuvius.config.model import ModelConfig as ModelConfig
+from vesuvius.config.section import Triple as Triple
+from vesuvius.config.training import TrainingConfig as TrainingConfig

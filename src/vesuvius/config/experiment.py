@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field
@@ -14,6 +14,7 @@ from vesuvius.config.section import NonNegativeInt, PositiveInt, Section
 from vesuvius.config.training import TrainingConfig
 
 _LONGEST_NAME = 200  # bytes; a file's name has 255, some of them for an ending
+NEVER = 10**9  # more steps than a run ever has; a period of them never comes round
 Share = Annotated[float, Field(gt=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 HostAndPort = Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")]
@@ -163,3 +164,31 @@ class Config(Section):
                 f"training.warmup_steps must be below epochs x steps_per_epoch; got {self.training.warmup_steps} of "
                 f"{self.horizon_steps}; lower warmup_steps or lengthen the run"
             )
+
+
+# ---- runs that are measured and thrown away, as `tune`, `bench` and `profile` start them
+
+
+def without_listeners(config: Config) -> Config:
+    """Return a config whose records stay in the run directory: nobody else is told of them."""
+    listeners_off = {"tensorboard": False, "prometheus_port": None, "trackers": ()}
+    return config.model_copy(update={"monitor": config.monitor.model_copy(update=listeners_off)})
+
+
+def trial_config(
+    config: Config, name: str, training: Mapping[str, Any], monitor: Mapping[str, Any] | None = None, **keys: Any
+) -> Config:
+    """Return the config of a trial run: it starts afresh, saves nothing and notifies nobody.
+
+    Args:
+        training, monitor: what else differs in these sections.
+        keys: what else differs at the top level.
+
+    Raises:
+        ValidationError: what differs does not fit the rest.
+    """
+    changed = without_listeners(config).model_dump() | {"name": name} | keys
+    changed["training"] |= {"max_hours": None, "resume": "never", "init_from": None, "autotune": "off"}
+    changed["training"] |= {"save_every": NEVER, "keep_every": None, "preview_every": 0} | dict(training)
+    changed["monitor"] |= monitor or {}
+    return Config.model_validate(changed)

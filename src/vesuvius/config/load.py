@@ -8,18 +8,18 @@ Files and lines of wrong values are looked up once something is wrong.  Function
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.config.describe import (
@@ -44,7 +44,6 @@ _PREFIX = "VESUVIUS_"  # of variables; two underscores stand for a dot, a number
 _NO_KEYS = ("VESUVIUS_RUNS",)  # read by `runlog/find_run.py`
 _OF_SERVICES = "_SERVICE_HOST"
 
-_Comment = Callable[[KeyPath, FieldInfo], str | None]
 _Layers = dict[str, str]  # the texts by file: the one that is read, then those that it extends
 _NONE: Mapping[str, str] = {}
 
@@ -88,18 +87,24 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
     return _validated(tree, {source: text}, overrides)
 
 
-def parse_stored(stored: Any, overrides: Sequence[str] = (), source: str = "config") -> Config:
+def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:
     """As `parse_config`, from an earlier `config.model_dump(mode="json")`, which may lack keys that came later.
 
     Keys that this version no longer has are passed over, unless what was trained depends on them.
     """
-    kept = _without_removed(stored, source)
-    diffusion = kept.get("diffusion") if isinstance(kept, dict) else None
-    if isinstance(diffusion, dict) and "schedule" in diffusion:  # the key's name in earlier versions
+    tree: dict[str, Any] = copy.deepcopy(dict(stored))
+    if "schedule" in (diffusion := tree.get("diffusion") or {}):  # the key's name in earlier versions
         diffusion["noise"] = diffusion.pop("schedule")
-    if isinstance(diffusion, dict) and diffusion.get("noise") == "sigmoid":
-        raise _gone(source, "diffusion.noise", "sigmoid")
-    return parse_config(to_yaml(kept), overrides, source)
+    for key in REMOVED:
+        *sections, name = key.split(".")
+        section = functools.reduce(lambda within, step: within.get(step) or {}, sections, tree)
+        value = section.pop(name, TRAINED_WITH.get(key))
+        if key in TRAINED_WITH and value != TRAINED_WITH[key]:
+            raise ConfigError(
+                f"{source} was trained with {key}={show(value)}, which this version no longer has; use the version of "
+                "vesuvius that trained it"
+            )
+    return parse_config(to_yaml(tree), overrides, source)
 
 
 def read_source(path: Path) -> bytes:
@@ -118,31 +123,28 @@ def read_source(path: Path) -> bytes:
 
 def dump_config(config: Config, with_meanings: bool = False) -> str:
     """The whole config, defaults included, as YAML that reads back equal; comments say what the keys mean.  Pure."""
-    return "\n".join(_dump_section(config, lambda _, info: info.description if with_meanings else None)) + "\n"
+    meanings = {key: schema["description"] for key, schema in iter_keys()} if with_meanings else {}
+    return "\n".join(_lines(config.model_dump(mode="json"), meanings)) + "\n"
 
 
 def dump_set_keys(config: Config, comments: Mapping[str, str]) -> str:
     """The keys that were set when the config was made, each with its comment (`data.volumes[].path`).  Pure."""
-    lines = _dump_section(config, lambda path, _: comments.get(dotted(path, index="[]")), only_set=True)
-    return "\n".join(lines) + "\n"
+    return "\n".join(_lines(config.model_dump(mode="json", exclude_unset=True), comments)) + "\n"
 
 
-def _dump_section(section: BaseModel, comment: _Comment, path: KeyPath = (), only_set: bool = False) -> Iterator[str]:
-    for name, info in type(section).model_fields.items():
-        if only_set and name not in section.model_fields_set:  # of a tuned config, whose other keys have no value
-            continue
-        value, key = getattr(section, name), (*path, name)
-        if only_set and isinstance(value, BaseModel) and not value.model_fields_set:
-            continue
-        text = f"  # {said}" if (said := comment(key, info)) else ""
+def _lines(tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        key = prefix + name
+        text = f"  # {comments[key]}" if key in comments else ""
         match value:
-            case BaseModel():
+            case dict():
+                if value:
+                    yield f"{name}:{text}"
+                yield from ("  " + line for line in _lines(value, comments, f"{key}."))
+            case [dict(), *_]:
                 yield f"{name}:{text}"
-                yield from ("  " + line for line in _dump_section(value, comment, key, only_set))
-            case (BaseModel(), *_):
-                yield f"{name}:{text}"
-                for number, item in enumerate(value):
-                    first, *others = _dump_section(item, comment, (*key, number), only_set)
+                for item in value:
+                    first, *others = _lines(item, comments, f"{key}[].")
                     yield f"  - {first}"
                     yield from ("    " + line for line in others)
             case _:
@@ -163,23 +165,6 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in names if name not in _NO_KEYS}
 
 
-def key_of_variable(name: str) -> str:
-    """The key that a variable sets, as in an override: `data.volumes.0.path` of `VESUVIUS_DATA__VOLUMES__0__PATH`.
-
-    Pure.  Raises ConfigError where there is none, with the variable of the nearest key.
-    """
-    steps = tuple(int(part) if part.isdecimal() else part for part in name.removeprefix(_PREFIX).lower().split("__"))
-    known, key = [known for known, _ in iter_keys()], dotted(steps, index="[]")
-    if name.isupper() and key.removesuffix("[]") in known:
-        return dotted(steps)
-    if key in REMOVED:
-        raise ConfigError(f"{dotted(steps)} was removed; {REMOVED[key]}; unset the variable")
-    names = [_PREFIX + key.replace("[]", ".0").replace(".", "__").upper() for key in known]
-    ending = name.upper().replace(_PREFIX, "_", 1)  # of a key whose section was left out
-    near = [each for each in names if each.endswith(ending)] or get_close_matches(name.upper(), names, 1, 0.0)
-    raise ConfigError(f"names no config key; did you mean {near[0]}? unset it if it is not meant for vesuvius")
-
-
 # ---- from files and settings
 
 
@@ -193,32 +178,31 @@ def _tree_of(text: str, source: str) -> dict[str, Any]:
     return tree
 
 
-def _read_layers(path: Path, chain: tuple[Path, ...] = (), named_at: str = "") -> tuple[dict[str, Any], _Layers]:
-    """The values of a file, over those of the file it extends.  Raises ConfigError.
-
-    Args:
-        chain: the files that lead here, the first one first.
-        named_at: where `extends` names this one: "x.yaml:2: extends: ".
-    """
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{named_at}{path}: {error.strerror}; give the path of a YAML config") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: must be UTF-8 text; got byte 0x{error.object[error.start]:02x}") from None
-    tree, layers = _tree_of(text, str(path)), {str(path): text}
-    if "extends" not in tree:
-        return tree, layers
-    name, here = tree.pop("extends"), f"{_place(('extends',), layers)}: extends: "
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise ConfigError(f"{here}must be the path of a YAML config, from this file's folder; got {show(name)}")
-    chain, base = (*chain, path), path.parent / os.path.expanduser(name)
-    if os.path.realpath(base) in map(os.path.realpath, chain):
-        circle = " -> ".join(map(str, (*chain, base)))
-        raise ConfigError(f"{here}files must not extend each other in a circle; got {circle}; remove one")
-    below, more = _read_layers(base, chain, here)
-    return _merged(tree, below), layers | more
+def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
+    """The values of a file, over those of the files that it extends.  Raises ConfigError."""
+    tree: dict[str, Any] = {}
+    layers: _Layers = {}
+    chain, here = [path], ""  # the files that lead to the last one, and the line that names it
+    while True:
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except OSError as error:
+            raise ConfigError(f"{here}{path}: {error.strerror}; give the path of a YAML config") from None
+        except UnicodeDecodeError as error:
+            line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+            raise ConfigError(f"{path}:{line}: must be UTF-8 text; got byte 0x{byte:02x}") from None
+        found, layers[str(path)] = _tree_of(text, str(path)), text
+        if "extends" not in found:
+            return _merged(tree, found), layers
+        name, here = found.pop("extends"), f"{_place(('extends',), {str(path): text})}: extends: "
+        tree = _merged(tree, found)
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise ConfigError(f"{here}must be the path of a YAML config, from this file's folder; got {show(name)}")
+        path = path.parent / os.path.expanduser(name)
+        chain.append(path)
+        if os.path.realpath(path) in map(os.path.realpath, chain[:-1]):
+            circle = " -> ".join(map(str, chain))
+            raise ConfigError(f"{here}files must not extend each other in a circle; got {circle}; remove one")
 
 
 def _merged(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +229,8 @@ def _validated(
 
     for name, value in variables(environment).items():
         with noted(label := f"environment variable {name}"):
-            settings.append((label, _set(tree, key_of_variable(name), value, label)))
+            key = name.removeprefix(_PREFIX).lower().replace("__", ".")
+            settings.append((label, _set(tree, key, value, label)))
     for override in overrides:
         with noted(label := f"override {' '.join(override.split())}"):
             key, equals, value = override.partition("=")
@@ -270,13 +255,11 @@ def _source(path: KeyPath, text: str, layers: _Layers, settings: Sequence[tuple[
     Keys of a section that contradict each other are named in the text.
     """
     named = set(re.findall(r"\w+", text)) if not path or "properties" in schema_at(path) else None
-    of_value = [
-        label
-        for label, key in settings
-        if key == path[: len(key)]
-        or (key[: len(path)] == path and (named is None or named.intersection(key[len(path) or 1 :])))
-    ]
-    return of_value[-1] if of_value else _place(path, layers)
+    for label, key in reversed(settings):
+        within = key[: len(path)] == path and (named is None or named.intersection(key[len(path) or 1 :]))
+        if within or key == path[: len(key)]:
+            return label
+    return _place(path, layers)
 
 
 def _place(path: KeyPath, layers: _Layers) -> str:
@@ -317,24 +300,3 @@ def _set(tree: dict[str, Any], key: str, text: str, label: str) -> KeyPath:
     for holder, step, held in zip(holders[:-1], steps, [*holders[1:-1], value], strict=True):
         holder[step] = held
     return tuple(steps)
-
-
-def _gone(source: str, key: str, value: object) -> ConfigError:
-    return ConfigError(
-        f"{source} was trained with {key}={show(value)}, which this version no longer has; use the version of vesuvius "
-        "that trained it"
-    )
-
-
-def _without_removed(tree: Any, source: str, path: KeyPath = ()) -> Any:
-    """A copy without the keys of `REMOVED`.  Raises ConfigError where what was trained depends on one."""
-    if not isinstance(tree, dict):
-        return tree
-    kept: dict[str, Any] = {}
-    for key, item in tree.items():
-        name = dotted((*path, key))
-        if name in TRAINED_WITH and item != TRAINED_WITH[name]:
-            raise _gone(source, name, item)
-        if name not in REMOVED:
-            kept[key] = _without_removed(item, source, (*path, key))
-    return kept

@@ -5,6 +5,7 @@ Scalars follow the YAML 1.2 core schema: `1e-4` is a number, `off` is text, `010
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -12,7 +13,6 @@ import yaml
 from vesuvius.config.describe import KeyPath, add_core_scalars, dotted
 from vesuvius.errors import ConfigError
 
-_DEEPEST = 20  # levels of nesting; the schema has four, and an alias to its own parent has no end
 _MOST_VALUES = 20_000  # ten lines of nested aliases can stand for billions
 _LONGEST_NUMBER = 1000  # digits
 
@@ -34,42 +34,32 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
     """
     count = 0
 
-    def where(line: int) -> str:
-        return f"{source}:{line + 1}" if has_lines else source
+    def refused(line: int, what: str) -> ConfigError:
+        return ConfigError(f"{source}:{line + 1}: {what}" if has_lines else f"{source}: {what}")
 
     def plain(node: yaml.Node, path: KeyPath) -> Any:
         nonlocal count
         count += 1
-        here = where(node.start_mark.line)
-        if len(path) > _DEEPEST:
-            raise ConfigError(f"{here}: {dotted(path[:3])}...: nested too deeply; does an alias name its own parent?")
+        line = node.start_mark.line
         if count > _MOST_VALUES:
-            raise ConfigError(f"{here}: more than {_MOST_VALUES} values; write out what aliases repeat, or less of it")
+            raise refused(line, f"more than {_MOST_VALUES} values; write out what aliases repeat, or less of it")
         match node:
             case yaml.MappingNode(tag="tag:yaml.org,2002:map"):
-                return section(node, path)
+                found: dict[str, Any] = {}
+                for key, value in node.value:
+                    if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
+                        raise refused(key.start_mark.line, "a key must be plain text on one line")
+                    inner = (*path, key.value)
+                    if key.value in found:
+                        raise refused(key.start_mark.line, f"{dotted(inner)}: the key is set twice; remove one")
+                    found[key.value] = plain(value, inner)
+                return found
             case yaml.SequenceNode(tag="tag:yaml.org,2002:seq"):
                 return [plain(item, (*path, index)) for index, item in enumerate(node.value)]
             case yaml.ScalarNode():
-                try:
+                with suppress(ValueError):  # reported below, as for other kinds of nodes
                     return _scalar(node)
-                except ValueError:
-                    pass  # reported below, as for other kinds of nodes
-        raise ConfigError(
-            f"{here}: {dotted(path)}: cannot be read as {node.tag.rpartition(':')[2]}; write a plain value"
-        )
-
-    def section(node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in node.value:
-            here = where(key.start_mark.line)
-            if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
-                raise ConfigError(f"{here}: a key must be plain text on one line")
-            inner = (*path, key.value)
-            if key.value in found:
-                raise ConfigError(f"{here}: {dotted(inner)}: the key is set twice; remove one")
-            found[key.value] = plain(value, inner)
-        return found
+        raise refused(line, f"{dotted(path)}: cannot be read as {node.tag.rpartition(':')[2]}; write a plain value")
 
     line = 0
     try:
@@ -83,8 +73,8 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
             line = mark.line
         what = f"{error.context}, {error.problem}" if error.context else f"{error.problem}"
     except RecursionError:
-        what = "nested too deeply"
-    raise ConfigError(f"{where(line)}: not valid YAML: {what}")
+        what = "nested too deeply, or an alias names its own parent"
+    raise refused(line, f"not valid YAML: {what}")
 
 
 def line_of(text: str, path: KeyPath) -> tuple[int, int, bool]:

@@ -16,8 +16,8 @@ from typing import Self
 import numpy as np
 
 from vesuvius.config import Config
+from vesuvius.config.experiment import NEVER, trial_config
 from vesuvius.config.load import dump_config
-from vesuvius.config.trial import NEVER, trial_config
 from vesuvius.errors import EXIT_GPU_MEMORY, EXIT_GUARD, one_line
 from vesuvius.experiments.process import Ended, TrialInterrupted, TrialProcess
 from vesuvius.monitor.post_mortem import headline, record_run_death

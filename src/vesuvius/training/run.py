@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from vesuvius.config import Config
+from vesuvius.config.experiment import without_listeners
 from vesuvius.config.load import dump_config
-from vesuvius.config.trial import without_listeners
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, StorageError, VesuviusError, one_line, storage_errors
 from vesuvius.monitor.watchdog import Watchdog

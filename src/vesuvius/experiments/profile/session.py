@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vesuvius.config import Config
-from vesuvius.config.trial import NEVER, trial_config
+from vesuvius.config.experiment import NEVER, trial_config
 from vesuvius.errors import VesuviusError
 from vesuvius.experiments.profile.observer import MOST_STEPS_BESIDE, Observed, Observer
 from vesuvius.experiments.profile.page import build_profile
