@@ -111,30 +111,26 @@ def test_a_place_that_cannot_be_written_or_has_no_locks_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_the_commit_of_a_run_is_that_of_the_repository_that_tracks_the_package(
+def test_the_commit_of_a_run_is_that_of_the_checkout_that_the_package_lies_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One around the environment that the package is installed in is not its own, whatever git's variables say."""
-    monkeypatch.chdir(tmp_path)
+    """A repository around the environment that the package is installed in is not its own, nor is that of a hook."""
+    ours = tmp_path / "ours/src/vesuvius/runlog/environment.py"
+    ours.parent.mkdir(parents=True)
+    ours.write_text("# ours")
 
     def git(*words: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        return subprocess.run(["git", *who, *words], capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-C", str(tmp_path / "ours"), "-c", "user.name=a", "-c", "user.email=a@b.c", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     git("init", "--quiet")
-    Path("theirs.txt").write_text("theirs")
-    git("add", "theirs.txt")
-    git("commit", "--quiet", "-m", "theirs")
-    installed = tmp_path / ".venv/lib/vesuvius/runlog/environment.py"
-    installed.parent.mkdir(parents=True)
-    installed.write_text("# ours")
-    monkeypatch.setattr(environment, "__file__", str(installed))
-    assert environment._commit() is None
-    with monkeypatch.context() as hook:
-        hook.setenv("GIT_DIR", str(Path(".git").absolute()))
-        assert environment._commit() is None
-    git("add", "--force", ".venv")
+    git("add", "src")
     git("commit", "--quiet", "-m", "ours")
-    assert environment._commit() == (commit := git("rev-parse", "HEAD"))
-    installed.write_text("# changed")
+    commit = git("rev-parse", "HEAD")
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "ours/.venv/lib/python3.11/vesuvius/runlog/x.py"))
+    assert environment._commit() is None
+    monkeypatch.setattr(environment, "__file__", str(ours))
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+    assert environment._commit() == commit
+    ours.write_text("# changed")
     assert environment._commit() == f"{commit}+"

@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTH
 from tests.support.small_disk import fill, small_disk
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.records import JsonLines, Record, current_records, read_records, run_starts
-from vesuvius.runlog.trackers import TRACKERS, Scalars, TensorBoard, Tracker, check_trackers
+from vesuvius.runlog.trackers import TRACKERS, TensorBoard, Tracker, check_trackers, known_figures
 
 TAGS = [
     "events/nonfinite/text_summary",
@@ -132,7 +132,7 @@ def write(run: Path, *records: Record) -> None:
     """What one session of a run does."""
     board = TensorBoard(run / "tb", run)
     for record in records:
-        board.write(record)
+        board.write(record, known_figures(record))
     board.close()
 
 
@@ -161,23 +161,48 @@ def test_the_tags_are_those_that_runs_are_compared_by_each_with_the_records_step
     assert (text.step, text.tensor_proto.string_val) == (9, [b'    {"loss": null, "samples": [0, 8]}'])
 
 
+class Kept:
+    """A board that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def write(self, record: Record, figures: object) -> None:
+        self.times.append(record["time"])
+
+    def close(self, exit_code: int) -> None: ...
+
+
 def test_one_system_record_a_minute_is_shown_also_after_the_clock_was_set_back() -> None:
-    scalars = Scalars()
+    board, hour = Kept(), 3600
+    with Tracker("board", lambda: board) as tracker:
+        for first in (1e9, 1e9 - 2 * hour, 1e9 + 2 * hour):
+            for seconds in range(0, 130, 10):
+                tracker.take(SYSTEM | {"time": first + seconds})
+    shown = [seconds - 1e9 for seconds in board.times]
+    assert shown == [0, 60, 120, *(n - 2 * hour for n in (0, 60, 120)), *(n + 2 * hour for n in (0, 60, 120))]
 
-    def taken(first: float, seconds: int) -> list[float]:
-        records = [SYSTEM | {"time": first + s} for s in range(0, seconds, 10)]
-        return [record["time"] - first for record in records if scalars.of(record)]
 
-    assert taken(1e9, 180) == [0.0, 60.0, 120.0]
-    assert taken(1e9 - 7200, 180) == [0.0, 60.0, 120.0], "two hours earlier by the clock"
-    assert taken(1e9 + 7200, 60) == [0.0]
-    assert scalars.of(STEP | {"time": 0.0})
+def test_an_event_file_that_could_not_be_opened_at_first_hides_the_same_steps_later(tmp_path: Path) -> None:
+    write(tmp_path, START, *(step_record(step) for step in range(1, 6)))
+    folder, aside = tmp_path / "tb", tmp_path / "aside"
+    folder.rename(aside)
+    folder.write_text("in the way")
+    board = TensorBoard(folder, tmp_path)
+    with pytest.raises(OSError, match="exists"):
+        board.write(START | {"step": 3}, {})
+    folder.unlink()
+    aside.rename(folder)
+    board.write(step_record(4), known_figures(step_record(4)))
+    board.close()
+    assert [event.step for event in read(folder).Scalars("train/loss")] == [1, 2, 3, 4]
 
 
 def test_a_run_that_is_killed_and_goes_on_shows_each_step_once_as_its_records_do(tmp_path: Path) -> None:
     for first, last in ((0, 7), (4, 9), (8, 10)):
         board = TensorBoard(tmp_path / "tb", tmp_path)
-        metrics = JsonLines(tmp_path / "metrics.jsonl", [board.write])  # never closed: each line is in the file at once
+        show = partial(lambda board, record: board.write(record, known_figures(record)), board)
+        metrics = JsonLines(tmp_path / "metrics.jsonl", [show])  # never closed: each line is in the file at once
         metrics.write("run_start", step=first)
         for step in range(first + 1, last + 1):
             metrics.write("step", step=step, loss=1 / step)

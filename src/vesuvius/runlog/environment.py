@@ -1,4 +1,4 @@
-"""Versions, machine and command line of a session, for `env.json` and for those who compare them."""
+"""Facts of this process and its machine: versions and command line for `env.json`, memory, which start it is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from vesuvius.runlog.redact import redacted
 
@@ -44,21 +46,29 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """The commit of this package, with '+' where files of its checkout differ; None where it is not known.
-
-    A repository counts only if it tracks this file: one may just hold the environment that the package is installed in.
-    """
-    here = Path(__file__).resolve()
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set within a hook
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(here.parent), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, env=variables)
-        return done.stdout.strip()
-
+def boot_id() -> str:
+    """Which start of which machine this is; empty where the system does not tell."""
     try:
-        git("ls-files", "--error-unmatch", here.name)
-        return git("describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*")
+        return Path(psutil.PROCFS_PATH, "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def rss_anon_bytes() -> int | None:
+    """Private memory of this process, without what it shares; None where the system does not tell."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - memory.shared if hasattr(memory, "shared") else None
+
+
+def _commit() -> str | None:
+    """The commit of this package's own checkout, with '+' where files differ; None where it is installed or unknown."""
+    checkout = Path(__file__).resolve().parents[3]
+    if not (repository := checkout / ".git").exists():
+        return None
+    command = ["git", f"--git-dir={repository}", f"--work-tree={checkout}"]  # within a hook, GIT_DIR is of another one
+    command += ["describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout.strip()

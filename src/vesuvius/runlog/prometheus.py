@@ -6,10 +6,10 @@ Base units, counters that only grow within a session, labels with few values.  W
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, start_http_server
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vesuvius.runlog.records import Record
@@ -56,7 +56,7 @@ LATEST = {
 """By name, without `vesuvius_`: kind of the record and place of the figure in it, and what it means."""
 COUNTED = {
     "step_part_seconds_total": ("part", _PARTS, "time in each part; they add up to all steps"),
-    "step_pause_seconds_total": ("pause", ("pause",), "time of pauses, within part other"),
+    "step_pause_seconds_total": ("part", ("pause",), "time of pauses, within part other"),
     "checkpoint_failures_total": ("event", ("save_failed",), "checkpoints not saved"),
     "nonfinite_steps_total": ("event", ("nonfinite",), "steps not applied: loss or gradient not finite"),
     "quarantined_boxes_total": ("event", ("quarantine",), "damaged boxes put in quarantine"),
@@ -84,13 +84,8 @@ class Exporter:
     def __init__(self, where: int | str, name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._run, registry = name, CollectorRegistry()
-        self._latest: dict[str, dict[str, float]] = {}
-        self._counters: dict[tuple[str, str | None], Counter] = {}
-        for metric, (what, values, meaning) in COUNTED.items():
-            several = len(values) > 1
-            counter = Counter(f"vesuvius_{metric}", meaning, ["run", what] if several else ["run"], registry=registry)
-            for value in values:
-                self._counters[what, value] = counter.labels(name, value) if several else counter.labels(name)
+        # By name, by the value of the label; a latest figure that is not known is not there.
+        self._figures = {name: dict.fromkeys(values, 0.0) for name, (_, values, _) in COUNTED.items()}
         times = Histogram("vesuvius_step_seconds", "time of each step", ["run"], registry=registry, buckets=_BUCKETS_S)
         self._step_seconds = times.labels(name)
         registry.register(self)
@@ -119,34 +114,36 @@ class Exporter:
         """Learn from a record of `metrics.jsonl` or `system.jsonl`."""
         kind, event = record["kind"], record.get("event")
         if kind in {"run_start", "step"} or event in {"hung", "recovered"}:
-            self._latest["hung"] = {"": float(event == "hung")}
+            self._figures["hung"] = {"": float(event == "hung")}
         for name, (source, _) in LATEST.items():
             of, place, *below = source.split(".")
             if of == kind and place in record:  # the watchdog's verdict has no figures
-                self._latest[name] = {k: float(v) for k, v in _figures(place, record[place], *below) if v is not None}
-        if kind == "step":
-            if (seconds := record.get("step_s")) is not None:
-                self._step_seconds.observe(seconds)
-            for part in (*_PARTS, "pause"):
-                self._count("pause" if part == "pause" else "part", part, record.get(f"{part}_s"))
-        elif kind == "verdict":
-            self._count("bound", record["bound"])
-        elif event == "guard":
-            self._count("action", record.get("rung"))
-        elif kind == "event":
-            self._count("event", event)
+                self._figures[name] = {k: float(v) for k, v in _latest(place, record[place], *below) if v is not None}
+        match kind:
+            case "step":
+                if (seconds := record.get("step_s")) is not None:
+                    self._step_seconds.observe(seconds)
+                self._count("part", {part: record.get(f"{part}_s") for part in (*_PARTS, "pause")})
+            case "verdict":
+                self._count("bound", {record["bound"]: 1.0})
+            case "event":
+                self._count("event", {event: 1.0})
+                if event == "guard":
+                    self._count("action", {record.get("rung"): 1.0})
 
-    def _count(self, what: str, value: str | None, amount: float | None = 1.0) -> None:
-        if counter := self._counters.get((what, value)):
-            counter.inc(max(amount or 0.0, 0.0))  # a difference of clocks may be below 0
+    def _count(self, what: str, amounts: Mapping[str | None, float | None]) -> None:
+        for name, (counted, values, _) in COUNTED.items():
+            for value in values if counted == what else ():
+                self._figures[name][value] += max(amounts.get(value) or 0.0, 0.0)  # of clocks it may be below 0
 
     def collect(self) -> Iterator[Metric]:
-        """The latest figures, as prometheus_client asks for them; it collects the counters by itself."""
-        for name, (source, meaning) in LATEST.items():
+        """All figures but the histogram's, as prometheus_client asks for them."""
+        labels = {name: (label_of(source), meaning) for name, (source, meaning) in LATEST.items()}
+        labels |= {name: (what if len(values) > 1 else None, text) for name, (what, values, text) in COUNTED.items()}
+        for name, (label, meaning) in labels.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            label = label_of(source)
             metric = family(f"vesuvius_{name}", meaning, labels=["run", label] if label else ["run"])
-            for value, figure in self._latest.get(name, {}).items():
+            for value, figure in self._figures.get(name, {}).items():
                 metric.add_metric([self._run, value] if label else [self._run], figure)
             yield metric
 
@@ -156,7 +153,7 @@ def label_of(source: str) -> str | None:
     return {"gpus": "gpu", "weights": "weights"}.get(source.split(".")[1])
 
 
-def _figures(place: str, found: Any, *below: str) -> Iterator[tuple[str, float | None]]:
+def _latest(place: str, found: Any, *below: str) -> Iterator[tuple[str, float | None]]:
     """By the value of the label: of [min, mean, max] in a window the most, of a GPU the mean."""
     match place:
         case "gpus":

@@ -11,8 +11,6 @@ import json
 import logging
 import math
 import os
-import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from vesuvius.runlog.files import AppendFile
+from vesuvius.runlog.files import AppendFile, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +29,7 @@ Record = dict[str, Any]
 T = TypeVar("T")
 
 ROTATE_BYTES = 4 * 2**20
-_RUN_START, _VALIDATION, _PREVIEW = "run_start", "validation", "preview"
-_START = f'"{_RUN_START}"'.encode()
+_START = "run_start"
 
 
 class JsonLines:
@@ -56,7 +53,7 @@ class JsonLines:
 
         Listeners hear it first: the disk may be what hangs.
         """
-        record = make_record(kind, **figures)
+        record: Record = finite({"kind": kind, "time": time.time(), **figures})
         try:
             self.share(record)
         finally:
@@ -122,38 +119,17 @@ class RotatedFile:
             self._file.close()
             self._file = file
             for part in _parts(self._path).values():
-                _compress(part)
+                if part.suffix != ".gz":
+                    write_whole(part.with_name(f"{part.name}.gz"), gzip.compress(part.read_bytes(), compresslevel=6))
+                part.with_name(part.name.removesuffix(".gz")).unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s must be writable to compress it; got %s; free some space", self._path, error)
 
 
 def _parts(path: Path) -> dict[int, Path]:
     """The files before the present one, by number; the compressed one where a kill has left both."""
-    name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}(\.gz)?")
-    found = sorted(path.parent.glob(f"{path.stem}.*{path.suffix}*"))
-    return {int(match[1]): part for part in found if (match := name.fullmatch(part.name))}
-
-
-def _compress(part: Path) -> None:
-    """Make a file `<name>.gz` of it, under another name until it is whole."""
-    if part.suffix == ".gz":
-        part.with_suffix("").unlink(missing_ok=True)
-        return
-    partial = part.with_name(f".{part.name}.partial")
-    try:
-        with part.open("rb") as plain, gzip.open(partial, "wb", compresslevel=6) as packed:
-            shutil.copyfileobj(plain, packed)
-    except OSError:
-        partial.unlink()  # what is left of the disk is for the records themselves
-        raise
-    partial.rename(part.with_name(part.name + ".gz"))
-    part.unlink()
-
-
-def make_record(kind: str, **figures: Any) -> Record:
-    """A record as it is written: with its kind and the time (seconds since 1970), and null for what is not finite."""
-    record: Record = finite({"kind": kind, "time": time.time(), **figures})
-    return record
+    found = sorted(path.parent.glob(f"{path.stem}.{'[0-9]' * 6}{path.suffix}*"))
+    return {int(part.name.removeprefix(f"{path.stem}.")[:6]): part for part in found}
 
 
 def iter_records(path: Path) -> Iterator[Record]:
@@ -193,7 +169,7 @@ def parsed(text: str | bytes) -> Record | None:
 def run_starts(path: Path) -> list[Record]:
     """The `run_start` of each session, in order.  Reads the file but parses little of it."""
     with path.open("rb") as lines:
-        return [record for record in records_in(line for line in lines if _START in line) if _begins(record)]
+        return [record for record in records_in(line for line in lines if _START.encode() in line) if _begins(record)]
 
 
 def current_records(records: Iterable[Record], starts: Sequence[Record]) -> Iterator[Record]:
@@ -209,7 +185,11 @@ def current_records(records: Iterable[Record], starts: Sequence[Record]) -> Iter
     bounds: list[dict[str, float]] = [{}]
     for start in reversed(starts):
         later, step = bounds[-1], start["step"]
-        known = {_VALIDATION: start.get("validated_step", step), _PREVIEW: start.get("previewed_step", step), "": step}
+        known = {
+            "validation": start.get("validated_step", step),
+            "preview": start.get("previewed_step", step),
+            "": step,
+        }
         bounds.append({kind: min(last, later.get(kind, math.inf)) for kind, last in known.items()})
     bounds.reverse()
     begun = 0
@@ -224,7 +204,7 @@ def current_records(records: Iterable[Record], starts: Sequence[Record]) -> Iter
 
 
 def _begins(record: Record) -> bool:
-    return record.get("kind") == _RUN_START and isinstance(record.get("step"), int)
+    return record.get("kind") == _START and isinstance(record.get("step"), int)
 
 
 def finite(value: Any) -> Any:
@@ -266,13 +246,8 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-@cache
-def _origin(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    return get_origin(hint), get_args(hint)
-
-
 def _typed(hint: Any, value: Any) -> Any:
-    origin, arguments = _origin(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:  # X | None
         return None if value is None else _typed(next(kind for kind in arguments if kind is not NoneType), value)
     if origin is Literal:

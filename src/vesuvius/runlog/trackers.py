@@ -14,8 +14,7 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,13 +34,13 @@ _TIMES = ("step", "data", "h2d", "gpu", "forward", "backward", "optimizer", "oth
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 _CLOSE_S = 30.0
 _FLUSH_S = 10
-_PARAMS_A_CALL = 100  # MLflow takes no more
 
 
 class Board(Protocol):
     """Where figures go.  Its methods may wait for a disk or a server, and raise what the package raises."""
 
-    def write(self, record: Record) -> object: ...
+    def write(self, record: Record, figures: Mapping[str, float]) -> object:
+        """Take a record; `figures`: what is known of it, by tag."""
 
     def close(self, exit_code: int) -> object: ...
 
@@ -58,6 +57,8 @@ def check_trackers(names: Sequence[str]) -> None:
 class Tracker:
     """Hands records to a board on a thread of its own.  A context manager, which gives it 30 seconds at the end.
 
+    The monitor's records come every ten seconds, more than a month's curve needs: one a minute is taken.
+
     Args:
         name: of the board, for messages.
         begin: makes the board, on the thread.
@@ -67,6 +68,7 @@ class Tracker:
         self._name, self._close_s = name, close_s
         self._exit_code = 1  # a run that was killed has no end
         self._failed = False
+        self._due = 0.0
         self._board: Board | None = None
         self._calls = DelayedWrites(name, self._say_failed)
 
@@ -87,7 +89,11 @@ class Tracker:
         """Hand a record on.  Returns at once and raises nothing."""
         if record["kind"] == "run_end":
             self._exit_code = record.get("exit_code", 1)
-        if not self._calls.later(lambda: self._board and self._board.write(record)):
+        if record["kind"] == "system":
+            if 0 < self._due - record["time"] <= _SYSTEM_EVERY_S:  # more than that: the clock was set back
+                return
+            self._due = record["time"] + _SYSTEM_EVERY_S
+        if not self._calls.later(lambda: self._board and self._board.write(record, known_figures(record))):
             self._say_failed()
 
     def _say_failed(self) -> None:
@@ -105,8 +111,6 @@ class Tracker:
 class TensorBoard:
     """The event file of one session, in `tb/` of the run.
 
-    Everything follows from the records and the pictures that they name.
-
     Args:
         directory: where event files lie; made with the first record.
         run: the run directory, which pictures are named relative to.
@@ -115,20 +119,18 @@ class TensorBoard:
     def __init__(self, directory: Path, run: Path) -> None:
         self._directory, self._run = directory, run
         self._writer: SummaryWriter | None = None
-        self._scalars = Scalars()
+        self._purge_step: int | None = None  # from there on, the first file hides what earlier sessions wrote
 
-    def write(self, record: Record) -> None:
-        """Write the events of one record, at its own time and step.  Raises OSError.
-
-        The first `run_start` hides what earlier sessions wrote beyond the step that it goes on from.
-        """
+    def write(self, record: Record, figures: Mapping[str, float]) -> None:
+        """Write the events of one record, at its own time and step.  Raises OSError."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            purge_step = record["step"] + 1 if record["kind"] == "run_start" else None
-            self._writer = SummaryWriter(self._directory, purge_step=purge_step, flush_secs=_FLUSH_S)
+            if record["kind"] == "run_start":
+                self._purge_step = record["step"] + 1
+            self._writer = SummaryWriter(self._directory, purge_step=self._purge_step, flush_secs=_FLUSH_S)
         writer, at = self._writer, {"global_step": record.get("step") or 0, "walltime": record["time"]}
-        for tag, value in self._scalars.of(record).items():
+        for tag, value in figures.items():
             writer.add_scalar(tag, value, **at)
         if record["kind"] == "event":
             fields = {key: value for key, value in record.items() if key not in {"kind", "time", "event", "step"}}
@@ -155,11 +157,13 @@ class Wandb:
     """A run of Weights & Biases, the same in each session."""
 
     def __init__(self, run: str, directory: Path, settings: Mapping[str, Any]) -> None:
-        self._scalars = Scalars()
+        kept = directory / "wandb_id"
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex[:12])
         self._run = importlib.import_module("wandb").init(
             project=os.environ.get("WANDB_PROJECT", "vesuvius"),
             name=run,
-            id=_kept_id(directory / "wandb_id", lambda: uuid.uuid4().hex[:12]),
+            id=kept.read_text().strip(),
             resume="allow",
             dir=str(directory),
             config=dict(settings),
@@ -167,8 +171,8 @@ class Wandb:
         )
         self._run.define_metric("*", step_metric="step")  # its own must not fall, and after a resume ours does
 
-    def write(self, record: Record) -> None:
-        if figures := self._scalars.of(record):
+    def write(self, record: Record, figures: Mapping[str, float]) -> None:
+        if figures:
             self._run.log({"step": record.get("step") or 0, **figures})
 
     def close(self, exit_code: int) -> None:
@@ -179,34 +183,24 @@ class Mlflow:
     """A run of MLflow, the same in each session."""
 
     def __init__(self, run: str, directory: Path, settings: Mapping[str, Any]) -> None:
-        self._scalars = Scalars()
-        self._entities = entities = importlib.import_module("mlflow.entities")
-        folder = (directory / "mlruns").resolve().as_uri()
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else version 3 refuses a folder
-        tracking = importlib.import_module("mlflow.tracking")
-        self._client = client = tracking.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or folder)
+        os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", "vesuvius")
+        self._mlflow = mlflow = importlib.import_module("mlflow")
+        folder = (directory / "mlruns").resolve().as_uri()
+        mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or folder)
+        kept = directory / "mlflow_id"
+        if kept.exists():
+            mlflow.start_run(run_id=kept.read_text().strip())
+        else:
+            kept.write_text(mlflow.start_run(run_name=run).info.run_id)
+            mlflow.log_params(settings)
 
-        def create() -> str:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "vesuvius")
-            known = client.get_experiment_by_name(name)
-            experiment = known.experiment_id if known else client.create_experiment(name)
-            created: str = client.create_run(experiment, tags={"mlflow.runName": run}).info.run_id
-            params = [entities.Param(key, str(value)[:500]) for key, value in settings.items()]
-            for first in range(0, len(params), _PARAMS_A_CALL):
-                client.log_batch(created, params=params[first : first + _PARAMS_A_CALL])
-            return created
-
-        self._run_id = _kept_id(directory / "mlflow_id", create)
-        client.update_run(self._run_id, status="RUNNING")
-
-    def write(self, record: Record) -> None:
-        if figures := self._scalars.of(record):
-            at_ms, step = int(1000 * record["time"]), record.get("step") or 0
-            metrics = [self._entities.Metric(tag, value, at_ms, step) for tag, value in figures.items()]
-            self._client.log_batch(self._run_id, metrics=metrics)
+    def write(self, record: Record, figures: Mapping[str, float]) -> None:
+        if figures:
+            self._mlflow.log_metrics(figures, step=record.get("step") or 0, timestamp=int(1000 * record["time"]))
 
     def close(self, exit_code: int) -> None:
-        self._client.set_terminated(self._run_id, "FAILED" if exit_code else "FINISHED")
+        self._mlflow.end_run("FAILED" if exit_code else "FINISHED")
 
 
 TRACKERS: dict[str, Callable[[str, Path, Mapping[str, Any]], Board]] = {"wandb": Wandb, "mlflow": Mlflow}
@@ -214,74 +208,43 @@ TRACKERS: dict[str, Callable[[str, Path, Mapping[str, Any]], Board]] = {"wandb":
 run and what it writes offline, and its settings by their keys."""
 
 
-def _kept_id(path: Path, make: Callable[[], str]) -> str:
-    """By what the tracker knows this run, in later sessions too."""
-    with suppress(FileNotFoundError):
-        return path.read_text().strip()
-    made = make()
-    path.write_text(made + "\n")
-    return made
+def known_figures(record: Record) -> dict[str, float]:
+    """What is known, by tags that never change: runs are compared by them."""
+    return {tag: value for tag, value in _figures(record) if value is not None}
 
 
-class Scalars:
-    """Figures of one record after the other, under tags that never change: runs are compared by them.
-
-    The monitor's records come every ten seconds, more than a month's curve needs: one a minute is taken.
-    """
-
-    def __init__(self) -> None:
-        self._due = 0.0
-
-    def of(self, record: Record) -> dict[str, float]:
-        """Tag -> figure; what is not known is left out, and so is a record that is not shown."""
-        if record["kind"] == "run_start":
-            self._due = 0.0
-        if record["kind"] == "system":
-            # More than that before it is due: the clock was set back.
-            if 0 < self._due - record["time"] <= _SYSTEM_EVERY_S:
-                return {}
-            self._due = record["time"] + _SYSTEM_EVERY_S
-        return {tag: value for tag, value in _table(record).items() if value is not None}
-
-
-def _table(record: Record) -> dict[str, float | None]:
-    """The table: tag -> figure of a record, None where it is not known."""
+def _figures(record: Record) -> Iterator[tuple[str, float | None]]:
+    """Tag and figure of what a record says, None where it is not known."""
     get = record.get
     match record["kind"]:
         case "step":
-            return {
-                **{f"train/{name}": get(name) for name in ("loss", "grad_norm", "lr")},
-                **{f"time/{name}_s": get(f"{name}_s") for name in _TIMES},
-                "time/comm_s": get("comm_s") or None,
-                "time/samples_per_s": _quotient(get("samples"), get("step_s")),
-                "time/mfu": get("mfu"),
-                "memory/ram_gib": _gib(get("ram_used_bytes")),
-                "memory/vram_gib": _gib(get("vram_used_bytes")),
-                "memory/worker_max_gib": _gib(get("worker_max_bytes")),
-            }
+            yield from ((f"train/{name}", get(name)) for name in ("loss", "grad_norm", "lr"))
+            yield from ((f"time/{name}_s", get(f"{name}_s")) for name in _TIMES)
+            yield "time/comm_s", get("comm_s") or None
+            yield "time/samples_per_s", _quotient(get("samples"), get("step_s"))
+            yield "time/mfu", get("mfu")
+            yield "memory/ram_gib", _gib(get("ram_used_bytes"))
+            yield "memory/vram_gib", _gib(get("vram_used_bytes"))
+            yield "memory/worker_max_gib", _gib(get("worker_max_bytes"))
         case "validation":
-            found: dict[str, float | None] = {}
-            for name, figures in record["weights"].items():
-                found[f"validation/loss_{name}"] = figures["loss"]
-                found[f"validation/relative_error_{name}"] = figures.get("relative_error")
-                found |= {f"validation/{name}_bin_{number}": loss for number, loss in enumerate(figures["bins"])}
-            return found
+            for name, of_weights in record["weights"].items():
+                yield f"validation/loss_{name}", of_weights["loss"]
+                yield f"validation/relative_error_{name}", of_weights.get("relative_error")
+                yield from ((f"validation/{name}_bin_{n}", loss) for n, loss in enumerate(of_weights["bins"]))
         case "preview":
-            distances = "histogram_distance", "spectrum_distance_db", "correlation_distance"
-            return {f"preview/{name}": get(name) for name in distances}
+            for name in ("histogram_distance", "spectrum_distance_db", "correlation_distance"):
+                yield f"preview/{name}", get(name)
         case "system":  # the most in its window for memory, the mean for what was busy
-            vram, gpus = get("vram") or {}, get("gpus") or []
-            return {
-                "system/ram_gib": _gib(get("used_bytes")),
-                "system/trainer_gib": _gib(get("trainer_bytes")),
-                "system/store_gib": _gib(get("shared_bytes")),
-                "system/reader_max_gib": _gib(max((get("readers") or {}).values(), default=None)),
-                "system/vram_reserved_gib": _gib(vram.get("reserved_bytes")),
-                "system/vram_peak_gib": _gib(vram.get("peak_bytes")),
-                "system/cores_busy": get("cores_busy"),
-                **{f"system/gpu_{gpu['index']}_busy": gpu["busy"][1] if gpu.get("busy") else None for gpu in gpus},
-            }
-    return {}
+            vram = get("vram") or {}
+            yield "system/ram_gib", _gib(get("used_bytes"))
+            yield "system/trainer_gib", _gib(get("trainer_bytes"))
+            yield "system/store_gib", _gib(get("shared_bytes"))
+            yield "system/reader_max_gib", _gib(max((get("readers") or {}).values(), default=None))
+            yield "system/vram_reserved_gib", _gib(vram.get("reserved_bytes"))
+            yield "system/vram_peak_gib", _gib(vram.get("peak_bytes"))
+            yield "system/cores_busy", get("cores_busy")
+            for gpu in get("gpus") or []:
+                yield f"system/gpu_{gpu['index']}_busy", gpu["busy"][1] if gpu.get("busy") else None
 
 
 def _gib(found: Any) -> float | None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
-from vesuvius.runlog.proc import rss_anon_bytes
+from vesuvius.runlog.environment import rss_anon_bytes
 from vesuvius.stream.reading.notes import crashed_chunks, open_note
 from vesuvius.stream.reading.quarantine import DamagedBox, record_of
 from vesuvius.stream.reading.reader_figures import BlockReport, ReaderTotals
