@@ -35,7 +35,7 @@ from vesuvius.monitor.post_mortem import (
 )
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session
-from vesuvius.runlog.environment import boot_id
+from vesuvius.runlog.files import boot_id
 from vesuvius.runlog.units import GIB
 
 LIMIT_BYTES = 48 * 2**20

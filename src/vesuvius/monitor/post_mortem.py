@@ -21,7 +21,7 @@ from vesuvius.monitor.probes.system_sample import read_machine
 from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.run_files import Tail
 from vesuvius.monitor.session import SessionRecord, is_alive, pid_namespace, read_session
-from vesuvius.runlog.environment import boot_id
+from vesuvius.runlog.files import boot_id
 from vesuvius.runlog.records import JsonLines, read_plain
 from vesuvius.runlog.units import format_time, gib, size_text
 

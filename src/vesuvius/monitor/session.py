@@ -17,8 +17,7 @@ from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.probes.cgroup import read_cgroup
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.probes.system_sample import read_machine
-from vesuvius.runlog.environment import boot_id
-from vesuvius.runlog.files import write_whole
+from vesuvius.runlog.files import boot_id, write_whole
 from vesuvius.runlog.records import from_plain
 
 # The kernel counts starts in ticks of 10 ms; two that are nearer than this are the same.

@@ -1,4 +1,4 @@
-"""Facts of this process and its machine: versions and command line for `env.json`, memory, which start it is."""
+"""Versions, machine and command line of a session, for `env.json` and for those who compare them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from vesuvius.runlog.redact import redacted
 
@@ -44,20 +42,6 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def boot_id() -> str:
-    """Which start of which machine this is; empty where the system does not tell."""
-    try:
-        return Path(psutil.PROCFS_PATH, "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def rss_anon_bytes() -> int | None:
-    """Private memory of this process, without what it shares; None where the system does not tell."""
-    memory = psutil.Process().memory_info()
-    return memory.rss - memory.shared if hasattr(memory, "shared") else None
 
 
 def _commit() -> str | None:

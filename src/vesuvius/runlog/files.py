@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from vesuvius.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -242,3 +244,11 @@ def nearest_existing(path: Path) -> Path:
 def free_disk_bytes(path: Path) -> int:
     """Free bytes of the disk that a path lies on, or will.  Raises OSError."""
     return shutil.disk_usage(nearest_existing(path)).free
+
+
+def boot_id() -> str:
+    """Which start of which machine this is; empty where the system does not tell."""
+    try:
+        return Path(psutil.PROCFS_PATH, "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
-from vesuvius.runlog.environment import rss_anon_bytes
 from vesuvius.stream.reading.notes import crashed_chunks, open_note
 from vesuvius.stream.reading.quarantine import DamagedBox, record_of
 from vesuvius.stream.reading.reader_figures import BlockReport, ReaderTotals
@@ -284,7 +284,7 @@ class Reader:
             node=socket.gethostname() if self._actor else "",
             actor=self._actor,
             began=self._began,
-            rss_anon_bytes=rss_anon_bytes(),
+            rss_anon_bytes=_rss_anon_bytes(),
             done=self._reported.plus(before, sign=-1),
             quarantined=found,
             nonfinite=[bad for volume in self._opened if (bad := volume.nonfinite)],
@@ -364,3 +364,9 @@ def _decoded_bytes(volume: Volume, box: Box) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _rss_anon_bytes() -> int | None:
+    """Private memory of this process, without what it shares; None where the system does not tell."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - memory.shared if hasattr(memory, "shared") else None
