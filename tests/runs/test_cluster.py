@@ -22,8 +22,8 @@ from vesuvius.stream.reading.notes import read_notes
 EAGER = """
 import sys
 from vesuvius.commands import train
-from vesuvius.launch.ray import command
-command._GROW_EVERY_S = 5.0
+from vesuvius.launch import ray_train
+ray_train._GROW_EVERY_S = 5.0
 sys.exit(train.main(sys.argv[1:]))
 """
 
@@ -32,7 +32,7 @@ sys.exit(train.main(sys.argv[1:]))
 RECORDS = """
 import hashlib, json, os, sys
 from vesuvius.commands import train
-from vesuvius.launch.ray import command
+from vesuvius.launch import ray_train
 def record():
     from vesuvius.stream.ray import blocks
     from vesuvius.stream.stream import PatchStream
@@ -44,12 +44,12 @@ def record():
                 file.write(json.dumps([int(index), hashlib.sha256(patch.tobytes()).hexdigest()]) + "\\n")
         return batch
     PatchStream.__next__ = recording_next
-arguments, run_rank = sys.argv, command.run_rank
+arguments, run_rank = sys.argv, ray_train.run_rank
 def recording_rank(job):
     sys.argv = arguments
     record()
     return run_rank(job)
-command.run_rank = recording_rank
+ray_train.run_rank = recording_rank
 record()
 sys.exit(train.main(sys.argv[1:]))
 """

@@ -19,7 +19,7 @@ from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import WriteConfig, vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError
-from vesuvius.launch.rank import train_as_rank
+from vesuvius.launch.launch import train_as_rank
 from vesuvius.runlog import files
 from vesuvius.runlog import run_dir as run_dirs
 from vesuvius.runlog.records import current_records, read_records, run_starts
@@ -217,36 +217,21 @@ def assert_trained_as_one_rank(tiny_config: WriteConfig, tmp_path: Path, run: Pa
     assert relative(steps, steps_of(tmp_path / "runs/whole")) < 1e-5
 
 
-# What a worker of Ray Train does, with a mailbox in its own process.
+# What a worker of Ray Train does.
 AS_RAY_TRAIN = """
-import os, sys, threading, time
+import os, sys, time
 from pathlib import Path
-from types import SimpleNamespace
-import ray
 from vesuvius.config.load import read_config
 from vesuvius.training.request import Request
-from vesuvius.launch.ray import worker
+from vesuvius.launch import ray_train
 from vesuvius.training.ranks import ranks
 
 ranks._CAUSE_S = ranks._LEAVE_S = 1.0
-mailbox = worker.Mailbox()
-if "--again" in sys.argv:
-    mailbox.start(0)
-
-def ask():
-    while not Path("stop").exists():
-        time.sleep(0.02)
-    mailbox.ask(75, "SIGTERM")
-
-class Actor:
-    def __getattr__(self, name):
-        return SimpleNamespace(remote=getattr(mailbox, name))
-
-threading.Thread(target=ask, daemon=True).start()
-worker.ray = SimpleNamespace(get=lambda value, timeout=None: value, exceptions=ray.exceptions)
-path = Path(sys.argv[2])
-job = worker.Job(Request(read_config(path), path, False), os.getcwd(), time.time(), Actor())
-sys.exit(worker.run_rank({"job": job})[0])
+path, place = Path(sys.argv[2]), Path("notes").absolute()
+place.mkdir(exist_ok=True)
+request = Request(read_config(path), path, False)
+job = {"request": request, "place": place, "directory": os.getcwd(), "began": time.time()}
+sys.exit(ray_train.run_rank(job)[0])
 """
 
 
@@ -265,9 +250,9 @@ def test_ranks_that_have_lost_one_end_go_on_from_the_last_checkpoint_and_stop_wh
         assert "RankLostError" in output_of(tmp_path, 1)
     saved = step_of(list_checkpoints(run / "checkpoints")[-1])
     assert saved >= 4
-    with started_ranks(config, tmp_path, 2, "--again", program=program) as ranks:
+    with started_ranks(config, tmp_path, 2, program=program) as ranks:
         wait_for_step(run, saved + 3, ranks)
-        (tmp_path / "stop").touch()
+        (tmp_path / "notes/stop.json").write_text('[75, "SIGTERM"]')
         assert ends_of(ranks) == [75, 75], output_of(tmp_path, 2)
     log = (run / "logs/train_full.log").read_text()
     assert f"continuing from runs/killed/checkpoints/step_{saved:08d}" in log

@@ -43,7 +43,7 @@ _PRELOADED = (
     "vesuvius.stream.ray.session",
     "vesuvius.training.run",
     "vesuvius.commands.train",
-    "vesuvius.launch.ray.command",
+    "vesuvius.launch.ray_train",
     "vesuvius.commands.sample",
     "vesuvius.commands.memcheck",
     "vesuvius.commands.volume",

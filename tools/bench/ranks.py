@@ -52,7 +52,7 @@ from vesuvius.training.step.step import TrainStep, build_network
 
 CPU = torch.device("cpu")
 _NODE_GPUS, _COMPUTE_S = 8, 8.0
-_ACTORS = 8  # beside the ranks: our mailbox, Ray Train's controller and its helpers
+_ACTORS = 8  # beside the ranks: Ray Train's controller and its helpers
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _compute(step: TrainStep, config: Config) -> None:
 
 _WAYS = {
     "in the process": "from vesuvius.launch.launch import launch",
-    "through Ray Train": "from vesuvius.launch.ray.command import train_with_ray as launch",
+    "through Ray Train": "from vesuvius.launch.ray_train import train_with_ray as launch",
 }
 _ONE_RANK = """
 import sys

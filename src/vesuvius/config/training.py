@@ -18,7 +18,8 @@ class TrainingConfig(Section):
         1, description="micro-batches per optimizer step; effective batch = train_batch_size x accumulate_steps x ranks"
     )
     ranks: PositiveInt | Literal["auto"] = Field(
-        1, description="trainer processes, one GPU each; auto = as many as there are GPUs, or as torchrun has started"
+        1,
+        description="trainer processes, one GPU each; auto = one for each GPU of this machine, or as torchrun started",
     )
     workers: NonNegativeInt = Field(2, description="Ray reader processes per rank; 0 reads in the trainer, without Ray")
     prefetch_factor: PositiveInt = Field(

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import yaml
 
 from vesuvius.config import Config
+from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.ranks.part import launched_ranks
 from vesuvius.training.request import Request
+
+if TYPE_CHECKING:
+    from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -23,40 +28,63 @@ def launch(request: Request) -> int:
     launched = launched_ranks()
     request = with_number_of_ranks(request, launched)
     if launched is None and request.config.training.ranks != 1:
-        from vesuvius.launch.ray.command import train_with_ray
+        from vesuvius.launch.ray_train import train_with_ray
 
         return train_with_ray(request)
-    from vesuvius.launch.rank import train_as_rank
-
     return train_as_rank(request)
 
 
+def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
+    """Train as the rank that the environment says this process is, the only one without it, and return its exit code.
+
+    Args:
+        stop: a request that this process already listens to.
+    """
+    import torch
+
+    from vesuvius.training.ranks.ranks import open_ranks
+    from vesuvius.training.run import train
+
+    several = launched_ranks() not in (None, 1)  # a single one asks later, when Ctrl-C ends a driver that hangs
+    device_type = "cuda" if several and torch.cuda.is_available() else "cpu"
+    with open_ranks(device_type, 60 * request.config.cluster.rank_timeout_minutes) as ranks:
+        try:
+            exit_code = train(request, ranks=ranks, stop=stop)
+        except Exception as error:
+            cause = ranks.explain(error)  # also of the first collectives, and of those of the last checkpoint
+            ranks.fail(cause)
+            ranks.finish(cause.exit_code if isinstance(cause, VesuviusError) else EXIT_ERROR)
+            if cause is error:
+                raise
+            raise cause from error
+        ranks.finish(exit_code)
+    return exit_code
+
+
 def with_number_of_ranks(request: Request, launched: int | None) -> Request:
-    """Put a number in the place of `training.ranks: auto`.
+    """Put a number in the place of `training.ranks: auto`; `launched` ranks has torchrun started, None = none.
 
     A run that is resumed keeps the number that it began with, and with it the effective batch, whatever the number of
     ranks that are at work now.
 
-    Args:
-        launched: ranks that torchrun has started; None = none.
+    Raises:
+        ConfigError: the ranks are to run on a cluster, whose GPUs are not counted.
     """
     config = request.config
     if config.training.ranks != "auto":
         return request
-    count = (_ranks_so_far(config) if request.resume else None) or launched or _gpus(config)
-    log.info("training.ranks=auto: %d", count)
-    return replace(request, config=config.with_training(ranks=count))
-
-
-def _gpus(config: Config) -> int:
-    """GPUs of the cluster that the config names, or of this machine; 1 where there are none."""
-    if config.cluster.address is None:
+    count = (_ranks_so_far(config) if request.resume else None) or launched
+    if count is None:
+        if config.cluster.address is not None:
+            raise ConfigError(
+                "training.ranks=auto counts the GPUs of this machine, and cluster.address="
+                f"{config.cluster.address} names a cluster; set training.ranks to a number (see `ray status`)"
+            )
         import torch
 
-        return max(torch.cuda.device_count(), 1)
-    from vesuvius.launch.ray.command import gpus_of_cluster
-
-    return max(gpus_of_cluster(config), 1)
+        count = max(torch.cuda.device_count(), 1)
+    log.info("training.ranks=auto: %d", count)
+    return replace(request, config=config.with_training(ranks=count))
 
 
 def _ranks_so_far(config: Config) -> int | None:

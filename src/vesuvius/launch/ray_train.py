@@ -1,0 +1,257 @@
+"""The ranks of a run as workers of Ray Train, which starts them, notices their deaths and starts them again.
+
+The command prints the run's log, passes a stop on and ends with rank 0's exit code.  It and rank 0 leave each other
+notes in a folder that all nodes share, beside what Ray Train keeps there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from vesuvius.config import Config
+from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line, storage_errors
+from vesuvius.launch.launch import train_as_rank
+from vesuvius.monitor.run_files import Tail
+from vesuvius.runlog.files import write_whole
+from vesuvius.runlog.logfile import close_logs, silence
+from vesuvius.runlog.run_dir import refuse_existing, run_dir
+from vesuvius.stream.options import StreamOptions, check_store, reads_here, store_bytes
+from vesuvius.stream.ray.session import Session
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.threads import on_thread
+from vesuvius.training.forecast.preflight import check_limits
+from vesuvius.training.ranks.part import check_ranks
+from vesuvius.training.ranks.ranks import RankLostError
+from vesuvius.training.request import Request
+from vesuvius.training.stop import StopRequest
+
+if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_LOOK_EVERY_S = 60.0
+_GROW_EVERY_S = 600.0
+_LEAST_STORE_BYTES = 2**28  # for what Ray itself needs
+# The notes: exit code and reason that the command asks rank 0 to stop with; of rank 0 the time, and that it has started.
+_STOP, _ALIVE, _STARTED = "stop.json", "alive.json", "started"
+
+
+def train_with_ray(request: Request) -> int:
+    """Start `training.ranks` ranks and wait for them.  Returns the exit code of rank 0.
+
+    Raises:
+        ConfigError: the nodes have no room for the ranks, or the cluster does not answer.
+        VesuviusError: a rank was lost more than `cluster.max_restarts` times, or the ranks did not come within
+            `cluster.rank_timeout_minutes`.
+    """
+    config, ranks = request.config, int(request.config.training.ranks)
+    check_ranks(config, config.cluster.min_ranks or ranks, ranks)
+    if not request.resume:  # before a rank is lost, whose next start would resume what is there
+        refuse_existing(run_dir(config))
+    size = _store_bytes(config, ranks)
+    place = run_dir(config).path.absolute().parent / ".ray_train" / f"{config.name}-{os.getpid()}"
+    with ExitStack() as opened:
+        session = Session(config.cluster, config.training.workers * ranks, ranks, size)
+        opened.callback(session.close)
+        import ray  # after `stream.ray`, which sets its environment
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        needs = check_room(config, nodes)
+        with storage_errors("the folder of the runs must be writable", "choose another place (VESUVIUS_RUNS)"):
+            place.mkdir(parents=True, exist_ok=True)
+        opened.callback(shutil.rmtree, place, ignore_errors=True)
+        stop = opened.enter_context(StopRequest(config.training.max_hours))
+        trainer = make_trainer(request, ranks, needs, place)
+        return _wait(config, on_thread(trainer.fit, name="ray-train"), place, stop)
+
+
+def make_trainer(request: Request, ranks: int, needs: dict[str, float], place: Path) -> TorchTrainer:
+    """Ray Train's trainer for these ranks, each of which reserves what it needs."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    config, cluster, on_gpu = request.config, request.config.cluster, "GPU" in needs
+    rank, scaling = cast(Any, run_rank), cast(Any, ScalingConfig)  # Ray's hints are of its version 1
+    log.info("starting %d ranks with Ray Train, %s", ranks, "a GPU each" if on_gpu else "on processors")
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
+    return TorchTrainer(
+        rank,
+        train_loop_config={"request": request, "place": place, "directory": os.getcwd(), "began": time.time()},
+        torch_config=TorchConfig(
+            backend="cuda:nccl,cpu:gloo" if on_gpu else "gloo", timeout_s=int(60 * cluster.rank_timeout_minutes)
+        ),
+        scaling_config=scaling(
+            num_workers=ranks if cluster.min_ranks in (None, ranks) else (cluster.min_ranks, ranks),
+            use_gpu=on_gpu,
+            resources_per_worker=needs,
+            elastic_resize_monitor_interval_s=_GROW_EVERY_S,
+        ),
+        run_config=RunConfig(
+            name=config.name,
+            storage_path=str(place),  # Ray Train checks that it is the same on all nodes
+            failure_config=FailureConfig(max_failures=cluster.max_restarts),
+        ),
+    )
+
+
+def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float]:
+    """What a rank reserves on one of these nodes: also its readers' processors, or Ray would put more ranks on a node
+    than it can feed.
+
+    Raises:
+        ConfigError: ranks and readers do not fit: Ray would wait for more nodes.
+    """
+    least, workers = config.cluster.min_ranks or int(config.training.ranks), config.training.workers
+    needs = {"CPU": 1.0 + (workers if reads_here(config.cluster, world=2) else 0)}
+    needs |= {"GPU": 1.0} if any(node.get("GPU") for node in nodes) else {}
+    room = sum(min(int(node.get(name, 0) // need) for name, need in needs.items()) for node in nodes)
+    cpus = sum(node.get("CPU", 0) for node in nodes)
+    if room < least or cpus < min(room, int(config.training.ranks)) * (1 + workers):
+        text = " + ".join(f"{need:g} {name}" for name, need in needs.items())
+        raise ConfigError(
+            f"{least} ranks and their readers do not fit on the {len(nodes)} nodes with {cpus:g} processors: there is "
+            f"room for {room} ranks, each of which needs {text} on one node, and {1 + workers} processors with its "
+            "readers; lower training.ranks, cluster.min_ranks or training.workers, set cluster.reader_nodes=any, or "
+            "add nodes"
+        )
+    return needs
+
+
+def run_rank(job: dict[str, Any]) -> tuple[int, str]:
+    """What each worker runs: `training.run.train`, as torchrun would run it, with an ear for the command.
+
+    Args:
+        job: `request`; `place` of the notes; `directory` where relative paths begin; `began`, when the command did.
+
+    Returns:
+        The exit code, and the error that it stands for where no log has it.
+
+    Raises:
+        RankLostError: another rank is gone; Ray Train then starts all of them again.
+        Exception: the same, of a GPU or its network.
+    """
+    logger, ended, place = logging.getLogger("vesuvius"), threading.Event(), job["place"]
+    logger.setLevel(logging.INFO)
+    request, hours = job["request"], job["request"].config.training.max_hours
+    # `max_hours` count from the start of the command, over all restarts.
+    stop = StopRequest(None if hours is None else max(hours - (time.time() - job["began"]) / 3600, 1e-3))
+    try:
+        if os.environ["RANK"] == "0":
+            request = replace(request, resume=request.resume or (place / _STARTED).exists())
+            (place / _STARTED).touch()
+            threading.Thread(target=_follow, args=(place, stop, ended), name="command", daemon=True).start()
+        os.chdir(job["directory"])
+        return train_as_rank(request, stop=stop), ""
+    except Exception as error:
+        known, again = isinstance(error, VesuviusError), isinstance(error, RankLostError) or _restart_may_help(error)
+        text = str(error) if known else f"{type(error).__name__}: {one_line(error)}"
+        told = "; Ray Train starts all ranks again, from the last checkpoint" if again else ""
+        log.error("%s%s", text, told, exc_info=None if known else error)
+        if again:
+            raise
+        return getattr(error, "exit_code", EXIT_ERROR), "" if logger.handlers else text
+    finally:
+        ended.set()
+        close_logs()
+
+
+def _restart_may_help(error: Exception) -> bool:
+    """Whether an error without a message for the user is of a GPU or its network, which another start may not meet.
+
+    An assertion in a kernel, such as an index out of range, fails again wherever it runs.  Pure.
+    """
+    text = "" if isinstance(error, VesuviusError) else str(error)
+    return ("CUDA" in text or "NCCL" in text) and "device-side assert" not in text
+
+
+def _follow(place: Path, stop: StopRequest, ended: threading.Event) -> None:
+    """Until rank 0 has ended, say that it is at work, and obey the command."""
+    while not ended.wait(2 * _POLL_S):
+        with suppress(OSError):  # the disk is full, or the command has ended
+            (place / _ALIVE).write_text(str(time.time()))
+        if asked := _read(place / _STOP):
+            stop.ask(*asked)
+
+
+def _read(note: Path) -> Any:
+    """What another process has left; None where that is nothing."""
+    with suppress(OSError, ValueError):
+        return json.loads(note.read_bytes())
+    return None
+
+
+def _wait(config: Config, result: Future[Any], place: Path, stop: StopRequest) -> int:
+    """Print the log of rank 0 and pass a stop on, until Ray Train ends; returns rank 0's exit code.
+
+    Raises VesuviusError: Ray Train has given up, no rank has come for too long, or none is there to obey a stop.
+    """
+    path, minutes, told, alive = run_dir(config).log, config.cluster.rank_timeout_minutes, False, None
+    heard_s = said_s = time.monotonic()
+    log_file = Tail(path, first_bytes=0 if path.exists() else sys.maxsize)
+    _print_new(log_file)  # from here on
+    while not result.done():
+        with suppress(TimeoutError):
+            result.exception(timeout=_POLL_S)
+        _print_new(log_file)
+        if not told and (asked := stop.asked()):
+            told = True
+            write_whole(place / _STOP, json.dumps(asked).encode())
+        now, before, alive = time.monotonic(), alive, _read(place / _ALIVE)
+        if alive != before:
+            heard_s = now
+        elif now - max(heard_s, said_s) >= _LOOK_EVERY_S:
+            said_s = now
+            if stop.wanted():
+                raise stop.error("no rank is at work, so nothing is saved; the last checkpoint is whole")
+            if now - heard_s > 60 * minutes:
+                raise VesuviusError(
+                    f"no rank was at work for cluster.rank_timeout_minutes={minutes:g}; see `ray status` for what the "
+                    "cluster lacks, add nodes or lower cluster.min_ranks, and continue with --resume"
+                )
+            log.warning("no rank has been at work for %.0f s; `ray status` says what is in use", now - heard_s)
+    _print_new(log_file)
+    try:
+        exit_code, message = result.result().return_value
+    except Exception as error:  # of the ranks, or of Ray Train itself
+        raise VesuviusError(
+            f"Ray Train has given up, after at most cluster.max_restarts={config.cluster.max_restarts} restarts: "
+            f"{type(error).__name__}: {one_line(error)}; see the logs of the ranks below {run_dir(config).path} and "
+            "Ray's in /tmp/ray/session_latest/logs; continue with --resume"
+        ) from error
+    if message:
+        log.error("%s", message)
+    return int(exit_code)
+
+
+def _print_new(log_file: Tail) -> None:
+    """Print what was appended since the last call, in whole lines."""
+    try:
+        print(log_file.lines().decode("utf-8", errors="replace"), end="", flush=True)
+    except OSError:  # its reader has left, or the terminal has closed
+        silence(sys.stdout)
+
+
+def _store_bytes(config: Config, ranks: int) -> int:
+    """Size of a private Ray's object store, which serves all ranks; a cluster has its own."""
+    if config.cluster.address is not None or config.training.workers == 0:
+        return _LEAST_STORE_BYTES
+    options = StreamOptions.from_config(config.training, config.cluster)
+    data = prepare_data(config.seed, config.data.model_copy(update={"min_foreground": 0}))  # whose map would be read
+    check_store(data.job, options, ranks)
+    size = max(ranks * store_bytes(data.job, options), _LEAST_STORE_BYTES)
+    check_limits(config, ranks, size)
+    return size
