@@ -18,6 +18,7 @@ from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_STOPPED, ConfigError, DataError, VesuviusError
 from vesuvius.launch import ray_train
 from vesuvius.launch.launch import with_number_of_ranks
+from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.options import StreamOptions, reads_here
 from vesuvius.stream.ray.session import passed_on
 from vesuvius.training.ranks.ranks import RankLostError
@@ -51,7 +52,7 @@ def test_ray_train_is_asked_for_what_the_config_says(job: dict[str, Any]) -> Non
 def test_a_rank_0_that_is_started_again_resumes_and_only_what_a_restart_may_help_is_left_to_ray_train(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = [
+    ends: list[tuple[Any, Any]] = [
         (RankLostError("gone"), None),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), None),
         (RuntimeError("NCCL error: unhandled system error"), None),
@@ -72,7 +73,7 @@ def test_a_rank_0_that_is_started_again_resumes_and_only_what_a_restart_may_help
     monkeypatch.setattr(ray_train, "train_as_rank", train)
     for end, ended in ends:
         if ended is None:
-            with pytest.raises(type(end)):  # type: ignore[arg-type]
+            with pytest.raises(type(end)):
                 ray_train.run_rank(job)
         else:
             assert ended in (found := ray_train.run_rank(job), found[0])
@@ -163,7 +164,7 @@ def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(job: dict
 def test_an_error_of_before_the_log_is_said_and_what_rank_0_logs_is_printed_a_whole_line_at_a_time(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:
-    log = ray_train.run_dir(job["request"].config).log
+    log = run_dir(job["request"].config).log
     log.parent.mkdir(parents=True)
     log.write_text("of an earlier session\n")
     appended = iter(["step 1\nst", "ep 2\n"])

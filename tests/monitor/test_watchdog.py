@@ -72,20 +72,6 @@ def test_the_stacks_of_all_threads_are_kept(watched: Watched) -> None:
     assert watched.records[0]["stacks"] == f"stacks/{path.name}"
 
 
-def test_progress_counts_towards_what_is_expected_alone(watched: Watched) -> None:
-    """A checkpoint that is written beside the training must not hide that no batch comes."""
-    watched.dog.expects("checkpoint", "the disk")
-    for _ in range(10):
-        watched.dog.alive("checkpoint")
-        watched.look_for(STALL_S - 1)
-    assert watched.records == []
-    watched.dog.expects("batch", "the readers")
-    for _ in range(2):
-        watched.dog.alive("checkpoint")
-        watched.look_for(STALL_S - 1)
-    assert [record.get("what") for record in watched.records] == [None, "batch"]
-
-
 def test_a_disk_that_hangs_under_the_log_and_the_records_holds_no_word_of_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,13 +19,13 @@ from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import WriteConfig, vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError
-from vesuvius.launch.launch import train_as_rank
 from vesuvius.runlog import files
 from vesuvius.runlog import run_dir as run_dirs
 from vesuvius.runlog.records import current_records, read_records, run_starts
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
 from vesuvius.training.request import Request
+from vesuvius.training.run import train_as_rank
 
 START = """
 import sys

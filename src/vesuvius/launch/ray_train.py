@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line, storage_errors
-from vesuvius.launch.launch import train_as_rank
 from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.logfile import close_logs, silence
@@ -34,6 +33,7 @@ from vesuvius.training.forecast.preflight import check_limits
 from vesuvius.training.ranks.part import check_ranks
 from vesuvius.training.ranks.ranks import RankLostError
 from vesuvius.training.request import Request
+from vesuvius.training.run import train_as_rank
 from vesuvius.training.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _POLL_S = 0.5
 _LOOK_EVERY_S = 60.0
 _GROW_EVERY_S = 600.0
 _LEAST_STORE_BYTES = 2**28  # for what Ray itself needs
-# The notes: exit code and reason that the command asks rank 0 to stop with; of rank 0 the time, and that it has started.
+# The notes: exit code and reason with which rank 0 is to stop; the time, by rank 0, and that it has started before.
 _STOP, _ALIVE, _STARTED = "stop.json", "alive.json", "started"
 
 

@@ -35,7 +35,7 @@ class _Expected:
 class Watchdog:
     """Logs one ERROR when nothing has come for so long, with the stacks of all threads, and one INFO when it continues.
 
-    A context manager.  The loop calls `expects` and `alive`, which cost next to nothing.
+    A context manager.  The loop calls `expects`, which costs next to nothing.
 
     Args:
         stall_s: seconds; 0 = never.
@@ -59,9 +59,8 @@ class Watchdog:
         self._step = step
         self._now = now
         self._expected = _Expected("step", "the run to begin", now())
-        self._signs: dict[str, float] = {}
         self._looked_s = self._awake_s = now()
-        self._stalled: tuple[_Expected, float] | None = None  # and the last sign of life before
+        self._stalled: _Expected | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -83,31 +82,23 @@ class Watchdog:
         """
         self._expected = _Expected(what, waiting_for, self._now())
 
-    def alive(self, what: str) -> None:
-        """There is progress towards `what`, which counts while the loop expects it.  Any thread may call."""
-        self._signs[what] = self._now()
-
     def silence(self) -> tuple[str, float]:
         """What the loop waits for, and seconds since the last sign of life.  Any thread may call."""
         expected = self._expected
-        return expected.what, self._now() - self._sign_s(expected)
+        return expected.what, self._now() - expected.since_s
 
     def sample(self) -> None:
         """Compare the last sign of life with the clock, and say what is new."""
         expected, now = self._expected, self._now()
-        sign_s = self._sign_s(expected)
         if now - self._looked_s > self._stall_s / 2:  # the whole process was stopped: nothing could come
             self._awake_s = now
         self._looked_s = now
-        if self._stalled is not None and self._stalled != (expected, sign_s):
+        if self._stalled is not None and self._stalled != expected:
             before, self._stalled = self._stalled, None
-            self._say_recovered(*before)
-        if self._stalled is None and now - max(sign_s, self._awake_s) >= self._stall_s:
-            self._stalled = expected, sign_s
-            self._say_hung(expected, now - sign_s)
-
-    def _sign_s(self, expected: _Expected) -> float:
-        return max(expected.since_s, self._signs.get(expected.what, expected.since_s))
+            self._say_recovered(before)
+        if self._stalled is None and now - max(expected.since_s, self._awake_s) >= self._stall_s:
+            self._stalled = expected
+            self._say_hung(expected, now - expected.since_s)
 
     def _run(self) -> None:
         poll_s = min(_POLL_S, self._stall_s / 10)
@@ -132,8 +123,8 @@ class Watchdog:
             lambda: self._record("event", event="hung", **heard),
         )
 
-    def _say_recovered(self, expected: _Expected, sign_s: float) -> None:
-        seconds = self._now() - sign_s
+    def _say_recovered(self, expected: _Expected) -> None:
+        seconds = self._now() - expected.since_s
         text = f"no longer hung: the wait for a {expected.what} is over after {seconds / 60:.1f} min"
         _beside(
             lambda: log.info("%s", text),

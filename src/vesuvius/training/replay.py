@@ -27,7 +27,7 @@ from vesuvius.stream.feeder import Batch
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
-from vesuvius.training.checkpoint.trained import stored_facts
+from vesuvius.training.checkpoint.trained import DataFacts
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.step.step import TrainStep, build_network, check_initial_weights, choose_device, choose_kernels
@@ -111,7 +111,7 @@ def replay(config: Config, number: int, overrides: Sequence[str] = ()) -> Iterat
     if checkpoint is None:
         raise ConfigError(f"{directory} has no checkpoint up to step {number}; give --replay a later step")
     state, device = load_checkpoint(checkpoint), choose_device()
-    facts, config = stored_facts(state, checkpoint), parse_stored(state["config"], overrides, str(checkpoint))
+    facts, config = DataFacts.from_state(state), parse_stored(state["config"], overrides, str(checkpoint))
     # Hooks must see every layer; one process computes the samples of all ranks.
     config = config.with_training(compile=False, workers=0)
     choose_kernels(device, config.training)

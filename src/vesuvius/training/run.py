@@ -34,8 +34,8 @@ from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memor
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.start_log import log_ranks, start_lines
 from vesuvius.training.loop import TrainingLoop
-from vesuvius.training.ranks.part import Part, part_of
-from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks
+from vesuvius.training.ranks.part import Part, launched_ranks, part_of
+from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks, open_ranks
 from vesuvius.training.reporting.monitoring import (
     log_killed_session,
     open_metrics,
@@ -82,6 +82,24 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
         if not ranks.is_main:
             request = replace(request, config=without_listeners(request.config))
         return _train_session(request, of_rank(checked, ranks.rank, ranks.world), stop, ranks)
+
+
+def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
+    """Train as the rank that the environment says this process is, the only one without it.  As `train` otherwise."""
+    several = launched_ranks() not in (None, 1)  # a single one asks later, when Ctrl-C ends a driver that hangs
+    device_type = "cuda" if several and torch.cuda.is_available() else "cpu"
+    with open_ranks(device_type, 60 * request.config.cluster.rank_timeout_minutes) as ranks:
+        try:
+            exit_code = train(request, ranks=ranks, stop=stop)
+        except Exception as error:
+            cause = ranks.explain(error)  # also of the first collectives, and of those of the last checkpoint
+            ranks.fail(cause)
+            ranks.finish(cause.exit_code if isinstance(cause, VesuviusError) else EXIT_ERROR)
+            if cause is error:
+                raise
+            raise cause from error
+        ranks.finish(exit_code)
+    return exit_code
 
 
 def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.ExitStack) -> Preflight | int:
@@ -262,12 +280,7 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
     with (
         run.watchdog,
         open_monitor(run, guard.exit) as monitor,
-        CheckpointWriter(
-            run.directory.checkpoints,
-            config.training,
-            dump_config(config),
-            on_progress=lambda: run.watchdog.alive("checkpoint"),
-        ) as writer,
+        CheckpointWriter(run.directory.checkpoints, config.training, dump_config(config)) as writer,
     ):
         loop = TrainingLoop(run, train_step, writer, monitor, guard)
         milestones = loop.milestones

@@ -49,18 +49,23 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> dict[str, Any]:
     """
     if not verified:
         check_files(path)
-    state = load_state(path)
+    state = load_state(path / STATE)
     for name, average in state["averages"].items():
         average["weights"] = load_weights_file(path / weights_file(name))
     return state
 
 
-def load_state(checkpoint: Path, mmap: bool = False) -> dict[str, Any]:
-    """What `state.pt` holds; with `mmap` tensors stay on the disk until they are used.  Raises StorageError."""
+def load_state(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """Tensors and plain data of a `state.pt`, on the CPU; with `mmap` tensors stay on the disk until they are used.
+
+    Never runs code out of it.  Raises StorageError: it is missing, damaged, or holds Python objects of other kinds.
+    """
     try:
-        state: dict[str, Any] = read_state(checkpoint / STATE, mmap)
-    except (OSError, ValueError) as error:
-        raise unreadable(checkpoint / STATE, error) from error
+        state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's own words advise to load it all the same
+        raise unreadable(path, "a file that holds more than tensors and plain data, which is not loaded") from error
+    except (OSError, RuntimeError, EOFError, IndexError) as error:
+        raise unreadable(path, error) from error
     return state
 
 
@@ -70,21 +75,6 @@ def load_weights_file(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise unreadable(path, error) from error
-
-
-def read_state(path: Path, mmap: bool = False) -> Any:
-    """Tensors and plain data of a file that `torch.save` wrote, on the CPU.  Never runs code out of it.
-
-    Raises:
-        OSError: it is not there or cannot be read.
-        ValueError: it is not such a file, is damaged, or holds Python objects of other kinds.
-    """
-    try:
-        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's own words advise to load it all the same
-        raise ValueError("a file that holds more than tensors and plain data, which is not loaded") from error
-    except (RuntimeError, EOFError, IndexError) as error:
-        raise ValueError(one_line(error)) from error
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
@@ -97,11 +87,10 @@ def newest_checkpoint(directory: Path) -> Path | None:
     for _ in range(_MOST_LOOKS):
         listed = list_checkpoints(directory)
         for path in reversed(listed):
-            looked_at = _inode(path)
-            damage = find_damage(path)
+            damage = find_damage(path) and find_damage(path)  # again: a run may have replaced it meanwhile
             if damage is None:
                 return path
-            if looked_at is None or _inode(path) != looked_at:  # a run has deleted or replaced it meanwhile: look again
+            if not path.exists():  # or deleted it
                 break
             log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
         else:
@@ -112,8 +101,8 @@ def newest_checkpoint(directory: Path) -> Path | None:
                 "from a backup, or move them away and train again from step 0 with --resume"
             )
     raise StorageError(
-        f"checkpoints in {directory} were deleted or replaced while they were read, {_MOST_LOOKS} times; raise "
-        "training.keep_last of the run that writes there, or copy one elsewhere"
+        f"checkpoints in {directory} were deleted while they were read, {_MOST_LOOKS} times; raise training.keep_last "
+        "of the run that writes there, or copy one elsewhere"
     )
 
 
@@ -134,14 +123,6 @@ def list_checkpoints(directory: Path) -> list[Path]:
 def step_of(path: Path) -> int:
     """The step after which a checkpoint was saved, from its name."""
     return int(path.name.rpartition("step_")[2])
-
-
-def _inode(path: Path) -> int | None:
-    """What tells a directory from another one of this name; None where there is none."""
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None
 
 
 def find_damage(path: Path, names: Sequence[str] | None = None) -> str | None:

@@ -20,7 +20,7 @@ from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.checkpoint.format import STATE, load_checkpoint, load_state, step_of
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.checkpoint.trained import DataFacts, TrainedVolume, stored_facts, trained_volumes
+from vesuvius.training.checkpoint.trained import DataFacts, TrainedVolume, trained_volumes
 from vesuvius.training.step.step import TrainStep, lay_out_network, learning_rate, weight_problems
 
 _PLAN_VERSION = "plan.version: "
@@ -70,7 +70,7 @@ def is_finished(checkpoint: Path, config: Config) -> bool:
     """Whether a whole checkpoint is that of the last step, with nothing left to make up for."""
     if step_of(checkpoint) < config.stop_step:
         return False
-    progress = Progress.from_state(load_state(checkpoint, mmap=True))
+    progress = Progress.from_state(load_state(checkpoint / STATE, mmap=True))
     return not (progress.validation_due(config) or progress.preview_due(config))
 
 
@@ -94,7 +94,7 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
     refused = [line for line in drift if line.startswith(OTHER_EXPERIMENT) and not line.startswith(DRAWS_SAMPLES)]
     if _without_paths(before["data"]["volumes"]) != _without_paths(now["data"]["volumes"]):
         refused += [line for line in drift if line.startswith("data.volumes")]
-    stored_voxels = _of_voxels(stored_facts(state, path).volumes, state["condition_dtype"])
+    stored_voxels = _of_voxels(DataFacts.from_state(state).volumes, state["condition_dtype"])
     refused += differences(stored_voxels, _of_voxels(trained_volumes(data), data.job.condition_dtype))
     if state["plan_hash"] != data.plan.hash:
         refused = _plan_changes(state["plan"], data.plan.describe()) + refused

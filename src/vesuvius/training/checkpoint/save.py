@@ -10,13 +10,10 @@ in 64 tensors, 2 loaded cores of an AMD EPYC).
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +48,6 @@ _REMEDY = (
 )
 _PARTIAL = ".partial-"  # not whole yet
 _PRUNED = ".pruned-"  # on its way out
-_CHUNK_BYTES = 2**20
 
 
 def save_checkpoint(
@@ -60,7 +56,6 @@ def save_checkpoint(
     state: dict[str, Any],
     config_yaml: str,
     training: TrainingConfig,
-    on_progress: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write checkpoint `step`, then point `best` to the best one and delete what is not to be kept.
 
@@ -72,7 +67,6 @@ def save_checkpoint(
             which each has "weights", by name; and "best", of which "step" is that of the best checkpoint, or None.
         config_yaml: resolved config of the run.
         training: its `keep_last` and `keep_every` say which others stay.
-        on_progress: called often while the disk takes the bytes.
 
     Raises:
         StorageError: the disk is full or cannot be written; older checkpoints are untouched, nothing is left behind.
@@ -82,9 +76,12 @@ def save_checkpoint(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _clean_up(directory)
-        _check_space(directory, state, final)
+        # A tensor's entry in its file takes some hundred bytes; the rest is plain data.
+        needed = sum(tensor.nbytes + 1024 for tensor in tensors_in(state)) + 2**20
+        if needed > (free := shutil.disk_usage(directory).free):  # others write on this disk, too
+            raise OSError(f"{-(-needed // 2**20)} MiB needed and {free // 2**20} MiB free")
         partial.mkdir()
-        _write_files(partial, step, state, config_yaml, on_progress)
+        _write_files(partial, step, state, config_yaml)
         if final.exists():
             final.rename(final.with_name(f"{REPLACED}{final.name}"))
         partial.rename(final)
@@ -104,33 +101,19 @@ def save_checkpoint(
     return final
 
 
-def _write_files(
-    partial: Path, step: int, state: dict[str, Any], config_yaml: str, on_progress: Callable[[], None]
-) -> None:
+def _write_files(partial: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
     """Write and flush all files of a checkpoint, the manifest last."""
     averages: dict[str, dict[str, Any]] = state["averages"]
     without_weights = {
         name: {key: value for key, value in average.items() if key != "weights"} for name, average in averages.items()
     }
-    digests = {STATE: write_state(partial / STATE, state | {"averages": without_weights}, on_progress)}
+    digests = {STATE: write_state(partial / STATE, state | {"averages": without_weights})}
     for name, average in averages.items():
         digests[weights_file(name)] = write_weights(partial / weights_file(name), average["weights"])
-        on_progress()
     digests[CONFIG] = _write_text(partial / CONFIG, config_yaml)
     manifest = {"format": FORMAT, "step": step, "files": digests}
     _write_text(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     flush_to_disk(partial)
-
-
-def _check_space(directory: Path, state: dict[str, Any], final: Path) -> None:
-    # A tensor's entry in its file takes some hundred bytes; the rest is plain data.
-    needed = sum(tensor.nbytes + 1024 for tensor in tensors_in(state)) + 2**20
-    free = shutil.disk_usage(directory).free
-    if needed > free:
-        raise StorageError(  # rounded apart: a little too small must not read as large enough
-            f"a checkpoint must fit on the disk; got {-(-needed // 2**20)} MiB needed and {free // 2**20} MiB free for "
-            f"{final}; {_REMEDY}"
-        )
 
 
 def _clean_up(directory: Path) -> None:
@@ -185,17 +168,16 @@ def _only_a_warning(text: str) -> Iterator[None]:
         log.warning("%s: %s", text, error)
 
 
-def write_state(path: Path, state: dict[str, Any], on_progress: Callable[[], None] = lambda: None) -> str:
-    """Write tensors and plain data for `torch.load`; returns the SHA-256 sum.  Raises OSError.
-
-    `on_progress` is called after each MiB.
-    """
-    with _HashedFile(path, on_progress) as file:
-        torch.save(state, file)
-        if file.error is not None:
-            raise file.error
-        os.fsync(file.fileno())
-    return file.hash.hexdigest()
+def write_state(path: Path, state: dict[str, Any]) -> str:
+    """Write tensors and plain data for `torch.load`; returns the SHA-256 sum.  Raises OSError."""
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # What the disk has said: torch goes on to a complaint about the position in the file, which hides it.
+            raise error.__context__ or error from None
+    flush_to_disk(path)
+    return digest(path)
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> str:
@@ -220,29 +202,3 @@ def _write_text(path: Path, text: str) -> str:
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors in nested dicts, lists and tuples."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-class _HashedFile(io.FileIO):
-    """A file that is hashed while it is written.
-
-    An error is kept, not raised: torch would go on to its own complaint about the position in the file, which hides it.
-    """
-
-    def __init__(self, path: Path, on_progress: Callable[[], None]) -> None:
-        super().__init__(path, "wb")
-        self._on_progress = on_progress
-        self.hash = hashlib.sha256()
-        self.error: OSError | None = None
-
-    def write(self, data: Any, /) -> int:  # whatever has bytes
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _CHUNK_BYTES):
-            chunk = view[start : start + _CHUNK_BYTES]
-            self.hash.update(chunk)
-            while chunk and self.error is None:
-                try:
-                    chunk = chunk[super().write(chunk) :]
-                except OSError as error:
-                    self.error = error
-            self._on_progress()
-        return len(view)

@@ -31,7 +31,6 @@ from vesuvius.training.checkpoint.format import (
     load_state,
     load_weights_file,
     read_digests,
-    read_state,
     readable,
     stored_averages,
     weights_file,
@@ -83,7 +82,7 @@ class DataFacts:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """What `state_dict` returned.  Raises KeyError, TypeError and ValueError where `state` lacks it."""
+        """What `state_dict` returned."""
         volumes = []
         for stored in state["volumes"]:
             known = {key.name: stored[key.name] for key in fields(TrainedVolume)}
@@ -91,17 +90,6 @@ class DataFacts:
             volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
         greys, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys"))
         return cls(tuple(volumes), GreyRanges(greys, conditions), Spectrum.from_state(state["spectrum"]))
-
-
-def stored_facts(state: dict[str, Any], checkpoint: Path) -> DataFacts:
-    """What a checkpoint's state says of the data.  Raises StorageError: it is of a version that said less."""
-    try:
-        return DataFacts.from_state(state)
-    except (KeyError, TypeError, ValueError) as error:
-        raise StorageError(
-            f"{checkpoint} does not say what it was trained on ({type(error).__name__}: {one_line(error)}): it is from "
-            "an earlier version of vesuvius; use that version, or start a new run"
-        ) from error
 
 
 def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
@@ -117,9 +105,9 @@ def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
 def read_facts(path: Path, config: DataConfig) -> DataFacts | None:
     """What `write_facts` has kept for such a config; None where it is not there or not whole."""
     try:
-        state = read_state(path)
+        state = load_state(path)
         return DataFacts.from_state(state) if state["config"] == _of_voxels(config) else None
-    except (OSError, KeyError, TypeError, ValueError):
+    except (StorageError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -190,10 +178,9 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
 
     Raises:
         ConfigError: the config and the overrides do not go together.
-        StorageError: the state cannot be read, or lacks what sampling needs.
+        StorageError: the state cannot be read.
     """
-    state = load_state(checkpoint, mmap=True)
-    data = stored_facts(state, checkpoint)
+    state = load_state(checkpoint / STATE, mmap=True)
     try:
         config = parse_stored(state["config"], overrides, source=str(checkpoint / STATE))
     except ConfigError as error:
@@ -201,7 +188,7 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
             f"{error}\n(for a trained model, only keys that have an option of `vesuvius sample` can change: "
             "set or drop that option)"
         ) from error
-    return CheckpointInfo(checkpoint, state["step"], config, data)
+    return CheckpointInfo(checkpoint, state["step"], config, DataFacts.from_state(state))
 
 
 def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
@@ -217,7 +204,7 @@ def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
     path = checkpoint / _file_of(weights)
     check_files(checkpoint, path.name)
     if weights == _LAST_WEIGHTS:
-        model: dict[str, Tensor] = load_state(checkpoint, mmap=True)["model"]
+        model: dict[str, Tensor] = load_state(path, mmap=True)["model"]
         return model
     return load_weights_file(path)
 

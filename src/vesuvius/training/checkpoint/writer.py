@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -28,24 +27,15 @@ class CheckpointWriter:
     """Writes one checkpoint at a time on a thread of its own.  A context manager that waits for the last one.
 
     A checkpoint that cannot be copied or written is logged, and the run may continue.  What is a defect of ours is
-    raised by the next call.  Arguments are those of `save_checkpoint`; `on_progress` is called on the thread.
+    raised by the next call.  Arguments are those of `save_checkpoint`.
 
     Attributes:
         ended: records of saves, for the caller to take out: step, seconds, bytes, saved_time (since 1970); where one
             has failed, step and text.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        training: TrainingConfig,
-        config_yaml: str,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._directory = directory
-        self._training = training
-        self._config_yaml = config_yaml
-        self._on_progress = on_progress
+    def __init__(self, directory: Path, training: TrainingConfig, config_yaml: str) -> None:
+        self._directory, self._training, self._config_yaml = directory, training, config_yaml
         self._snapshot = Snapshot()
         self._job: Future[None] | None = None
         self._error: StorageError | None = None
@@ -56,7 +46,7 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            self._join()
+            self.wait()
         except Exception as defect:
             if error is None:
                 raise
@@ -67,7 +57,7 @@ class CheckpointWriter:
 
         A checkpoint of the same step is replaced.
         """
-        self._join()
+        self.wait()
         self._error = None
         try:
             self._snapshot.take(state)
@@ -75,20 +65,23 @@ class CheckpointWriter:
             self._note_failure(step, error)
             return
         # A daemon: a second signal ends the process at once, without waiting for it.
-        self._job = on_thread(lambda: self._write(step), name="checkpoint-writer")
+        self._job = on_thread(self._write, step, name="checkpoint-writer")
 
     def wait(self) -> StorageError | None:
-        """Wait for what is in hand.  Returns what went wrong with the last save, None where nothing did."""
-        self._join()
+        """Wait for what is in hand.  Returns what went wrong with the last save, None where nothing did.
+
+        It takes as long as it takes: a disk that hangs may come back, and the watchdog says what is waited for.
+        """
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
         return self._error
 
     def _write(self, step: int) -> None:
         """On the thread."""
         started = time.monotonic()
         try:
-            path = save_checkpoint(
-                self._directory, step, self._snapshot.state(), self._config_yaml, self._training, self._on_progress
-            )
+            path = save_checkpoint(self._directory, step, self._snapshot.state(), self._config_yaml, self._training)
         except StorageError as error:
             self._note_failure(step, error)
         else:
@@ -97,16 +90,9 @@ class CheckpointWriter:
             self.ended.append({"step": step, "seconds": seconds, "bytes": size, "saved_time": time.time()})
 
     def _note_failure(self, step: int, error: StorageError) -> None:
-        text = str(error)
-        self._error = StorageError(text)  # the error itself would hold on to the memory that its frames know
-        self.ended.append({"step": step, "text": text})
-        log.error("%s", text)
-
-    def _join(self) -> None:
-        """Wait for as long as it takes: a disk that hangs may come back, and the watchdog says what is waited for."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.result()
+        self._error = StorageError(str(error))  # the error itself would hold on to the memory that its frames know
+        self.ended.append({"step": step, "text": str(error)})
+        log.error("%s", error)
 
 
 class Snapshot:
