@@ -32,7 +32,7 @@ from vesuvius.commands.cli import naturals
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
-from vesuvius.training.forecast.run_plan import RamPlan, plan_ram
+from vesuvius.training.forecast.run_plan import RunPlan, plan_run
 
 _MIB = 2**20
 KINDS = ("trainer", "readers", "store", "Ray")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for workers, batch in itertools.product(arguments.workers, arguments.batch or [base.training.train_batch_size]):
         config = _short(base, workers, batch, arguments.steps)
-        plan = plan_ram(config)
+        plan = plan_run(config)
         rows.append(_row(workers, batch, plan, _measure(config, arguments.every)))
     print("\nThe last four columns: measured / predicted.")
     if arguments.json:
@@ -113,14 +113,14 @@ def _kinds(found: SystemSample, pid: int) -> dict[str, int]:
     return sample
 
 
-def _row(workers: int, batch: int, plan: RamPlan, peak: Peak) -> dict[str, float]:
+def _row(workers: int, batch: int, plan: RunPlan, peak: Peak) -> dict[str, float]:
     """Print a row of the table; returns its figures, bytes."""
     parts = {kind: plan.term_bytes(kind) for kind in KINDS}
-    error = plan.total_bytes / peak.total - 1
+    error = plan.ram_bytes / peak.total - 1
     pairs = " | ".join(f"{peak.kinds[kind] / _MIB:.0f} / {parts[kind] / _MIB:.0f}" for kind in KINDS)
-    totals = f"{peak.total / _MIB:.0f} | {plan.total_bytes / _MIB:.0f} | {error:+.1%}"
+    totals = f"{peak.total / _MIB:.0f} | {plan.ram_bytes / _MIB:.0f} | {error:+.1%}"
     print(f"| {workers} | {batch} | {totals} | {pairs} |", flush=True)
-    figures = {"workers": workers, "batch": batch, "measured": peak.total, "predicted": plan.total_bytes}
+    figures = {"workers": workers, "batch": batch, "measured": peak.total, "predicted": plan.ram_bytes}
     measured = {f"measured_{kind.lower()}": peak.kinds[kind] for kind in KINDS}
     return figures | measured | {f"predicted_{kind.lower()}": parts[kind] for kind in KINDS}
 

@@ -113,9 +113,10 @@ def _plan(config: Config, opened: Future[PreparedData]) -> Finding:
     if opened.exception():
         return Finding("warn", "not checked: the volumes could not be read", "see volumes above")
     plan = plan_run(config, opened.result())
-    for problem in sorted(plan.problems(), key=lambda problem: not problem.refused):
-        return Finding("fail" if problem.refused else "warn", plan.short(), problem.text.rpartition("; ")[2])
-    return Finding("ok", plan.short())
+    value, problems = "; ".join(plan.lines()), sorted(plan.problems(), key=lambda problem: not problem.refused)
+    if problems:
+        return Finding("fail" if problems[0].refused else "warn", value, problems[0].text.rpartition("; ")[2])
+    return Finding("ok", value)
 
 
 def _limits(config: Config) -> Finding:

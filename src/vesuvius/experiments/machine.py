@@ -94,4 +94,4 @@ def planned_bytes(config: Config, data: PreparedData) -> tuple[int, int | None]:
     That of the GPU includes the reserve; it is None on a CPU.
     """
     plan = plan_run(config.with_training(max_steps=_PLANNED_STEPS), data)
-    return plan.ram.total_bytes, plan.step.vram_bytes if plan.on_gpu else None
+    return plan.ram_bytes, plan.step.vram_bytes if plan.step else None

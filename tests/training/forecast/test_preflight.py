@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import resource
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,31 +33,14 @@ def tiny(workers: int, address: str | None = None) -> Config:
     return Config.model_validate_json(json.dumps(sections))
 
 
-def doubted(config: Config, tasks: Iterable[int], asked: Any = None, step: int = 0) -> list[str]:
-    """Of a plan without volumes."""
-    plan = SimpleNamespace(tasks=lambda *what: (asked.append(what) if asked is not None else None) or tasks)
-    plan.volumes, plan.repeats = (), False
-    data: Any = SimpleNamespace(plan=plan, volumes=())
-    return doubts(config, data, step, 1, 2.0)
-
-
 @pytest.mark.parametrize(("workers", "address", "found"), [(64, None, 1), (8, None, 0), (64, "10.0.0.1:6379", 0)])
 def test_more_readers_than_processors_can_serve_are_doubted(workers: int, address: str | None, found: int) -> None:
-    lines = doubted(tiny(workers, address), itertools.count())
+    data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats=False), volumes=())
+    lines = doubts(tiny(workers, address), data, 1, 2.0)
     assert len(lines) == found
     for line in lines:
         assert "readers share 2 processors" in line
         assert "set training.workers=2, or at most 8 for a remote store" in line
-
-
-@pytest.mark.parametrize(("tasks", "warned"), [(range(2), True), (range(8), False), (itertools.count(), False)])
-def test_fewer_tasks_than_readers_are_doubted(tasks: Iterable[int], warned: bool) -> None:
-    """Of the samples from the present step on; of an endless run no more tasks are made than there are readers."""
-    config, asked = tiny(8), list[tuple[int, ...]]()
-    found = doubted(config, tasks, asked, step=3)
-    assert asked == [(3 * config.global_batch, config.stop_step * config.global_batch, 0, 1)]
-    assert len(found) == warned
-    assert not warned or "8 readers and 2 tasks: the others stay idle; set training.workers=2" in found[0]
 
 
 @pytest.mark.parametrize(("workers", "peak"), [(0, 20), (1, 305), (2, 335), (4, 407)])

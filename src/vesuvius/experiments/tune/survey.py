@@ -23,7 +23,7 @@ from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.memory_plan import LARGEST_PLANNED_BATCH, indexable_batch
 from vesuvius.training.forecast.preflight import READERS_PER_CORE
-from vesuvius.training.forecast.run_plan import local_ranks, plan_ram
+from vesuvius.training.forecast.run_plan import local_ranks, plan_run
 from vesuvius.training.step.step import choose_device
 
 _MOST_PREFETCH = 16
@@ -117,6 +117,6 @@ def planner_of(config: Config, data: PreparedData) -> Planner:
     def planned(setting: Setting) -> Planned:
         wanted = setting.applied_to(config)
         ram_bytes, vram_bytes = planned_bytes(wanted, data)
-        return Planned(ram_bytes, max(plan_ram(wanted, data).total_bytes - ram_bytes, 0), vram_bytes)
+        return Planned(ram_bytes, max(plan_run(wanted, data).ram_bytes - ram_bytes, 0), vram_bytes)
 
     return planned

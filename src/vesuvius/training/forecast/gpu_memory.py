@@ -1,8 +1,4 @@
-"""When the GPU's memory runs out: what held it, and the overrides with which the run continues.
-
-The largest micro-batch that would fit is the memory plan's (`memory_plan.py`); `accumulate_steps` makes up for it, so
-that the effective batch, and with it the training, stays the same.
-"""
+"""When the GPU's memory runs out: what held it, and the overrides with which the run continues as it was."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ def gpu_memory_error(
     what_to_do = remedy(config, device, use)
     wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))  # the rest of torch's text is in the table
     first = (
-        f"a step must fit the GPU's memory; got train_batch_size {config.training.train_batch_size}: out of memory "
+        f"A step with train_batch_size {config.training.train_batch_size} does not fit the GPU: out of memory "
         f"({wanted[0] if wanted else one_line(error)}); {what_to_do}"
     )
     held = "unknown, no GPU reports it"
@@ -79,41 +75,30 @@ def gpu_memory_error(
 
 
 def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
-    """What to change, with the overrides, by what the memory plan says would fit beside the other processes on the GPU.
+    """The overrides with which to go on: the largest smaller micro-batch that divides the global batch, and fits by
+    the memory plan beside the other processes on the GPU; the next smaller one where that is not known.
 
     Raises nothing.
     """
+    training, total, why = config.training, config.global_batch, ""
+    most = training.train_batch_size - 1
     try:
         assert use is not None, "the GPU's memory cannot be read"
         # The plan's reserve holds CUDA's own share of what is not torch's.
         usable_bytes = use.total_bytes - max(use.foreign_bytes - CONTEXT_BYTES, 0)
-        # A smaller batch accumulates: earlier gradients then live beside the activations.
-        accumulating = config.with_training(accumulate_steps=max(config.training.accumulate_steps, 2))
-        amp = resolve_amp(config.training.amp, device)
+        amp = resolve_amp(training.amp, device)
         need_bytes = plan_memory(config, amp=amp).vram_bytes
-        fitting = largest_batch(accumulating, usable_bytes, amp)
+        # A smaller batch accumulates: earlier gradients then live beside the activations.
+        accumulating = config.with_training(accumulate_steps=max(training.accumulate_steps, 2))
+        most = min(largest_batch(accumulating, usable_bytes, amp), most)
     except Exception as problem:  # the error on its way out must not be hidden by that of its explanation
-        return f"what would fit is unknown ({one_line(problem)}); {_go_on(config, None)}"
-    planned = f"the memory plan needs {size_text(need_bytes)}"
-    fit = f"{fitting} fit" if fitting else "not even one patch fits"
-    why = f"{planned} of {size_text(usable_bytes)}, and {fit}: "
-    if need_bytes <= usable_bytes:
-        why = (
-            f"{planned} and should fit the {size_text(usable_bytes)} that other processes leave: fragments, validation "
-            f"or another process took the rest; continue with --resume and {_EXPANDABLE} in the environment, or "
-        )
-    return why + _go_on(config, fitting)
-
-
-def _go_on(config: Config, fitting: int | None) -> str:
-    """The largest micro-batch below the present one that fits and divides the global batch, and its accumulation.
-
-    Where it is not known how many patches are `fitting`, the next smaller one.
-    """
-    present, total = config.training.train_batch_size, config.global_batch
-    most = present - 1 if fitting is None else min(fitting, present - 1)
+        why = f"what would fit is unknown ({one_line(problem)}); "
+    else:
+        why = f"the memory plan needs {size_text(need_bytes)} of {size_text(usable_bytes)}: "
+        if need_bytes <= usable_bytes:
+            why += f"fragments, validation or another process took the rest; with {_EXPANDABLE} it may fit; "
     batch = next((size for size in range(most, 0, -1) if total % size == 0), None)
     if batch is None:
-        return leaner(config)
+        return why + leaner(config)
     overrides = f"training.train_batch_size={batch} training.accumulate_steps={total // batch}"
-    return f"continue with --resume {overrides}, which keeps the effective batch"
+    return f"{why}continue with --resume {overrides}, which keeps the effective batch"

@@ -18,7 +18,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -91,9 +91,7 @@ class MemoryPlan:
     # floating-point operations of an optimizer step, forward and backward, over all its micro-batches; a multiply-add
     # is 2; blocks that are computed again count again
     flops_per_step: int
-    weight_bytes: int  # float32
-    fixed_bytes: int  # what a step takes however small the batch: weights, gradients, optimizer and averages
-    # what is alive after each allocation of a step, in their order, all of the above included
+    # what is alive before a step and after each of its allocations, in their order: weights, optimizer and averages too
     live_bytes: tuple[int, ...]
     convolution_bytes: tuple[int, ...]  # input and output of each convolution
 
@@ -124,9 +122,6 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
 
     Takes a few seconds for a network that was not planned before and no memory, needs no GPU and touches no global
     generator.  The plan is the eager step's, with `training.compile` too.
-
-    Beyond three patches nothing is traced: the same operations follow each other, and each figure, as well as what is
-    alive at each of them, lies on a straight line through those of two and of three patches.
 
     Args:
         amp: None = that of this machine's GPU; where it has none, `auto` is bf16, which a large GPU takes.
@@ -169,19 +164,18 @@ def _traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
         amp = "bf16" if training.amp == "auto" and device.type == "cpu" else resolve_amp(training.amp, device)
     condition = ArrayConfig(path="any") if config.has_condition else None
     of_data = {key: getattr(data, key) for key in ("patch_size", "condition_classes", "augment")}
-    of_training = {key: getattr(training, key) for key in _OF_A_STEP}
-    averages = tuple(0.1 / (number + 1) for number in range(len(training.extra_ema_decays)))  # as many
-    return TracedStep(
-        Config(
-            name="any",
-            data=DataConfig(volumes=(VolumeConfig(path="any", condition=condition),), **of_data),
-            training=TrainingConfig(
-                accumulate_steps=min(training.accumulate_steps, 2), amp=amp, extra_ema_decays=averages, **of_training
-            ),
-            diffusion=config.diffusion,
-            model=config.model,
-        )
+    of_training = {key: getattr(training, key) for key in _OF_A_STEP} | {
+        "accumulate_steps": min(training.accumulate_steps, 2),
+        "extra_ema_decays": tuple(0.1 / (n + 1) for n in range(len(training.extra_ema_decays))),  # as many
+    }
+    of_step = Config(
+        name="any",
+        data=DataConfig(volumes=(VolumeConfig(path="any", condition=condition),), **of_data),
+        training=TrainingConfig(amp=amp, **of_training),
+        diffusion=config.diffusion,
+        model=config.model,
     )
+    return TracedStep(of_step)
 
 
 @lru_cache(maxsize=8)  # a dry run, a tune or a first config asks for the same step again and again
@@ -192,17 +186,20 @@ class TracedStep:
         self._config = config
         # Schedule tables and timesteps are real tensors among fake ones.
         self._fake, self._footprint = FakeTensorMode(allow_non_fake_inputs=True), Footprint()
-        self._plans: dict[int, MemoryPlan] = {}
         with self._fake, self._footprint:
             self._step = _step_with_state(config)
+        self.trace = cache(self._trace)
 
     def plan(self, batch: int) -> MemoryPlan:
-        """Of one micro-batch of so many patches: traced, or from the traces of two and three patches."""
+        """Of one micro-batch of so many patches; beyond three nothing is traced.
+
+        The same operations follow each other, and each figure, as well as what is alive at each of them, lies on a
+        straight line through those of two and of three patches.
+        """
         if batch <= 3:
             return self.trace(batch)
         two, three = self.trace(2), self.trace(3)
-        sizes = [(len(plan.live_bytes), len(plan.convolution_bytes)) for plan in (two, three)]
-        if sizes[0] != sizes[1]:  # other operations
+        if len(two.live_bytes) != len(three.live_bytes):  # other operations
             return self.trace(batch)
 
         def at(of_two: int, of_three: int) -> int:
@@ -216,40 +213,23 @@ class TracedStep:
             convolution_bytes=tuple(map(at, two.convolution_bytes, three.convolution_bytes)),
         )
 
-    def trace(self, batch: int) -> MemoryPlan:
+    def _trace(self, batch: int) -> MemoryPlan:
         """The plan of one micro-batch, with the operations of this one alone."""
-        if batch not in self._plans:
-            with self._fake, self._footprint:
-                self._plans[batch] = self._traced(batch)
-        return self._plans[batch]
-
-    def _traced(self, batch: int) -> MemoryPlan:
         step, training, footprint = self._step, self._config.training, self._footprint
-        weights = list(step.network.parameters())
-        state = [value for values in step.optimizer.state.values() for value in values.values()]
-        averages = [weight for average in step.averages.values() for weight in average.weights.values()]
-        fixed = [*weights, *weights, *state, *averages]  # a gradient is as large as its weight
-        if training.accumulate_steps > 1:  # the gradient of earlier micro-batches lives through the forward pass
-            _give_gradients(step)
-        footprint.restart()
-        # Noising, forward and backward pass of a batch as `DeviceFeed` delivers it.
         patch_size, channels = self._config.data.patch_size, self._config.condition_channels
-        condition = torch.empty(batch, channels, *patch_size) if channels else None
-        x_0 = torch.empty(batch, 1, *patch_size)
-        step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64), condition)
-        del x_0, condition
-        # Before the update: Muon's products, below 3 % for a large model, come once a step, not once a micro-batch.
-        flops = footprint.flops
-        step.apply(training.lr)
-        return MemoryPlan(
-            batch=batch,
-            amp=step.amp,
-            flops_per_step=flops,
-            weight_bytes=sum(weight.nbytes for weight in weights),
-            fixed_bytes=sum(tensor.nbytes for tensor in fixed),
-            live_bytes=tuple(footprint.history),
-            convolution_bytes=tuple(footprint.convolution_bytes),
-        )
+        with self._fake, footprint:
+            if training.accumulate_steps > 1:  # the gradient of earlier micro-batches lives through the forward pass
+                _give_gradients(step)
+            footprint.restart()
+            # Noising, forward and backward pass of a batch as `DeviceFeed` delivers it.
+            condition = torch.empty(batch, channels, *patch_size) if channels else None
+            x_0 = torch.empty(batch, 1, *patch_size)
+            step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64), condition)
+            del x_0, condition
+            # Before the update: Muon's products, below 3 % for a large model, come once a step, not once a micro-batch.
+            flops = footprint.flops
+            step.apply(training.lr)
+        return MemoryPlan(batch, step.amp, flops, tuple(footprint.history), tuple(footprint.convolution_bytes))
 
 
 class _FakeUNet(UNet):

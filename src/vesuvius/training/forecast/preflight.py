@@ -6,7 +6,6 @@ import math
 import os
 import resource
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 from vesuvius.config import Config, TrainingConfig
@@ -17,13 +16,7 @@ from vesuvius.runlog.files import free_disk_bytes, nearest_existing
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.trackers import check_trackers
 from vesuvius.runlog.units import GIB, format_sizes, size_text
-from vesuvius.stream.options import (
-    StreamOptions,
-    check_cluster,
-    check_store,
-    store_bytes,
-    store_is_there,
-)
+from vesuvius.stream.options import StreamOptions, check_cluster, check_store, store_bytes, store_is_there
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.format import load_checkpoint
@@ -84,14 +77,8 @@ def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
     initial = checked.initial
     if initial is not None and not initial.weights:
         initial = read_initial_weights(initial.source)
-    job = replace(checked.data.job, rank=rank, world=world)
-    return replace(
-        checked,
-        directory=checked.directory.of_rank(rank),
-        data=replace(checked.data, job=job),
-        resumed=resumed,
-        initial=initial,
-    )
+    data = replace(checked.data, job=replace(checked.data.job, rank=rank, world=world))
+    return replace(checked, directory=checked.directory.of_rank(rank), data=data, resumed=resumed, initial=initial)
 
 
 def preflight(
@@ -149,18 +136,9 @@ def preflight(
     if config.training.init_from is not None and not resumed:
         initial = read_initial_weights(Path(config.training.init_from))
         check_initial_weights(network, initial.weights)
-    checkpoint_bytes = sum(checkpoint_sizes(config))
-    return Preflight(
-        directory,
-        data,
-        DataFacts(trained_volumes(data), greys, spectrum),
-        resumed,
-        initial,
-        fixed,
-        parameter_count(network),
-        checkpoint_bytes,
-        _check_disk(directory.path, checkpoint_bytes),
-    )
+    size, facts = sum(checkpoint_sizes(config)), DataFacts(trained_volumes(data), greys, spectrum)
+    free = _check_disk(directory.path, size)
+    return Preflight(directory, data, facts, resumed, initial, fixed, parameter_count(network), size, free)
 
 
 def checkpoint_sizes(config: Config) -> list[int]:
@@ -175,8 +153,8 @@ def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
     return max(training.validate_patches if validates else 0, PREVIEWED if training.preview_every else 0)
 
 
-def doubts(config: Config, data: PreparedData, step: int, world: int, cores: float) -> list[str]:
-    """What is allowed and seldom meant, a line each, for `world` ranks that continue after `step`.  Pure.
+def doubts(config: Config, data: PreparedData, world: int, cores: float) -> list[str]:
+    """What is allowed and seldom meant, a line each, for `world` ranks.  Pure.
 
     Args:
         cores: processors that the readers may use, if they run on this machine.
@@ -184,21 +162,13 @@ def doubts(config: Config, data: PreparedData, step: int, world: int, cores: flo
     diffusion, plan, workers, found = config.diffusion, data.plan, config.training.workers, []
     if config.cluster.address is None and workers > READERS_PER_CORE * cores:
         found.append(
-            f"training.workers {workers} readers share {cores:g} processors: each takes memory, and "
-            f"together they read no faster than a few; set training.workers={math.ceil(cores)}, or at "
-            f"most {math.floor(READERS_PER_CORE * cores)} for a remote store"
+            f"training.workers {workers} readers share {cores:g} processors and read no faster than a few; set "
+            f"training.workers={math.ceil(cores)}, or at most {math.floor(READERS_PER_CORE * cores)} for a remote store"
         )
     if diffusion.prediction == "eps" and diffusion.sampler_clip is None:
         found.append(
             "diffusion.prediction eps without diffusion.sampler_clip: near pure noise x_0 is what eps leaves over, "
             "divided by almost 0, and samples may be useless; set diffusion.sampler_clip=1.5"
-        )
-    first, stop = step * config.global_batch, config.stop_step * config.global_batch
-    tasks = sum(1 for _ in islice(plan.tasks(first, stop, 0, world), workers))
-    if 0 < tasks < workers:
-        found.append(
-            f"training.workers {workers} readers and {tasks} task{'s' * (tasks > 1)}: the others stay idle; set "
-            f"training.workers={tasks}, or lower data.regions_per_task (now {config.data.regions_per_task})"
         )
     for number, (volume, planned) in enumerate(zip(data.volumes, plan.volumes, strict=True)):
         amplification = plan.read_amplification(number, world)
@@ -208,8 +178,7 @@ def doubts(config: Config, data: PreparedData, step: int, world: int, cores: flo
             found.append(
                 f"{amplification:.2f} bytes are decoded per byte of patch of {volume.name}, in chunks of "
                 f"{format_sizes(volume.chunk_zyx)}, each read by {plan.reads_per_region(world):.1f} ranks; raise "
-                f"data.patches_per_region (now {plan.patches_per_region}) in a new run, "
-                + ("start 2, 4 or 8 ranks" if world > 1 else "or write the volume with smaller chunks")
+                f"data.patches_per_region (now {plan.patches_per_region}) in a new run, or write smaller chunks"
             )
     if plan.repeats:
         found.append(

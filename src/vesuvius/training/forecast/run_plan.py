@@ -30,9 +30,7 @@ from vesuvius.stream.options import (
 from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import (
-    LARGEST_PLANNED_BATCH,
     MemoryPlan,
-    indexable_batch,
     largest_batch,
     leaner,
     plan_memory,
@@ -42,7 +40,6 @@ from vesuvius.training.step.device import pinned_bytes
 from vesuvius.training.step.step import choose_device, resolve_amp
 
 _MIB = 2**20
-_TERMS = ("readers", "store", "Ray", "trainer")
 
 # Private memory of processes that hold no data yet: RssAnon on Linux 6.18, Python 3.11, ray 2.60, torch 2.13, 2 cores.
 _READER_BYTES = 122 * _MIB
@@ -54,12 +51,12 @@ _CUDA_HOST_BYTES = 2 * GIB  # CUDA's context, cuDNN and cuBLAS; assumed
 _STORE_HOLES = 0.125
 
 _WARN_SHARE = 0.8
-_ASSUMED_VRAM_GIB = 80  # of an A100 or H100
+_NOT_HERE = "--vram-gib"
 
 
 @dataclass(frozen=True)
 class RamPart:
-    """Some of the memory, at its peak."""
+    """Some of the host's memory, at its peak."""
 
     term: str  # who holds it: readers, store, Ray or trainer
     name: str
@@ -69,16 +66,29 @@ class RamPart:
 
 
 @dataclass(frozen=True)
-class RamPlan:
-    """The host memory that a run takes at its peak, on a GPU or on the CPU, with so many ranks on the machine."""
+class Problem:
+    """Memory that a run would lack."""
 
-    gpu: bool
-    parts: tuple[RamPart, ...]
-    ranks: int = 1
+    text: str
+    refused: bool  # it would not fit; else it is only tight, or planned for hardware that is not here
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run, of all its ranks here, takes of host and GPU memory at its peak, and what there is."""
+
+    config: Config
+    data: PreparedData
+    parts: tuple[RamPart, ...]  # of the host's memory
+    limit: MemoryLimit  # of the host's memory
+    step: MemoryPlan | None = None  # on a GPU; None = the CPU computes, and `parts` has it
+    vram_bytes: int = 0  # memory of that GPU
+    vram_free_bytes: int = 0
+    whose: str = ""  # the GPU's name
 
     @property
-    def total_bytes(self) -> int:
-        """Of all terms."""
+    def ram_bytes(self) -> int:
+        """Of all parts."""
         return sum(part.size_bytes for part in self.parts)
 
     def term_bytes(self, term: str) -> int:
@@ -86,29 +96,78 @@ class RamPlan:
         return sum(part.size_bytes for part in self.parts if part.term == term)
 
     def lines(self) -> list[str]:
-        """For people: the total, then each term with its parts."""
-        place = "a GPU" if self.gpu else "this CPU"
-        ranks = f", for {self.ranks} ranks on one machine" if self.ranks > 1 else ""
-        lines = [f"host RAM   {size_text(self.total_bytes)} at the peak, planned on {place}{ranks}"]
-        for term in _TERMS:
-            parts = [f"{part.name} {size_text(part.size_bytes)}" for part in self.parts if part.term == term]
-            if parts:
-                lines.append(f"  {term:8} {size_text(self.term_bytes(term))}: {', '.join(parts)}")
+        """For people: the host's memory by who holds it, and the GPU's."""
+        terms = ", ".join(f"{t} {size_text(self.term_bytes(t))}" for t in dict.fromkeys(p.term for p in self.parts))
+        ranks = f" by {n} ranks on this machine" if (n := local_ranks(self.config)) > 1 else ""
+        of = f"{size_text(self.limit.limit_bytes)} ({self.limit.name})"
+        lines = [f"RAM {size_text(self.ram_bytes)} planned of {of}{ranks}: {terms}"]
+        if (step := self.step) is not None:
+            need = f"VRAM {size_text(step.vram_bytes)} planned of {size_text(self.vram_bytes)} ({self.whose})"
+            peak = f"{size_text(step.peak_bytes)} at the peak of train_batch_size {step.batch}, amp {step.amp}"
+            largest = largest_batch(self.config, self.vram_bytes)
+            lines.append(f"{need}: {peak}, and the reserve; the largest that fits is {largest}")
         return lines
 
+    def problems(self) -> list[Problem]:
+        """What does not fit, with its remedy; empty where all does."""
+        config, found = self.config, []
+        need = 0 if self.step is None else self.step.vram_bytes
+        if need > self.vram_bytes:
+            largest = largest_batch(config, self.vram_bytes)
+            remedy = f"set training.train_batch_size={largest} and raise training.accumulate_steps"
+            text = (
+                f"train_batch_size {config.training.train_batch_size} will not fit: {size_text(need)} of GPU memory "
+                f"needed of {size_text(self.vram_bytes)}; {remedy if largest else leaner(config)}"
+            )
+            found.append(Problem(text, True))
+        elif need > self.vram_free_bytes:
+            free = size_text(self.vram_free_bytes)
+            found.append(Problem(f"only {free} of GPU memory are free; see nvidia-smi for who holds the rest", False))
+        allowed, limit = (
+            _WARN_SHARE * self.limit.limit_bytes,
+            f"{size_text(self.limit.limit_bytes)} ({self.limit.name})",
+        )
+        if self.ram_bytes > allowed:
+            largest_part, fewer = max(self.parts, key=lambda part: part.size_bytes), range(config.training.workers)
+            plans = {n: plan_ram(config.with_training(workers=n), self.data, self.step is not None) for n in fewer}
+            fit = [n for n, parts in plans.items() if sum(part.size_bytes for part in parts) <= allowed]
+            text = (
+                f"{size_text(self.ram_bytes)} of host memory are planned, more than {_WARN_SHARE:.0%} of {limit}, most "
+                f"of it for {largest_part.term}: {largest_part.name} ({size_text(largest_part.size_bytes)}); "
+                + (f"start with training.workers={fit[-1]}" if fit else f"lower {largest_part.lower}")
+            )
+            # A GPU that is not here may stand in a machine with more memory.
+            here = self.whose != _NOT_HERE or config.monitor.ram_limit_gib is not None
+            found.append(Problem(text, here and self.ram_bytes > self.limit.limit_bytes))
+        return found
 
-def plan_ram(config: Config, data: PreparedData | None = None, gpu: bool | None = None) -> RamPlan:
-    """Predict the memory of a run of `config` on this machine: of all ranks, or of one in a cluster of any size.
 
-    Takes a few seconds for a network that was not planned before.  `data` None opens the volumes; `gpu` None = as this
-    machine has one.  Raises DataError, and ConfigError where a tensor would reach 2^31 elements.
+def plan_run(config: Config, data: PreparedData | None = None, vram_gib: float | None = None) -> RunPlan:
+    """Plan the memory of a run on this machine, of all its ranks here, or with a GPU of `vram_gib`.
+
+    Takes a few seconds for a network that was not planned before.  Writes nothing; `data` None opens the volumes.
+
+    Raises:
+        ConfigError: a tensor would reach 2^31 elements.
+        DataError: a volume cannot be used.
     """
-    data = data or prepare_data(config.seed, config.data)
-    gpu = choose_device().type == "cuda" if gpu is None else gpu
-    ranks = local_ranks(config)
-    parts = [*_readers(config, data), *_trainer(config, data, gpu), *_network(config, gpu)]
+    data, device = data or prepare_data(config.seed, config.data), choose_device()
+    limit = ram_limit(config.monitor.ram_limit_gib)
+    if vram_gib is None and device.type == "cpu":
+        return RunPlan(config, data, plan_ram(config, data, False), limit)
+    parts, step = plan_ram(config, data, True), plan_memory(config)
+    if vram_gib is not None:
+        size = int(vram_gib * GIB)
+        return RunPlan(config, data, parts, limit, step, size, size, _NOT_HERE)
+    gpu, free = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)[0]
+    return RunPlan(config, data, parts, limit, step, gpu.total_memory, free, gpu.name)
+
+
+def plan_ram(config: Config, data: PreparedData, gpu: bool) -> tuple[RamPart, ...]:
+    """Host memory of all ranks here, or of one in a cluster of any size.  Raises as `plan_run`."""
+    ranks, parts = local_ranks(config), [*_readers(config, data), *_trainer(config, data, gpu), *_network(config, gpu)]
     parts = [part if part.once else replace(part, size_bytes=part.size_bytes * ranks) for part in parts]
-    return RamPlan(gpu, tuple(part for part in parts if part.size_bytes), ranks)
+    return tuple(part for part in parts if part.size_bytes)
 
 
 def local_ranks(config: Config) -> int:
@@ -119,21 +178,10 @@ def local_ranks(config: Config) -> int:
     return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
 
 
-def ram_warning(config: Config, data: PreparedData, plan: RamPlan, limit: MemoryLimit) -> str | None:
-    """A line where a plan takes more than 80 % of a limit: its largest part, and what to change."""
-    allowed = _WARN_SHARE * limit.limit_bytes
-    if plan.total_bytes <= allowed:
-        return None
-    largest = max(plan.parts, key=lambda part: part.size_bytes)
-    fewer = range(config.training.workers - 1, -1, -1)
-    plans = ((n, plan_ram(config.with_training(workers=n), data, plan.gpu)) for n in fewer)
-    workers = next((n for n, other in plans if other.total_bytes <= allowed), None)
-    remedy = f"lower {largest.lower}" if workers is None else f"start with training.workers={workers}"
-    return (
-        f"memory should stay below {_WARN_SHARE:.0%} of {size_text(limit.limit_bytes)} ({limit.name}); got "
-        f"{size_text(plan.total_bytes)} predicted, most of it for {largest.term}: {largest.name} "
-        f"({size_text(largest.size_bytes)}); {remedy}"
-    )
+def ram_limit(configured_gib: float | None) -> MemoryLimit:
+    """The smallest of the machine's memory, the limits of this process's cgroups, and `monitor.ram_limit_gib`."""
+    limits = Limits(configured_bytes=None if configured_gib is None else int(configured_gib * GIB))
+    return tightest(sample_system(os.getpid()), limits)
 
 
 def _readers(config: Config, data: PreparedData) -> list[RamPart]:
@@ -202,97 +250,3 @@ def _network(config: Config, gpu: bool) -> list[RamPart]:
 def _host_bytes(size: int, gpu: bool) -> int:
     """Of a buffer, which is pinned where a GPU copies from it."""
     return pinned_bytes(size) if gpu else size
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Memory that a run would lack."""
-
-    text: str
-    refused: bool  # it would not fit; else it is only tight, or planned for hardware that is not here
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What a run takes of GPU and host memory, and what there is."""
-
-    config: Config
-    data: PreparedData
-    on_gpu: bool  # the step's memory is a GPU's
-    step: MemoryPlan
-    ram: RamPlan
-    limit: MemoryLimit  # of the host's memory
-    vram_bytes: int  # memory of the GPU that is planned for
-    whose: str  # where that figure is from
-    vram_free_bytes: int | None = None  # of the GPU that is here
-
-    def short(self) -> str:
-        """`RAM 3 GiB planned of 24 GiB (the machine)`, and on a GPU its memory."""
-        ram, limit = size_text(self.ram.total_bytes), self.limit
-        text = f"RAM {ram} planned of {size_text(limit.limit_bytes)} ({limit.name})"
-        if self.on_gpu:
-            text += f"; VRAM {size_text(self.step.vram_bytes)} planned of {size_text(self.vram_bytes)} ({self.whose})"
-        return text
-
-    def lines(self) -> list[str]:
-        """For people: the GPU's memory, then the host's and its limit."""
-        step, largest = self.step, largest_batch(self.config, self.vram_bytes)
-        ends = {LARGEST_PLANNED_BATCH: " or more", indexable_batch(self.config): ", where a tensor nears 2^31 elements"}
-        return [
-            f"memory     planned for {self.vram_bytes / GIB:.1f} GiB of VRAM ({self.whose}), amp {step.amp}",
-            f"  fixed    {size_text(step.fixed_bytes)} for weights, gradients, optimizer and EMA",
-            f"  peak     {size_text(step.peak_bytes)} with train_batch_size {step.batch}, "
-            f"{size_text(step.vram_bytes)} with the reserve for CUDA, cuDNN and fragmentation",
-            f"  largest  train_batch_size {largest}{ends.get(largest, '')}",
-            *self.ram.lines(),
-            f"  limit    {size_text(self.limit.limit_bytes)} ({self.limit.name})",
-        ]
-
-    def problems(self) -> list[Problem]:
-        """What does not fit, with its remedy; empty where all does."""
-        need, found = self.step.vram_bytes, []
-        if need > self.vram_bytes:
-            largest = largest_batch(self.config, self.vram_bytes)
-            remedy = f"set training.train_batch_size={largest} and raise training.accumulate_steps"
-            text = (
-                f"train_batch_size {self.step.batch} will not fit: {size_text(need)} of GPU memory needed of "
-                f"{size_text(self.vram_bytes)}; {remedy if largest else leaner(self.config)}"
-            )
-            found.append(Problem(text, self.on_gpu))
-        elif self.vram_free_bytes is not None and need > self.vram_free_bytes:
-            free = size_text(self.vram_free_bytes)
-            found.append(Problem(f"only {free} of GPU memory are free; see nvidia-smi for who holds the rest", False))
-        if warning := ram_warning(self.config, self.data, self.ram, self.limit):
-            # A GPU that is not here may stand in a machine with more memory.
-            here = self.whose != "--vram-gib" or self.config.monitor.ram_limit_gib is not None
-            found.append(Problem(warning, here and self.ram.total_bytes > self.limit.limit_bytes))
-        return found
-
-
-def plan_run(config: Config, data: PreparedData | None = None, vram_gib: float | None = None) -> RunPlan:
-    """Plan the memory of a run on this machine, of all its ranks here, or with a GPU of `vram_gib`.
-
-    Takes a few seconds for a network that was not planned before.  Writes nothing; `data` None opens the volumes.
-
-    Raises:
-        ConfigError: a tensor would reach 2^31 elements.
-        DataError: a volume cannot be used.
-    """
-    data, device, free_bytes = data or prepare_data(config.seed, config.data), choose_device(), None
-    on_gpu = vram_gib is not None or device.type == "cuda"
-    if vram_gib is not None:
-        vram_bytes, whose = int(vram_gib * GIB), "--vram-gib"
-    elif on_gpu:
-        properties = torch.cuda.get_device_properties(device)
-        vram_bytes, whose, free_bytes = properties.total_memory, properties.name, torch.cuda.mem_get_info(device)[0]
-    else:
-        vram_bytes = _ASSUMED_VRAM_GIB * GIB
-        whose = "assumed, as this machine has no GPU; --vram-gib N plans for another"
-    ram, limit = plan_ram(config, data, on_gpu), ram_limit(config.monitor.ram_limit_gib)
-    return RunPlan(config, data, on_gpu, plan_memory(config), ram, limit, vram_bytes, whose, free_bytes)
-
-
-def ram_limit(configured_gib: float | None) -> MemoryLimit:
-    """The smallest of the machine's memory, the limits of this process's cgroups, and `monitor.ram_limit_gib`."""
-    limits = Limits(configured_bytes=None if configured_gib is None else int(configured_gib * GIB))
-    return tightest(sample_system(os.getpid()), limits)

@@ -20,12 +20,12 @@ from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration, format_sizes, gib, size_text
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.preflight import Preflight, doubts, preflight
-from vesuvius.training.forecast.run_plan import local_ranks, plan_run
+from vesuvius.training.forecast.run_plan import RunPlan, local_ranks, plan_run
 from vesuvius.training.ranks.part import Part
 from vesuvius.training.step.device import synchronize
 from vesuvius.training.step.step import AmpMode, autocast, choose_device, resolve_amp
-from vesuvius.training.validation.preview import PREVIEWED
 from vesuvius.volumes.box import format_box
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,7 @@ def start_lines(config: Config, checked: Preflight, world: int, lost: bool) -> l
         lines.append((warning, f"no complete checkpoint in {checked.directory.checkpoints}: starting at step 0"))
     if checked.initial is not None:
         lines.append((info, f"starting from the weights of {checked.initial.source}"))
-    step, cores = resumed.step if resumed else 0, usable_cores(os.getpid())
-    lines += [(warning, doubt) for doubt in doubts(config, data, step, world, cores)]
+    lines += [(warning, doubt) for doubt in doubts(config, data, world, usable_cores(os.getpid()))]
     lines += [(info, line) for line in _data_lines(config, checked, world)]
     ranks = "" if training.ranks == 1 else f" x {training.ranks} ranks"
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
@@ -68,45 +67,33 @@ def start_lines(config: Config, checked: Preflight, world: int, lost: bool) -> l
     lines.append((info, f"batch      {sizes} = {config.global_batch} samples a step"))
     if training.validate_every and not any(split.validation for split in data.splits):
         lines.append((info, "no validation: data.validation.fraction is 0"))
-    elif training.validate_every:
-        every = f"{training.validate_every} steps, {training.validate_patches} held-out patches"
-        lines.append((info, f"validation every {every}, 8 noise levels each"))
-    if training.preview_every:
-        lines.append((info, f"previews   every {training.preview_every} steps, {PREVIEWED} generated patches"))
     return lines
 
 
 def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
     """Volumes, their split, grey values and regions, the plan and the noise, as `world` ranks read them."""
-    data, plan, lines = checked.data, checked.data.plan, []
+    data, plan, spectrum, lines = checked.data, checked.data.plan, checked.facts.spectrum, list[str]()
     facts = zip(data.volumes, data.splits, checked.facts.greys.volumes, plan.volumes, strict=True)
     for number, (volume, split, grey, planned) in enumerate(facts):
+        stored = f"{format_sizes(volume.shape_zyx)} {volume.dtype}, chunks {format_sizes(volume.chunk_zyx)}"
+        held_out = format_box(split.validation) if split.validation else "none"
+        region = format_sizes(planned.cells.region_zyx(plan.patch_zyx))
         lines += [
-            f"volume     {volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}, "
-            f"chunks {format_sizes(volume.chunk_zyx)}",
-            f"  split    training {format_box(split.train)}; validation "
-            + (format_box(split.validation) if split.validation else "none"),
-            f"  greys    {grey.low:g} becomes -1, {grey.high:g} becomes +1",
-            f"  regions  {planned.visits_per_pass} a pass, of up to "
-            f"{format_sizes(planned.cells.region_zyx(plan.patch_zyx))}, "
-            f"{plan.read_amplification(number, world):.2f} bytes decoded per byte of patch",
+            f"volume     {volume.name}: {stored}, greys {grey.low:g} to {grey.high:g}",
+            f"  split    training {format_box(split.train)}; validation {held_out}",
+            f"  regions  {region}, {plan.read_amplification(number, world):.2f} bytes decoded per byte of patch",
         ]
-    in_flight = (
-        f"{plan.regions_in_flight} regions in flight ({size_text(plan.regions_in_flight * data.job.block_bytes)})"
-    )
-    mixing = f"a batch is drawn from {in_flight}, {plan.patches_per_region} patches from each"
-    spectrum = checked.facts.spectrum
+    memory = size_text(plan.regions_in_flight * data.job.block_bytes)
     table = Schedule.from_config(config.diffusion, spectrum).alpha_bar_64
     sigmas = " to ".join(f"{math.sqrt(1 / alpha_bar - 1):.3g}" for alpha_bar in table[[0, -1]])
-    amplitude = f"largest amplitude of a frequency {math.sqrt(spectrum.peak):.3g}"
-    spread = f"standard deviation {spectrum.std:.3g}, {amplitude}"
+    spread = f"standard deviation {spectrum.std:.3g}"
     if not spectrum.peak:
         spread = "constant in all patches measured, which leaves nothing to learn"
     return [
         *lines,
-        f"plan       {plan.hash}, {mixing}",
-        f"diffusion  noise {config.diffusion.noise}: sigma {sigmas} times the signal; the data: mean "
-        f"{spectrum.mean:.3g}, {spread}",
+        f"plan       {plan.hash}, {plan.regions_in_flight} regions in flight ({memory}), {plan.patches_per_region} "
+        "patches from each",
+        f"diffusion  noise {config.diffusion.noise}: sigma {sigmas}; the data: mean {spectrum.mean:.3g}, {spread}",
     ]
 
 
@@ -124,7 +111,7 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     """What would happen, a line each: what a run says at its start, then its time, memory and disk.  Writes nothing.
 
     Args:
-        vram_gib: GPU memory to plan for; None = this machine's GPU, or 80 GiB where there is none.
+        vram_gib: GPU memory to plan for; None = this machine's GPU, if it has one.
 
     Raises:
         ConfigError: after all lines, where the run would not fit this machine or the GPU that was asked for.
@@ -140,18 +127,17 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     lines = start_lines(config, checked, world, resume and directory.exists())
     yield from (line for level, line in lines if level == logging.INFO)
     plan, done = plan_run(config, checked.data, vram_gib), checked.resumed.step if checked.resumed else 0
-    yield _time_line(config, plan.step.flops_per_step, max(config.stop_step - done, 0), vram_gib is not None)
-    yield from plan.lines()
+    yield _time_line(config, plan, max(config.stop_step - done, 0))
+    yield from (f"memory     {line}" for line in plan.lines())
     for_ever = config.horizon_steps // training.keep_every if training.keep_every else 0
-    validates = training.validate_every and any(split.validation for split in checked.data.splits)
-    count = training.keep_last + 1 + bool(validates) + for_ever  # with the last, and the best
+    count = training.keep_last + 2 + for_ever  # with the last, and the best
+    need = count * checked.checkpoint_bytes
     yield (
-        f"disk       {gib(count * checked.checkpoint_bytes)} GiB for up to {count} checkpoints of "
-        f"{gib(checked.checkpoint_bytes)} GiB (one more while saving), {gib(checked.free_bytes)} GiB free; a copy of "
-        "one waits in host memory"
+        f"disk       {gib(need)} GiB for up to {count} checkpoints of {gib(checked.checkpoint_bytes)} GiB, "
+        f"{gib(checked.free_bytes)} GiB free"
     )
     warned = [line for level, line in lines if level == logging.WARNING]
-    if count * checked.checkpoint_bytes > checked.free_bytes:
+    if need > checked.free_bytes:
         warned.append("the checkpoints will not fit on the disk: lower training.keep_last or raise training.keep_every")
     problems = plan.problems()
     warned += [problem.text for problem in problems if not problem.refused]
@@ -162,13 +148,15 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     yield f"dry run: {passed}, nothing was written; `vesuvius volume verify` reads all chunks"
 
 
-def _time_line(config: Config, flops: int, steps: int, elsewhere: bool) -> str:
-    """Predicted time of a step, and of the run."""
+def _time_line(config: Config, plan: RunPlan, steps: int) -> str:
+    """Predicted time of a step, and of so many."""
     device = choose_device()
+    amp = resolve_amp(config.training.amp, device)
+    flops = (plan.step or plan_memory(config, amp=amp)).flops_per_step
     compute = (f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP") + " a step"
-    if elsewhere and device.type == "cpu":
+    if plan.step and device.type == "cpu":
         return f"time       {compute}; its time on a GPU that is not here is unknown"
-    step_s = step_range_s(flops, device, resolve_amp(config.training.amp, device))
+    step_s = step_range_s(flops, device, amp)
     of_step = " to ".join(f"{s:.2g} s" if s < 60 else format_duration(s) for s in step_s)
     of_run = " to ".join(format_duration(s * steps) for s in step_s)
     place = "GPU" if device.type == "cuda" else "CPU"
