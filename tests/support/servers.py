@@ -30,7 +30,6 @@ def cache_home(cache_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_CONFIG_FILE", str(path / "aws-config"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(path / "gcloud"))
-    monkeypatch.setenv("NO_GCE_CHECK", "true")
     return path
 
 
