@@ -405,7 +405,7 @@ def test_a_network_that_is_gone_ends_the_copy_soon(tmp_path: Path, server: Chunk
         if figures.done == 40:
             server.set_faults([{"path": r"/v.zarr/\d", "kind": "reset"}])
 
-    words = r"must answer within data.store.outage_minutes=0; got .*chunks are done and stay in .*c\.zarr\.partial"
+    words = r"Cannot reach the store: .* data.store.outage_minutes=0; .*chunks are done and stay in .*c\.zarr\.partial"
     with pytest.raises(UnfinishedCopyError, match=words) as caught:
         copy_box(request, QUICK, cut_the_cable)
     assert not caught.value.figures.failures, "no chunk is damaged"

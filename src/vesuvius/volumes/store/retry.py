@@ -18,6 +18,7 @@ from typing import TypeVar
 from obstore.exceptions import BaseError
 
 from vesuvius.config import StoreConfig
+from vesuvius.runlog.units import format_duration, format_time
 from vesuvius.volumes.errors import BrokenOffError, ClosedError, OutageError, ProtocolError, is_protocol_error, reason
 
 log = logging.getLogger(__name__)
@@ -42,13 +43,8 @@ class Outage:
     cause: str  # why the last try of that read failed
     address: str  # of the store
 
-    @property
-    def clock(self) -> str:
-        """`since`, as a local time."""
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-
     def __str__(self) -> str:
-        return f"{self.address} has not answered since {self.clock}: {self.cause}"
+        return f"{self.address} has not answered since {format_time(self.since)}: {self.cause}"
 
 
 class Retrier:
@@ -61,7 +57,6 @@ class Retrier:
         count: told of requests and retries.
 
     Attributes:
-        outage: set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time.
         closed: once it is set, all pauses end, and what is being read is not tried again.
     """
 
@@ -73,16 +68,21 @@ class Retrier:
         may_pass: Callable[[BaseException], bool],
         count: Callable[..., None],
     ) -> None:
-        self.outage: Outage | None = None
+        self.closed = threading.Event()
         self._address = address
         self._outage_s = 60 * config.outage_minutes
         self._patient = patient
         self._may_pass = may_pass
         self._count = count
-        self.closed = threading.Event()
         self._lock = threading.Lock()
         self._failing: dict[int, Outage] = {}  # by thread
-        self._said: float | None = None  # when a line last told of this outage
+        self._said = 0.0  # when a line last told of this outage
+
+    @property
+    def outage(self) -> Outage | None:
+        """Set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time."""
+        with self._lock:
+            return min(self._failing.values(), key=lambda failing: failing.since, default=None)
 
     def run(self, key: str, read: Callable[[], T]) -> T:
         """What `read` returns.
@@ -96,8 +96,8 @@ class Retrier:
             Exception: whatever else `read` raises.
         """
         pause_s, tries, answered, broke_protocol = _FIRST_PAUSE_S, 0, True, False
-        began: float | None = None
         breaks: list[tuple[int, float]] = []  # bytes that came, and when, while these are as many at each try
+        began: float | None = None
         try:
             while not self.closed.is_set():
                 tries += 1
@@ -106,70 +106,63 @@ class Retrier:
                     return read()
                 except (BaseError, OSError, ProtocolError) as error:
                     now = time.monotonic()
+                    if isinstance(error, BrokenOffError):
+                        breaks = [each for each in breaks if each[0] == error.after] + [(error.after, now)]
+                        if len(breaks) > 2 and now - breaks[0][1] >= _SAME_BREAK_S:
+                            raise ProtocolError(f"{error} at each of {len(breaks)} tries") from error
                     if is_protocol_error(error) and not broke_protocol:
                         broke_protocol = True
                     elif not self._may_pass(error):
                         raise
                     else:
-                        if isinstance(error, BrokenOffError):
-                            breaks = [each for each in breaks if each[0] == error.after] + [(error.after, now)]
-                            if len(breaks) > 2 and now - breaks[0][1] >= _SAME_BREAK_S:
-                                raise ProtocolError(f"{error} at each of {len(breaks)} tries") from error
                         began = now if began is None else began
-                        failing = self._note_failure(error)
+                        self._note_failure(error)
                         if now - began >= self._patience_s:
                             answered = False
-                            raise self._outage_error(failing, f"{tries} tries of {key} in {self._address}") from error
+                            raise self._outage_error(error, f"{tries} tries of {key} in {self._address}") from error
                 self._count(retries=1)
                 self.closed.wait(random.uniform(0, pause_s))  # at random, so that many readers do not ask at once
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             answered = False
             raise ClosedError(self._address)
         finally:
-            self._end_failing(answered)
+            self._end(answered)
 
     @property
     def _patience_s(self) -> float:
         """Seconds for which a read is tried again."""
         return self._outage_s if self._patient else min(self._outage_s, _FIRST_ANSWER_S)
 
-    def _note_failure(self, error: BaseException) -> Outage:
-        """Take down, and say every minute, that the read of this thread fails; since when it does."""
-        moment, thread = time.time(), threading.get_ident()
+    def _note_failure(self, error: BaseException) -> None:
+        """Take down, and say every minute, that the read of this thread fails."""
+        now, thread = time.time(), threading.get_ident()
         with self._lock:
-            since = self._failing[thread].since if thread in self._failing else moment
-            failing = self._failing[thread] = Outage(since, reason(error), self._address)
-            outage = self.outage = min(self._failing.values(), key=lambda failing: failing.since)
-            say = moment - outage.since >= _SAID_AFTER_S and moment - (self._said or 0) >= _SAID_EVERY_S
-            self._said = moment if say else self._said
-        if say:
-            wait = f"{self._outage_s / 60:g} minutes (data.store.outage_minutes)"
-            if self._patience_s < self._outage_s:
-                wait = f"{self._patience_s:g} s, as it has never answered: check the address"
-            log.warning("%s (for %s); trying again for up to %s", outage, _duration(moment - outage.since), wait)
-        return failing
+            since = self._failing[thread].since if thread in self._failing else now
+            self._failing[thread] = Outage(since, reason(error), self._address)
+            oldest = min(self._failing.values(), key=lambda failing: failing.since)
+            if now - oldest.since < _SAID_AFTER_S or now - self._said < _SAID_EVERY_S:
+                return
+            self._said = now
+        wait = f"{self._outage_s / 60:g} minutes (data.store.outage_minutes)"
+        if self._patience_s < self._outage_s:
+            wait = f"{self._patience_s:g} s, as it has never answered: check the address"
+        log.warning("%s (for %s); trying again for up to %s", oldest, format_duration(now - oldest.since), wait)
 
-    def _end_failing(self, answered: bool) -> None:
+    def _end(self, answered: bool) -> None:
         """A read of this thread has ended: with an answer of the store, or without."""
         self._patient |= answered
         with self._lock:
-            before, said = self.outage, self._said
-            if self._failing.pop(threading.get_ident(), None) is None:
+            ended, said = self._failing.pop(threading.get_ident(), None), self._said
+            if ended is None or self._failing:
                 return
-            self.outage = min(self._failing.values(), key=lambda failing: failing.since, default=None)
-            over = self.outage is None
-            self._said = None if over else said
-        if over and said and answered and before:
-            log.info("%s answers again after %s", self._address, _duration(time.time() - before.since))
+            self._said = 0.0
+        if said and answered:
+            log.info("%s answers again after %s", self._address, format_duration(time.time() - ended.since))
 
-    def _outage_error(self, outage: Outage, tries: str) -> OutageError:
-        rule, since = "a store must answer", ""
-        remedy = "check the address and the network"
+    def _outage_error(self, error: BaseException, tries: str) -> OutageError:
+        text, remedy = f"Cannot reach the store: {reason(error)} ({tries})", "check the address and the network"
         if self._patient:
-            rule, since = f"{rule} within data.store.outage_minutes={self._outage_s / 60:g}", f" since {outage.clock}"
+            since = format_time(self._failing[threading.get_ident()].since)
+            text += f", since {since}, and data.store.outage_minutes={self._outage_s / 60:g}"
             remedy = "check the network and the server, then continue a run with --resume, or run another command again"
-        return OutageError(f"{rule}; got {outage.cause}{since} ({tries}); {remedy}")
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        return OutageError(f"{text}; {remedy}")
