@@ -59,7 +59,12 @@ def test_an_outage_that_lasts_ends_in_a_line_with_its_beginning_its_cause_and_th
     assert 1.2 <= time.monotonic() - began < 5
     text = str(caught.value)
     assert text.startswith("Cannot reach the store: Server returned non-2xx ")
-    for words in ("500 Internal Server Error", f"tries of data in {address}), since 20", "outage_minutes=0.02; ", "--resume"):
+    for words in (
+        "500 Internal Server Error",
+        f"tries of data in {address}), since 20",
+        "outage_minutes=0.02; ",
+        "--resume",
+    ):
         assert words in text
     assert "\n" not in text
     assert caught.value.exit_code == 6
@@ -112,7 +117,9 @@ def test_an_address_that_never_answered_is_given_up_soon_and_the_line_names_its_
     monkeypatch.setattr(retry, "_FIRST_ANSWER_S", 0.3)
     monkeypatch.setattr(retry, "_SAID_AFTER_S", 0.0)
     began = time.monotonic()
-    with pytest.raises(OutageError, match=r"Cannot reach the store: Connection refused .*; check the address") as caught:
+    with pytest.raises(
+        OutageError, match=r"Cannot reach the store: Connection refused .*; check the address"
+    ) as caught:
         open_volume(ArrayConfig(path="http://127.0.0.1:1/v.zarr"), PATIENT)
     assert time.monotonic() - began < 5
     assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,14 +63,12 @@ class Alignment:
 
     def array_box(self, box: Box) -> Box:
         """The array's voxels that a covered box of the volume is shown."""
-        ends = (self.indices(axis, lo, hi)[[0, -1]].tolist() for axis, (lo, hi) in enumerate(zip(*box, strict=True)))
-        return box_along((first, last + 1) for first, last in ends)
+        return box_along((int(row[0]), int(row[-1]) + 1) for row in self._rows(box))
 
     def volume_box(self, box: Box) -> Box:
         """All voxels of the volume that a box of the array is shown in; at least one."""
         ends = []
-        for axis, (lo, hi) in enumerate(zip(*box, strict=True)):
-            first, last = (covered[axis] for covered in self.covered)
+        for axis, (lo, hi, first, last) in enumerate(zip(*box, *self.covered, strict=True)):
             start = min(max(self._first(axis, lo), first), last - 1)
             stop = last if hi == self.array_zyx[axis] else min(self._first(axis, hi), last)
             ends.append((start, max(stop, start + 1)))
@@ -97,7 +95,7 @@ class Alignment:
         if plain:
             return voxels
         out = np.empty(shape_of(box), voxels.dtype) if out is None else out
-        z, y, x = (self.indices(axis, lo, hi) - inner[0][axis] for axis, (lo, hi) in enumerate(zip(*box, strict=True)))
+        z, y, x = (row - start for row, start in zip(self._rows(box), inner[0], strict=True))
         for number, plane in enumerate(voxels):  # plane by plane, so that what is repeated stays in the cache
             lo, hi = np.searchsorted(z, (number, number + 1))
             if lo < hi:
@@ -105,30 +103,29 @@ class Alignment:
         return out
 
     def indices(self, axis: int, lo: int, hi: int) -> NDArray[np.int64]:
-        """The array's voxel that each of lo ... hi - 1 is shown."""
-        found: NDArray[np.int64] = self._index(axis, np.arange(lo, hi)).clip(0, self.array_zyx[axis] - 1)
-        return found
+        """The array's voxel that each of lo ... hi - 1 is shown.  In whole numbers: no centre is rounded."""
+        (p, q), (a, b) = self.factors[axis].as_integer_ratio(), self.offsets[axis].as_integer_ratio()
+        found: NDArray[np.int64] = (((2 * np.arange(lo, hi) + 1) * b - 2 * a) * q - 1) // (2 * b * p)
+        return found.clip(0, self.array_zyx[axis] - 1)
 
     def shown(self, axis: int) -> tuple[int, int]:
         """First and stop of the places that the array's voxels are shown at, the last one as a whole: it may stick out
         of the volume."""
-        last = min(int(self._index(axis, self.volume_zyx[axis] - 1)) + 1, self.array_zyx[axis])
-        return max(self._first(axis, 0), 0), self._first(axis, last)
+        size = self.volume_zyx[axis]
+        return max(self._first(axis, 0), 0), self._first(axis, int(self.indices(axis, size - 1, size)[0]) + 1)
 
     def words(self) -> str:
         """'each voxel on 2 x 2 x 2, the first at z 10, y 0, x 0; both exist in z 10:30, y 0:40, x 0:40'."""
-        factors, corner = " x ".join(map(str, self.factors)), _zyx(self.offsets)
+        factors = " x ".join(map(str, self.factors))
+        corner = ", ".join(f"{axis} {offset}" for axis, offset in zip("zyx", self.offsets, strict=True))
         return f"each voxel on {factors}, the first at {corner}; both exist in {format_box(self.covered)}"
 
-    def _index(self, axis: int, place: Any) -> Any:
-        """The array's voxel that holds the centre of a voxel of the volume."""
-        (p, q), (a, b) = self.factors[axis].as_integer_ratio(), self.offsets[axis].as_integer_ratio()
-        return (((2 * place + 1) * b - 2 * a) * q - 1) // (2 * b * p)
+    def _rows(self, box: Box) -> list[NDArray[np.int64]]:
+        return [self.indices(axis, lo, hi) for axis, (lo, hi) in enumerate(zip(*box, strict=True))]
 
     def _first(self, axis: int, index: int) -> int:
         """The first voxel of the volume that is shown this voxel of the array, or a later one."""
-        (p, q), (a, b) = self.factors[axis].as_integer_ratio(), self.offsets[axis].as_integer_ratio()
-        return -(-(2 * b * p * index + 2 * a * q + 1) // (b * q)) // 2
+        return math.floor(self.offsets[axis] + self.factors[axis] * index + Fraction(1, 2))
 
 
 def align(volume: Volume, array: Volume, what: str) -> Alignment:
@@ -184,9 +181,9 @@ def log_alignment(volume: Volume, array: Volume, what: str) -> Alignment:
     partial = found.covered != ((0, 0, 0), volume.shape_zyx)
     if found.caveat or partial:
         doubtful = found.caveat and (partial or found.factors != ONES)
+        level = logging.WARNING if doubtful else logging.INFO
         how = f" {found.caveat}" if found.caveat else ""
         drawn = ", and patches are drawn there" if partial else ""
-        level = logging.WARNING if doubtful else logging.INFO
         log.log(level, "%s %s lies in %s%s: %s%s", what, array.name, volume.name, how, found.words(), drawn)
     return found
 
@@ -201,31 +198,27 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
     Writers that know no scale say 1 without a unit.  Next to another such volume, or to one without metadata, that
     places a box whose translation is given; it does not tell a crop from a coarser level.
     """
-    shapes = volume.shape_zyx, array.shape_zyx
-    same, geometries = shapes[0] == shapes[1], (volume.geometry or VOXELS, array.geometry or VOXELS)
-    kinds = {_kind(volume), _kind(array)}
-    lacking = [v.name for v in (volume, array) if _kind(v) != "scale"]
-    if kinds <= {"none", "default"}:
-        if not same and any(geometry.translated for geometry in geometries):
-            raise _MisfitError("both have voxels of size 1 without a unit and begin at 0, but not one shape")
-        return _by_shape(*shapes, lacking)
-    if kinds == {"none", "scale"} or (same and kinds == {"default", "scale"}):
-        return _by_shape(*shapes, lacking)
-    found = _measured(*geometries, shapes)
+    shapes, kinds = (volume.shape_zyx, array.shape_zyx), {_kind(volume), _kind(array)}
+    same, geometries = shapes[0] == shapes[1], [v.geometry or VOXELS for v in (volume, array)]
+    translated = [geometry.translated for geometry in geometries]
+    if kinds <= {"none", "default"} and not same and any(translated):
+        raise _MisfitError("both have voxels of size 1 without a unit and begin at 0, but not one shape")
+    if kinds <= {"none", "default"} or kinds == {"none", "scale"} or (same and kinds == {"default", "scale"}):
+        return _by_shape(*shapes, [v.name for v in (volume, array) if _kind(v) != "scale"])
+    found = _measured(*geometries, *shapes)
     whole = all(map(fits, *shapes, found.factors))
     if "scale" in kinds and len(kinds) == 2 and not (whole and found.offsets == ZEROS):
         raise _MisfitError("one has voxels of size 1 without a unit")
     if not whole and volume.level and volume.source.address == array.source.address:
         raise _MisfitError("levels of one pyramid cover the same, and by their scales and shapes these do not")
-    if whole and found.offsets != ZEROS and geometries[0].translated != geometries[1].translated:
+    if whole and found.offsets != ZEROS and translated[0] != translated[1]:
         raise _MisfitError("their shapes cover each other, and only one has a translation")
-    if not whole and not geometries[1].translated:
-        return replace(found, caveat="from its first voxel on, as it has no translation")
-    return found
+    caveat = None if whole or translated[1] else "from its first voxel on, as it has no translation"
+    return replace(found, caveat=caveat)
 
 
-def _kind(volume: Volume) -> Literal["none", "default", "voxels", "scale"]:
-    """What is known of a volume's place: nothing, a writer's default, a place in voxels, or a scale."""
+def _kind(volume: Volume) -> str:
+    """What is known of a volume's place: 'none', a writer's 'default', a place in 'voxels', or a 'scale'."""
     if (geometry := volume.geometry) is None:
         return "none"
     if set(geometry.scale_zyx) != {1.0} or any(unit in MICROMETERS for unit in geometry.units_zyx):
@@ -233,25 +226,27 @@ def _kind(volume: Volume) -> Literal["none", "default", "voxels", "scale"]:
     return "voxels" if any(geometry.translation_zyx) else "default"
 
 
-def _measured(there: Geometry, here: Geometry, shapes: tuple[Triple, Triple]) -> Alignment:
+def _measured(there: Geometry, here: Geometry, volume_zyx: Triple, array_zyx: Triple) -> Alignment:
     """By scale and translation.  Raises _MisfitError."""
     factors, offsets = [], []
-    for axis, units in enumerate(zip(there.units_zyx, here.units_zyx, strict=True)):
-        first, second = (MICROMETERS.get(unit or "") for unit in units)
-        one, two = (1.0, 1.0) if first is None or second is None else (first, second)
-        if None not in units and first is second is None and units[0] != units[1]:
+    for axis, (size, count, *units) in enumerate(
+        zip(volume_zyx, array_zyx, there.units_zyx, here.units_zyx, strict=True)
+    ):
+        lengths = [MICROMETERS.get(unit or "") for unit in units]
+        if None not in units and lengths == [None, None] and units[0] != units[1]:
             raise _MisfitError(f"how their units {units[0]} and {units[1]} compare is not known")
-        size, count, voxel = shapes[0][axis], shapes[1][axis], there.scale_zyx[axis] * one
+        one, two = (1.0, 1.0) if None in lengths else lengths
+        voxel = there.scale_zyx[axis] * one
         ratio = here.scale_zyx[axis] * two / voxel
         factor = _factor(ratio, size, count)
         if factor is None:
             raise _MisfitError(f"a factor of {ratio:.6g} along {'zyx'[axis]} is no ratio of small whole numbers")
         offset = _offset(factor, (here.translation_zyx[axis] * two - there.translation_zyx[axis] * one) / voxel)
-        if (first is None) != (second is None) and not -factor <= offset <= size - factor * (count - 1):
+        if lengths.count(None) == 1 and not -factor <= offset <= size - factor * (count - 1):
             raise _MisfitError(f"only one has a unit, {units[0] or units[1]}; in the same one they do not fit")
         factors.append(factor)
         offsets.append(offset)
-    return Alignment(*shapes, triple(factors), triple(offsets))
+    return Alignment(volume_zyx, array_zyx, triple(factors), triple(offsets))
 
 
 def _factor(ratio: float, size: int, count: int) -> Fraction | None:
@@ -259,10 +254,9 @@ def _factor(ratio: float, size: int, count: int) -> Fraction | None:
     if ratio < 1:
         inverse = _factor(1 / ratio, count, size)
         return inverse and 1 / inverse
-    shared = min(count, size / ratio)
     for denominator in _DENOMINATORS:
         simple = Fraction(round(ratio * denominator), denominator)
-        if abs(ratio - simple) * shared <= 0.5:
+        if abs(ratio - simple) * min(count, size / ratio) <= 0.5:
             return simple
     # Some writers divide the shapes of two levels.
     return Fraction(size, count) if abs(ratio * count - size) <= 0.5 else None
@@ -300,22 +294,18 @@ def _by_shape(volume_zyx: Triple, array_zyx: Triple, lacking: list[str]) -> Alig
     Args:
         lacking: names of the volumes that give no scale.
     """
-    fitting = [_whole_factors(size, count) for size, count in zip(volume_zyx, array_zyx, strict=True)]
-    common = set.intersection(*([factors for factors in fitting if factors != {1}] or [{1}]))
+    differing = [(size, count) for size, count in zip(volume_zyx, array_zyx, strict=True) if size != count]
+    common = {1}.union(
+        *(range(max(size // (count + 1), 1), size // max(count - 1, 1) + 2) for size, count in differing)
+    )
+    common = {factor for factor in common if all(fits(*sizes, Fraction(factor)) for sizes in differing)}
     if not common:
         raise _MisfitError("its shape is not that of the volume divided by one whole factor")
     if len(common) > 1 and not common & _POWERS:
         raise _MisfitError(f"its shape is that of the volume divided by any of {', '.join(map(str, sorted(common)))}")
     factor = Fraction(min(common & _POWERS or common))
-    factors = triple(Fraction(1) if allowed == {1} else factor for allowed in fitting)
+    factors = triple(
+        factor if size != count else Fraction(1) for size, count in zip(volume_zyx, array_zyx, strict=True)
+    )
     caveat = f"by shape alone, as {' and '.join(lacking)} {'give' if len(lacking) > 1 else 'gives'} no scale"
     return Alignment(volume_zyx, array_zyx, factors, caveat=caveat)
-
-
-def _whole_factors(size: int, count: int) -> set[int]:
-    near = range(max(size // (count + 1), 1), size // max(count - 1, 1) + 2)
-    return {1} if size == count else {factor for factor in near if fits(size, count, Fraction(factor))}
-
-
-def _zyx(values: Fractions) -> str:
-    return ", ".join(f"{axis} {value}" for axis, value in zip("zyx", values, strict=True))

@@ -6,6 +6,7 @@ Spellings that zarr-python does not know are put into its own: `|u1` written as 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -30,19 +31,12 @@ _MOST_CHUNKS = 2**40  # lists of a volume hold a byte for each, in memory that i
 _INNER = ("codecs", "index_codecs")  # of a shard
 _FILES = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
 _NAMED = 8  # arrays, or other names, that a message lists
-_CONVERT = "convert it to OME-Zarr"
 _MAGIC = {
     b"\x1f\x8b": ("gzip data", "store it uncompressed, or have the server send it without Content-Encoding"),
     b"\x28\xb5\x2f\xfd": ("zstd data", "store it uncompressed"),
     b"version https://git-lfs": ("a Git LFS pointer", "fetch the file with `git lfs pull`"),
     b"<?xml": ("an XML document, perhaps the server's error message", "check the address and the credentials"),
     b"<": ("an HTML page", "check the address and the login, as the server answers with a page"),
-    b"PK\x03\x04": ("a zip archive", "unpack it into a folder"),
-    b"\x89HDF\r\n\x1a\n": ("an HDF5 file", _CONVERT),
-    b"II": ("a TIFF file", _CONVERT),
-    b"MM\0": ("a TIFF file", _CONVERT),
-    b"\x93NUMPY": ("a numpy file", _CONVERT),
-    b"NRRD": ("an NRRD file", _CONVERT),
 }
 
 
@@ -70,20 +64,12 @@ def read_node(source: Source, path: str) -> Node | None:
             stored = [source.get(key) for key in keys]
     except FetchError as error:
         raise DataError(f"The metadata of {source.shown} cannot be read: {error}; restore them") from error
-    for key, data, zarr_format in zip(keys[:3], stored, (3, 2, 2), strict=False):
-        if data is None:
-            continue
-        document = _parsed(source, key, data)
-        if (found := document.get("zarr_format")) != zarr_format:
-            raise _wrong(source, key, f"zarr_format is {found!r}", "convert the volume to zarr v2 or v3")
-        if zarr_format == 2:
-            document["attributes"] = _parsed(source, keys[3], stored[3]) if stored[3] is not None else {}
-            return Node(key, data, document, key == keys[1])
-        kind, attributes = document.get("node_type"), document.get("attributes") or {}
-        if kind not in ("array", "group") or not isinstance(attributes, dict):
-            cause = f"node_type is {kind!r}, and attributes is {one_line(repr(attributes), 40)}"
-            raise _wrong(source, key, cause, "make them array or group, and an object")
-        return Node(key, data, document | {"attributes": attributes}, kind == "array")
+    for key, data in zip(keys[:3], stored, strict=False):
+        if data is not None:
+            document = _parsed(source, key, data)
+            if key != keys[0]:
+                document["attributes"] = _parsed(source, keys[3], stored[3]) if stored[3] is not None else {}
+            return Node(key, data, document, key == keys[1] or document.get("node_type") == "array")
     return None
 
 
@@ -93,17 +79,18 @@ def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
     Raises:
         DataError: zarr-python or this program cannot read it.
     """
-    is_v3 = node.document["zarr_format"] == 3
-    dtype = node.document.get("data_type" if is_v3 else "dtype")
+    dtype = node.document.get("data_type", node.document.get("dtype"))
     cause, remedy = "", "correct them, or convert the volume"
     try:
         document = _normalised(node.document)
         array = zarr.Array(AsyncArray(document, StorePath(MemoryStore(), path)))  # type: ignore[call-overload]
         if array.dtype.kind not in "buif" or array.dtype.itemsize > 8:
             cause = f"its dtype {dtype} is not bool, nor an integer or float of up to 8 bytes"
-        elif is_v3 and not is_supported(array.metadata.codecs):  # type: ignore[union-attr]
+        elif not is_supported(getattr(array.metadata, "codecs", ())):
             cause = "shards inside or behind other codecs, or with an index in another form, are not supported"
-        elif min(*array.shape, *array.chunks) < 1 or _chunks(array) > _MOST_CHUNKS:
+        elif (
+            not 1 <= math.prod(c and -(-n // c) for n, c in zip(array.shape, array.chunks, strict=True)) <= _MOST_CHUNKS
+        ):
             sizes = f"shape {list(array.shape)}, chunks of {list(array.chunks)}"
             cause = f"it has no chunks, or more than {_MOST_CHUNKS:.2g}: {sizes}"
     except (UnknownCodecError, UnknownCodecV3Error) as error:
@@ -114,15 +101,6 @@ def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
     if cause:
         raise _wrong(source, node.key, cause, remedy)
     return array
-
-
-def _kind_of(data: bytes) -> tuple[str, str] | None:
-    """What an object is by its first bytes, and the remedy; None where unknown.  Pure."""
-    return next((words for magic, words in _MAGIC.items() if data.lstrip(b" \t\r\n").startswith(magic)), None)
-
-
-def _chunks(array: zarr.Array[Any]) -> int:
-    return math.prod(-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True))
 
 
 def _wrong(source: Source, key: str, cause: str, remedy: str) -> DataError:
@@ -139,15 +117,17 @@ def _parsed(source: Source, key: str, data: bytes) -> dict[str, Any]:
                 return document
             what = f"the object is {one_line(repr(document), 40)}, not a JSON object"
         except (ValueError, RecursionError) as error:
-            found = _kind_of(data) or (f"not JSON, or only a part of it ({one_line(error)})", remedy)
-            what, remedy = f"the object is {found[0]}", found[1]
+            unknown = f"not JSON, or only a part of it ({one_line(error)})", remedy
+            known = (words for magic, words in _MAGIC.items() if data.lstrip(b" \t\r\n").startswith(magic))
+            what, remedy = next(known, unknown)
+            what = f"the object is {what}"
     raise _wrong(source, key, what, remedy)
 
 
 def _normalised(document: dict[str, Any]) -> dict[str, Any]:
     """The same metadata in the spelling of zarr-python.  Raises as `_codecs`."""
     found = dict(document)
-    if found["zarr_format"] == 2:
+    if found.get("zarr_format") == 2:
         found["dtype"] = _dtype_v2(found.get("dtype"))
         if found.get("dimension_separator", "") is None:
             del found["dimension_separator"]
@@ -222,7 +202,7 @@ class Level:
         return None if name is None else str(name)
 
 
-def pick_level(source: Source, attributes: dict[str, Any], spec: ArrayConfig) -> Level:
+def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
     """The level of a group that a config names.
 
     Args:
@@ -231,6 +211,7 @@ def pick_level(source: Source, attributes: dict[str, Any], spec: ArrayConfig) ->
     Raises:
         DataError: the group has no pyramid or no such level.
     """
+    attributes = attributes if isinstance(attributes, dict) else {}
     ome: Any = attributes["ome"] if isinstance(attributes.get("ome"), dict) else attributes
     try:
         entry = ome["multiscales"][0]
@@ -258,36 +239,31 @@ def no_zarr_error(source: Source) -> DataError:
             f"a volume's store must answer; got {source.forbidden} for {source.shown}; check the address and the "
             "credentials"
         )
-    path = Path(source.address)
     what, remedy = "", "point path at the zarr itself (it holds .zarray, .zgroup or zarr.json)"
-    if not source.remote and path.is_file():
-        with path.open("rb") as file:
-            what, remedy = _kind_of(file.read(64)) or ("a file", remedy)
-    elif found := _names(source):
-        names = sorted((*found[0], *found[1]))
+    if not source.remote and Path(source.address).is_file():
+        what, remedy = " but a file", "unpack it, or convert it to OME-Zarr"
+    elif names := sorted(itertools.chain(*_names(source))):
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        what = f"a folder of {', '.join(names[:_NAMED])}{more}" if names else "" if source.remote else "an empty folder"
-        remedy = _choice(source) or remedy
-    return DataError(
-        f"a volume must be a zarr array or group; got {source.shown}, which is neither{what and f' but {what}'}; "
-        f"{remedy}"
-    )
+        what, remedy = f" but a folder of {', '.join(names[:_NAMED])}{more}", _choice(source) or remedy
+    elif not source.remote:
+        what = " but an empty folder"
+    return DataError(f"a volume must be a zarr array or group; got {source.shown}, which is neither{what}; {remedy}")
 
 
 def _choice(source: Source) -> str:
     """'set path to A or B', of the zarrs in a group or folder; '' where there are none, or none can be listed."""
-    folders = (_names(source) or ([], []))[1]
+    folders = sorted(set(_names(source)[1]) - {"OME"})
     if not source.remote:
         folders = [name for name in folders if any(Path(source.address, name, each).is_file() for each in _FILES[:3])]
-    names = sorted({*folders} - {"OME"}, key=lambda name: (not name.isdigit(), len(name) * name.isdigit(), name))
-    more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
-    places = [f"{source.shown.rstrip('/')}/{name}" for name in names[:_NAMED]]
-    return f"set path to {' or '.join(places)}{more}" if names else ""
+    folders.sort(key=lambda name: int(name) if name.isdigit() else math.inf)
+    more = f" (and {len(folders) - _NAMED} more)" if len(folders) > _NAMED else ""
+    places = [f"{source.shown.rstrip('/')}/{name}" for name in folders[:_NAMED]]
+    return f"set path to {' or '.join(places)}{more}" if places else ""
 
 
-def _names(source: Source) -> tuple[list[str], list[str]] | None:
-    """Files and folders at an address; None where they cannot be listed."""
+def _names(source: Source) -> tuple[list[str], list[str]]:
+    """Files and folders at an address; none where they cannot be listed."""
     try:
         return source.list_one_level("")
     except DataError:
-        return None
+        return [], []

@@ -6,13 +6,12 @@ import base64
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import obstore
 from obstore.exceptions import BaseError, GenericError
-from obstore.store import GCSStore, HTTPStore, LocalStore, S3Store
+from obstore.store import GCSStore, HTTPStore, S3Store
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
@@ -31,13 +30,10 @@ from vesuvius.volumes.store.objects import Answer, ByteRange
 
 log = logging.getLogger(__name__)
 
-REMOTE_SCHEMES = ("http", "https", "s3", "gs")
+_SCHEMES = ("http", "https", "s3", "gs")
 _LONGEST_REQUEST = 20  # times `timeout_s`, for a large object that keeps arriving
 
 _warned: set[tuple[str, str]] = set()
-
-
-# ---- addresses
 
 
 def is_remote(address: str) -> bool:
@@ -61,7 +57,7 @@ def last_name(address: str) -> str:
 
 
 def open_store(address: str, config: StoreConfig, signing: Signing | None = None) -> obstore.store.ObjectStore:
-    """The obstore store of a folder or URL.  No I/O but what `find_signing` does.
+    """The obstore store of a URL.  No I/O but what `find_signing` does.
 
     Keys of s3 and gs are taken literally: no character of theirs is special.  A web address is sent as it is written:
     its query follows the name of each object, its user and password become a header.
@@ -72,12 +68,10 @@ def open_store(address: str, config: StoreConfig, signing: Signing | None = None
     Raises:
         DataError: a scheme that is not supported, an address that is not one, or credentials that cannot be used.
     """
-    if not is_remote(address):
-        return LocalStore(Path(address).absolute())
     scheme, _, rest = address.partition("://")
-    if scheme not in REMOTE_SCHEMES:
+    if scheme not in _SCHEMES:
         raise DataError(
-            f"a volume is a folder or an address of {', '.join(REMOTE_SCHEMES)}; got {address}; copy it to one of them"
+            f"a volume is a folder or an address of {', '.join(_SCHEMES)}; got {address}; copy it to one of them"
         )
     options: dict[str, Any] = {
         # Ours: the retries of obstore itself would neither be counted nor cover a body that breaks off.
@@ -113,9 +107,6 @@ def open_store(address: str, config: StoreConfig, signing: Signing | None = None
         ) from error
 
 
-# ---- objects
-
-
 class RemoteStore:
     """One store with a URL.  Its methods may be called from several threads, and try once.
 
@@ -125,22 +116,17 @@ class RemoteStore:
     """
 
     def __init__(self, address: str, config: StoreConfig) -> None:
-        scheme = address.partition("://")[0]
-        signing = find_signing(scheme, config.anonymous) if scheme in ("s3", "gs") else Signing("")
-        self.signing = signing.words
         self.can_list = not is_web(address)
+        scheme = address.partition("://")[0]
+        signing = find_signing(scheme, config.anonymous) if scheme in ("s3", "gs") else Signing("", {})
+        self.signing = signing.words
         self._store = open_store(address, config, signing)
         self._name = shown_address(address)
         self._broken: set[str] = set()  # keys of bodies that broke off at the last try
         self._has_suffixes: bool | None = None  # ranges from the end; None before one was asked for
 
     def read(self, key: str, byte_range: ByteRange | None) -> Answer:
-        """An object, or a range of it.
-
-        Raises:
-            FetchError: the object ends before the range.
-            FileNotFoundError, ProtocolError, BaseError, OSError: there is none, or it did not come.
-        """
+        """An object, or a range of it.  Raises FetchError where the object ends before the range does."""
         if byte_range is not None and byte_range.start < 0:
             return self._read_end(key, byte_range)
         answer = self._get(key, byte_range)
@@ -181,13 +167,12 @@ class RemoteStore:
         if self._has_suffixes is not False:
             try:
                 answer = self._get(key, byte_range)
+                self._has_suffixes = True
+                return answer
             except (BaseError, FileNotFoundError, ProtocolError) as error:
                 if self._has_suffixes or (status_of(error) is None and is_outage(error, remote=True)):
                     raise
                 refused = error
-            else:
-                self._has_suffixes = True
-                return answer
         size = self._get(key, ByteRange(0, 1)).size
         answer = self._get(key, ByteRange(max(size + byte_range.start, 0), size))
         if refused is not None and not is_outage(refused, remote=True):  # those may pass: it is asked for again

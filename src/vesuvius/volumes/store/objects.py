@@ -83,10 +83,8 @@ class LocalFiles:
             raise FetchError(f"{'a folder' if stat.S_ISDIR(mode) else 'a special file'} in place of the file {path}")
 
     def pages(self, prefix: str, after: str | None) -> Iterator[Iterable[str]]:
-        """Keys of the files and folders below a prefix, in any order and from the start; links to folders are followed.
-
-        A folder that has the key of a chunk is damage, not air.
-        """
+        """Keys of the files and folders (one in a chunk's place is no air) below a prefix, in any order and from the
+        start; links to folders are followed."""
         for folder, folders, files in os.walk(self._root / prefix, onerror=_raise_unless_gone, followlinks=True):
             below = "" if folder == str(self._root) else f"{Path(folder).relative_to(self._root).as_posix()}/"
             yield (below + name for name in itertools.chain(files, folders))
@@ -101,6 +99,7 @@ class LocalFiles:
 
 
 def _raise_unless_gone(error: OSError) -> None:
-    """Below a folder that is not there, or not any more, no keys are listed."""
+    """Below a folder that is not there, or not any more, no keys are listed.  Without the system's number nothing is an
+    outage: a walk is not tried again, as it would begin anew."""
     if not isinstance(error, FileNotFoundError):
-        raise error
+        raise OSError(str(error)) from error

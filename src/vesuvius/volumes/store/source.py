@@ -1,8 +1,7 @@
-"""Where the bytes of a volume come from: a folder, a web server or an object store.
+"""Where the bytes of a volume come from: a folder, a web server or an object store, by key and byte range.
 
 Every read is counted, tried again while its store is away (`retry.py`), and on remote stores answered from a disk cache
-where one is configured.  `Source` knows keys and byte ranges; that they are chunks is known to `volume.py` and
-`chunks.py`.
+where one is configured.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class SourceFigures:
     requests: int = 0  # reads that reached the store, tries included
     retries: int = 0  # tries after a failed one
     bytes_fetched: int = 0  # bytes that came from the store
-    # cache_hits, cache_misses: reads answered by the disk cache, and not
-    cache_hits: int = 0
+    cache_hits: int = 0  # reads answered by the disk cache
     cache_misses: int = 0
 
 
@@ -101,8 +99,7 @@ class Source:
         Raises:
             FetchError: it is damaged.
             ReplacedError: a part of another version of the object was read before.
-            OutageError: the store has not answered for `data.store.outage_minutes`.
-            RefusedError: the store refuses access, or cannot deliver byte ranges.
+            OutageError, RefusedError: the store does not answer for `data.store.outage_minutes`, or refuses.
         """
         cache, name = self._cache if cached else None, self._entry(key, byte_range)
         version = version or self._versions.get(key)
@@ -170,10 +167,8 @@ class Source:
             pages = pages or self._store.pages(prefix, last)
             try:
                 return next(pages, None)
-            except BaseException as error:
+            except BaseException:
                 pages = None
-                if isinstance(error, OSError) and not self.remote and last is not None:
-                    raise OSError(str(error)) from error  # no outage: a walk would come from the start to here for ever
                 raise
 
         while (page := self._listed(prefix, next_page)) is not None:
@@ -212,10 +207,8 @@ class Source:
         return f"{self.address.rstrip('/')}/{key}{part}"
 
     def _note(self, key: str, stamp: str) -> str:
-        """The stamp that an object has in this process: the first one that it came with, until it is forgotten.
-
-        Ranges that were asked for by its index are of that version, whatever has come since.
-        """
+        """The stamp that an object has in this process: the first one that it came with, until it is forgotten; ranges
+        that were asked for by its index are of that version."""
         with self._lock:
             noted = self._versions.setdefault(key, stamp)
             if len(self._versions) > _VERSIONS_MAX:
@@ -253,8 +246,7 @@ class Source:
             raise refusal(error, key, self.shown, self.remote, self._signing) from error
 
     def _may_pass(self, error: BaseException) -> bool:
-        """Whether an error may pass by itself; an I/O error of the disk under one chunk does not, where the metadata
-        can be read."""
+        """An I/O error of the disk under one chunk does not pass by itself, where the metadata can be read."""
         if not self.remote and isinstance(error, OSError) and error.errno == errno.EIO:
             for name in ("zarr.json", ".zarray", ".zgroup"):
                 with suppress(OSError):
