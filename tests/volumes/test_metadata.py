@@ -86,6 +86,8 @@ REFUSED: dict[str, tuple[int, Change, str]] = {
     "v3 codec": (3, set_to(codecs=[PCODEC], data_type="float32"), "a codec is not installed .*pcodec"),
     "v3 in shards": (3, shard_of(PCODEC), "a codec is not installed .*pcodec"),
     "v2 structure": (2, set_to(dtype=[["a", "<u1"]]), r"the dtype is \[\['a'"),
+    "v2 text": (2, set_to(dtype="|S4", fill_value=None), r"dtype .*S4"),
+    "v2 dates": (2, set_to(dtype="<M8[s]", fill_value=None), r"dtype .*<M8\[s\]"),
     "v2 complex": (2, set_to(dtype="<c8", fill_value=None), "its dtype <c8 is not bool, nor"),
     "v2 no byte order": (2, set_to(dtype="u2"), "No Zarr data type found .*'u2'"),
     "v3 bfloat16": (3, set_to(data_type="bfloat16"), "the dtype is bfloat16.*; correct them, or convert"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -144,20 +143,6 @@ def test_an_absent_chunk_has_the_fill_value_exactly(tmp_path: Path, dtype: str, 
     assert not (whole(volume)[:, :, :32] == volume.fill_value).any()
 
 
-NO_NUMBERS = ["complex64", "S4", [("a", "u1"), ("b", "<u2")], "M8[s]", str]
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("dtype", NO_NUMBERS, ids=str)
-def test_voxels_that_are_no_real_numbers_are_refused_in_one_line(tmp_path: Path, dtype: Any, zarr_format: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of zarr: v3 does not specify some of them
-        zarr.create_array(str(tmp_path / "v.zarr"), shape=(8, 8, 8), dtype=dtype, zarr_format=zarr_format)
-        with pytest.raises(DataError, match=r"cannot be read: .*dtype .*; .*convert the volume") as refusal:
-            open_at(tmp_path / "v.zarr")
-    assert "\n" not in str(refusal.value)
-
-
 @pytest.mark.parametrize("version", ["0.4", "0.5"])
 def test_a_level_is_looked_up_in_the_metadata_not_guessed(tmp_path: Path, version: str) -> None:
     fine, coarse = textured((64, 64, 64)), textured((32, 32, 32), seed=1)
@@ -213,16 +198,6 @@ def _write_wrong(kind: str, path: Path) -> None:
             write_array(path, textured((32, 32)))
         case "5D":
             write_array(path, textured((1, 1, 32, 32, 32)))
-
-
-@pytest.mark.parametrize("options", [{}, {"filters": [Delta(dtype="u1")]}], ids=["blosc", "a filter before it"])
-def test_an_unreadable_chunk_names_volume_and_region(tmp_path: Path, options: dict[str, Any]) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)), **options)
-    (path / "1" / "1" / "1").write_bytes(b"this is not blosc")
-    volume = open_at(path)
-    volume.read(((0, 0, 0), (32, 64, 64)))
-    with pytest.raises(DataError, match=r"v\.zarr, region z 32:64, y 0:64, x 0:64"):
-        volume.read(((32, 0, 0), (64, 64, 64)))
 
 
 @needs_scroll_data

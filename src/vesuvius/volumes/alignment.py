@@ -168,11 +168,10 @@ def geometry_words(volume: Volume) -> str:
     """'(40, 72, 88) voxels of 4 x 4 x 4 nanometer from 0, 0, 0'."""
     if (geometry := volume.geometry) is None:
         return f"{volume.shape_zyx} voxels and no OME scale"
-    units = set(geometry.units_zyx)
-    unit = str(geometry.units_zyx) if len(units) > 1 else units.pop() or "of no unit"
-    scale, corner = (" x ".join(f"{v:.6g}" for v in geometry.scale_zyx), geometry.translation_zyx)
-    begins = f"from {', '.join(f'{v:.6g}' for v in corner)}" if geometry.translated else "without a translation"
-    return f"{volume.shape_zyx} voxels of {scale} {unit} {begins}"
+    units = ", ".join(dict.fromkeys(unit or "of no unit" for unit in geometry.units_zyx))
+    scale, corner = ([f"{v:.6g}" for v in values] for values in (geometry.scale_zyx, geometry.translation_zyx))
+    begins = f"from {', '.join(corner)}" if geometry.translated else "without a translation"
+    return f"{volume.shape_zyx} voxels of {' x '.join(scale)} {units} {begins}"
 
 
 def log_alignment(volume: Volume, array: Volume, what: str) -> Alignment:
@@ -199,13 +198,13 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
     places a box whose translation is given; it does not tell a crop from a coarser level.
     """
     shapes, kinds = (volume.shape_zyx, array.shape_zyx), {_kind(volume), _kind(array)}
-    same, geometries = shapes[0] == shapes[1], [v.geometry or VOXELS for v in (volume, array)]
-    translated = [geometry.translated for geometry in geometries]
+    same, there, here = shapes[0] == shapes[1], volume.geometry or VOXELS, array.geometry or VOXELS
+    translated = there.translated, here.translated
     if kinds <= {"none", "default"} and not same and any(translated):
         raise _MisfitError("both have voxels of size 1 without a unit and begin at 0, but not one shape")
     if kinds <= {"none", "default"} or kinds == {"none", "scale"} or (same and kinds == {"default", "scale"}):
         return _by_shape(*shapes, [v.name for v in (volume, array) if _kind(v) != "scale"])
-    found = _measured(*geometries, *shapes)
+    found = _measured(there, here, *shapes)
     whole = all(map(fits, *shapes, found.factors))
     if "scale" in kinds and len(kinds) == 2 and not (whole and found.offsets == ZEROS):
         raise _MisfitError("one has voxels of size 1 without a unit")
@@ -229,20 +228,19 @@ def _kind(volume: Volume) -> str:
 def _measured(there: Geometry, here: Geometry, volume_zyx: Triple, array_zyx: Triple) -> Alignment:
     """By scale and translation.  Raises _MisfitError."""
     factors, offsets = [], []
-    for axis, (size, count, *units) in enumerate(
-        zip(volume_zyx, array_zyx, there.units_zyx, here.units_zyx, strict=True)
-    ):
-        lengths = [MICROMETERS.get(unit or "") for unit in units]
-        if None not in units and lengths == [None, None] and units[0] != units[1]:
+    for axis, units in enumerate(zip(there.units_zyx, here.units_zyx, strict=True)):
+        size, count = volume_zyx[axis], array_zyx[axis]
+        first, second = (MICROMETERS.get(unit or "") for unit in units)
+        one, two = (1.0, 1.0) if first is None or second is None else (first, second)
+        if None not in units and first is second is None and units[0] != units[1]:
             raise _MisfitError(f"how their units {units[0]} and {units[1]} compare is not known")
-        one, two = (1.0, 1.0) if None in lengths else lengths
         voxel = there.scale_zyx[axis] * one
         ratio = here.scale_zyx[axis] * two / voxel
         factor = _factor(ratio, size, count)
         if factor is None:
             raise _MisfitError(f"a factor of {ratio:.6g} along {'zyx'[axis]} is no ratio of small whole numbers")
         offset = _offset(factor, (here.translation_zyx[axis] * two - there.translation_zyx[axis] * one) / voxel)
-        if lengths.count(None) == 1 and not -factor <= offset <= size - factor * (count - 1):
+        if (first is None) != (second is None) and not -factor <= offset <= size - factor * (count - 1):
             raise _MisfitError(f"only one has a unit, {units[0] or units[1]}; in the same one they do not fit")
         factors.append(factor)
         offsets.append(offset)
@@ -275,14 +273,9 @@ def _offset(factor: Fraction, shift: float) -> Fraction:
     if factor < 1:
         return -_offset(1 / factor, -shift / float(factor)) * factor
     centred = shift - (float(factor) - 1) / 2
-    corner, centre = _nearest(shift), _nearest(centred)
+    corner, centre = round(shift), round(centred)
     gain = abs(shift - corner) - abs(centred - centre)
     return Fraction(centre if gain > _EQUAL or (gain > -_EQUAL and centre == 0) else corner)
-
-
-def _nearest(value: float) -> int:
-    """The nearest whole number; of two the one nearer to 0."""
-    return math.ceil(value - 0.5) if value > 0 else math.floor(value + 0.5)
 
 
 def _by_shape(volume_zyx: Triple, array_zyx: Triple, lacking: list[str]) -> Alignment:
@@ -294,18 +287,15 @@ def _by_shape(volume_zyx: Triple, array_zyx: Triple, lacking: list[str]) -> Alig
     Args:
         lacking: names of the volumes that give no scale.
     """
-    differing = [(size, count) for size, count in zip(volume_zyx, array_zyx, strict=True) if size != count]
-    common = {1}.union(
-        *(range(max(size // (count + 1), 1), size // max(count - 1, 1) + 2) for size, count in differing)
-    )
-    common = {factor for factor in common if all(fits(*sizes, Fraction(factor)) for sizes in differing)}
+    sizes = list(zip(volume_zyx, array_zyx, strict=True))
+    differing = [(size, count) for size, count in sizes if size != count]
+    most = min((size // max(count - 1, 1) + 1 for size, count in differing), default=1)
+    common = {f for f in range(1, most + 1) if all(abs(count * f - size) < f for size, count in differing)}
     if not common:
         raise _MisfitError("its shape is not that of the volume divided by one whole factor")
     if len(common) > 1 and not common & _POWERS:
         raise _MisfitError(f"its shape is that of the volume divided by any of {', '.join(map(str, sorted(common)))}")
     factor = Fraction(min(common & _POWERS or common))
-    factors = triple(
-        factor if size != count else Fraction(1) for size, count in zip(volume_zyx, array_zyx, strict=True)
-    )
+    factors = triple(Fraction(1) if size == count else factor for size, count in sizes)
     caveat = f"by shape alone, as {' and '.join(lacking)} {'give' if len(lacking) > 1 else 'gives'} no scale"
     return Alignment(volume_zyx, array_zyx, factors, caveat=caveat)

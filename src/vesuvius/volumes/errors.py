@@ -61,11 +61,7 @@ class ProtocolError(Exception):
 
 
 class BrokenOffError(ConnectionError):
-    """A connection ended before the body that its headers promise.
-
-    Attributes:
-        after: bytes that came.
-    """
+    """A connection ended before the body that its headers promise, when `after` bytes had come."""
 
     def __init__(self, after: int) -> None:
         super().__init__(f"the body broke off after {after} bytes")
@@ -79,9 +75,8 @@ class ClosedError(Exception):
 class UnreadableChunkError(DataError):
     """A chunk whose bytes are damaged, or gone, after all tries.
 
-    Attributes:
-        volume, box, chunk, cause: what to write into the quarantine; the box holds all voxels that are damaged: the
-            chunk's, or all of its shard's where the index of the shard is damaged.
+    `volume`, `box`, `chunk` and `cause` are for the quarantine; the box holds all voxels that are damaged: the chunk's,
+    or all of its shard's where the index of the shard is damaged.
     """
 
     def __init__(self, volume: str, region: Box, chunk: Triple, box: Box, cause: str) -> None:

@@ -58,11 +58,8 @@ class Space:
     translation: tuple[float, ...] | None
 
     def geometry(self, zyx: Triple) -> Geometry | None:
-        """Of the axes at these positions of the array; None where the metadata give no scale.
-
-        Raises:
-            DataError: the scale of one of them is not above 0.
-        """
+        """Of the axes at these positions of the array; None where the metadata give no scale.  Raises DataError where
+        one is not above 0."""
         if self.scale is None:
             return None
         shift = self.translation or (0.0,) * len(self.scale)
@@ -78,8 +75,7 @@ def space_of(entry: Any, dataset: Any, ndim: int, name: str) -> Space:
     """What the transformations of one level, and then those of the whole pyramid, make of its axes.  Pure.
 
     Args:
-        entry: a `multiscales` entry.
-        dataset: its entry of the level.
+        entry, dataset: a `multiscales` entry, and its entry of the level.
         ndim: axes of the level's array.
         name: of the volume, for messages.
 

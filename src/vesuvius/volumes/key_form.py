@@ -1,8 +1,7 @@
-"""Finds by which form of key the chunks of an array are stored, where its metadata name another one.
+"""Absence is believed only after a look by the other forms of key.
 
 Writers have left `dimension_separator` out of nested zarr v2 arrays, and copies and conversions mix up the forms of v2
-and v3.  zarr finds nothing by the wrong form and takes all chunks for air, so absence is believed only after a look at
-the other forms.
+and v3.  zarr finds nothing by the wrong form and takes all chunks for air.
 """
 
 from __future__ import annotations
@@ -14,20 +13,15 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import zarr
-from zarr.core.array import AsyncArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
 from vesuvius.volumes.box import times, triple
 from vesuvius.volumes.chunks import ChunkGrid, KeyForm, ShardIndexError, key_form
 from vesuvius.volumes.errors import FetchError, RefusedError
-from vesuvius.volumes.format.axes import Axes
 from vesuvius.volumes.store.object_store import warn_once
-from vesuvius.volumes.store.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +32,9 @@ _PAGE = 1000  # keys of a listing that are looked at
 _NAMES = 100_000  # names in the folder of an array on a disk that are looked at
 
 
-def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source) -> zarr.Array[Any]:
-    """The array with the form of key by which its chunks are stored.  Lists a page of keys, or asks for a few chunks.
+def check_keys(name: str, grid: ChunkGrid) -> None:
+    """Look whether the chunks of an array are stored by the key that its metadata name: at a page of keys, or by a few
+    requests.
 
     Args:
         name: of the volume, for messages.
@@ -47,29 +42,22 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source) -> 
     Raises:
         DataError: no chunk is stored by any form, or some are by another one than the metadata name.
     """
-    grids = _grids(array, axes, source)
-    declared, first = grids[0], grids[0].object_key((0, 0, 0))
+    grids = _grids(grid)
     try:
         found, complete = _found(grids)
     except FetchError as error:  # what lies in place of a chunk is none; whoever reads it says so
         log.debug("%s is not probed: %s", name, error)
-        return array
-    stored, total = found[0], math.prod(declared.object_counts_zyx)
-    unseen = [(grid, len(places - stored)) for grid, places in zip(grids, found, strict=True) if places - stored]
-    if unseen:
-        (grid, count), example = unseen[0], unseen[0][0].object_key((0, 0, 0))
-        correct = _correction(array, grid.form)
-        if stored or len(unseen) > 1 or correct is None:
+        return
+    stored, first, total = found[0], grid.object_key((0, 0, 0)), math.prod(grid.object_counts_zyx)
+    for other, places in zip(grids, found, strict=True):
+        if places - stored:
             raise DataError(
-                f"Chunks of {name} are stored by another form of key than its metadata name: {count} chunks"
-                f"{'' if complete else ' of those asked for'} lie as {example}, not as {first}, and would be read as "
-                f"air; rename them, or correct {correct or 'the metadata'}"
+                f"Chunks of {name} are stored by another form of key than its metadata name: {len(places - stored)} "
+                f"chunks{'' if complete else ' of those asked for'} lie as {other.object_key((0, 0, 0))}, not as "
+                f"{first}, and would be read as air; {_correction(other)}"
             )
-        text = "%s: its metadata name chunks like %s, but they are stored like %s and are read so; correct %s"
-        warn_once(text, name, first, example, correct)
-        return with_key_form(array, grid.form)
-    if source.forbidden is not None or (stored and not (complete and _only_empty_shards(declared, stored))):
-        return array
+    if grid.source.forbidden is not None or (stored and not (complete and _only_empty_shards(grid, stored))):
+        return
     if complete:
         raise DataError(
             f"No chunk of {name} is stored (0 of {total}, looked for as {first} and by the other forms of "
@@ -81,12 +69,11 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source) -> 
         "patches come out empty",
         *(name, min(_PROBES, total), total),
     )
-    return array
 
 
 def other_key(grid: ChunkGrid, place: Triple) -> str | None:
     """The key by which an object lies there that is absent by its own; None where there is none.  One round trip."""
-    keys = [other.object_key(place) for other in _grids(grid.array, grid.axes, grid.source)[1:]]
+    keys = [other.object_key(place) for other in _grids(grid)[1:]]
     try:
         return next(iter(set(keys).difference(grid.source.absent(keys))), None)
     except (FetchError, RefusedError) as error:
@@ -94,23 +81,10 @@ def other_key(grid: ChunkGrid, place: Triple) -> str | None:
         return None
 
 
-def with_key_form(array: zarr.Array[Any], form: KeyForm) -> zarr.Array[Any]:
-    """The array with this form of key.  Asks no store."""
-    if form == key_form(array):
-        return array
-    document: dict[str, Any] = dict(array.metadata.to_dict())
-    encoding, separator = form
-    if array.metadata.zarr_format == 2:
-        document["dimension_separator"] = separator
-    else:
-        document["chunk_key_encoding"] = {"name": encoding, "configuration": {"separator": separator}}
-    return zarr.Array(AsyncArray(document, array.store_path))  # type: ignore[call-overload]
-
-
-def _grids(array: zarr.Array[Any], axes: Axes, source: Source) -> list[ChunkGrid]:
+def _grids(grid: ChunkGrid) -> list[ChunkGrid]:
     """By the form of key that the metadata name, and then by the others."""
-    declared = key_form(array)
-    return [ChunkGrid(array, axes, source, form) for form in sorted(_FORMS, key=lambda form: form != declared)]
+    forms = [form for form in _FORMS if form != key_form(grid.array)]
+    return [grid, *(ChunkGrid(grid.array, grid.axes, grid.source, form) for form in forms)]
 
 
 def _found(grids: list[ChunkGrid]) -> tuple[list[set[Triple]], bool]:
@@ -130,7 +104,7 @@ def _found(grids: list[ChunkGrid]) -> tuple[list[set[Triple]], bool]:
             found = [{place for key in page if (place := grid.place_of(key)) is not None} for grid in grids]
             if most is None or len(page) < most:
                 return found, True
-    places = _some_places(counts, _PROBES)
+    places = _some_places(counts)
     few = len(places) == math.prod(counts)
     _ask(grids, found, places if few else places[:_FIRST_PROBES])
     if not any(found):
@@ -162,10 +136,8 @@ def _other_names(grids: list[ChunkGrid]) -> bool:
     if grids[0].source.remote:
         return False
     with suppress(OSError), os.scandir(Path(grids[0].source.address, folder)) as entries:  # whoever lists it says so
-        for entry in itertools.islice(entries, _NAMES):
-            key = f"{folder}/{entry.name}".lstrip("/")
-            if any(grid.place_of(key) or grid.leads_to_chunks(key) for grid in grids[1:]):
-                return True
+        keys = (f"{folder}/{entry.name}".lstrip("/") for entry in itertools.islice(entries, _NAMES))
+        return any(grid.place_of(key) or grid.leads_to_chunks(key) for key in keys for grid in grids[1:])
     return False
 
 
@@ -180,18 +152,19 @@ def _only_empty_shards(grid: ChunkGrid, stored: set[Triple]) -> bool:
         return False
 
 
-def _some_places(counts_zyx: Triple, most: int) -> list[Triple]:
+def _some_places(counts_zyx: Triple) -> list[Triple]:
     """The middle and random places of a grid; all of them where they are few."""
     total = math.prod(counts_zyx)
     middle = int(np.ravel_multi_index([n // 2 for n in counts_zyx], counts_zyx))
-    drawn = range(total) if total <= most else np.random.default_rng(0).integers(total, size=most - 1).tolist()
-    numbers = list(dict.fromkeys([middle, *drawn]))
-    return [triple(map(int, np.unravel_index(number, counts_zyx))) for number in numbers]
+    drawn = range(total) if total <= _PROBES else np.random.default_rng(0).integers(total, size=_PROBES - 1).tolist()
+    return [triple(map(int, np.unravel_index(n, counts_zyx))) for n in dict.fromkeys([middle, *drawn])]
 
 
-def _correction(array: zarr.Array[Any], form: KeyForm) -> str | None:
-    """What the metadata would have to say for a form; None where they cannot."""
-    encoding, separator = form
-    if array.metadata.zarr_format == 3:
-        return f'chunk_key_encoding in zarr.json to "{encoding}" with the separator "{separator}"'
-    return f'dimension_separator in .zarray to "{separator}"' if encoding == "v2" else None
+def _correction(grid: ChunkGrid) -> str:
+    """What the metadata would have to say for a form, if they can."""
+    encoding, separator = grid.form
+    if grid.array.metadata.zarr_format == 3:
+        correct = f'correct chunk_key_encoding in zarr.json to "{encoding}" with the separator "{separator}", or '
+    else:
+        correct = f'correct dimension_separator in .zarray to "{separator}", or ' if encoding == "v2" else ""
+    return f"{correct}rename them"

@@ -59,12 +59,11 @@ def read_sidecar(volume: Volume) -> Bools | None:
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as found:
             occupancy: Bools = found["occupancy"]
-            signature = str(found["signature"]) if "signature" in found else ""
-        problem = _problem(volume, occupancy, signature)
-    except DataError:
-        raise
+            signature = str(found.get("signature", ""))
     except Exception as error:  # a flipped bit leads to nearly any type: zlib.error, BadZipFile, MemoryError, ...
         problem = f"is no npz with `occupancy` and `signature`: {type(error).__name__}: {one_line(error)}"
+    else:
+        problem = _problem(volume, occupancy, signature)
     if problem:
         raise DataError(
             f"The sidecar {key} of {volume.name} {problem}; rebuild it with `vesuvius volume occupancy`, or remove it"
@@ -112,9 +111,7 @@ def sidecar_signature(volume: Volume) -> str:
 
 
 def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
-    """List the chunks in the store.  Streams the listing, with a line of progress every few seconds.
-
-    Of a sharded array the index of every shard is read.
+    """List the chunks in the store, with a line of progress every few seconds.  Reads the index of every shard.
 
     Args:
         max_damaged: so many shards may have a damaged index.  Their chunks cannot be read and count as missing.

@@ -22,10 +22,8 @@ from vesuvius.volumes.key_form import other_key
 from vesuvius.volumes.store.source import Source
 
 # Metadata are looked at no more often than this, and for no more than one part in so many of the time.
-_CHECK_EVERY_S = 1.0
-_CHECK_SHARE = 50
-# Absent objects of a volume for which a process looks by the other forms of key.
-_LOOKS = 64
+_CHECK_EVERY_S, _CHECK_SHARE = 1.0, 50
+_LOOKS = 64  # absent objects of a volume for which a process looks by the other forms of key
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +52,7 @@ class MetadataCheck:
     """
 
     def __init__(self, source: Source, key: str, stored: bytes) -> None:
-        self._source = source
-        self._key, self._known = key, stored
+        self._source, self._key, self._known = source, key, stored
         self._due = 0.0
 
     def check(self, at_once: bool) -> None:
@@ -97,11 +94,8 @@ class MissingChunks:
         treatment: Literal["air", "error"],
         stored: StoredChunks | None,
     ) -> None:
-        self._stored = stored
-        self._name = name
-        self._grid = grid
-        self._metadata = metadata
-        self._treatment = treatment
+        self._name, self._grid, self._metadata = name, grid, metadata
+        self._treatment, self._stored = treatment, stored
         self._looked_for = set[Triple]()
         self._seen = np.zeros(grid.counts_zyx, bool)  # takes memory only where something was read
 

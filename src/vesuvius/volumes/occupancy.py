@@ -31,20 +31,13 @@ _BLOCK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class ForegroundMap:
-    """The foreground share of each map cell of a volume.  Compared by identity; compare `hash` for content.
+    """The foreground share of each map cell of a volume.  Compared by identity; compare `hash` for content."""
 
-    fraction: uint8 (nz, ny, nx), 0 none ... 255 all of the cell.
-    cell_zyx: edge lengths of a map cell in voxels.
-    shape_zyx: voxels of the volume.  The last cell of an axis may stick out of it; its fraction is that of its inside.
-    within: the part of the volume that the map knows; None = all.
-    listed: whether its cells are the chunks (or shards) that a listing has found.
-    """
-
-    fraction: NDArray[np.uint8]
-    cell_zyx: Triple
-    shape_zyx: Triple
-    within: Box | None = None
-    listed: bool = False
+    fraction: NDArray[np.uint8]  # (nz, ny, nx), 0 none ... 255 all of the cell
+    cell_zyx: Triple  # voxels of a cell
+    shape_zyx: Triple  # of the volume; the last cell of an axis may stick out of it: its fraction is that of its inside
+    within: Box | None = None  # the part of the volume that the map knows; None = all
+    listed: bool = False  # whether its cells are the chunks (or shards) that a listing has found
 
     def __post_init__(self) -> None:
         cells = grid_shape(self.shape_zyx, self.cell_zyx)

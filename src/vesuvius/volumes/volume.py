@@ -28,13 +28,13 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.box import Box, intersection, shape_of, slices
-from vesuvius.volumes.chunks import ChunkGrid, KeyForm, ShardIndexError, Staging, key_form
+from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
 from vesuvius.volumes.format.axes import Axes, Names, find_axes
 from vesuvius.volumes.format.decode import ChunkDecoder
 from vesuvius.volumes.format.metadata import Level, Node, no_zarr_error, open_array, pick_level, read_node
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
-from vesuvius.volumes.key_form import as_stored, with_key_form
+from vesuvius.volumes.key_form import check_keys
 from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks
 from vesuvius.volumes.store.object_store import is_remote
 from vesuvius.volumes.store.objects import ByteRange
@@ -111,11 +111,6 @@ class Volume:
             return float(self.nan)
         value = float(self.array.fill_value or 0)
         return value if math.isfinite(value) else 0.0
-
-    @property
-    def key_form(self) -> KeyForm:
-        """The form of key by which its chunks are stored, whatever the metadata say."""
-        return key_form(self.array)
 
     @property
     def nonfinite(self) -> Nonfinite | None:
@@ -286,15 +281,13 @@ def open_volume(
     missing_chunk: Literal["air", "error"] = "air",
     nan: Nan = "air",
     known: bool = False,
-    form: KeyForm | None = None,
     stored: StoredChunks | None = None,
 ) -> Volume:
     """Open what `data.volumes[]` names.  Reads metadata, and looks for a few chunks.
 
     Args:
-        known: it has been opened before, by another process: where its store does not answer that is an outage.  A
-            store that never has is given up after a minute.
-        form: `Volume.key_form` of an earlier opening; then no chunks are looked for.
+        known: it has been opened before, by another process: no chunks are looked for, and where its store does not
+            answer that is an outage.  A store that never has is given up after a minute.
         stored: the chunks that a listing has found; of these none may be absent.
 
     Raises:
@@ -315,10 +308,12 @@ def open_volume(
             array = open_array(source, node, level.path if level else "")
             space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
             axes, axis_names = find_axes(name, array, space.names if space else None, spec.select)
-            array = with_key_form(array, form) if form else as_stored(name, array, axes, source)
             geometry = space.geometry(axes.zyx) if space else None
             _check_nan(nan, array, name)
-            return Volume(name, array, axes, axis_names, geometry, level, source, node, missing_chunk, nan, stored)
+            volume = Volume(name, array, axes, axis_names, geometry, level, source, node, missing_chunk, nan, stored)
+            if not known:
+                check_keys(name, volume.grid)
+            return volume
     except BaseException:
         source.close()
         raise

@@ -37,9 +37,7 @@ class Nonfinite:
             log.warning(
                 "%s holds NaN or infinity, %.2g %% of the voxels read so far; they are read as %g: set data.nan to "
                 "another number, or to error to treat them as damage",
-                self.volume,
-                100 * self.share,
-                self.read_as,
+                *(self.volume, 100 * self.share, self.read_as),
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -50,35 +49,23 @@ def key_of(asked: Asked) -> str | None:
     return f"{match[1]} {match[2]}" if match else None
 
 
-def metadata(token: str, role: str) -> Callable[[Asked], bytes]:
+def instance(asked: Asked) -> bytes:
     """An instance's metadata service, which wants a token first."""
-
-    def reply(asked: Asked) -> bytes:
-        if asked.method == "PUT" and asked.target == "/latest/api/token":
-            return sized("200 OK", token.encode())
-        if asked.headers.get("x-aws-ec2-metadata-token") != token:
-            return sized("401 Unauthorized", b"")
-        path = "/latest/meta-data/iam/security-credentials/"
-        if asked.target == path:
-            return sized("200 OK", role.encode()) if role else sized("404 Not Found", b"")
-        return sized("200 OK" if asked.target == path + role else "404 Not Found", temporary("INSTANCE"))
-
-    return reply
-
-
-def temporary(key: str) -> bytes:
-    keys = {"AccessKeyId": key, "SecretAccessKey": "s", "Token": "t", "Expiration": "2099-01-01T00:00:00Z"}
-    return json.dumps({"Code": "Success", "Type": "AWS-HMAC", "LastUpdated": "2026-01-01T00:00:00Z", **keys}).encode()
+    if asked.method == "PUT" and asked.target == "/latest/api/token":
+        return sized("200 OK", b"token")
+    if asked.headers.get("x-aws-ec2-metadata-token") != "token":
+        return sized("401 Unauthorized", b"")
+    path = "/latest/meta-data/iam/security-credentials/"
+    if asked.target == path:
+        return sized("200 OK", b"role")
+    keys = {"AccessKeyId": "INSTANCE", "SecretAccessKey": "s", "Token": "t", "Expiration": "2099-01-01T00:00:00Z"}
+    found = {"Code": "Success", "Type": "AWS-HMAC", "LastUpdated": "2026-01-01T00:00:00Z", **keys}
+    return sized("200 OK" if asked.target == path + "role" else "404 Not Found", json.dumps(found).encode())
 
 
 @pytest.fixture
 def set_up(monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> Iterator[Callable[[str], None]]:
     """Makes credentials of a kind available."""
-    running = []
-
-    def serve(reply: Callable[[Asked], bytes]) -> str:
-        running.append(odd_server(reply))
-        return running[-1].__enter__().url
 
     def make(kind: str) -> None:
         match kind:
@@ -89,43 +76,20 @@ def set_up(monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> Iterator[Callab
                 text = "[default]\naws_access_key_id = PROFILE\naws_secret_access_key = s%%\n"
                 (cache_home / "aws-credentials").write_text(text)
                 (cache_home / "aws-config").write_text("[default]\nregion = eu-north-1\n")
-            case "named profile":
-                monkeypatch.setenv("AWS_PROFILE", "other")
-                text = "[profile other]\naws_access_key_id = OTHER\naws_secret_access_key = s\n"
-                (cache_home / "aws-config").write_text(text)
-            case "process":
-                keys = {"Version": 1, "AccessKeyId": "PROCESS", "SecretAccessKey": "s"}
-                script = cache_home / "keys.py"
-                script.write_text(f"print({json.dumps(json.dumps(keys))})")
-                command = shlex.join([sys.executable, str(script)])
-                (cache_home / "aws-config").write_text(f"[default]\ncredential_process = {command}\n")
-            case "container":
-                (cache_home / "token").write_text("token")
-                monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(cache_home / "token"))
-                url = serve(lambda asked: sized("200 OK", temporary("CONTAINER"), "Content-Type: application/json"))
-                monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/keys")
             case "instance":
                 monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-                monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", serve(metadata("t", "role")))
-            case "instance without a role":
-                monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-                monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", serve(metadata("t", "")))
+                monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.url)
             case "settings only":
                 (cache_home / "aws-config").write_text("[default]\nregion = eu-north-1\n")
 
-    yield make
-    for server in running:
-        server.__exit__(None, None, None)
+    with odd_server(instance) as service:
+        yield make
 
 
 CHAIN = {
     "environment": "ENVIRONMENT us-east-1",
     "default profile": "PROFILE eu-north-1",
-    "named profile": "OTHER us-east-1",
-    "process": "PROCESS us-east-1",
-    "container": "CONTAINER us-east-1",
     "instance": "INSTANCE us-east-1",
-    "instance without a role": None,
     "settings only": None,
     "nothing": None,
 }
@@ -145,22 +109,11 @@ def test_every_request_is_signed_with_what_there_is(
     assert {key_of(asked) for asked in s3_requests.asked} == {None}
 
 
-@pytest.mark.parametrize(
-    ("kinds", "used"),
-    [
-        (("default profile", "instance", "environment"), "ENVIRONMENT us-east-1"),
-        (("container", "instance", "default profile"), "PROFILE eu-north-1"),
-        (("instance", "container"), "CONTAINER us-east-1"),
-        (("settings only", "instance"), "INSTANCE eu-north-1"),
-    ],
-)
-def test_of_several_credentials_the_nearer_ones_are_used(
-    s3_requests: OddServer, set_up: Callable[[str], None], kinds: tuple[str, ...], used: str
-) -> None:
-    for kind in kinds:
+def test_of_several_credentials_the_nearer_ones_are_used(s3_requests: OddServer, set_up: Callable[[str], None]) -> None:
+    for kind in ("default profile", "instance", "environment"):
         set_up(kind)
     Source("s3://bucket/v", StoreConfig()).get("data")
-    assert {key_of(asked) for asked in s3_requests.asked} == {used}
+    assert {key_of(asked) for asked in s3_requests.asked} == {"ENVIRONMENT us-east-1"}
 
 
 def test_keys_that_a_profile_renews_are_read_again(

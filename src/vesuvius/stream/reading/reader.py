@@ -31,7 +31,6 @@ from vesuvius.stream.reading.quarantine import DamagedBox, record_of
 from vesuvius.stream.reading.reader_figures import BlockReport, ReaderTotals
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
-from vesuvius.volumes.chunks import KeyForm
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.retry import Outage
@@ -60,8 +59,6 @@ class ReaderJob:
     # dtype, condition_dtype: of the patches; the latter None without conditions
     dtype: str
     condition_dtype: str | None = None
-    # the form of key of each volume and its condition; empty = to be found by each reader
-    key_forms: tuple[tuple[KeyForm, ...], ...] = ()
     # the chunks listed for each volume, where they were listed: a missing one is damage, not air
     stored: tuple[StoredChunks | None, ...] = ()
     # known damage; regions that touch it are replaced without a read
@@ -347,11 +344,10 @@ def _open_arrays(number: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
     """A volume, and its condition if it has one, with how they lie in the volume."""
     data, spec = job.data, job.data.volumes[number]
     specs = [(spec, data.nan), *([(spec.condition, data.condition_nan)] if spec.condition else [])]
-    forms = job.key_forms[number] if job.key_forms else (None, None)
     stored = (job.stored[number] if job.stored else None, None)
     arrays = [
-        open_volume(array, data.store, data.missing_chunk, nan, known=True, form=form, stored=listed)
-        for (array, nan), form, listed in zip(specs, forms, stored, strict=False)
+        open_volume(array, data.store, data.missing_chunk, nan, known=True, stored=listed)
+        for (array, nan), listed in zip(specs, stored, strict=False)
     ]
     return [(array, align(arrays[0], array, "the condition")) for array in arrays]
 

@@ -238,9 +238,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
             plan_volume(volume.name, splits[-1], *grid, spec.weight, config, voxel_bytes=voxel_bytes, foreground=found)
         )
     plan = make_plan(seed, config, planned)
-    arrays = zip(volumes, conditions, strict=True) if conditions else zip(volumes, strict=True)
-    forms = tuple(tuple(array.key_form for array in of_volume) for of_volume in arrays)
-    job = ReaderJob(plan, config, dtype, condition_dtype, forms, tuple(listed), rank=rank, world=world)
+    job = ReaderJob(plan, config, dtype, condition_dtype, tuple(listed), rank=rank, world=world)
     return PreparedData(volumes, conditions, tuple(within), tuple(splits), plan, job)
 
 

@@ -65,7 +65,6 @@ def find_axes(
     Args:
         name: of the volume, for messages.
         ome_names: from the group's metadata; None where it has none.
-        select: as `Axes.select`.
 
     Returns:
         The axes, and their names: None where an axis has none.

@@ -194,12 +194,7 @@ class Level:
     dataset: Any  # its entry of this level
     paths: tuple[str, ...]  # the arrays of all levels from the finest
     version: str | None  # of OME-Zarr
-
-    @property
-    def title(self) -> str | None:
-        """What the group calls the pyramid."""
-        name = self.entry.get("name")
-        return None if name is None else str(name)
+    title: str | None  # what the group calls the pyramid
 
 
 def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
@@ -229,7 +224,9 @@ def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
             f"level must be one of 0..{len(paths) - 1}; got {spec.level} of {source.shown}; change data.volumes[].level"
         )
     version = entry.get("version", ome.get("version"))
-    return Level(paths[spec.level], entry, datasets[spec.level], paths, None if version is None else str(version))
+    title = entry.get("name")
+    facts = (None if fact is None else str(fact) for fact in (version, title))
+    return Level(paths[spec.level], entry, datasets[spec.level], paths, *facts)
 
 
 def no_zarr_error(source: Source) -> DataError:

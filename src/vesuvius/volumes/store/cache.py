@@ -55,11 +55,8 @@ class DiskCache:
     limit_bytes: int  # on disk, within 10 %
 
     def check(self) -> None:
-        """Look whether `prepare` can do its work.  Changes nothing.
-
-        Raises:
-            ConfigError: the directory could not be created or written, or has too little free space for the limit.
-        """
+        """Raise ConfigError where the directory could not be created or written, or has too little free space for the
+        limit.  Changes nothing."""
         there = nearest_existing(self.directory)
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             raise self._unusable(f"{there} is no folder, or cannot be written")
@@ -72,8 +69,7 @@ class DiskCache:
             raise self._unusable(f"{free / 2**30:.2f} GiB free for {needed / 2**30:.2f} GiB more; lower cache_gib")
 
     def prepare(self) -> None:
-        """Create the directory and shrink it to the limit; once per run, before the readers start.  Raises as
-        `check`."""
+        """Create the directory and shrink it to the limit, before the readers start.  Raises as `check`."""
         self.check()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -101,10 +97,7 @@ class DiskCache:
         return None
 
     def put(self, key: str, data: bytes) -> None:
-        """Store `data` under `key`, removing the least recently used entries where the limit asks for it.
-
-        Data larger than 85 % of the limit are not stored.
-        """
+        """Store `data`, unless larger than 85 % of the limit; remove what was not used for longest beyond it."""
         if len(data) > _KEPT * self.limit_bytes:
             return self.drop(key)
         entry = self._entry(key)
