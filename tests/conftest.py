@@ -96,6 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(LONG_TEST_S))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.items and not session.config.option.collectonly:
+        fork_server.start_server()
+
+
 def textured(shape: tuple[int, ...], seed: int = 0, dtype: str = "uint8") -> np.ndarray[Any, Any]:
     """Voxels that are all different enough for a misplaced patch to show: 1..200, never the fill value 0."""
     return np.random.default_rng(seed).integers(1, 200, shape).astype(dtype)
@@ -155,10 +160,13 @@ def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 @pytest.fixture(autouse=True, scope="session")
 def the_machine_is_measured_once() -> Iterator[None]:
     """It stays the same: half a second of CPU for each run, dry run and sampling."""
-    measured = {"forecast.start_log": ("convolution_flops_s",)}
+    measured = {
+        "training.forecast.start_log": ("convolution_flops_s",),
+        "runlog.environment": ("installed_version", "_commit"),
+    }
     with pytest.MonkeyPatch.context() as patch:
         for module_name, functions in measured.items():
-            if module := sys.modules.get(f"vesuvius.training.{module_name}"):  # no test needs torch for this alone
+            if module := sys.modules.get(f"vesuvius.{module_name}"):  # no test needs torch for this alone
                 for name in functions:
                     patch.setattr(module, name, functools.cache(getattr(module, name)))
         yield

@@ -1,21 +1,24 @@
 """Python processes that have torch, Ray and vesuvius imported when they start: in milliseconds instead of seconds.
 
-A server, one for each test process, imports them and forks a process for each command.  `Popen` and `run` are those of
-`subprocess` for commands of this interpreter: `-m module`, `-c code` or a script.
+A server, one for each test process, forks a process for each command.  It was itself forked from the test process once
+that had imported all tests, and imports the rest when it is first asked.  `Popen` and `run` are those of `subprocess`
+for commands of this interpreter: `-m module`, `-c code` or a script.
 
 What a forked process is not: its environment in /proc, its command line and the options of its interpreter are those of
-the server, and what libraries read from the environment while they are imported has been read.  Tests of these take
-`subprocess`.
+the test process, and what libraries read from the environment while they are imported has been read.  Tests of these
+take `subprocess`.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import signal
@@ -28,9 +31,10 @@ import threading
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _PRELOADED = (
     "torch",
@@ -50,7 +54,7 @@ _PRELOADED = (
 )
 _PYTHON = sys.executable
 _INHERIT = -1
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_FDS = 32
 _LENGTH = struct.Struct("<I")
 
@@ -97,7 +101,8 @@ class Popen(subprocess.Popen[Any]):
         }
         standard = (p2cread, c2pwrite, errwrite)
         fds = {target: target if fd == _INHERIT else fd for target, fd in enumerate(standard)}
-        self.pid = _server().fork(request, fds | {fd: fd for fd in pass_fds})
+        assert _server is not None, "tests/conftest.py starts it"
+        self.pid = _server.fork(request, fds | {fd: fd for fd in pass_fds})
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
@@ -130,17 +135,24 @@ def start(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
     return (Popen if sys.executable == _PYTHON else subprocess.Popen)(command, **options)
 
 
+def start_server() -> None:
+    """Fork the server.  To be called once the tests are imported and before the first of them runs: a later fork would
+    take threads' locks, patches and descriptors of tests with it."""
+    global _server
+    _server = _Server()
+
+
 class _Server:
     """The other end of the server's socket; it ends with this process."""
 
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
         self._socket, theirs = socket.socketpair()
-        with theirs:
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env=environment
-            )
+        self._pid = os.fork()
+        if not self._pid:
+            self._socket.close()
+            _main(theirs)
+        theirs.close()
         atexit.register(self.close)
 
     def fork(self, request: dict[str, Any], fds: dict[int, int]) -> int:
@@ -161,25 +173,20 @@ class _Server:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(10)
+        os.waitpid(self._pid, 0)
 
 
-_servers: dict[int, _Server] = {}
-
-
-def _server() -> _Server:
-    """That of this process: one that was forked from it has none."""
-    if os.getpid() not in _servers:
-        _servers[os.getpid()] = _Server()
-    return _servers[os.getpid()]
+_server: _Server | None = None
 
 
 def _serve(connection: socket.socket) -> dict[str, Any] | None:
     """Fork a process for each request.  Returns the request in that process, and None in the server at its end."""
+    imported: dict[str, str] | None = None
     while True:
         head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_FDS)
         if not head:
             return None
+        imported = _import_all() if imported is None else imported
         request: dict[str, Any] = json.loads(connection.recv(_LENGTH.unpack(head)[0], socket.MSG_WAITALL))
         read, write = os.pipe()
         between = os.fork()
@@ -189,6 +196,8 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
                 os._exit(0)
             while os.getppid() == between:
                 time.sleep(0.0005)
+            # A test process that is ended at once takes it along; its environment in /proc bears no mark of ours.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             # Whoever has its number may send signals to it and to its group.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if request["new_session"]:
@@ -196,7 +205,7 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
             os.write(write, _LENGTH.pack(os.getpid()))
             for fd in (connection.detach(), read, write):
                 os.close(fd)
-            return request | {"fds": dict(zip(request["fds"], fds, strict=True))}
+            return request | {"fds": dict(zip(request["fds"], fds, strict=True)), "env": imported | request["env"]}
         os.close(write)
         os.waitpid(between, 0)
         connection.sendall(os.read(read, _LENGTH.size))
@@ -204,7 +213,7 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
             os.close(fd)
 
 
-def _become(request: dict[str, Any], imported: dict[str, str]) -> None:
+def _become(request: dict[str, Any]) -> None:
     """Take on descriptors, directory and environment of a new process."""
     high = {target: fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for target, fd in request["fds"].items()}
     for fd in request["fds"].values():
@@ -214,7 +223,7 @@ def _become(request: dict[str, Any], imported: dict[str, str]) -> None:
         os.close(fd)
     os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(imported | request["env"])
+    os.environ.update(request["env"])
     # Set by the Ray of the test process.  Ray's core read the variable when it was imported here, without it, so the
     # servers of this process's own Ray would want a token that its client does not send.
     os.environ.pop("RAY_AUTH_MODE", None)
@@ -262,14 +271,7 @@ def _plan_the_tiny_run() -> None:
     plan_memory(config, amp="bf16")
 
 
-_interrupted: list[bool] = []
-
-
-def _end_by_interrupt() -> None:
-    """As the interpreter does behind an uncaught KeyboardInterrupt."""
-    if _interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+_INTERRUPTED = -1
 
 
 def _exit_code_of(command: list[str]) -> int:
@@ -282,7 +284,7 @@ def _exit_code_of(command: list[str]) -> int:
         print(error.code, file=sys.stderr)
     except KeyboardInterrupt:
         traceback.print_exc()
-        _interrupted.append(True)
+        return _INTERRUPTED
     except BaseException:
         traceback.print_exc()
     else:
@@ -290,7 +292,7 @@ def _exit_code_of(command: list[str]) -> int:
     return 1
 
 
-def _end(code: int) -> None:
+def _end(code: int) -> NoReturn:
     """As the interpreter ends, without taking down its modules: 0.6 s of CPU, as all of their pages would be copied."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -301,20 +303,40 @@ def _end(code: int) -> None:
             code = 120
         except ValueError:  # it was closed
             pass
+    if code == _INTERRUPTED:  # as the interpreter ends behind an uncaught KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 
-if __name__ == "__main__":
-    atexit.register(_end_by_interrupt)  # the last to be called
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the server ends with the tests
-    _before = dict(os.environ)
-    for _name in _PRELOADED:
-        importlib.import_module(_name)
+def _main(connection: socket.socket) -> NoReturn:
+    """The server: it leaves what pytest has set up in its parent, and forks until that ends."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the server ends with the tests
+        faulthandler.disable()
+        os.closerange(3, connection.fileno())
+        os.closerange(connection.fileno() + 1, 2**16)
+        logging.getLogger().handlers.clear()
+        sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+        threading.excepthook = threading.__excepthook__
+        importlib.reload(warnings)  # pytest notes them down
+        warnings.resetwarnings()
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)
+        if request := _serve(connection):
+            _become(request)
+            _end(_exit_code_of(request["command"]))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _import_all() -> dict[str, str]:
+    """What commands will need.  Returns the variables of the environment that this has set."""
+    before = dict(os.environ)
+    for name in _PRELOADED:
+        importlib.import_module(name)
     _plan_the_tiny_run()
-    _imported = {name: value for name, value in os.environ.items() if _before.get(name) != value}
     gc.freeze()
-    _request = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if _request is not None:
-        del sys.path[0]  # this folder
-        _become(_request, _imported)
-        _end(_exit_code_of(_request["command"]))
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}

@@ -1,6 +1,6 @@
 """Chunks that abort the process that decodes them, as a bug in a codec would.
 
-Importing this module arms it, in this process and in those that read for it: what they are sent imports it there.
+`arm` arms the process, and with it those that read for it: what they are sent does so there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vesuvius.volume_tools.verify import Reading
 from vesuvius.volumes.format.decode import ChunkDecoder
 
 ROOT = Path(__file__).parents[2]
-ARM = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.support.poison; "
+ARM = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import poison; poison.arm(); "
 _POISON = b"this chunk aborts whoever decodes it"
 
 
@@ -32,6 +32,7 @@ def write_volume(path: Path, voxels: NDArray[Any]) -> Path:
 
 def poison(path: Path, chunk: tuple[int, int, int]) -> None:
     """Have a chunk abort the process that decodes it."""
+    arm()
     (path / "/".join(map(str, chunk))).write_bytes(_POISON)
 
 
@@ -44,6 +45,7 @@ def run_armed(command: str, *arguments: object, cwd: Path) -> subprocess.Complet
 
 
 def _rebuilt(kind: type, fields: dict[str, Any]) -> Any:
+    arm()
     return kind(**fields)
 
 
@@ -51,7 +53,9 @@ def _reduce(self: Any) -> Any:
     return _rebuilt, (type(self), {field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
 
-def _arm(decode: Any = ChunkDecoder.__call__) -> None:
+def arm(decode: Any = ChunkDecoder.__call__) -> None:
+    """Have poison work in this process, and in those that read for it."""
+
     def poisoned(self: ChunkDecoder, data: bytes) -> NDArray[Any]:
         if data == _POISON:
             os.abort()
@@ -60,6 +64,3 @@ def _arm(decode: Any = ChunkDecoder.__call__) -> None:
 
     ChunkDecoder.__call__ = poisoned  # type: ignore[method-assign]
     ReaderJob.__reduce__ = Reading.__reduce__ = _reduce  # type: ignore[method-assign, assignment]
-
-
-_arm()
