@@ -179,14 +179,6 @@ def test_records_are_current_in_one_pass_as_if_each_beginning_had_gone_back(reco
     assert current(records) == by_going_back(records)
 
 
-def test_a_validation_that_the_checkpoint_of_its_step_does_not_know_of_was_done_again() -> None:
-    """The process was killed between the validation after step 2, made up for after a resume, and the next save."""
-    begin = {"kind": "run_start", "step": 2, "validated_step": 0, "previewed_step": 2}
-    validation, preview = ({"kind": kind, "step": 2} for kind in ("validation", "preview"))
-    kept = [start(0), {"kind": "step", "step": 2}, preview, begin]
-    assert current([*kept, validation, begin, validation]) == [*kept, begin, validation]
-
-
 def test_a_file_is_read_one_record_at_a_time(tmp_path: Path) -> None:
     """A run of 6,000 steps has 7 MB of records here; the peak stays below one of them."""
     path = tmp_path / "metrics.jsonl"

@@ -63,10 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     with suppress(RuntimeError, ValueError):  # no standard error, or none with a descriptor
         faulthandler.enable(all_threads=False)  # a codec or a driver that crashes says where
-    exit_code = _main(sys.argv[1:] if argv is None else argv)
-    if argv is None:
-        end_soon(exit_code)
-    return exit_code
+    return _ended(_main, argv)
 
 
 def _main(arguments: list[str]) -> int:
@@ -87,12 +84,8 @@ def _main(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:10} {meaning}" for name, meaning in COMMANDS.items()]
-    return (
-        "usage: vesuvius <command> [options]\n\ncommands:\n"
-        + "\n".join(lines)
-        + "\n\nvesuvius <command> --help says more"
-    )
+    lines = "\n".join(f"  {name:10} {meaning}" for name, meaning in COMMANDS.items())
+    return f"usage: vesuvius <command> [options]\n\ncommands:\n{lines}\n\nvesuvius <command> --help says more"
 
 
 # ---- a command
@@ -107,12 +100,16 @@ def as_command(body: Callable[[list[str]], int]) -> Callable[..., int]:
 
     @functools.wraps(body)
     def main(argv: list[str] | None = None) -> int:
-        exit_code = _run_command(body, sys.argv[1:] if argv is None else argv)
-        if argv is None:
-            end_soon(exit_code)
-        return exit_code
+        return _ended(functools.partial(_run_command, body), argv)
 
     return main
+
+
+def _ended(body: Callable[[list[str]], int], argv: list[str] | None) -> int:
+    exit_code = body(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        end_soon(exit_code)
+    return exit_code
 
 
 def end_soon(exit_code: int) -> None:

@@ -9,8 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from vesuvius.commands.cli import as_command, positive_number, say
-from vesuvius.config import Config
+from vesuvius.commands.cli import as_command, natural, positive_number, say
 from vesuvius.config.load import dump_config, read_config, take_config
 from vesuvius.errors import EXIT_OK
 
@@ -31,30 +30,31 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--vram-gib", type=positive_number, metavar="N", help="with --dry-run: GPU memory to plan for, GiB"
     )
+    parser.add_argument("--print-config", action="store_true", help="print every key with its value and its meaning")
     parser.add_argument(
-        "--print-config",
-        action="store_true",
-        help="print every key with its value and its meaning",
-    )
-    parser.add_argument(
-        "--replay", type=_step, metavar="STEP", help="compute a step again, from a checkpoint and the volumes, no more"
+        "--replay",
+        type=natural,
+        metavar="STEP",
+        help="only compute a step again, from a checkpoint and the volumes",
     )
     # Of the trainer that `vesuvius tune` starts: it takes commands on standard input, and ends with that.
     parser.add_argument("--tune-worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.vram_gib is not None and not args.dry_run:
         parser.error("--vram-gib only plans; use it with --dry-run")
-    if args.replay is not None:
-        others = (args.resume, args.allow_drift, args.dry_run, args.print_config)
-        if any(others):
-            parser.error("--replay trains nothing; it takes --config and overrides only")
+    if args.replay is not None and any((args.resume, args.allow_drift, args.dry_run, args.print_config)):
+        parser.error("--replay trains nothing; it takes --config and overrides only")
     if args.print_config:
         config = read_config(args.config, args.overrides, os.environ)
         say(dump_config(config, with_meanings=True).rstrip("\n"), exact=True)
         return EXIT_OK
     config = take_config(args.config, args.overrides)
     if args.replay is not None:
-        return _replay(config, args.replay, args.overrides)
+        from vesuvius.training.replay import replay
+
+        *lines, exit_code = replay(config, args.replay, args.overrides)
+        say("\n".join(map(str, lines)))
+        return int(exit_code)
     resume = args.resume or config.training.resume == "auto"
     if args.allow_drift and not resume:
         parser.error("--allow-drift is about resuming; use it with --resume")
@@ -79,17 +79,3 @@ def main(argv: list[str]) -> int:
     from vesuvius.launch.launch import launch
 
     return launch(request)
-
-
-def _step(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"must be the number of a step; got {text}")
-    return int(text)
-
-
-def _replay(config: Config, step: int, overrides: list[str]) -> int:
-    from vesuvius.training.replay import replay
-
-    *lines, exit_code = replay(config, step, overrides)
-    say("\n".join(map(str, lines)))
-    return int(exit_code)

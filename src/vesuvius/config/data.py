@@ -83,9 +83,7 @@ class StoreConfig(Section):
 
     requests: PositiveInt = Field(16, description="requests in flight per reader on remote stores")
     outage_minutes: float = Field(
-        60.0,
-        ge=0,
-        description="how long reads are retried while the network, the server or the mount is unavailable; then exit 6",
+        60.0, ge=0, description="how long reads are retried while the network, server or mount is away; then exit 6"
     )
     timeout_s: float = Field(30.0, gt=0, description="seconds without a byte after which a request counts as failed")
     anonymous: bool | None = Field(None, description="s3 and gs without signing; null = where no credentials are found")
@@ -110,9 +108,7 @@ class DataConfig(Section):
         None, description="M, regions that samples are mixed from, in the object store; null = 64, fewer beyond 1.5 GiB"
     )
     regions_per_task: PositiveInt = Field(8, description="R, regions that a reader reads in one task")
-    region_size: SizeZYX | None = Field(
-        None, description="voxels (z, y, x) read and decoded at once; null = from chunks and patch"
-    )
+    region_size: SizeZYX | None = Field(None, description="voxels (z, y, x) read at once; null = from chunks and patch")
     min_foreground: float = Field(
         0.0, ge=0, le=1, description="minimum share of foreground in every patch; 0 = patches from everywhere"
     )
@@ -131,9 +127,7 @@ class DataConfig(Section):
     store: StoreConfig = Field(StoreConfig(), description="how chunks are fetched")
     augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")
     normalize: NormalizeConfig = Field(NormalizeConfig(), description="grey values to model values")
-    condition_normalize: NormalizeConfig = Field(
-        NormalizeConfig(), description="grey values of the condition to model values"
-    )
+    condition_normalize: NormalizeConfig = Field(NormalizeConfig(), description="grey values of the condition")
     condition_classes: PositiveInt | None = Field(
         None, description="the condition holds labels of n classes, shown as n channels of 0 and 1; null = grey values"
     )

@@ -22,9 +22,7 @@ class DiffusionConfig(Section):
         description="noise levels: edm = uniform in log-SNR, over the range that the data's power spectrum needs; "
         "others = how alpha_bar falls with t",
     )
-    sigma_min: float = Field(
-        0.02, gt=0, description="smallest noise of edm, in standard deviations of the data; others have their own"
-    )
+    sigma_min: float = Field(0.02, gt=0, description="smallest noise of edm, in standard deviations of the data")
     sigma_max: float | None = Field(
         None, gt=0, description="largest noise of edm; null = four times the largest amplitude of the measured spectrum"
     )
@@ -41,9 +39,7 @@ class DiffusionConfig(Section):
     condition_dropout: float = Field(
         0.1, ge=0, lt=1, description="share of samples trained without their condition, for guidance; 0 = none"
     )
-    sampler: SamplerMethod = Field(
-        "dpmpp2m", description="how samples are drawn; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)"
-    )
+    sampler: SamplerMethod = Field("dpmpp2m", description="sampler; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)")
     sampler_steps: PositiveInt = Field(
         40,
         description="steps per generated sample (rho = 7 for edm, else trailing); heun evaluates twice in all but one",

@@ -34,9 +34,7 @@ def _check_name(name: str) -> str:
 class MonitorConfig(Section):
     """What is looked at beside the steps, where it goes, and when the guard steps in."""
 
-    sample_every_s: float = Field(
-        1.0, ge=0.5, le=10, description="seconds between samples of memory, processors and GPUs"
-    )
+    sample_every_s: float = Field(1.0, ge=0.5, le=10, description="seconds between samples of memory, CPUs and GPUs")
     tensorboard: bool = Field(True, description="also write the records of metrics.jsonl for TensorBoard, into tb/")
     trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
         (), description="also hand the figures to Weights & Biases or MLflow, whose package must be installed"
@@ -46,9 +44,7 @@ class MonitorConfig(Section):
         description="port of this machine where Prometheus may fetch the figures, or HOST:PORT (0.0.0.0:9400 = on all "
         "interfaces, readable by anyone); null = none",
     )
-    verdict_every: NonNegativeInt = Field(
-        50, description="optimizer steps between verdicts on the bottleneck; 0 = none"
-    )
+    verdict_every: NonNegativeInt = Field(50, description="steps between verdicts on the bottleneck; 0 = none")
     stall_minutes: float | None = Field(
         5.0, ge=0, description="minutes without a batch or a step after which the run counts as hung; 0 or null = never"
     )
@@ -76,14 +72,11 @@ class ClusterConfig(Section):
         None, description="continue with this many ranks when others are lost; null = wait for all of training.ranks"
     )
     reader_nodes: Literal["auto", "same", "any"] = Field(
-        "auto",
-        description="where readers run: same = on the trainer's node; auto = same with several ranks, else any",
+        "auto", description="where readers run: same = on the trainer's node; auto = same with several ranks, else any"
     )
     max_restarts: NonNegativeInt = Field(10, description="restarts from the last checkpoint after a rank was lost")
     rank_timeout_minutes: float = Field(
-        30.0,
-        gt=0,
-        description="longest time a rank waits for another one, for rank 0's validation, or for nodes to run on",
+        30.0, gt=0, description="longest wait of a rank for others, for rank 0's validation, or for nodes to run on"
     )
 
 
@@ -91,9 +84,7 @@ class Config(Section):
     """One experiment."""
 
     name: Annotated[str, AfterValidator(_check_name)] = Field(description="the run directory is runs/<name>")
-    seed: NonNegativeInt = Field(
-        0, description="all randomness follows from it: initial weights, order of samples, noise"
-    )
+    seed: NonNegativeInt = Field(0, description="all randomness follows from it: weights, order of samples, noise")
     data: DataConfig = Field(description="where patches come from")
     training: TrainingConfig = Field(TrainingConfig(), description="the loop")
     diffusion: DiffusionConfig = Field(DiffusionConfig(), description="schedule and sampler")

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -219,22 +218,18 @@ def _validated(
 ) -> Config:
     settings: list[tuple[str, KeyPath]] = []  # each variable or override, and what it sets
     problems: list[str] = []
-
-    @contextmanager
-    def noted(label: str) -> Iterator[None]:
+    given = [
+        (f"environment variable {name}", name.removeprefix(_PREFIX).lower().replace("__", "."), value)
+        for name, value in variables(environment).items()
+    ]
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        given.append((f"override {' '.join(override.split())}", key if equals else "", value))
+    for label, key, value in given:
         try:
-            yield
+            settings.append((label, _set(tree, key, value, label)))
         except ConfigError as error:
             problems.append(f"{label}: {str(error).removeprefix(f'{label}: ')}")
-
-    for name, value in variables(environment).items():
-        with noted(label := f"environment variable {name}"):
-            key = name.removeprefix(_PREFIX).lower().replace("__", ".")
-            settings.append((label, _set(tree, key, value, label)))
-    for override in overrides:
-        with noted(label := f"override {' '.join(override.split())}"):
-            key, equals, value = override.partition("=")
-            settings.append((label, _set(tree, key if equals else "", value, label)))
     try:
         # As JSON: in strict mode pydantic then takes a list for a tuple, and still converts nothing else.
         config = Config.model_validate_json(json.dumps(tree))

@@ -21,9 +21,7 @@ class ModelConfig(Section):
         description="downsampling factors (z, y, x), an entry from each level to the next; null = [2, 2, 2] throughout",
     )
     blocks_per_level: PositiveInt = Field(2, description="residual blocks per encoder level; one more in the decoder")
-    stem_stride: SizeZYX = Field(
-        (2, 2, 2), description="space-to-depth factor (z, y, x) before the first level; [1,1,1] = none"
-    )
+    stem_stride: SizeZYX = Field((2, 2, 2), description="space-to-depth factor (z, y, x) of the stem; [1,1,1] = none")
     full_res_channels: NonNegativeInt = Field(
         64, description="channels of the full-resolution block at each end; 0 = none"
     )

@@ -22,19 +22,11 @@ class TrainingConfig(Section):
         description="trainer processes, one GPU each; auto = one for each GPU of this machine, or as torchrun started",
     )
     workers: NonNegativeInt = Field(2, description="Ray reader processes per rank; 0 reads in the trainer, without Ray")
-    prefetch_factor: PositiveInt = Field(
-        2, description="batches prepared ahead, per worker; costs trainer memory (pinned on a GPU)"
-    )
+    prefetch_factor: PositiveInt = Field(2, description="batches prepared ahead, per worker; costs trainer memory")
     steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps in an epoch; bookkeeping only")
-    epochs: PositiveInt = Field(
-        1, description="epochs x steps_per_epoch = length of the run and horizon of the LR schedule"
-    )
-    max_steps: PositiveInt | None = Field(
-        None, description="stop after this many optimizer steps; the LR horizon stays"
-    )
-    max_hours: float | None = Field(
-        None, gt=0, description="stop, save and exit 75 after this many hours of this session"
-    )
+    epochs: PositiveInt = Field(1, description="epochs x steps_per_epoch = length of the run and of the LR schedule")
+    max_steps: PositiveInt | None = Field(None, description="stop after this many steps; the LR horizon stays")
+    max_hours: float | None = Field(None, gt=0, description="stop, save and exit 75 after so many hours of a session")
     amp: Literal["auto", "off", "bf16", "fp16"] = Field(
         "auto", description="autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"
     )
@@ -47,9 +39,7 @@ class TrainingConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile the network: minutes at the start, faster steps after")
     cudnn_benchmark: bool = Field(True, description="let cuDNN time its kernels for the fixed patch size once")
-    deterministic: bool = Field(
-        False, description="bit-reproducible kernels, so that a resume is exact on a GPU too; slower"
-    )
+    deterministic: bool = Field(False, description="bit-reproducible kernels: a resume is exact on a GPU too; slower")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon = kernels step by orthogonalized momentum (less memory), all else by AdamW"
     )
@@ -60,9 +50,7 @@ class TrainingConfig(Section):
     warmup_steps: NonNegativeInt = Field(500, description="optimizer steps of linear learning-rate warm-up")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay, on weights of two and more axes")
     clip_norm: float = Field(1.0, gt=0, description="largest gradient norm; larger gradients are scaled down to it")
-    ema_decay: float = Field(
-        0.9999, ge=0, lt=1, description="decay of the weight average per step, warmed up as (1+n)/(10+n)"
-    )
+    ema_decay: float = Field(0.9999, ge=0, lt=1, description="decay of the weight average, warmed up as (1+n)/(10+n)")
     extra_ema_decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
         (), description="further EMA decays, validated and saved beside the first"
     )
@@ -77,15 +65,9 @@ class TrainingConfig(Section):
     validate_every: NonNegativeInt = Field(
         1000, description="optimizer steps between validations on held-out patches, and one at the horizon; 0 = none"
     )
-    validate_patches: PositiveInt = Field(
-        16, description="held-out patches of a validation; each at 8 noise levels, for every set of weights"
-    )
-    preview_every: NonNegativeInt = Field(
-        0, description="optimizer steps between sample pictures, and one at the horizon; 0 = none"
-    )
-    max_nonfinite: PositiveInt = Field(
-        1, description="consecutive non-finite steps after which the run stops with exit 5"
-    )
+    validate_patches: PositiveInt = Field(16, description="held-out patches of a validation, each at 8 noise levels")
+    preview_every: NonNegativeInt = Field(0, description="steps between sample pictures, one at the horizon; 0 = none")
+    max_nonfinite: PositiveInt = Field(1, description="consecutive non-finite steps that stop the run with exit 5")
     autotune: Annotated[Literal["off", "act"], BeforeValidator(lambda mode: "off" if mode == "advise" else mode)] = (
         Field("off", description="act = apply what a verdict advises on readers, prefetch and requests while training")
     )

@@ -6,7 +6,6 @@ import logging
 import os
 import stat
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +22,7 @@ FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def step_line(record: Record) -> str:
-    """The line that `grep 'Train step'` shows, of a step's record.  Others read it by its field names: they stay.
-
-    What is not known is None: `vram_used_bytes` on a CPU, `worker_max_bytes` without readers, `eta_s` before the third
-    step, `mfu` if the device's peak is not known, `working` if all readers have work.
-    """
+    """The line that `grep 'Train step'` shows, of a step's record.  Others read it by its field names: they stay."""
     f = SimpleNamespace(**record)
     vram = "-" if f.vram_used_bytes is None else f"{f.vram_used_bytes / GIB:.1f}/{f.vram_limit_bytes / GIB:.1f}"
     eta = "-" if f.eta_s is None else format_duration(f.eta_s)
@@ -55,14 +50,38 @@ def open_log(path: Path) -> None:
     _add(_LogFile(path))
 
 
+def log_to_terminal() -> None:
+    """Send this package's messages to the terminal, once: warnings and errors to standard error, the rest to output.
+
+    What a command prints, say `--print-config > x.yaml`, is then not mixed with a warning.
+    """
+    package = logging.getLogger("vesuvius")
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    if not any(isinstance(handler, _TerminalHandler) for handler in package.handlers):
+        _add(_TerminalHandler())
+
+
 def close_logs() -> None:
     """Close the files of `open_log`."""
-    _close_handlers(_LogFile)
+    _close(_LogFile)
+
+
+def close_terminal() -> None:
+    """Send no more messages to the terminal."""
+    _close(_TerminalHandler)
 
 
 def _add(handler: logging.Handler) -> None:
     handler.setFormatter(_Formatter(FORMAT, DATE_FORMAT))
     logging.getLogger("vesuvius").addHandler(handler)
+
+
+def _close(kind: type[logging.Handler]) -> None:
+    package = logging.getLogger("vesuvius")
+    for handler in [handler for handler in package.handlers if isinstance(handler, kind)]:
+        package.removeHandler(handler)
+        handler.close()
 
 
 class _Formatter(logging.Formatter):
@@ -91,40 +110,6 @@ class _LogFile(logging.Handler):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-def log_to_terminal() -> None:
-    """Send this package's messages to the terminal, once: warnings and errors to standard error, the rest to output.
-
-    What a command prints, say `--print-config > x.yaml`, is then not mixed with a warning.
-    """
-    package = logging.getLogger("vesuvius")
-    package.setLevel(logging.INFO)
-    package.propagate = False
-    if threading.excepthook is threading.__excepthook__:
-        threading.excepthook = _log_thread_end
-    if not any(isinstance(handler, _TerminalHandler) for handler in package.handlers):
-        _add(_TerminalHandler())
-
-
-def _log_thread_end(failed: threading.ExceptHookArgs) -> None:
-    """A thread of a library that a full disk ends, as that of TensorBoard's writer, is one line, no traceback."""
-    if isinstance(failed.exc_value, OSError):
-        log.warning("thread %s ended: %s", failed.thread and failed.thread.name, failed.exc_value)
-    else:
-        threading.__excepthook__(failed)
-
-
-def close_terminal() -> None:
-    """Send no more messages to the terminal."""
-    _close_handlers(_TerminalHandler)
-
-
-def _close_handlers(kind: type[logging.Handler]) -> None:
-    package = logging.getLogger("vesuvius")
-    for handler in [h for h in package.handlers if isinstance(h, kind)]:
-        package.removeHandler(handler)
-        handler.close()
 
 
 def silence(stream: TextIO) -> None:

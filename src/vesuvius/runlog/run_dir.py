@@ -122,18 +122,16 @@ class RunDir:
         with storage_errors("the run directory must be writable", "choose another place"):
             self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / _LOCK).open("a") as lock:
-            deadline, told = time.monotonic() + wait_s, False
-            while not take_lock(lock.fileno(), self.path / _LOCK):
+            free, deadline = take_lock(lock.fileno(), self.path / _LOCK), time.monotonic() + wait_s
+            if not free and wait_s:
+                log.info("%s is locked by %s; waiting up to %g s for it to end", self.path, self.mark(), wait_s)
+            while not free:
                 if time.monotonic() >= deadline:
-                    waited = f" after {wait_s:g} s" if wait_s else ""
                     raise ConfigError(
-                        f"one process may work on a run; got {self.path}, where another one is running{waited}: "
-                        f"{self.mark()}; wait for it or stop it"
+                        f"{self.path} is in use by another process: {self.mark()}; wait for it or stop it"
                     )
-                if not told:
-                    told = True
-                    log.info("%s is locked by %s; waiting up to %g s for it to end", self.path, self.mark(), wait_s)
                 time.sleep(_LOOK_AGAIN_S)
+                free = take_lock(lock.fileno(), self.path / _LOCK)
             if new:
                 refuse_existing(self)  # another process may have begun and ended it meanwhile
                 self.clear()
