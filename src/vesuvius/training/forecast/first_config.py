@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,31 +100,30 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
         spec = spec.model_copy(update={"level": level})
         volume = describe_volume(spec, _FULL, store, places=_PLACES)
     patch, held_out = fitting_patch(shape_zyx(volume), preset.patch)
-    model, training = _model(preset, patch), _training(preset, micro, step_s, held_out, is_remote(spec.path), device)
-    config = Config(name=name, seed=0, data=_data(volume, patch, held_out), training=training, model=model)
+    training = _training(preset, micro, step_s, held_out, is_remote(spec.path), device)
+    found = _data(volume, patch, held_out)
     try:
-        data = prepare_data(0, config.data.with_store(cache_dir=None))
+        data = prepare_data(0, found.with_store(cache_dir=None))
     except DataError as error:
-        if not config.data.min_foreground:
+        if not found.min_foreground:
             raise
         log.warning("data.min_foreground is left at 0: %s", one_line(error))
-        everywhere = config.data.model_fields_set - {"min_foreground", "foreground"}
-        kept = DataConfig(**{key: getattr(config.data, key) for key in everywhere})
-        config = config.model_copy(update={"data": kept})
-        data = prepare_data(0, kept.with_store(cache_dir=None))
+        found = _data(volume, patch, held_out, everywhere=True)
+        data = prepare_data(0, found.with_store(cache_dir=None))
+    config = Config(name=name, seed=0, data=found, training=training, model=_model(preset, patch))
     workers = (n for n in range(training.workers, 0, -1) if _fits(config.with_training(workers=n), data))
     config = config.with_training(workers=next(workers, 0))  # 0 reads without Ray
     gpu = "no GPU"
     if device.type == "cuda":
         gpu = f"{torch.cuda.get_device_name(device)} with {gib(torch.cuda.mem_get_info(device)[0])} GiB free"
-    memory = f"{gib(ram_limit(None).limit_bytes)} GiB of memory"
+    memory, steps = f"{gib(ram_limit(None).limit_bytes)} GiB of memory", config.horizon_steps
     said = {
         "volume": f"{spec.path}, level {spec.level} of {len(volume.levels)}: {format_sizes(volume.chosen.shape)} "
         f"{volume.chosen.dtype}{_stored(volume)[1]}",
         "machine": f"{usable_cores(os.getpid()):g} cores, {memory}, {gpu}",
         "patch": f"{format_sizes(patch)}; {config.global_batch} a step, {micro} at once; {_width_words(volume, patch)}",
         "model": f"{parameter_count(lay_out_network(config)) / 1e6:.1f} M parameters, about {step_s:.2g} s a step",
-        "run": f"{config.horizon_steps} steps, about {max(round(config.horizon_steps * step_s / 54), 1)} minutes",
+        "run": f"{steps} steps, about {max(round(steps * step_s / 54), 1)} minutes",
     }
     return _text(config, said, volume), [f"{key:10} {text}" for key, text in said.items()]
 
@@ -192,16 +192,11 @@ def level_for(volume: VolumeFacts, wanted: Triple) -> int:
     """
     widths: dict[int, float] = {}
     for level in (each for each in volume.levels if each.level >= volume.chosen.level):
-        try:
+        with suppress(ConfigError):  # too small for any patch
             width = _width_um(level, fitting_patch(shape_zyx(volume, level), wanted)[0])
-        except ConfigError:  # too small for any patch
-            break
-        if width is None:
-            break
-        widths[level.level] = width
-        if width >= LEAST_WIDTH_UM:
-            break
-    return max(widths, key=lambda level: widths[level], default=volume.chosen.level)
+            widths |= {} if width is None else {level.level: width}
+    enough = (level for level, width in widths.items() if width >= LEAST_WIDTH_UM)
+    return next(enough, max(widths, key=lambda level: widths[level], default=volume.chosen.level))
 
 
 def _width_um(level: LevelFacts, patch: Triple) -> float | None:
@@ -214,9 +209,8 @@ def _width_words(volume: VolumeFacts, patch: Triple) -> str:
     width = _width_um(volume.chosen, patch)
     if width is None:
         return "voxel size unknown: if samples show too little, choose a coarser --level"
-    if width < LEAST_WIDTH_UM:
-        return f"{width / 1000:.2g} mm wide, less than the {LEAST_WIDTH_UM / 1000:g} mm that show enough of a sheet"
-    return f"{width / 1000:.2g} mm wide" + (", of finer levels less" if volume.chosen.level else "")
+    few = f", less than the {LEAST_WIDTH_UM / 1000:g} mm that show enough of a sheet" if width < LEAST_WIDTH_UM else ""
+    return f"{width / 1000:.2g} mm wide{few}"
 
 
 def shape_zyx(volume: VolumeFacts, level: LevelFacts | None = None) -> Triple:
@@ -250,14 +244,15 @@ def _training(
     )
 
 
-def _data(volume: VolumeFacts, patch: Triple, held_out: bool) -> DataConfig:
+def _data(volume: VolumeFacts, patch: Triple, held_out: bool, everywhere: bool = False) -> DataConfig:
+    """Of a sparse volume, patches are drawn where something is stored, unless they shall be from `everywhere`."""
     spec, keys = volume.spec, dict[str, Any]()
     if is_remote(spec.path):
         cache_gib = max(min(50, int(shutil.disk_usage(Path.cwd()).free / 4 / GIB)), 1)
         keys["store"] = StoreConfig(requests=32, cache_dir="volumes/cache", cache_gib=float(cache_gib))
     if not held_out:
         keys["validation"] = ValidationConfig(fraction=0.0)
-    if _stored(volume)[0] < _SPARSE:
+    if _stored(volume)[0] < _SPARSE and not everywhere:
         coarser = [level for level in volume.levels if level.level > max(volume.chosen.level, 0)]
         masks = [level.level for level in coarser if math.prod(shape_zyx(volume, level)) <= _COARSE_VOXELS]
         if volume.occupancy.present is not None:
@@ -272,11 +267,10 @@ def _data(volume: VolumeFacts, patch: Triple, held_out: bool) -> DataConfig:
 
 def _fits(config: Config, data: PreparedData) -> bool:
     """Whether memory and shared memory hold the run."""
-    try:
+    with suppress(ConfigError):
         check_store(data.job, StreamOptions.from_config(config.training, config.cluster))
-    except ConfigError:
-        return False
-    return not plan_run(config, data).problems()
+        return not plan_run(config, data).problems()
+    return False
 
 
 def _stored(volume: VolumeFacts) -> tuple[float, str]:
@@ -303,14 +297,11 @@ def _text(config: Config, said: dict[str, str], volume: VolumeFacts) -> str:
         "training.workers": "reader processes; 0 = the trainer reads: memory or /dev/shm is too small for Ray",
         "training.epochs": f"{said['run']} here; to continue, raise epochs and add --resume",
         "training.lr_schedule": "needs no horizon: a longer run continues as if planned from the start",
-        "training.preview_every": f"pictures in runs/{config.name}/samples",
         "model": said["model"],
     }
     share, words = _stored(volume)
     if share < _SPARSE and not config.data.min_foreground:
-        reasons["data"] = (
-            f"{words[2:]}, but which is not known: run vesuvius volume occupancy, then set min_foreground: 0.5"
-        )
+        reasons["data"] = f"{words[2:]}; run vesuvius volume occupancy, then set min_foreground: 0.5"
     head = [
         f"# Written by vesuvius init for {to_yaml(volume.spec.path)} on {said['machine']}.",
         "# All keys and their meanings: docs/config.md, or vesuvius train --config FILE --print-config",

@@ -16,7 +16,15 @@ from vesuvius.errors import EXIT_ERROR
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import Limits, ray_memory, ray_share_from_environment
 from vesuvius.monitor.monitor import Monitor
-from vesuvius.monitor.post_mortem import Death, append_death, death_lines, ended_run, examine_reader, record_run_death
+from vesuvius.monitor.post_mortem import (
+    Death,
+    append_death,
+    death_lines,
+    ended_run,
+    examine_reader,
+    examine_run,
+    read_deaths,
+)
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import Watcher, sample_system
 from vesuvius.monitor.probes.vram import Vram, gpu_uuid
@@ -68,11 +76,8 @@ def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iter
         try:
             end_session(directory.session, session.record, session.exit_code)
         except OSError as error:
-            log.warning(
-                "%s must be writable; got %s; the next start will take this session for killed",
-                directory.session,
-                error,
-            )
+            said = "%s cannot be written: %s; the next start will take this session for killed"
+            log.warning(said, directory.session, error)
 
 
 @contextmanager
@@ -124,34 +129,27 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
 def reader_died(run: RunContext, monitor: Monitor, stream: PatchStream, event: StreamEvent) -> None:
     """Examine a reader that was replaced."""
     session = replace(run.session, workers=stream.options.workers)  # the guard may have dropped some
-    readers = stream.readers_here()
-    _keep(run, examine_reader(event.fields, run.progress.step, session, monitor.moments(), readers))
+    death = examine_reader(event.fields, run.progress.step, session, monitor.moments(), stream.readers_here())
+    _keep(run.directory, death)
 
 
 def run_died(run: RunContext, monitor: Monitor, killer: Literal["gpu", "guard"], reason: str, remedy: str) -> None:
     """Keep how this run ended, which ran out of GPU memory, or which the memory guard ended."""
-    _keep(run, ended_run(killer, run.progress.step, reason, monitor.moments(), remedy))
+    _keep(run.directory, ended_run(killer, run.progress.step, reason, monitor.moments(), remedy))
 
 
 def log_killed_session(directory: RunDir) -> None:
     """Log and record how the previous session ended if it was killed.  Needs the run's lock."""
-    try:
-        death = record_run_death(directory.path)
-    except OSError as error:
-        log.warning("how the last session ended cannot be written: %s", error)
-        return
-    if death is not None:
-        _say(death)
+    if (death := examine_run(directory.path, locked=True)) is not None:
+        _keep(directory, death)
 
 
-def _keep(run: RunContext, death: Death) -> None:
+def _keep(directory: RunDir, death: Death) -> None:
+    """In the log, and in `post_mortem.jsonl` once."""
     try:
-        append_death(run.directory.post_mortem, death)
+        if death not in read_deaths(directory.post_mortem):
+            append_death(directory.post_mortem, death)
     except OSError as error:
         log.warning("a post-mortem cannot be written and is in the log only: %s", error)
-    _say(death)
-
-
-def _say(death: Death) -> None:
     for line in death_lines(death):
         log.error("%s", line)

@@ -60,10 +60,9 @@ class RankNews:
         self._told_of += len(found)
         told: dict[str, Any] = {"quarantined": found, "times": None}
         if self.times is not None:
-            step, times = self.times
-            told["times"] = {"step": step, **vars(times), "gpu_s": times.gpu_s, "other_s": times.other_s}
-            process = read_process(os.getpid())
-            told["times"] |= {"node": platform.node(), "trainer_bytes": process.anon_bytes if process else None}
+            (step, times), process = self.times, read_process(os.getpid())
+            told["times"] = {"step": step, **_parts(times), "node": platform.node()}
+            told["times"]["trainer_bytes"] = process.anon_bytes if process else None
         return told
 
     def take(self, told: Sequence[Mapping[str, Any]]) -> None:
@@ -72,9 +71,7 @@ class RankNews:
         Raises:
             DataError: more places than `data.max_quarantined` are damaged, over all ranks.
         """
-        for rank, one in enumerate(told):
-            if rank and one["quarantined"]:
-                self._quarantine(one["quarantined"])
+        self._quarantine([record for one in told[1:] for record in one["quarantined"]])
         times = [one["times"] for one in told]
         if times and all(times):
             work_s = [one["step_s"] - one["comm_s"] - one["pause_s"] for one in times]
@@ -82,14 +79,18 @@ class RankNews:
             self._run.metrics.write("ranks", step=min(one["step"] for one in times), slowest=self.slowest, times=times)
 
     def _quarantine(self, records: Sequence[dict[str, Any]]) -> None:
+        """Those that are not known, once: a chunk may lie in regions of several ranks."""
         progress = self._run.progress
         known = {key_of(record) for record in progress.quarantined}
-        new = [record for record in records if key_of(record) not in known]  # a chunk may lie in regions of two ranks
+        new = list({key_of(record): record for record in records if key_of(record) not in known}.values())
         if new:
             progress.quarantine(self._run.directory.quarantine, new)
             self._told_of += len(new)
-            damaged = {key_of(record) for record in progress.quarantined}
-            check_quarantine(len(damaged), self._run.config.data.max_quarantined, new[-1])
+            check_quarantine(len(known) + len(new), self._run.config.data.max_quarantined, new[-1])
+
+
+def _parts(times: StepTimes) -> dict[str, float]:
+    return asdict(times) | {"gpu_s": times.gpu_s, "other_s": times.other_s}
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class StepReporter:
         self.verdicts = Verdicts(run, stream, machine)
         self._launched: deque[Launched] = deque()
         self._reported = 0
-        self._work_s: deque[float] = deque(maxlen=_ROLLING_STEPS)
+        self._work_s: deque[float] = deque(maxlen=_ROLLING_STEPS)  # of steps without their pauses
         self._seconds_at_peak = seconds_at_peak(run.config, run.device, run.part)
 
     def launched(self, step: Launched) -> None:
@@ -146,10 +147,6 @@ class StepReporter:
     def longest_step_s(self) -> float:
         """Seconds of the longest recent step without its pause; 0 until the second one, as the first starts readers."""
         return max(list(self._work_s)[-_RECENT_STEPS:], default=0.0)
-
-    def _rolling(self, share: float) -> float | None:
-        """Quantile of the last hundred steps without their pauses; None before the second."""
-        return quantile(list(self._work_s), share) if self._work_s else None
 
     def finish(self) -> None:
         """After the last step of a session, log the remaining steps and a last verdict.  Raises as `report`."""
@@ -171,29 +168,26 @@ class StepReporter:
             self._nonfinite(launched, outcome)
 
     def _nonfinite(self, launched: Launched, outcome: StepOutcome) -> None:
-        config, first = self._run.config, launched.first_sample
+        config, step, first = self._run.config, launched.step, launched.first_sample
         indices = range(first, first + config.global_batch)
-        timesteps = stratified_timesteps(
-            config.seed, launched.step - 1, config.global_batch, config.diffusion.timesteps
-        ).tolist()
+        of_step = (config.seed, step - 1, config.global_batch, config.diffusion.timesteps)
+        timesteps = stratified_timesteps(*of_step).tolist()
         offending = [index for index, loss in zip(indices, outcome.losses, strict=True) if not math.isfinite(loss)]
         found = self._compute_again(launched)
         self._run.metrics.write(
             "event",
             event="nonfinite",
-            step=launched.step,
+            step=step,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
-            samples=(first, first + config.global_batch),
+            samples=(indices.start, indices.stop),
             cause="gradient" if math.isfinite(outcome.loss) else "loss",
             offending=offending,
             indices=list(indices),
             timesteps=timesteps,
             losses=outcome.losses,
             boxes=self._boxes(launched, indices),
-            layer=found and found.layer,
-            input_max=found and found.input_max,
-            gradients=found and found.gradients,
+            **{name: found and getattr(found, name) for name in ("layer", "input_max", "gradients")},
         )
         again = str(found or "it could not be computed again")
         if found and self._run.part.world > 1:
@@ -201,17 +195,16 @@ class StepReporter:
         named = ", ".join(f"{index} (t {timesteps[index - first]})" for index in offending[:_NAMED])
         more = f" and {len(offending) - _NAMED} more" if len(offending) > _NAMED else ""
         text = (
-            f"step {launched.step} was not applied: loss {outcome.loss}, gradient norm {outcome.grad_norm}, samples "
-            f"{indices[0]} to {indices[-1]}, {f'not finite in {named}{more}' if named else 'each with a finite loss'}"
+            f"step {step} was not applied: loss {outcome.loss}, gradient norm {outcome.grad_norm}, samples {first} to "
+            f"{indices[-1]}, {f'not finite in {named}{more}' if named else 'each with a finite loss'}"
         )
         log.error("%s; %s", text, again)
         if outcome.nonfinite_in_a_row >= config.training.max_nonfinite:
             raise NonFiniteError(
-                f"loss and gradient must be finite; {text} ({outcome.nonfinite_in_a_row} in a row); "
-                f"{again}; `vesuvius train --config ... --replay {launched.step}` "
-                "shows each sample; lower training.lr or training.clip_norm, look at these samples, or allow more "
-                "with training.max_nonfinite",
-                launched.step,
+                f"loss and gradient must be finite; {text} ({outcome.nonfinite_in_a_row} in a row); {again}; `vesuvius "
+                f"train --config ... --replay {step}` shows each sample; lower training.lr or training.clip_norm, look "
+                "at these samples, or allow more with training.max_nonfinite",
+                step,
             )
 
     def _compute_again(self, launched: Launched) -> Diagnosis | None:
@@ -254,9 +247,7 @@ class StepReporter:
             "ranks": self._run.part.world,
             "slowest_rank": self._news.slowest,  # whom the others waited for, in the step before
             "mfu": self._seconds_at_peak / (times.step_s - times.pause_s) if self._seconds_at_peak else None,
-            **asdict(times),
-            "gpu_s": times.gpu_s,
-            "other_s": times.other_s,
+            **_parts(times),
             "ram_used_bytes": ram_used_bytes,
             "ram_limit_bytes": ram_limit_bytes,
             "vram_used_bytes": vram_used_bytes,
@@ -265,8 +256,8 @@ class StepReporter:
             "samples_total": launched.first_sample + config.global_batch,
             "session_s": progress.session_s,
             "total_s": progress.total_s,
-            "step_p50_s": self._rolling(0.5),
-            "step_p95_s": self._rolling(0.95),
+            "step_p50_s": quantile(self._work_s, 0.5) if self._work_s else None,
+            "step_p95_s": quantile(self._work_s, 0.95) if self._work_s else None,
             # totals, which only grow within a session
             "readers": asdict(self._stream.reader_totals),
             "feeder": asdict(self._stream.feeder_figures),
@@ -275,8 +266,8 @@ class StepReporter:
         }
 
     def _vram(self) -> tuple[int, int] | None:
-        if self._run.device.type != "cuda":
+        """Reserved by torch, and the GPU's."""
+        device = self._run.device
+        if device.type != "cuda":
             return None
-        return torch.cuda.memory_reserved(self._run.device), torch.cuda.get_device_properties(
-            self._run.device
-        ).total_memory
+        return torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory

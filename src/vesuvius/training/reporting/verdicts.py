@@ -37,6 +37,12 @@ _READ_AHEAD_S = 60.0
 _FIRST_S, _FURTHER_S = 60.0, 600.0
 _STEPS_IN_TIME = 2
 _RATES_EVERY_S = 5.0
+# What is summed over a window, of `StepTimes` and of `ReaderFigures`; and the settings of a verdict.
+_TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "other_s", "pause_s")
+_SWITCHES = (
+    "amp", "compile", "channels_last", "cudnn_benchmark", "deterministic", "train_batch_size", "accumulate_steps"
+)  # fmt: skip
+_READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 
 
 class Verdicts:
@@ -133,9 +139,8 @@ class Verdicts:
         self._begin(step)
 
     def _judge(self) -> None:
-        window = self._window()
         run = self._run
-        verdict = judge(window, _knobs(run, self._options, self._machine.memory_is_short()))
+        verdict = judge(self._window(), _knobs(run, self._options, self._machine.memory_is_short()))
         command = f"; to find the best setting: {run.directory.tune_command}" if verdict.overrides else ""
         log.info("%s%s", verdict.line(self._step, run.config.stop_step), command)
         run.metrics.write("verdict", step=self._step, **verdict.record())
@@ -174,28 +179,24 @@ class Verdicts:
             throttled_quota=None if quota is None else quota.cores,
             working_readers=fmean(self._working),
             stopped_readers=self._machine.stopped_readers(),
-            reader_cores=_cores_of_readers(self._seen_rates, self._stream) if self._options.workers else None,
+            reader_cores=self._reader_cores() if self._options.workers else None,
             gpu_busy=_mean(self._seen_gpu_busy),
             vram_share=None if self._vram_bytes is None else self._vram_bytes[0] / self._vram_bytes[1],
         )
 
-
-_TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "other_s", "pause_s")
-_READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
+    def _reader_cores(self) -> float | None:
+        """Processors that readers on this machine used, on average; None where none of them was seen."""
+        pids = list(self._stream.readers)
+        seen = ([rates.process_cores[p] for p in pids if p in rates.process_cores] for rates in self._seen_rates)
+        return _mean([math.fsum(found) for found in seen if found])
 
 
 def _knobs(run: RunContext, options: StreamOptions, memory_is_short: bool) -> Knobs:
     """The present settings; the readers' come from the stream, as the memory guard or autotune may change them."""
-    training, store = run.config.training, run.config.data.store
+    store = run.config.data.store
     return Knobs(
+        **{name: getattr(run.config.training, name) for name in _SWITCHES},
         on_gpu=run.device.type == "cuda",
-        amp=training.amp,
-        compile=training.compile,
-        channels_last=training.channels_last,
-        cudnn_benchmark=training.cudnn_benchmark,
-        deterministic=training.deterministic,
-        train_batch_size=training.train_batch_size,
-        accumulate_steps=training.accumulate_steps,
         workers=options.workers,
         prefetch_factor=options.prefetch_factor,
         requests=options.requests or store.requests,
@@ -203,15 +204,6 @@ def _knobs(run: RunContext, options: StreamOptions, memory_is_short: bool) -> Kn
         threads=torch.get_num_threads(),
         memory_is_short=memory_is_short,
     )
-
-
-def _cores_of_readers(seen: Sequence[Rates], stream: PatchStream) -> float | None:
-    """Processors that readers on this machine used, on average; None where none of them was seen."""
-    pids = list(stream.readers)
-    used = [
-        sum(found) for rates in seen if (found := [rates.process_cores[p] for p in pids if p in rates.process_cores])
-    ]
-    return _mean(used)
 
 
 def _mean(figures: Sequence[float]) -> float | None:
