@@ -76,7 +76,6 @@ def test_a_small_shm_is_caught_with_the_line_that_fixes_it(monkeypatch: pytest.M
     assert (found.level, found.value) == ("fail", "64 MiB free in /dev/shm, 3.00 GiB needed")
     assert "--shm-size=4g" in found.remedy
     assert host.look_at_shm(host.LEAST_SHM_BYTES).level == "fail", "Docker's default is too small for any Ray"
-    assert host.look_at_shm(0).level == "ok", "no readers, no object store"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * GIB))
     assert host.look_at_shm(3 * GIB).value.endswith("3.00 GiB needed (docker run --shm-size=4g)")
 

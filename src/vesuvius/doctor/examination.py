@@ -1,4 +1,4 @@
-"""The checks in their order, with what they look at."""
+"""The checks in their order, with what they look at, each on a thread of its own: it may break or hang."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
 
 from vesuvius.config import Config
 from vesuvius.doctor import host
-from vesuvius.doctor.check import Check, Finding, examine
+from vesuvius.doctor.host import Finding, Level
 from vesuvius.errors import one_line
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.runlog.find_run import runs_root
@@ -42,14 +43,58 @@ Session(ClusterConfig(address=address), workers=1, ranks=1, store_bytes=2**28).c
 """
 
 
+@dataclass(frozen=True)
+class Check:
+    """Something to look at."""
+
+    name: str
+    look: Callable[[], Finding]  # returns the finding; whatever it raises is a failure with that as its cause
+    if_late: str = "find out what it waits for"  # what to do where it does not answer
+    late: Level = "fail"  # how bad that is
+
+
 def examination(config: Config | None) -> Iterator[tuple[str, Finding]]:
     """Look at this machine, and with a config at what it needs; name and finding of each check, in order."""
     yield from examine(checks_of(config), WITHIN_S)
 
 
+def examine(checks: Sequence[Check], within_s: float) -> Iterator[tuple[str, Finding]]:
+    """Each check's name and finding, in their order.
+
+    All begin together.  A check that hangs is left behind in a daemon thread of its own, and is a failure; only a
+    warning where more processes want to run than there are processors.
+
+    Args:
+        within_s: seconds for all together.
+    """
+    until = time.monotonic() + within_s
+    begun = [(check, on_thread(_look, check, name=f"doctor: {check.name}")) for check in checks]
+    for check, found in begun:
+        try:
+            yield check.name, found.result(max(until - time.monotonic(), 0.0))
+        except TimeoutError:
+            late, load, cores = f"no answer within {within_s:.0f} s", os.getloadavg()[0], os.cpu_count() or 1
+            finding = Finding(check.late, late, check.if_late)
+            if load > cores + 1:  # one of them is this examination
+                late += f", load {load:.1f} on {cores} processors"
+                finding = Finding("warn", late, "try again when the processors are idle")
+            yield check.name, finding
+
+
+def _look(check: Check) -> Finding:
+    try:
+        return check.look()
+    except BaseException as error:  # of any kind: the thread has nobody else to tell
+        value, _, remedy = one_line(error, 400).rpartition("; ")  # our messages end with what to do
+        if value:
+            return Finding("fail", value, remedy)
+        return Finding("fail", f"{type(error).__name__}: {remedy or 'no message'}")
+
+
 def checks_of(config: Config | None) -> list[Check]:
     """In the order in which they are shown; those of a config share the volumes that are opened."""
-    workers = None if config is None else config.training.workers
+    needs_ray = config is None or config.training.workers > 0 or _ranks(config) > 1
+    no_ray = Finding("ok", "not needed with training.workers=0")
     opened = None if config is None else on_thread(_open_data, config, name="doctor: volumes")
     of_config = []
     if config is not None and opened is not None:
@@ -60,14 +105,14 @@ def checks_of(config: Config | None) -> list[Check]:
         ]
     return [
         Check("versions", host.look_at_versions),
-        Check("processors", lambda: host.look_at_cores(workers, _ranks(config))),
+        Check("processors", lambda: host.look_at_cores(config and config.training.workers, _ranks(config))),
         Check("memory", host.look_at_memory),
         Check("disk", lambda: _disk(config), "a mount hangs: set VESUVIUS_RUNS elsewhere"),
         *of_config,
-        Check("/dev/shm", lambda: _shm(config, opened)),
+        Check("/dev/shm", lambda: _shm(config, opened) if needs_ray else no_ray),
         Check("torch", look_at_torch),
         Check("GPU", lambda: look_at_gpus(config), _GPU_HANGS),
-        Check("Ray", lambda: _ray(config)),
+        Check("Ray", lambda: start_ray(config.cluster.address if config else None, _RAY_S) if needs_ray else no_ray),
     ]
 
 
@@ -127,19 +172,14 @@ def _limits(config: Config) -> Finding:
     return Finding("ok", "enough processes and threads may be started")
 
 
-def _needs_ray(config: Config | None) -> bool:
-    """For readers, or for several ranks."""
-    return config is None or config.training.workers > 0 or _ranks(config) > 1
-
-
 def _shm(config: Config | None, opened: Future[PreparedData] | None) -> Finding:
     if config is not None and config.cluster.address is not None:
         return Finding("ok", f"the one of the cluster at {config.cluster.address} is used")
-    need = host.LEAST_SHM_BYTES if _needs_ray(config) else 0
-    if need and config is not None and opened is not None and not opened.exception():
+    need = 0
+    if config is not None and opened is not None and not opened.exception():
         options = StreamOptions.from_config(config.training, config.cluster)
-        need = max(_ranks(config) * store_bytes(opened.result().job, options), need)
-    return host.look_at_shm(need)
+        need = _ranks(config) * store_bytes(opened.result().job, options)
+    return host.look_at_shm(max(need, host.LEAST_SHM_BYTES))
 
 
 def look_at_torch(version: str | None = None) -> Finding:
@@ -165,9 +205,8 @@ def look_at_gpus(config: Config | None) -> Finding:
             seen = ", ".join(use.name for use in gpus.sample())
         if not seen:
             return Finding("ok", "none: training computes on the CPU (for a GPU, docker run needs --gpus all)")
-        built = "a torch without CUDA" if torch.version.cuda is None else "a torch that cannot use it"
         remedy = "install a torch whose CUDA the driver supports (`nvidia-smi` names it), or a newer driver"
-        return Finding("fail", f"{seen}, but {built}", remedy)
+        return Finding("fail", f"{seen}, but a torch that cannot use it", remedy)
     device = torch.device("cuda")
     amp = resolve_amp("auto" if config is None else config.training.amp, device)
     if problem := cudnn_problem(device, amp, config is not None and config.training.channels_last):
@@ -178,31 +217,29 @@ def look_at_gpus(config: Config | None) -> Finding:
     return Finding("ok", f"{', '.join(names)}, cuDNN {cudnn}, amp {amp}")
 
 
-def _ray(config: Config | None) -> Finding:
-    if not _needs_ray(config):
-        return Finding("ok", "not needed with training.workers=0")
-    return start_ray(config.cluster.address if config else None, _RAY_S)
-
-
 def start_ray(address: str | None, within_s: float) -> Finding:
     """Start a private Ray and end it, or connect to the cluster, in a process of its own."""
-    began = time.monotonic()
-    where = f"the cluster at {address}" if address else "a private Ray"
-    with tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-c", _RAY, address or ""]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as process:
-            try:
-                code = process.wait(within_s)
-            except subprocess.TimeoutExpired:
-                for each in psutil.Process(process.pid).children(recursive=True):
-                    with suppress(psutil.Error):
-                        each.kill()
-                process.kill()
-                value = f"{where} did not start within {within_s:.0f} s, load {os.getloadavg()[0]:.1f}"
-                return Finding("fail", value, "try again on an idle machine; training.workers=0 runs without Ray")
+    began, where = time.monotonic(), f"the cluster at {address}" if address else "a private Ray"
+    command, failed = (
+        [sys.executable, "-c", _RAY, address or ""],
+        "see the message; training.workers=0 runs without Ray",
+    )
+    # A file, as Ray's daemons would hold a pipe open.
+    with (
+        tempfile.TemporaryFile() as output,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            code = process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            for each in psutil.Process(process.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    each.kill()
+            process.kill()
+            value = f"{where} did not start within {within_s:.0f} s, load {os.getloadavg()[0]:.1f}"
+            return Finding("fail", value, "try again on an idle machine; training.workers=0 runs without Ray")
         output.seek(0)
-        lines = output.read().decode("utf-8", "replace").strip().splitlines()
+        lines = output.read().decode("utf-8", "replace").strip().splitlines() or [f"exit code {code}"]
     if code != 0:
-        value = f"{where} did not start: {one_line(lines[-1] if lines else f'exit code {code}', 300)}"
-        return Finding("fail", value, "see the message; training.workers=0 runs without Ray")
+        return Finding("fail", f"{where} did not start: {one_line(lines[-1], 300)}", failed)
     return Finding("ok", f"{where} started and ended in {time.monotonic() - began:.1f} s")

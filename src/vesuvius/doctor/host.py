@@ -1,4 +1,4 @@
-"""Checks of the machine without its GPU: versions, processors, memory, disk.  What they look at can be given."""
+"""Checks of the machine without its GPU: versions, processors, memory, disk."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import platform
 import shutil
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from vesuvius.doctor.check import Finding
 from vesuvius.monitor.memory.limits import Limits, tightest
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.system_sample import sample_system
@@ -20,6 +21,8 @@ from vesuvius.runlog.units import GIB, size_text
 
 DISTRIBUTION = "vesuvius-diffusion"
 
+Level = Literal["ok", "warn", "fail"]
+
 _SHOWN = ("torch", "ray", "zarr", "numpy")
 _FEW_BYTES = 4 * GIB
 _RAM_LEFT_SHARE = 0.2
@@ -27,34 +30,36 @@ LEAST_SHM_BYTES = 2**28
 """What Ray asks for at least."""
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What a check found."""
+
+    level: Level
+    value: str  # what is there, with its unit
+    remedy: str = ""  # what to do; empty where all is well
+
+
 def look_at_versions() -> Finding:
     """Python and the packages, held to what this distribution asks for, and no other one of its import name."""
     if (version := installed_version("vesuvius")) is not None:  # one overwrites the other
-        return Finding(
-            "fail",
-            f"the distribution 'vesuvius' {version} is installed alongside ours ('vesuvius-diffusion') and both use "
-            "the import name vesuvius",
-            "uninstall it and reinstall ours, or use a fresh virtual environment",
-        )
+        value = f"the distribution 'vesuvius' {version} is installed alongside ours and uses the same import name"
+        return Finding("fail", value, "uninstall it and reinstall ours, or use a fresh virtual environment")
     from packaging.requirements import Requirement  # a dependency of Ray's
 
     try:
         needs = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
     except importlib.metadata.PackageNotFoundError:
         return Finding("warn", f"{DISTRIBUTION} is not installed: versions cannot be checked", "run `make install`")
-    found = {name: installed_version(name) for name in _SHOWN}
-    value = f"Python {platform.python_version()}, " + ", ".join(f"{name} {v or 'missing'}" for name, v in found.items())
     wrong = []
-    for need in needs:
-        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-            continue
+    for need in (need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})):
         version = installed_version(need.name)
         if version is None or not need.specifier.contains(version, prereleases=True):
             wrong.append((f"{need.name} {version or 'missing'}", f"'{need.name}{need.specifier}'"))
     if wrong:
         value = f"{', '.join(have for have, _ in wrong)} where {', '.join(want for _, want in wrong)} must be installed"
         return Finding("fail", value, f"pip install {' '.join(want for _, want in wrong)}")
-    return Finding("ok", value)
+    shown = ", ".join(f"{name} {installed_version(name) or 'missing'}" for name in _SHOWN)
+    return Finding("ok", f"Python {platform.python_version()}, {shown}")
 
 
 def look_at_cores(workers: int | None, ranks: int = 1) -> Finding:
@@ -85,10 +90,8 @@ def look_at_memory() -> Finding:
 
 
 def look_at_shm(need_bytes: int) -> Finding:
-    """/dev/shm against what Ray's object stores need; 0 = none is needed."""
+    """/dev/shm against what Ray's object stores need."""
     shared = Path("/dev/shm")
-    if need_bytes == 0:
-        return Finding("ok", "not needed with training.workers=0")
     option = f"--shm-size={math.ceil(1.1 * need_bytes / GIB)}g"  # with room for what else lies there
     if not shared.is_dir():
         remedy = f"start the container with {option}"
