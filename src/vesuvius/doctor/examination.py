@@ -105,7 +105,7 @@ def checks_of(config: Config | None) -> list[Check]:
         ]
     return [
         Check("versions", host.look_at_versions),
-        Check("processors", lambda: host.look_at_cores(config and config.training.workers, _ranks(config))),
+        Check("processors", lambda: host.look_at_cores(config.training.workers if config else None, _ranks(config))),
         Check("memory", host.look_at_memory),
         Check("disk", lambda: _disk(config), "a mount hangs: set VESUVIUS_RUNS elsewhere"),
         *of_config,

@@ -37,7 +37,7 @@ def test_a_disk_that_hangs_under_tensorboard_holds_up_neither_the_run_nor_other_
 ) -> None:
     answers, written = threading.Event(), list[object]()
 
-    def hang(board: TensorBoard, record: dict[str, object]) -> None:
+    def hang(board: TensorBoard, record: dict[str, object], figures: object) -> None:
         answers.wait(60)
         written.append(record["kind"])
 
