@@ -25,7 +25,7 @@ from tests.support.object_server import objects_of, serving
 from tests.support.small_disk import with_small_files
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
-from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
+from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
 from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.volume import open_volume
 
@@ -312,9 +312,8 @@ def test_a_finished_copy_is_left_alone_and_no_chunk_is_fetched_again(tmp_path: P
 OTHERS: list[dict[str, Any]] = [{"start_zyx": (16, 0, 0)}, {"size_zyx": (16, 48, 48)}, {"levels": 2}]
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=["start", "size", "levels"])
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "begun"])
-def test_another_box_into_the_same_place_is_refused(tmp_path: Path, other: dict[str, Any], finished: bool) -> None:
+def test_another_box_into_the_same_place_is_refused(tmp_path: Path, finished: bool) -> None:
     source = write_array(tmp_path / "v.zarr", textured((64, 48, 48)), chunk=16)
     request: dict[str, Any] = {"source": ArrayConfig(path=str(source)), "out": tmp_path / "c.zarr"}
     request |= {"size_zyx": (48, 48, 48)}
@@ -323,9 +322,11 @@ def test_another_box_into_the_same_place_is_refused(tmp_path: Path, other: dict[
     else:
         with pytest.raises(Interrupted):
             copy_box(CopyRequest(**request), QUICK, interrupt_after(9))
-    with pytest.raises(ConfigError, match=rf"started with; got {next(iter(other))} .* \(there: .*choose another name"):
-        copy_box(CopyRequest(**request | other), QUICK)
-    copy_box(CopyRequest(**request), QUICK)  # which is not hindered by the refused one
+    for other in OTHERS:
+        words = rf"started with; got {next(iter(other))} .* \(there: .*choose another name"
+        with pytest.raises(ConfigError, match=words):
+            copy_box(CopyRequest(**request | other), QUICK)
+    copy_box(CopyRequest(**request), QUICK)  # which is not hindered by the refused ones
 
 
 def test_a_source_that_has_changed_is_refused(tmp_path: Path) -> None:
@@ -383,10 +384,8 @@ def test_an_unreadable_chunk_is_named_the_rest_is_copied_and_a_rerun_tries_it_ag
     voxels[32:, 32:, 32:] = 0
     request = CopyRequest(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "c.zarr", levels=2)
     server.set_faults([{"path": "/1/0/2$", "kind": "corrupt"}])
-    with pytest.raises(UnfinishedCopyError, match=r"got 1 that .* first chunk \[1, 0, 2\] of .*: 26 of 35") as caught:
+    with pytest.raises(DataError, match=r"got 1 that .* first chunk \[1, 0, 2\] of .*; 26 of 35 chunks are done"):
         copy_box(request, QUICK)
-    assert caught.value.exit_code == 6
-    assert (caught.value.figures.written, caught.value.figures.air, len(caught.value.figures.failures)) == (25, 1, 1)
     assert not (tmp_path / "c.zarr").exists()
     server.set_faults([])
     server.reset()
@@ -401,15 +400,18 @@ def test_a_network_that_is_gone_ends_the_copy_soon(tmp_path: Path, server: Chunk
     write_array(tmp_path / "served" / "v.zarr", voxels, chunk=16)
     request = CopyRequest(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "c.zarr")
 
+    seen: list[CopyFigures] = []
+
     def cut_the_cable(figures: CopyFigures) -> None:
+        seen.append(figures)
         if figures.done == 40:
             server.set_faults([{"path": r"/v.zarr/\d", "kind": "reset"}])
 
     words = r"Cannot reach the store: .* data.store.outage_minutes=0; .*chunks are done and stay in .*c\.zarr\.partial"
-    with pytest.raises(UnfinishedCopyError, match=words) as caught:
+    with pytest.raises(DataError, match=words):
         copy_box(request, QUICK, cut_the_cable)
-    assert not caught.value.figures.failures, "no chunk is damaged"
-    assert 40 <= caught.value.figures.done <= 40 + 3 * 4
+    assert not seen[-1].failures, "no chunk is damaged"
+    assert 40 <= seen[-1].done <= 40 + 3 * 4
     server.set_faults([])
     copy_box(request, QUICK)
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)

@@ -21,7 +21,7 @@ from vesuvius.config import ArrayConfig, DataConfig, StoreConfig
 from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.units import format_sizes, size_text
-from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
+from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
 from vesuvius.volume_tools.info import describe_volume, make_sidecar
 from vesuvius.volume_tools.partial import partial_path
 from vesuvius.volume_tools.phantom_zarr import MIN_SIZE_VOXELS, write_phantom
@@ -57,7 +57,7 @@ def _synth(arguments: argparse.Namespace) -> int:
         report = write_phantom(
             arguments.out, arguments.shape, arguments.seed, chunk=arguments.chunk, on_progress=progress.tell
         )
-    _print(asdict(report), arguments)
+    _print(report, arguments)
     return EXIT_OK
 
 
@@ -101,41 +101,32 @@ def _copy(arguments: argparse.Namespace) -> int:
         levels=arguments.levels,
     )
 
-    def line(figures: CopyFigures) -> str:
+    def tell(figures: CopyFigures) -> None:
         failed = f"{len(figures.failures)} FAILED, " if figures.failures else ""
-        return f"{failed}{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
-
-    def report(figures: CopyFigures) -> None:
-        there = figures.before == figures.chunks
-        told = {"out": f"{request.out}, {'is complete' if there else 'from ' + arguments.path}"}
-        _print(told | vars(figures) | {"failures": len(figures.failures)}, arguments)
+        speed = f"{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
+        progress.tell("chunks", figures.done, figures.chunks, failed + speed)
 
     try:
         with redirect_stdout(sys.stderr), Progress("copying") as progress:
-            figures = copy_box(request, _store(arguments), lambda f: progress.tell("chunks", f.done, f.chunks, line(f)))
-    except UnfinishedCopyError as error:
-        report(error.figures)
-        raise
+            figures = copy_box(request, _store(arguments), tell)
     except KeyboardInterrupt:
         if partial_path(arguments.out).exists():
             log.warning("what is done is kept in %s; the same command continues", partial_path(arguments.out))
         raise
-    report(figures)
+    there = figures.before == figures.chunks
+    told = {"out": f"{request.out}, {'is complete' if there else 'from ' + arguments.path}"}
+    _print(told | vars(figures) | {"failures": len(figures.failures)}, arguments)
     return EXIT_OK
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    def line(figures: VerifyFigures) -> str:
-        return f"{figures.chunks} chunks read, {len(figures.broken)} broken"
+    def tell(figures: VerifyFigures) -> None:
+        found = f"{figures.chunks} chunks read, {len(figures.broken)} broken"
+        progress.tell("objects", figures.done, figures.objects, found)
 
     try:
         with redirect_stdout(sys.stderr), Progress("verifying") as progress:
-            figures = verify_volume(
-                _source(arguments),
-                _store(arguments),
-                arguments.processes,
-                lambda f: progress.tell("objects", f.done, f.objects, line(f)),
-            )
+            figures = verify_volume(_source(arguments), _store(arguments), arguments.processes, tell)
     except KeyboardInterrupt:
         log.warning("what was read is kept; the same command continues")
         raise

@@ -63,18 +63,6 @@ class CopyFigures:
         return self.before + self.written + self.air
 
 
-class UnfinishedCopyError(DataError):
-    """Some chunks could not be read; all others are copied.
-
-    Attributes:
-        figures: how far the copy is.
-    """
-
-    def __init__(self, message: str, figures: CopyFigures) -> None:
-        super().__init__(message)
-        self.figures = figures
-
-
 def copy_box(
     request: CopyRequest,
     store: StoreConfig = StoreConfig(),
@@ -87,8 +75,8 @@ def copy_box(
 
     Raises:
         ConfigError: the box is not inside the level, or something else is at `out` or was begun there.
-        UnfinishedCopyError: chunks could not be read, or the store did not answer for `outage_minutes`.
-        DataError: the source cannot be opened.
+        DataError: the source cannot be opened, chunks could not be read (all others are copied then), or the store did
+            not answer for `outage_minutes`.
         StorageError: the disk refuses or is full; what is done stays.
     """
     started = time.monotonic()
@@ -121,7 +109,7 @@ def _fill(
     on_progress: Callable[[CopyFigures], None],
     started: float,
 ) -> None:
-    """Write all levels, and count.  Raises UnfinishedCopyError, StorageError."""
+    """Write all levels, and count."""
     corner = figures.source_box[0]
     figures.before = figures.chunks - sum(len(target.missing(level)) for level in range(target.plan.levels))
 
@@ -152,21 +140,20 @@ def _fill(
         figures.voxel_bytes += voxels.nbytes
         return voxels
 
-    def so_far() -> str:
-        return f"{figures.done} of {figures.chunks} chunks are done and stay in {target.path}"
-
+    problem = ""
     try:
         target.fill(0, read, count, stage)
+        if figures.failures:
+            first = figures.failures[0]
+            problem = (
+                f"every chunk of the box must be readable; got {len(figures.failures)} that cannot be read, the first "
+                f"chunk {list(first.chunk)} of {first.volume}: {first.cause}; restore the chunk, then run the same "
+                "command again"
+            )
     except OutageError as error:
-        raise UnfinishedCopyError(f"{error}; {so_far()}", figures) from error
-    if figures.failures:
-        first = figures.failures[0]
-        raise UnfinishedCopyError(
-            f"every chunk of the box must be readable; got {len(figures.failures)} that cannot be read, the first "
-            f"chunk {list(first.chunk)} of {first.volume}: {first.cause}; restore the chunk, then run the same "
-            f"command again: {so_far()}",
-            figures,
-        )
+        problem = str(error)
+    if problem:
+        raise DataError(f"{problem}; {figures.done} of {figures.chunks} chunks are done and stay in {target.path}")
     target.fill_coarser(count)
 
 

@@ -35,13 +35,12 @@ from vesuvius.volumes.box import Box, doubled, slices, triple
 
 _WRITERS = min(4, os.cpu_count() or 1)
 
-
 COPY = "copy"  # what is being written, as messages, the file of its arguments and the attribute have it
 
 
 @dataclass(frozen=True)
 class PartialCopy:
-    """The chunks of an unfinished volume; made by `open_partial`."""
+    """The chunks of an unfinished volume; made by `open_partial`.  What writes raises StorageError."""
 
     out: Path
     record: dict[str, Any]
@@ -57,9 +56,8 @@ class PartialCopy:
 
     def missing(self, level: int) -> list[Triple]:
         """The chunks of a level that are not written; those of air too."""
-        return [
-            chunk for chunk in map(triple, np.ndindex(self.plan.counts[level])) if not self._file(level, chunk).exists()
-        ]
+        chunks = map(triple, np.ndindex(self.plan.counts[level]))
+        return [chunk for chunk in chunks if not self._file(level, chunk).exists()]
 
     def fill(
         self,
@@ -74,9 +72,6 @@ class PartialCopy:
             read: the voxels of a box, in this thread; None skips it.
             on_chunk: told of the bytes of each chunk that is done, 0 = air, from this thread.
             ahead: told of all boxes and the number of the next one, before that is read.
-
-        Raises:
-            StorageError: the disk refuses.
         """
         chunks = self.missing(level)
         boxes = [self.plan.box_of(level, chunk) for chunk in chunks]
@@ -93,26 +88,17 @@ class PartialCopy:
                 on_chunk(written.result())
 
     def fill_coarser(self, on_chunk: Callable[[int], None] = lambda size: None) -> None:
-        """Write the metadata of the finest level, whose chunks are all done, and each coarser one from the one before.
-
-        Raises StorageError.
-        """
+        """Write the metadata of the finest level, whose chunks are done, and each coarser one from the one before."""
         finer = self._finish_level(0)
         for level in range(1, self.plan.levels):
             self.fill(level, lambda box, finer=finer: halve(np.asarray(finer[slices(doubled(box))])), on_chunk)  # type: ignore[misc]
             finer = self._finish_level(level)
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any]) -> int:
-        """Store a chunk, whole or not at all.  May be called from several threads.
+        """Store a chunk, whole or not at all; any thread may call.  Returns the bytes of its file; 0 = air, not stored.
 
         Args:
             voxels: of the volume's dtype; smaller than a chunk at the end of an axis.
-
-        Returns:
-            Bytes of its file; 0 for air, which is not stored.
-
-        Raises:
-            StorageError: the disk refuses.
         """
         fill = self.dtype.type(self.fill_value)
         if np.array_equal(voxels, np.broadcast_to(fill, voxels.shape), equal_nan=voxels.dtype.kind == "f"):
@@ -126,7 +112,7 @@ class PartialCopy:
         return len(data)
 
     def publish(self, multiscale: dict[str, Any]) -> None:
-        """Write the group's metadata and give the whole volume its name.  Raises StorageError."""
+        """Write the group's metadata and give the whole volume its name."""
         with _disk_errors(self.out, self.kind):
             for torn in self._volume.rglob(".*.tmp"):  # was being written when its process was killed
                 torn.unlink()
@@ -167,6 +153,7 @@ def open_partial(
         out: where the whole volume will be.
         record: the arguments; plain JSON.
         dtype, fill_value: of all levels.
+        kind: what it is for messages ("copy", "drawing", "phantom").
 
     Raises:
         ConfigError: another process writes it, or it was begun with other arguments.

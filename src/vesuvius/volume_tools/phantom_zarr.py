@@ -8,8 +8,8 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,19 +26,6 @@ LEVELS = 3
 PHANTOM = "phantom"
 
 
-@dataclass(frozen=True)
-class PhantomReport:
-    """What was written."""
-
-    # path, labels_path: the two OME-Zarr groups
-    path: Path
-    labels_path: Path
-    shape_zyx: Triple
-    levels: int
-    stored_bytes: int  # chunks of both, all levels, that this process has written
-    seconds: float
-
-
 def write_phantom(
     path: Path,
     shape_zyx: Triple,
@@ -46,21 +33,31 @@ def write_phantom(
     *,
     chunk: int = 128,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> PhantomReport:
+) -> dict[str, Any]:
     """Write a phantom and its sheet labels (OUT.labels.zarr) as two OME-Zarr 0.4 groups, or continue.
 
     Chunk by chunk: memory is the texture tables and about 40 chunks, whatever the shape.  Level k + 1 is made from
     level k as stored: grey values by the rounded mean of 2x2x2 voxels, labels by their majority (a tie is papyrus).
 
     Args:
+        shape_zyx: at least `MIN_SIZE_VOXELS` along each axis.
         on_progress: called once per chunk of every level: what is counted, done, total.
 
+    Returns:
+        The paths of both groups, their shape and levels; and the bytes of the chunks that this process has written, and
+        its seconds.
+
     Raises:
-        ConfigError: the arguments are wrong, or something else is at `path`.
+        ConfigError: the name or the chunk is wrong, or something else is at `path`.
         StorageError: the disk refuses.
     """
     started = time.monotonic()
-    _check_arguments(path, shape_zyx, seed, chunk)
+    if path.suffix != ".zarr":
+        raise ConfigError(f"the name of a volume must end in .zarr; got {path}; add the ending")
+    if chunk < 8 or chunk % 2:
+        raise ConfigError(
+            f"chunk must be an even number of at least 8 voxels; got {chunk}; use 128 as the real scrolls do"
+        )
     paths = (path, path.with_suffix(".labels.zarr"))
     record = {"seed": seed, "shape_zyx": list(shape_zyx), "chunk": chunk}
     plan, phantom = Pyramid(shape_zyx, (chunk, chunk, chunk), LEVELS, 1), Phantom(seed, shape_zyx)
@@ -85,27 +82,18 @@ def write_phantom(
                 count(other.write(0, triple(lo // chunk for lo in box[0]), voxels[other.out]))
             return voxels[targets[-1].out]
 
-        todo = sum(
-            len(targets[-1].missing(0)) + sum(len(each.missing(k)) for k in range(1, LEVELS)) for each in targets
-        )
+        coarser = sum(len(each.missing(level)) for each in targets for level in range(1, LEVELS))
+        todo = len(targets) * len(targets[-1].missing(0)) + coarser if targets else 0
         for target in targets[-1:]:
             target.fill(0, read, count)
         for target in reversed(targets):  # where the grey values have their name, all is there
             target.fill_coarser(count)
             target.publish(multiscale(target.out.stem, LEVELS, [VOXEL_UM] * 3, ["micrometer"] * 3))
-    return PhantomReport(*paths, shape_zyx, LEVELS, stored, time.monotonic() - started)
-
-
-def _check_arguments(path: Path, shape_zyx: Triple, seed: int, chunk: int) -> None:
-    if path.suffix != ".zarr":
-        raise ConfigError(f"the name of a volume must end in .zarr; got {path}; add the ending")
-    if min(shape_zyx) < MIN_SIZE_VOXELS:
-        raise ConfigError(
-            f"a phantom's sizes z, y, x must be at least {MIN_SIZE_VOXELS} voxels; got {shape_zyx}; enlarge the shape"
-        )
-    if chunk < 8 or chunk % 2:
-        raise ConfigError(
-            f"chunk must be an even number of at least 8 voxels; got {chunk}; use 128 as the real scrolls do"
-        )
-    if seed < 0:
-        raise ConfigError(f"seed must be at least 0; got {seed}; change it")
+    return {
+        "path": paths[0],
+        "labels_path": paths[1],
+        "shape_zyx": shape_zyx,
+        "levels": LEVELS,
+        "stored_bytes": stored,
+        "seconds": time.monotonic() - started,
+    }

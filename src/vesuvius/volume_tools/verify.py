@@ -2,12 +2,14 @@
 
 What was read and found whole is kept, so that an interrupted verification continues where it stopped:
 
-    ~/.cache/vesuvius/verify/ID.txt     numbers of chunks (or shards), <12><13>...: one that a kill has torn has no end
+    ~/.cache/vesuvius/verify/ID.txt     when it began, then numbers of chunks (or shards), <12><13>...; one that a kill
+                                        has torn has no end
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import multiprocessing
 import os
@@ -15,13 +17,13 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +38,14 @@ from vesuvius.volumes.listing import Bools, list_objects, read_sidecar
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.volume import Volume, open_volume
 
+log = logging.getLogger(__name__)
+
 _CHUNKS_PER_TASK = 64
+_TASKS_AHEAD = 8  # per process: after the death of one of them, that many are read again
 _STAGED_AHEAD = 8
+
+Task = tuple[list[int], list[Triple]]
+"""Objects that one process reads together: their numbers in the flat grid of objects, and their chunks."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class VerifyFigures:
 
     volume: str  # path and level
     objects: int  # chunks to read, or shards
-    before: int = 0  # of these, found whole by earlier processes
+    since: str  # when it began, of a continued one the first time
+    before: int = 0  # of the objects, found whole by earlier processes
     done: int = 0  # read so far, those included
     chunks: int = 0  # chunks that this process has read; of shards the inner ones
     broken: list[BrokenChunk] = field(default_factory=list)  # of these, those that cannot be read, in order
@@ -70,14 +79,6 @@ class Reading:
     spec: ArrayConfig
     store: StoreConfig
     stored: StoredChunks | None
-
-
-@dataclass(frozen=True)
-class _Task:
-    """Objects that one process reads together."""
-
-    numbers: list[int]  # in the flat grid of objects
-    chunks: list[Triple]
 
 
 def verify_volume(
@@ -102,25 +103,31 @@ def verify_volume(
     started = time.monotonic()
     with closing(open_volume(spec, store)) as volume:
         objects, stored = _objects(volume)
-        file = _file_of_whole(volume)
-        with _storage_errors(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            text = file.read_text() if file.exists() else ""
+        journal = _journal_of(volume)
+        with _storage_errors(journal):
+            journal.parent.mkdir(parents=True, exist_ok=True)
+            if not journal.exists():
+                journal.write_text(time.strftime("%Y-%m-%d %H:%M:%S\n"))
+            since, _, text = journal.read_text().partition("\n")
         numbers = np.flatnonzero(objects)
         left = np.setdiff1d(numbers, [int(number) for number in re.findall(r"<(\d+)>", text)])
         before = len(numbers) - len(left)
-        figures = VerifyFigures(volume.name, len(numbers), before, before)
-        with closing(_read_tasks(Reading(spec, store, stored), volume, _tasks(volume.grid, left), processes)) as reads:
-            for task, broken in reads:
+        figures = VerifyFigures(volume.name, len(numbers), since, before, before)
+        if before:
+            words = "continuing a verification that began on %s: %d of %d chunks (or shards) have been found whole"
+            log.info(words, since, before, len(numbers))
+        reads = _read_tasks(Reading(spec, store, stored), volume.grid, _tasks(volume.grid, left), processes)
+        with closing(reads):
+            for (some, chunks), broken in reads:
                 if not broken:  # what is broken may have been restored next time
-                    with _storage_errors(file), file.open("a") as kept:
-                        kept.write("".join(f"<{number}>" for number in task.numbers) + "\n")
-                figures.done += len(task.numbers)
-                figures.chunks += len(task.chunks)
+                    with _storage_errors(journal), journal.open("a") as file:
+                        file.write("".join(f"<{number}>" for number in some) + "\n")
+                figures.done += len(some)
+                figures.chunks += len(chunks)
                 figures.broken += broken
                 figures.seconds = time.monotonic() - started
                 on_progress(figures)
-        file.unlink(missing_ok=True)  # all is done: the next time begins from the start
+        journal.unlink(missing_ok=True)  # all is done: the next time begins from the start
     figures.broken.sort(key=lambda broken: broken.chunk)
     return figures
 
@@ -129,43 +136,29 @@ def verify_volume(
 
 
 def _read_tasks(
-    reading: Reading, volume: Volume, tasks: Iterable[_Task], processes: int
-) -> Generator[tuple[_Task, list[BrokenChunk]], None, None]:
+    reading: Reading, grid: ChunkGrid, tasks: Iterator[Task], processes: int
+) -> Generator[tuple[Task, list[BrokenChunk]], None, None]:
     """Read all chunks of all tasks; yields each task with those that are broken.  Closing it ends the processes.
 
-    Where a process dies of what it decodes, the tasks in hand are read again, chunk by chunk, in a process of their
-    own.
-
-    Args:
-        volume: the same one, opened here, to name keys and boxes; no chunk is read with it.
+    Where a process dies of what it decodes, the tasks in hand are read again, chunk by chunk.
 
     Raises:
         DataError: the volume as a whole cannot be read any more, or no process can be started.
     """
-    waiting, is_over = iter(tasks), False
+    rounds = iter(lambda: list(islice(tasks, _TASKS_AHEAD * processes)), [])
+    is_over = False
     while not is_over:
-        running, died = dict[Future[list[BrokenChunk]], _Task](), list[_Task]()
-        with _pool(reading, processes) as pool:
-            while True:
-                while not died and len(running) < processes and (task := next(waiting, None)) is not None:
-                    try:
-                        running[pool.submit(_read_chunks, task.chunks)] = task
-                    except BrokenProcessPool:  # while the caller had the last result
-                        died.append(task)
-                if not running:
-                    break
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    task = running.pop(future)
-                    try:
-                        yield task, future.result()
-                    except BrokenProcessPool:
-                        died.append(task)
-        is_over = not died
-        for task in died:
-            yield task, _read_one_by_one(reading, volume, task.chunks)
+        left = list[Task]()
+        with _pool(reading, processes) as pool, suppress(BrokenProcessPool):
+            for left in rounds:
+                for broken in pool.map(_read_chunks, [chunks for _, chunks in left]):
+                    yield left.pop(0), broken
+        for task in left:
+            yield task, _read_one_by_one(reading, grid, task[1])
+        is_over = not left
 
 
-def _read_one_by_one(reading: Reading, volume: Volume, chunks: list[Triple]) -> list[BrokenChunk]:
+def _read_one_by_one(reading: Reading, grid: ChunkGrid, chunks: list[Triple]) -> list[BrokenChunk]:
     """In one process at a time; each that dies names the chunk that it died of."""
     broken, left = list[BrokenChunk](), list(chunks)
     while left:
@@ -176,7 +169,7 @@ def _read_one_by_one(reading: Reading, volume: Volume, chunks: list[Triple]) -> 
                     left.pop(0)
             except BrokenProcessPool:
                 chunk, cause = left.pop(0), "decoding it ended the process (a codec that crashes, or a kill)"
-                broken.append(BrokenChunk(chunk, volume.grid.key_of(chunk), cause, volume.grid.box_of(chunk)))
+                broken.append(BrokenChunk(chunk, grid.key_of(chunk), cause, grid.box_of(chunk)))
     return broken
 
 
@@ -263,24 +256,24 @@ def _objects(volume: Volume) -> tuple[Bools, StoredChunks | None]:
     return objects, StoredChunks.of(sidecar) if sidecar.shape == grid.counts_zyx else None
 
 
-def _tasks(grid: ChunkGrid, numbers: NDArray[np.int64]) -> Iterator[_Task]:
-    """Some objects each, of about as many chunks."""
-    per_task = max(_CHUNKS_PER_TASK // math.prod(grid_shape(grid.object_zyx, grid.chunk_zyx)), 1)
-    for first in range(0, len(numbers), per_task):
-        some = numbers[first : first + per_task]
-        places = np.stack(np.unravel_index(some, grid.object_counts_zyx), axis=1).tolist()
-        boxes = (chunk_box(triple(place), grid.object_zyx, grid.shape_zyx) for place in places)
-        yield _Task(some.tolist(), [chunk for box in boxes for chunk in grid.chunks_of(box)])
-
-
-def _file_of_whole(volume: Volume) -> Path:
-    """The same for the same level and its metadata, wherever the command is run."""
+def _journal_of(volume: Volume) -> Path:
+    """The file of what was found whole: one for each level and its metadata, wherever the command is run."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
     identity = f"{address}#{volume.array.path}#{volume.axes}#{metadata_hash(volume.array)}"
     return root / "vesuvius" / "verify" / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.txt"
 
 
-def _storage_errors(path: Path) -> Any:
+def _storage_errors(path: Path) -> AbstractContextManager[None]:
     rule = "the record of what was verified needs a writable place"
     return storage_errors(rule, "free some space, or set XDG_CACHE_HOME to a writable folder", f"for {path}")
+
+
+def _tasks(grid: ChunkGrid, numbers: NDArray[np.int64]) -> Iterator[Task]:
+    """Some objects each, of about as many chunks."""
+    per_task = max(_CHUNKS_PER_TASK // math.prod(grid_shape(grid.object_zyx, grid.chunk_zyx)), 1)
+    for first in range(0, len(numbers), per_task):
+        some = numbers[first : first + per_task]
+        places = np.stack(np.unravel_index(some, grid.object_counts_zyx), axis=1).tolist()
+        boxes = (chunk_box(triple(place), grid.object_zyx, grid.shape_zyx) for place in places)
+        yield some.tolist(), [chunk for box in boxes for chunk in grid.chunks_of(box)]
