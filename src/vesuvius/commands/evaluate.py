@@ -49,15 +49,26 @@ def main(argv: list[str]) -> int:
     add_keys(parser)
     arguments = parser.parse_args(argv)
     from vesuvius.generate.evaluate.evaluate import EvaluationRequest, evaluate  # imports torch
+    from vesuvius.generate.sampling import SampleRequest
 
-    options = {name: getattr(arguments, name) for name in (
-        "run", "weights", "count", "seed", "batch_size", "generated", "training_volume", "out",
-        "classifier_steps",
-    )}  # fmt: skip
-    command = shlex.join(["vesuvius", "evaluate", *argv])
+    request = EvaluationRequest(
+        SampleRequest(
+            checkpoint=arguments.run,
+            weights=arguments.weights,
+            overrides=overrides_of(arguments),
+            seed=arguments.seed,
+            batch_size=arguments.batch_size,
+            volume=arguments.training_volume,
+            count=arguments.count,
+            out=None,
+            overwrite=False,
+        ),
+        generated=arguments.generated,
+        out=arguments.out,
+        classifier_steps=arguments.classifier_steps,
+        command=shlex.join(["vesuvius", "evaluate", *argv]),
+    )
     with Progress("evaluating") as progress:
-        folder, text = evaluate(
-            EvaluationRequest(**options, overrides=overrides_of(arguments), command=command), progress.tell
-        )
+        folder, text = evaluate(request, progress.tell)
     say(f"{text}\n{folder / 'evaluation.html'}")
     return EXIT_OK

@@ -7,8 +7,6 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import AugmentConfig
-from vesuvius.generate.evaluate.memorisation import TrainingSearch
 from vesuvius.generate.evaluate.patches import PatchSet
 
 PATCH = (8, 16, 16)
@@ -39,10 +37,6 @@ def patches(volume: Voxels, count: int, seed: int) -> Voxels:
 
 def patch_set(values: Voxels) -> PatchSet:
     return PatchSet(values, np.arange(len(values)), side=np.arange(len(values)) % 2)
-
-
-def search_in(volume: Voxels, **augment: bool) -> TrainingSearch:
-    return TrainingSearch([volume], PATCH, AugmentConfig(**augment))
 
 
 def within_chance(hits: int, trials: int, rate: float) -> bool:

@@ -2,47 +2,52 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.generate.evaluate.scrolls import PATCH, Voxels, patch_set, patches, scroll, search_in, within_chance
+from tests.generate.evaluate.scrolls import PATCH, Voxels, patch_set, patches, scroll, within_chance
+from vesuvius.config import AugmentConfig
+from vesuvius.generate.evaluate import figures as module
 from vesuvius.generate.evaluate.evaluate import figure_table, plain, verdict
-from vesuvius.generate.evaluate.figures import Figure, Judgement, chance, classifier_auc, exchanges, folds, judge
-from vesuvius.generate.evaluate.patches import PatchSet, cells, disjoint_sides
+from vesuvius.generate.evaluate.figures import (
+    Figure,
+    Judgement,
+    chance,
+    classifier_auc,
+    exchanges,
+    folds,
+    judge,
+    nearest_distances,
+)
+from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, cells, disjoint_sides
 
 COUNT = 32
 SHAPE = (40, 72, 72)
 TRAINED, UNSEEN, THIRD = (scroll(seed, SHAPE) for seed in (0, 1, 5))
-with pytest.MonkeyPatch.context() as coarser:  # a quarter of a second instead of five
-    coarser.setattr("vesuvius.generate.evaluate.memorisation._PLACES", 2**15)
-    SEARCH = search_in(TRAINED)
-
-
-@functools.cache
-def held_out_distances() -> NDArray[np.float64]:
-    """Those of each judgement: a search takes half a second."""
-    return SEARCH.distances(list(patches(UNSEEN, COUNT, 2)))
-
-
-class Search:
-    """`SEARCH`, which looks for the held-out patches once."""
-
-    def distances(self, sought: Sequence[Voxels]) -> NDArray[np.float64]:
-        known = np.array_equal(np.stack(sought), patches(UNSEEN, COUNT, 2))
-        return held_out_distances() if known else SEARCH.distances(sought)
+ALONE = scroll(0, (24, 48, 48))
+SOUGHT: dict[bytes, NDArray[np.float64]] = {}
 
 
 def judged(generated: Voxels, steps: int = 2) -> Judgement:
     held_out, training, beside = patches(UNSEEN, COUNT, 2), patches(TRAINED, COUNT, 3), patches(TRAINED, COUNT, 4)
-    sets = [patch_set(values) for values in (generated, held_out, beside, training)]
-    return judge(*sets[:3], (sets[3], sets[2]), Search(), steps)
+    drawn, unseen, others, taught = (patch_set(values) for values in (generated, held_out, beside, training))
+    real = RealPatches(unseen, others, (taught, others), [TRAINED], TRAINED.size)
+
+    def once(regions: list[Voxels], sought: Voxels, augment: AugmentConfig) -> NDArray[np.float64]:
+        """The held-out patches are those of each judgement, and a search takes half a second."""
+        if (key := sought.tobytes()) not in SOUGHT:
+            SOUGHT[key] = nearest_distances(regions, sought, augment)
+        return SOUGHT[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PLACES", 2**15)  # a quarter of a second instead of five
+        patch.setattr(module, "nearest_distances", once)
+        return judge(drawn, real, AugmentConfig(), steps)
 
 
 def figures(judgement: Judgement) -> dict[str, Figure]:
@@ -170,7 +175,7 @@ def test_the_summary_says_of_each_figure_what_its_row_says() -> None:
         Figure("d", "four", {}, math.nan, math.nan, math.nan),
         Figure("copies", "five", {}, 0.3, None, 0.5),
     ]
-    said = verdict(Judgement(tuple(figures), {}, {}))
+    said = verdict(Judgement(tuple(figures), {}))
     assert "Beyond the floor: one. Unlike held out: two. Unknown: four." in said
     assert said.endswith("No sign of memorised training voxels among those that were searched.")
     assert [row[1] for row in figure_table(figures).rows] == [
@@ -186,3 +191,28 @@ def test_patches_without_texture_are_unknown_and_figures_are_plain_json() -> Non
     assert "memorised is unknown" in verdict(found)
     assert chance(math.nan, [0.0] * 499) is math.nan
     assert math.isnan(chance(0.0, [math.nan] * 499))
+
+
+# Copies of training voxels are found wherever they are from and however they are turned; other patches are far.
+
+
+def test_a_copy_is_found_at_any_place_whatever_its_brightness_and_contrast() -> None:
+    """A search at some places alone, or of grey values as they are, would miss most of them."""
+    trained = scroll(0, (24, 48, 48), air=False)
+    distances = nearest_distances([trained], 0.4 * patches(trained, 24, 1) + 0.3, AugmentConfig())
+    assert np.mean(distances < 0.02) > 0.9, "air is clipped, so a little is left"
+
+
+@pytest.mark.parametrize(("flips", "turns"), [((), 0), ((0,), 1), ((1, 2), 3), ((0, 2), 2)])
+def test_a_copy_is_found_in_the_symmetries_of_training_and_in_no_other(flips: tuple[int, ...], turns: int) -> None:
+    turned = np.stack([np.rot90(np.flip(patch, flips), turns, (1, 2)) for patch in patches(ALONE, 8, 2)])
+    assert np.mean(nearest_distances([ALONE], turned, AugmentConfig()) < 1e-3) > 0.8
+    plain = nearest_distances([ALONE], turned, AugmentConfig(flip=False, turn=False))
+    assert (np.nanmedian(plain) < 1e-3) == (not flips and not turns)
+
+
+def test_patches_of_another_volume_are_far_and_those_without_texture_are_not_judged() -> None:
+    other = np.stack([*patches(scroll(9, air=False), 16, 3), np.full((8, 16, 16), -3, np.float32)])
+    distances = nearest_distances([scroll(0, (24, 48, 48), air=False)], other, AugmentConfig())
+    assert distances[:-1].min() > 0.3
+    assert np.isnan(distances[-1])

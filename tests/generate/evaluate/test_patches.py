@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from tests.conftest import write_array
 from vesuvius.config import AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import ConfigError
+from vesuvius.generate.evaluate import figures
 from vesuvius.generate.evaluate.evaluate import verdict
 from vesuvius.generate.evaluate.figures import Judgement, judge
 from vesuvius.generate.evaluate.patches import (
@@ -44,11 +44,10 @@ def grained(shape: tuple[int, int, int], seed: int) -> NDArray[np.uint8]:
     return np.clip(120 + 30 * along, 1, 255).astype(np.uint8)
 
 
-class NoSearch:
-    """Finds every patch equally far."""
-
-    def distances(self, sought: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-        return np.full(len(sought), 0.9) + 0.01 * np.arange(len(sought))
+@pytest.fixture(autouse=True)
+def _no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every patch is equally far from training."""
+    monkeypatch.setattr(figures, "nearest_distances", lambda _, sought, __: 0.9 + 0.01 * np.arange(len(sought)))
 
 
 def source_of(folder: Path, augment: AugmentConfig, **data: Any) -> RealSource:
@@ -76,9 +75,7 @@ def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
 
 
 def judged(source: RealSource, found: GeneratedPatches) -> Judgement:
-    real = source.read(COUNT)
-    generated = generated_set(found, source, has_condition=False)
-    return judge(generated, real.held_out, real.training, real.sides, NoSearch(), 2)  # type: ignore[arg-type]
+    return judge(generated_set(found, source, has_condition=False), source.read(COUNT), AugmentConfig(), 2)
 
 
 @pytest.mark.parametrize("augment", [AugmentConfig(), pytest.param(AugmentConfig(turn=False), marks=pytest.mark.long)])

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,7 @@ from numpy.typing import NDArray
 from vesuvius.errors import ConfigError
 from vesuvius.generate.drawing import OnProgress, check_volume, run_of
 from vesuvius.generate.evaluate.figures import COPIES, Figure, Judgement, judge
-from vesuvius.generate.evaluate.memorisation import TrainingSearch
-from vesuvius.generate.evaluate.patches import (
-    RealSource,
-    generated_set,
-    open_generated,
-)
+from vesuvius.generate.evaluate.patches import RealSource, generated_set, open_generated
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, published_when_whole
 from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
 from vesuvius.report.content import Picture, RunReport, Table
@@ -67,15 +62,9 @@ _NO_PLACES = (
 class EvaluationRequest:
     """What is asked for."""
 
-    run: Path  # as `find_checkpoint` takes it
-    weights: str
-    # overrides, weights, seed, batch_size: of samples that are drawn, as in `SampleRequest`
-    overrides: tuple[str, ...]
-    count: int  # generated patches, and real ones of each kind
-    seed: int
-    batch_size: int
+    # The checkpoint, and how samples are drawn from it, as many as real patches of each kind; `out` stays None.
+    samples: SampleRequest
     generated: Path | None  # samples or a volume that are there already; None = samples are drawn
-    training_volume: int  # whose grey values generated patches have
     out: Path | None  # the folder to write; None = a new one in the run's reports/
     classifier_steps: int  # of each of the two classifiers
     command: str  # for the page
@@ -95,31 +84,35 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         DataError: volumes cannot be read.
         StorageError, and what `draw_samples` raises: as they say; no folder is left.
     """
-    info = read_checkpoint_info(find_checkpoint(request.run, "RUN"), request.overrides)
-    _check(request, info)
+    asked, path, out = request.samples, request.generated, request.out
+    info = read_checkpoint_info(find_checkpoint(asked.checkpoint, "RUN"), asked.overrides)
+    if path is None:
+        check_weights(info.checkpoint, asked.weights)
+    check_volume(info, asked.volume, "--training-volume")
+    if out is not None and os.path.lexists(out):
+        raise ConfigError(f"--out {out} exists, and an evaluation does not replace files; choose another")
     config = info.config
-    number = request.training_volume if config.has_condition or len(config.data.volumes) == 1 else None
-    facts, grey = info.data.volumes[request.training_volume], info.data.greys.volumes[request.training_volume]
+    number = asked.volume if config.has_condition or len(config.data.volumes) == 1 else None
+    facts, grey = info.data.volumes[asked.volume], info.data.greys.volumes[asked.volume]
     source = RealSource(config.seed, config.data, number, info.data.greys.volumes, (grey, facts.dtype))
-    patch, augment = config.data.patch_size, config.data.augment
-    place_of = 0 if number is not None else request.training_volume  # among the volumes of `source`
+    place_of = 0 if number is not None else asked.volume  # among the volumes of `source`
     condition = source.data.conditions[place_of].name if config.has_condition else None
-    count, found, path = request.count, None, request.generated
+    patch, count, found = config.data.patch_size, asked.count, None
     if path is not None:
         found = open_generated(path, patch, count, condition, place_of)
+        count = len(found.stored)
     started = time.monotonic()
-    real = source.read(count if found is None else len(found.stored))  # before samples are drawn for minutes
+    real = source.read(count)  # before samples are drawn for minutes
     seconds = time.monotonic() - started
     if found is None:
-        path = _samples(request, info, on_step)
+        path = _samples(replace(asked, checkpoint=info.checkpoint), info, on_step)
         found = open_generated(path, patch, count, condition, place_of)
     started = time.monotonic()
     generated = generated_set(found, source, config.has_condition)
-    search = TrainingSearch(real.searched, patch, augment)
-    judgement = judge(generated, real.held_out, real.training, real.sides, search, request.classifier_steps)
+    judgement = judge(generated, real, config.data.augment, request.classifier_steps)
     seconds += time.monotonic() - started
-    share = min(1.0, search.voxels / real.training_voxels)
-    notes = [_SEARCHED.format(format_percent(share))]
+    searched = sum(region.size for region in real.searched) / real.training_voxels
+    notes = [_SEARCHED.format(format_percent(min(1.0, searched)))]
     if config.has_condition and not generated.is_conditional:
         notes.append(_NO_PLACES)
     described = {
@@ -131,45 +124,25 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         "patch": format_sizes(patch),
         "time without sampling": format_duration(seconds),
     }
-    tables = (
-        figure_table(judgement.figures),
-        Table("How to read it", ("",), tuple((text,) for text in (_HOW, *notes))),
-    )
+    table = figure_table(judgement.figures)
+    tables = table, Table("How to read it", ("",), tuple((text,) for text in (_HOW, *notes)))
     name, charts = f"{config.name}: evaluation", tuple(_charts(judgement))
     report = RunReport(name, str(info.checkpoint), described, verdict(judgement), charts=charts, tables=tables)
-    folder = request.out or new_folder(run_of(info.checkpoint) / FOLDER)
+    folder = out or new_folder(run_of(info.checkpoint) / FOLDER)
     with published_when_whole(folder, "evaluations") as staged:
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(judgement)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
         picture = _montage(staged, {"generated": generated.values, "real": real.held_out.values}, config.name)
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
         write_page(staged, NAME, [report], made, [picture])
-    return folder, f"{figure_table(judgement.figures).text}\n\n{verdict(judgement)}"
+    return folder, f"{table.text}\n\n{verdict(judgement)}"
 
 
-def _check(request: EvaluationRequest, info: CheckpointInfo) -> None:
-    if request.generated is None:
-        check_weights(info.checkpoint, request.weights)
-    check_volume(info, request.training_volume, "--training-volume")
-    if request.out is not None and os.path.lexists(request.out):
-        raise ConfigError(f"--out {request.out} exists, and an evaluation does not replace files; choose another")
-
-
-def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: OnProgress) -> Path:
+def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) -> Path:
     """Draw samples, or find those that an evaluation has drawn with the same arguments."""
-    asked = SampleRequest(
-        checkpoint=info.checkpoint,
-        weights=request.weights,
-        overrides=request.overrides,
-        seed=request.seed,
-        batch_size=min(request.batch_size, request.count),
-        volume=request.training_volume,
-        count=request.count,
-        out=None,
-        overwrite=False,
-    )
+    asked = replace(asked, batch_size=min(asked.batch_size, asked.count))
     place = default_out(asked, info)
-    out = place.with_name(f"{place.name}_{request.count}")
+    out = place.with_name(f"{place.name}_{asked.count}")
     if not out.exists():
         draw_samples(replace(asked, out=out), on_step)
         return out
@@ -181,10 +154,16 @@ def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: OnProgre
 
 
 def _montage(folder: Path, rows: dict[str, NDArray[np.float32]], name: str) -> Picture:
-    """Write montage.png; the same for the page."""
-    scale = magnification(rows["real"].shape[1:])
-    kinds = " / ".join(rows)
-    montage = draw_grid(montage_cells(rows, scale, _COLUMNS), f"{name}: {kinds}, middle slices across z", _COLUMNS)
+    """Write montage.png, middle slices of the first patches of each kind, in rows by turns; the same for the page."""
+    scale, kinds = magnification(rows["real"].shape[1:]), " / ".join(rows)
+    count = min(_SHOWN, *map(len, rows.values())) // _COLUMNS * _COLUMNS
+    cells = [
+        MontageCell(f"{kind} {number}", middle_slice(patches[number], scale))
+        for first in range(0, count, _COLUMNS)
+        for kind, patches in rows.items()
+        for number in range(first, first + _COLUMNS)
+    ]
+    montage = draw_grid(cells, f"{name}: {kinds}, middle slices across z", _COLUMNS)
     montage.save(folder / "montage.png", format="PNG")
     small = io.BytesIO()
     montage.convert("RGB").save(small, format="JPEG", quality=85, optimize=True)
@@ -230,28 +209,12 @@ def figure_table(figures: Sequence[Figure]) -> Table:
 
 def plain(judgement: Judgement) -> dict[str, Any]:
     """All figures as plain JSON; what is not finite is null."""
-    found: dict[str, Any] = finite(
-        {
-            "verdict": verdict(judgement),
-            "figures": {
-                figure.key: asdict(figure) | {"beyond": figure.beyond, "reading": figure.reading}
-                for figure in judgement.figures
-            },
-            "nearest_distances": {of: found.tolist() for of, found in judgement.distances.items()},
-        }
-    )
+    figures = {
+        figure.key: asdict(figure) | {"beyond": figure.beyond, "reading": figure.reading}
+        for figure in judgement.figures
+    }
+    found: dict[str, Any] = finite({"verdict": verdict(judgement), "figures": figures})
     return found
-
-
-def montage_cells(rows: Mapping[str, NDArray[np.float32]], scale: int, columns: int) -> list[MontageCell]:
-    """Middle slices of the first patches of each kind, in rows by turns."""
-    count = min(_SHOWN, *map(len, rows.values())) // columns * columns
-    return [
-        MontageCell(f"{name} {number}", middle_slice(patches[number], scale))
-        for first in range(0, count, columns)
-        for name, patches in rows.items()
-        for number in range(first, first + columns)
-    ]
 
 
 def _charts(judgement: Judgement) -> list[Chart]:
@@ -270,12 +233,7 @@ def _charts(judgement: Judgement) -> list[Chart]:
         ]
         title = f"Two-point correlation along {name}"
         found += chart(f"correlation_{name}", title, "correlation", series, x_label="voxels apart")
-    series = []
-    for of, distances in judgement.distances.items():
-        known = np.sort(distances[np.isfinite(distances)])
-        series.append(banded(_NAMES[of], 100 * (np.arange(len(known)) + 0.5) / max(len(known), 1), known))
-    title = "Nearest training place: unexplained variance"
-    return found + chart("nearest", title, "share", series, x_label="% of patches that are nearer")
+    return found
 
 
 def _number(value: float) -> str:

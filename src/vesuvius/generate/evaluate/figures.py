@@ -7,18 +7,21 @@ together.  What cannot be measured is NaN, and then the reading of the figure is
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import avg_pool3d
 
-from vesuvius.generate.evaluate.memorisation import TrainingSearch
-from vesuvius.generate.evaluate.patches import PatchSet, apart_from, cells
+from vesuvius.config import AugmentConfig
+from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, apart_from, cells
 from vesuvius.generate.evaluate.two_sample import area_under_curve, two_sample_scores
 from vesuvius.training.validation.texture import (
     PatchTexture,
@@ -32,14 +35,19 @@ from vesuvius.training.validation.texture import (
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Voxels = NDArray[np.float32]
 
 LEVEL = 0.05
 """How often some texture figure of a perfect model is said to be beyond the floor."""
 _EXCHANGES = 499
 _LEAST_TEST = 8
 _ENOUGH = 256  # samples that a classifier needs, about, to learn what is wrong with them
-_NEAR = 0.5
 COPIES = "copies"
+_NEAR = 0.5
+_PLACES, _RUN = 2**19, 2**13  # places of training that are compared, about, and how many of them at a time
+_POINTS, _CANDIDATES = 256, 32
+_LEAST_STD = 0.05  # of model values: below it there is no texture to compare
+_DARKEST = 1.2  # air far below the material would decide alone
 
 
 def _difference(key: str) -> Callable[[Texture, Texture], float]:
@@ -89,44 +97,36 @@ class Judgement:
 
     figures: tuple[Figure, ...]
     textures: dict[str, Texture]  # of each set, for the curves
-    # nearest distance of each generated and each held-out patch; NaN without texture
-    distances: dict[str, NDArray[np.float64]]
 
 
-def judge(
-    generated: PatchSet,
-    held_out: PatchSet,
-    training: PatchSet,
-    sides: tuple[PatchSet, PatchSet],
-    search: TrainingSearch,
-    classifier_steps: int,
-) -> Judgement:
+def judge(generated: PatchSet, real: RealPatches, augment: AugmentConfig, classifier_steps: int) -> Judgement:
     """Measure everything.
 
     Args:
-        training: takes the place of generated patches in the floor.
-        sides: patches of training that share no voxel: what the classifier learns real patches from, and what it is
-            tested on.  (Held-out patches may show other things, and the AUC of a perfect model would not be 0.5.)
-        search: finds nearest places of training.
+        real: `training` takes the place of generated patches in the floor; of `sides` the classifier learns real
+            patches from the first, and is tested on the other.  (Held-out patches may show other things, and the AUC of
+            a perfect model would not be 0.5.)
+        augment: the symmetries that training draws, in which copies are looked for.
     """
-    sets = {"generated": generated, "held_out": held_out, "training": training}
+    held_out = real.held_out
+    sets = {"generated": generated, "held_out": held_out, "training": real.training}
     # samples under held-out conditions are compared with what is there
-    taught, unseen = (sides[0], held_out) if generated.is_conditional else sides
+    taught, unseen = (real.sides[0], held_out) if generated.is_conditional else real.sides
     # One thread per core, each with small tensors of its own, is twice as fast as torch's threads.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             auc = pool.submit(classifier_auc, unseen, taught, generated, steps=classifier_steps)
-            nearest = [pool.submit(search.distances, list(each.values)) for each in (generated, held_out)]
+            nearest = [
+                pool.submit(nearest_distances, real.searched, each.values, augment) for each in (generated, held_out)
+            ]
             parts = {name: list(pool.map(measure_patch, each.values)) for name, each in sets.items()}
-        figures = _textures(parts, generated.groups, training.groups)
+        figures = _textures(parts, generated.groups, real.training.groups)
     finally:
         torch.set_num_threads(threads)
-    distances = {"generated": nearest[0].result(), "held_out": nearest[1].result()}
-    copies = _copies(distances["generated"], distances["held_out"], generated.groups, held_out.groups)
-    textures = {name: joint_texture(each) for name, each in parts.items()}
-    return Judgement((*figures, auc.result(), copies), textures, distances)
+    copies = _copies(nearest[0].result(), nearest[1].result(), generated.groups, held_out.groups)
+    return Judgement((*figures, auc.result(), copies), {name: joint_texture(each) for name, each in parts.items()})
 
 
 def exchanges(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
@@ -241,3 +241,80 @@ def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: 
     distance = values["generated"] - values["held_out"]
     p = chance(distance, [share(pooled[s]) - share(pooled[~s]) for s in exchanges(groups, held_out_groups)])
     return Figure(COPIES, "share of copies", values, distance, None, p)
+
+
+def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: AugmentConfig) -> Floats:
+    """Of each patch, the share of its variance that the most similar place of training leaves unexplained.
+
+    A place counts at every shift and in every symmetry that training draws, whatever its brightness and contrast.  All
+    places are compared at some points of a coarse picture, and the best ones at points of the voxels, at shifts nearby.
+
+    Args:
+        regions: model values of boxes that training draws from, each [Z, Y, X] and no smaller than a patch.
+
+    Returns:
+        [N]; 0: the patch is a copy; 1: nothing is like it; NaN: it has no texture.
+    """
+    regions, patches = [region.clip(-_DARKEST, _DARKEST) for region in regions], patches.clip(-_DARKEST, _DARKEST)
+    rng, shape, found = np.random.default_rng(0), patches.shape[1:], np.full(len(patches), math.nan)
+    coarse = next((c for c in range(1, 8) if sum(region.size for region in regions) <= _PLACES * c**3), 8)
+    factors = [max(1, min(coarse, size // 4)) for size in shape]
+    window = [size // factor for size, factor in zip(shape, factors, strict=True)]
+    fine_points = rng.integers(0, np.array(shape)[:, None], (3, _POINTS))
+    coarse_points = rng.permutation(np.indices(window).reshape(3, -1), axis=1)[:, :_POINTS]
+    flips = [axes for n in range(4) for axes in itertools.combinations((0, 1, 2), n)] if augment.flip else [()]
+    turns = range(4 if augment.turn else 1)  # two quarter turns mirror y and x
+    symmetries = [(axes, turn) for axes in flips for turn in turns if not (2 in axes and augment.turn)]
+
+    def turned(patch: Voxels) -> list[Voxels]:
+        """The patch in every symmetry: views, because copies would take gigabytes."""
+        return [np.rot90(np.flip(patch, axes), turn, (1, 2)) for axes, turn in symmetries]
+
+    textured = [row for row, patch in enumerate(patches) if patch.std() >= _LEAST_STD]
+    wanted = [each for row in textured for each in turned(_pooled(patches[row], factors))]
+    # Of each run of places the best: layers look alike all along, and one best place of all would be a wrong one.
+    runs = list[tuple[int, Tensor, Ints]]()  # region, fits and places of the best
+    for number, picture in enumerate(_pooled(region, factors) for region in regions if wanted):
+        every = _places([(0, size - part + 1) for size, part in zip(picture.shape, window, strict=True)])
+        for first in range(0, len(every), _RUN):
+            best = _fits(picture, every[first : first + _RUN], coarse_points, wanted).max(0)
+            runs.append((number, best.values, every[first + best.indices.numpy()]))
+    for n, row in enumerate(textured):
+        shown, columns = turned(patches[row]), slice(n * len(symmetries), (n + 1) * len(symmetries))
+        fits = torch.stack([values[columns] for _, values, _ in runs])
+        nearest = 0.0
+        for flat in fits.flatten().topk(min(_CANDIDATES, fits.numel())).indices.tolist():
+            run, way = divmod(flat, len(symmetries))
+            number, _, places = runs[run]
+            last = np.subtract(regions[number].shape, shape)
+            low = np.clip(places[columns][way] * factors - factors, 0, last)
+            high = np.minimum((places[columns][way] + 1) * factors, last) + 1
+            around = _places(list(zip(low, high, strict=True)))
+            nearest = max(nearest, float(_fits(regions[number], around, fine_points, [shown[way]]).max()))
+        found[row] = 1 - nearest**2
+    return found
+
+
+def _pooled(voxels: Voxels, factors: list[int]) -> Voxels:
+    """Means of boxes; what is left over at the ends is dropped."""
+    pooled: Voxels = avg_pool3d(torch.from_numpy(voxels)[None], factors)[0].numpy()
+    return pooled
+
+
+def _places(ends: Sequence[tuple[int, int]]) -> Ints:
+    """[N, 3]: all places from the first of each pair to before the second."""
+    return np.stack(np.meshgrid(*(np.arange(*pair) for pair in ends), indexing="ij"), -1).reshape(-1, 3)
+
+
+def _fits(voxels: Voxels, places: Ints, points: Ints, wanted: Sequence[Voxels]) -> Tensor:
+    """How the voxels at some points beside each place correlate with those of each wanted part: [places, wanted]."""
+
+    def standardised(rows: Tensor) -> Tensor:
+        """Without its mean and of length 1; 0 where it has hardly any texture."""
+        rows = rows - rows.mean(1, keepdim=True)
+        length = rows.norm(dim=1, keepdim=True)
+        return torch.where(length < _LEAST_STD * math.sqrt(rows.shape[1]) / 2, 0.0, rows / length.clamp(min=1e-9))
+
+    starts, offsets = (torch.from_numpy(np.ravel_multi_index(tuple(p), voxels.shape)) for p in (places.T, points))
+    found = standardised(torch.from_numpy(voxels.ravel())[starts[:, None] + offsets])
+    return found @ standardised(torch.from_numpy(np.stack([part[tuple(points)] for part in wanted]))).T
