@@ -75,7 +75,7 @@ def test_ctrl_c_exits_130_and_the_same_command_continues(tmp_path):
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from vesuvius.commands.volume import main; sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", code, "synth", str(tmp_path / "v.zarr"), "--shape", "256,1024,1024"]
+    command = [sys.executable, "-c", code, "synth", str(tmp_path / "v.zarr"), "--shape", "256,1024,1024", "--chunk", "32"]
     with fork_server.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not [path for path in tmp_path.glob("v.zarr.partial/volume.zarr/0/*/*/*") if path.is_file()]:
             assert process.poll() is None
@@ -94,8 +94,7 @@ USAGES = [
         (["synth", "v.zarr", f"--shape={shape}"], "three whole numbers z,y,x of at least 16")
         for shape in ("256,512", "64,64,15", "a,b,c", "")
     ),
-    (["info", "v.zarr", "--patch", "8,16"], "'8,16' is not three whole numbers z,y,x of at least 1"),
-    (["info", "v.zarr", "--patch", "0,16,16"], "at least 1"),
+    (["copy", "v.zarr", "c.zarr", "--size", "8,16"], "'8,16' is not three whole numbers z,y,x of at least 1"),
     (["info", "v.zarr", "--places", "many"], "a whole number of at least 0"),
     (["info", "v.zarr", "--select", "0,x"], "'x' is not a whole number of at least 0"),
     (["copy", "v.zarr"], "OUT.zarr"),
@@ -138,7 +137,7 @@ def test_errors_have_their_exit_codes_and_print_no_result(tmp_path, monkeypatch,
 def test_info_says_what_the_volume_is(tmp_path, capsys):
     volume.main(["synth", str(tmp_path / "v.zarr"), "--shape", "48,64,64", "--chunk", "16"])
     capsys.readouterr()
-    assert volume.main(["info", str(tmp_path / "v.zarr"), "--patch", "8,16,16"]) == 0
+    assert volume.main(["info", str(tmp_path / "v.zarr")]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
@@ -161,7 +160,6 @@ def test_json_is_alone_on_the_output_and_null_is_unknown(tmp_path, capsys):
     assert facts["occupancy"]["present"] is None
     assert facts["occupancy"]["unknown"] == "a web server cannot list"
     assert facts["grey"] is None
-    assert facts["region"] is None
 
 
 def test_occupancy_writes_the_sidecar_that_info_then_finds(tmp_path, capsys):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, ModelConfig, SamplerMethod
-from vesuvius.diffusion.generate import Generated, generate
+from vesuvius.diffusion.estimate import generate
 from vesuvius.diffusion.levels import trailing_levels
 from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.preconditioning import Condition
@@ -29,11 +29,11 @@ def _wavy(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
 
 def _generate(
     config: DiffusionConfig, numbers: list[int], seed: int = 0, condition: Condition = None, **options: Any
-) -> Generated:
+) -> Tensor:
     denoise = options.pop("denoise", _wavy)
     return generate(
         denoise, Schedule.from_config(config), config, seed, numbers, SHAPE, "cpu", condition=condition, **options
-    )
+    )[0]
 
 
 def _config(method: SamplerMethod = "ddim", **options: Any) -> DiffusionConfig:
@@ -52,14 +52,14 @@ def _shown(*values: float) -> Condition:
     ids=[*METHODS, "clip"],
 )
 def test_a_sample_follows_from_seed_and_number_and_not_from_its_neighbours(config: DiffusionConfig) -> None:
-    batch = _generate(config, [3, 5, 900]).x_0
+    batch = _generate(config, [3, 5, 900])
     assert batch.dtype == torch.float32
     assert batch.shape == (3, *SHAPE)
-    assert torch.equal(batch[1:2], _generate(config, [5]).x_0)
-    assert torch.equal(batch[[1, 2, 0]], _generate(config, [5, 900, 3]).x_0)
+    assert torch.equal(batch[1:2], _generate(config, [5]))
+    assert torch.equal(batch[[1, 2, 0]], _generate(config, [5, 900, 3]))
     assert not torch.equal(batch[0], batch[1])
-    assert not torch.equal(batch, _generate(config, [3, 5, 900], seed=1).x_0)
-    assert not torch.equal(batch, _generate(config, [3, 5, 900], purpose=Purpose.PREVIEW).x_0)
+    assert not torch.equal(batch, _generate(config, [3, 5, 900], seed=1))
+    assert not torch.equal(batch, _generate(config, [3, 5, 900], purpose=Purpose.PREVIEW))
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -74,17 +74,17 @@ def test_a_networks_samples_are_bit_identical_at_equal_batch_size(method: Sample
     def denoise(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         return network(x_t, t)
 
-    two, again = (_generate(_config(method), [0, 1], denoise=denoise).x_0 for _ in range(2))
+    two, again = (_generate(_config(method), [0, 1], denoise=denoise) for _ in range(2))
     assert torch.equal(two, again)
-    assert torch.equal(two[1], _generate(_config(method), [7, 1], denoise=denoise).x_0[1])
+    assert torch.equal(two[1], _generate(_config(method), [7, 1], denoise=denoise)[1])
 
 
 def test_each_sample_meets_its_own_condition() -> None:
     config = _config(sampler_guidance=2.0)
-    both = _generate(config, [0, 1], condition=_shown(0.3, -0.2)).x_0
-    assert torch.equal(both[:1], _generate(config, [0], condition=_shown(0.3)).x_0)
-    assert torch.equal(both[1:], _generate(config, [1], condition=_shown(-0.2)).x_0)
-    assert not torch.equal(both[:1], _generate(config, [0], condition=_shown(-0.2)).x_0)
+    both = _generate(config, [0, 1], condition=_shown(0.3, -0.2))
+    assert torch.equal(both[:1], _generate(config, [0], condition=_shown(0.3)))
+    assert torch.equal(both[1:], _generate(config, [1], condition=_shown(-0.2)))
+    assert not torch.equal(both[:1], _generate(config, [0], condition=_shown(-0.2)))
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_evaluations_are_counted_as_the_network_is_called(
         called += 1
         return _wavy(x_t, t, condition)
 
-    generated = _generate(
-        _config(method, sampler_guidance=guidance), [0, 1], condition=_shown(0.1, 0.2), denoise=denoise
-    )
-    assert generated.evaluations == called == calls * times
+    config = _config(method, sampler_guidance=guidance)
+    schedule, shown = Schedule.from_config(config), _shown(0.1, 0.2)
+    _, evaluations = generate(denoise, schedule, config, 0, [0, 1], SHAPE, "cpu", condition=shown)
+    assert evaluations == called == calls * times
 
 
 def _noise_of_each_step(purpose: Purpose) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, ModelConfig, SamplerMethod
-from vesuvius.diffusion.generate import generate
+from vesuvius.diffusion.estimate import generate
 from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.preconditioning import Condition, predict
@@ -74,7 +74,7 @@ def check_moments(trained: Trained, method: SamplerMethod) -> None:
     steps = {"ddim": 40, "dpmpp2m": 20, "heun": 10, "ddpm": 40}[method]
     config = trained.config.model_copy(update={"sampler": method, "sampler_steps": steps})
     denoise, schedule = trained.denoise, trained.schedule
-    x_0 = generate(denoise, schedule, config, 0, range(COUNT), SHAPE, "cpu").x_0
+    x_0 = generate(denoise, schedule, config, 0, range(COUNT), SHAPE, "cpu")[0]
     grey, texture = x_0.mean((1, 2, 3, 4)), x_0.flatten(1).var(1).mean().sqrt().item()
     dark = grey < (DARK + BRIGHT) / 2
     # 0.075: the spread of a patch's mean, TEXTURE / sqrt(64) = 0.025, three times; up to 0.04 seen.

@@ -17,7 +17,7 @@ from tests.support.runs import vesuvius_train
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import evaluate, sample
 from vesuvius.generate.evaluate.patches import open_generated
-from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLES, SampleArray
+from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLES, record_samples, sample_array
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _in_place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
-    monkeypatch.setattr("vesuvius.generate.evaluate.memorisation._PLACES", 2**13)  # a coarser search takes less time
+    monkeypatch.setattr("vesuvius.generate.evaluate.figures._PLACES", 2**13)  # a coarser search takes less time
 
 
 def evaluates(*arguments: object) -> int:
@@ -101,9 +101,8 @@ def test_places_in_another_condition_are_not_taken_for_held_out_ones(tmp_path: P
     for condition, known in (("mine", True), ("another", False)):
         folder = tmp_path / condition
         for part in (SAMPLES, CONDITIONS):
-            array = SampleArray(folder / part, (16, *PATCH), np.dtype(np.uint8), None)
-            array.write(0, np.ones((16, *PATCH), np.uint8))
-            array.finish({"condition": condition, "starts_zyx": starts})
+            sample_array(folder / part, (16, *PATCH), np.dtype(np.uint8), None)[...] = np.ones((16, *PATCH), np.uint8)
+            record_samples(folder / part, {"condition": condition, "starts_zyx": starts})
         places = open_generated(folder, PATCH, 16, "mine", 1).places
         assert (None if places is None else places.tolist()) == ([[1, *start] for start in starts] if known else None)
 

@@ -35,7 +35,7 @@ from vesuvius import __version__
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import read_config
-from vesuvius.diffusion.generate import Generated, generate
+from vesuvius.diffusion.estimate import generate
 from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
@@ -204,7 +204,7 @@ def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record
     def denoise(x_t: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
         return predict(lambda *arguments: functional_call(network, state, arguments), schedule, x_t, t, condition)
 
-    x_0 = generate(denoise, schedule, config.diffusion, 7, [0, 1], (1, *PATCH), "cpu").x_0
+    x_0 = generate(denoise, schedule, config.diffusion, 7, [0, 1], (1, *PATCH), "cpu")[0]
     grey = GreyRange(record["grey_low"], record["grey_high"])
     np.testing.assert_array_equal(samples.voxels()[:2], to_greys(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
 
@@ -228,7 +228,7 @@ def test_a_sample_follows_from_seed_and_number_and_batches_begin_at_multiples_of
 ) -> None:
     batches = []
 
-    def noting(*arguments: Any, **options: Any) -> Generated:
+    def noting(*arguments: Any, **options: Any) -> tuple[torch.Tensor, int]:
         batches.append(list(arguments[4]))
         return generate(*arguments, **options)
 

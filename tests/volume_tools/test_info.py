@@ -12,18 +12,23 @@ import zarr
 
 from tests.conftest import STORED_AIR, textured, write_array
 from tests.support.chunk_server import ChunkServer
-from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, Triple, VolumeConfig
+from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
-from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.volume_tools import grey_statistics
 from vesuvius.volume_tools.info import VolumeFacts, codec_words, describe_volume, make_sidecar
 from vesuvius.volumes.volume import open_volume
 
-PATCH = (8, 16, 16)
 QUICK = StoreConfig(outage_minutes=0)
 
 
-def look(path: object, patch: Triple = PATCH, level: int = 0, **options: Any) -> VolumeFacts:
-    return describe_volume(ArrayConfig(path=str(path), level=level), patch, QUICK, **options)
+@pytest.fixture(autouse=True)
+def _small_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one chunk, whose grey values are then read whole."""
+    monkeypatch.setattr(grey_statistics, "_BOX_ZYX", (16, 16, 16))
+
+
+def look(path: object, level: int = 0, **options: Any) -> VolumeFacts:
+    return describe_volume(ArrayConfig(path=str(path), level=level), QUICK, **options)
 
 
 def write_pyramid(path: Path, voxels: np.ndarray[Any, Any], levels: int = 2, **options: Any) -> Path:
@@ -145,7 +150,7 @@ def test_grey_values_are_those_of_the_material(tmp_path: Path, dtype: str) -> No
     voxels = textured((48, 48, 48), dtype=dtype)
     voxels[::5] = 0
     path = write_array(tmp_path / "v.zarr", voxels, chunk=16)
-    grey = look(path, patch=(16, 16, 16), places=27).grey  # each chunk once: the whole volume
+    grey = look(path, places=27).grey  # each chunk once: the whole volume
     assert grey is not None
     material = voxels[voxels != 0].astype(np.float64)
     assert (grey.places, grey.voxels) == (27, voxels.size)
@@ -182,7 +187,7 @@ def test_nothing_but_air_has_no_grey_values(tmp_path: Path) -> None:
 def test_an_unreadable_place_is_counted_and_the_others_are_used(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
     (path / "1" / "1" / "1").write_bytes(b"damaged")
-    grey = look(path, patch=(16, 16, 16), places=27).grey
+    grey = look(path, places=27).grey
     assert grey is not None
     assert (grey.places, grey.unreadable) == (26, 1)
 
@@ -194,10 +199,10 @@ def test_a_damaged_index_of_a_shard_is_told_and_the_rest_looked_at(
     shard = path / "0/c/0/1/0"
     data = shard.read_bytes()
     shard.write_bytes(data[:-10] + bytes([data[-10] ^ 1]) + data[-9:])
-    facts = look(path, (16, 16, 16), places=64)
+    facts = look(path, places=64)
     assert facts.occupancy.present is None
     assert "the index of a shard does not match its checksum in 0/c/0/1/0" in str(facts.occupancy.unknown)
-    for found in (facts, look(server.url_of(path), (16, 16, 16), places=64)):
+    for found in (facts, look(server.url_of(path), places=64)):
         assert found.grey is not None
         assert (found.grey.tried, found.grey.found, found.grey.places) == (64, 56, 56)
     assert "chunk [0, 2, 0]" in caplog.text
@@ -211,32 +216,10 @@ def test_axes_are_told_as_they_are_stored_and_everything_else_in_zyx(tmp_path: P
         str(path), shape=(20, 2, 30, 40), chunks=(5, 1, 6, 8), dtype="int16", dimension_names=["x", "c", "y", "z"]
     )
     array[...] = textured((20, 2, 30, 40), dtype="int16")
-    facts = describe_volume(ArrayConfig(path=str(path), select=(1,)), (8, 8, 8), QUICK)
+    facts = describe_volume(ArrayConfig(path=str(path), select=(1,)), QUICK)
     assert facts.axes == ("x", "c", "y", "z")
     assert facts.chosen.shape == (20, 2, 30, 40)
     assert facts.chosen.chunk_zyx == (8, 6, 5)
     assert (facts.occupancy.present, facts.occupancy.total) == (100, 100)
     with pytest.raises(ConfigError, match="add --out FILE"):
         make_sidecar(ArrayConfig(path=str(path), select=(1,)), None)
-
-
-@pytest.mark.parametrize("patch", [(8, 16, 16), (8, 16, 24)])
-def test_the_region_is_the_one_that_training_would_use(tmp_path: Path, patch: Triple) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)), chunk=16)
-    region = look(path, patch).region
-    assert region is not None
-    config = DataConfig(
-        volumes=(VolumeConfig(path=str(path)),),
-        patch_size=patch,
-        augment=DataConfig.model_fields["augment"].default.model_copy(update={"turn": False}),
-    )
-    plan = prepare_data(0, config).plan
-    assert (region["patches_per_region"], region["regions_in_flight"]) == (
-        plan.patches_per_region,
-        plan.regions_in_flight,
-    )
-    assert region["amplification"] == plan.read_amplification(0)
-    assert region["regions"] == plan.volumes[0].visits_per_pass
-    boxes = [plan.visit(number).region for number in range(region["regions"])]
-    largest = max(np.prod([hi - lo for lo, hi in zip(*box, strict=True)]) for box in boxes)
-    assert region["regions_bytes"] == largest * plan.regions_in_flight

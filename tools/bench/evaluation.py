@@ -39,7 +39,7 @@ def main() -> None:
     def cut() -> PatchSet:
         starts = rng.integers(0, np.array(volume.shape) - patch, (count, 3))
         values = np.stack([volume[z : z + pz, y : y + py, x : x + px] for z, y, x in starts])
-        return PatchSet(values, np.arange(count), side=np.arange(count) % 2)
+        return PatchSet(values, side=np.arange(count) % 2)
 
     generated, held_out, training, *sides = (cut() for _ in range(5))
     started = time.process_time(), time.perf_counter()

@@ -24,6 +24,7 @@ from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.generate.drawing import Watch
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.volume.work import Sampling, VolumeJob, Work, this_process
 from vesuvius.training.step.step import build_network
@@ -53,7 +54,7 @@ def drawn(job: VolumeJob, estimate: Estimate) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         with this_process(lambda: Work(job, path, lambda stored: estimate, torch.device("cpu"))) as run_parts:
-            Sampling(job, path).run(run_parts)
+            Sampling(job, path, Watch(), range(job.tiling.blocks)).run(run_parts)
 
 
 def cost(config_path: Path, overlap: float) -> None:

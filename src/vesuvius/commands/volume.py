@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from vesuvius.commands.cli import as_command, natural, naturals, number_from_0, positive, say, triple
 from vesuvius.commands.sample import array
-from vesuvius.config import ArrayConfig, DataConfig, StoreConfig
+from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.units import format_sizes, size_text
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PATCH = DataConfig.model_fields["patch_size"].default
-_PATCH_TEXT = ",".join(map(str, _PATCH))
-_SIZE = triple(1, _PATCH_TEXT)
 _STORE = StoreConfig()
 
 
@@ -75,9 +72,7 @@ def _info(arguments: argparse.Namespace) -> int:
             }
     else:
         with redirect_stdout(sys.stderr):  # log lines about a listing; stdout holds the result alone
-            found_facts = describe_volume(
-                _source(arguments), arguments.patch, listing=arguments.list, places=arguments.places
-            )
+            found_facts = describe_volume(_source(arguments), listing=arguments.list, places=arguments.places)
         facts = asdict(found_facts)
         if not arguments.json:
             del facts["chosen"]  # it is among the levels
@@ -242,9 +237,9 @@ def _add_synth(commands: Commands) -> None:
 def _add_info(commands: Commands) -> None:
     info = commands.add_parser(
         "info",
-        help="say what a volume is and how patches of it would be read",
-        description="Say what a volume is: levels, chunks, codec, stored chunks, grey values of random stored boxes, "
-        "and how patches of it would be read, with the `data` section of a config.",
+        help="say what a volume is, or how another lies in it",
+        description="Say what a volume is: levels, chunks, codec, stored chunks, grey values of random stored boxes.  "
+        "How patches of it would be read is said by `vesuvius train --dry-run`.",
     )
     _add_source(info, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
     info.add_argument(
@@ -253,9 +248,6 @@ def _add_info(commands: Commands) -> None:
         nargs="?",
         metavar="OTHER",
         help="say only how this array, e.g. labels, lies in PATH: PATH or PATH@LEVEL; exit code 6 if it does not",
-    )
-    info.add_argument(
-        "--patch", type=_SIZE, default=_PATCH, metavar="Z,Y,X", help=f"voxels of a patch (default: {_PATCH_TEXT})"
     )
     info.add_argument("--places", type=natural, default=16, help="boxes to sample grey values from (default: 16)")
     info.add_argument("--list", action="store_true", help="list the store to count its chunks, however long that takes")
@@ -280,7 +272,8 @@ def _add_copy(commands: Commands) -> None:
         metavar="Z,Y,X",
         help="first voxel (default: 0,0,0)",
     )
-    copy.add_argument("--size", type=_SIZE, metavar="Z,Y,X", help="voxels of the box (default: to the end)")
+    size = triple(1, "72,136,136")
+    copy.add_argument("--size", type=size, metavar="Z,Y,X", help="voxels of the box (default: to the end)")
     copy.add_argument(
         "--levels", type=natural, default=1, help="levels of the copy, each the mean of 2x2x2 voxels (default: 1)"
     )

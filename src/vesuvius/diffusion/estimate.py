@@ -1,16 +1,18 @@
-"""Network prediction -> estimate of x_0 and eps for the sampler, with guidance and clipping."""
+"""Network prediction -> estimate of x_0 and eps, with guidance and clipping -> patch-sized samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.levels import NoiseLevel
+from vesuvius.diffusion.levels import NoiseLevel, sampling_levels
 from vesuvius.diffusion.preconditioning import Condition
-from vesuvius.diffusion.schedule import x_0_and_eps
+from vesuvius.diffusion.randomness import Purpose, derive_seed, sample_noise
+from vesuvius.diffusion.sampler import sample
+from vesuvius.diffusion.schedule import Schedule, x_0_and_eps
 
 # (x_t, t, condition) -> prediction of the kind `diffusion.prediction`, BCZYX like x_t, any float dtype.  t is int64
 # [B], or float32 [B] for values between two timesteps.  Autocast is up to this function.
@@ -66,3 +68,43 @@ class NetworkEstimate:
         dtype = torch.int64 if float(level.t).is_integer() else torch.float32
         t = torch.full((len(x),), level.t, dtype=dtype, device=x.device)
         return self._denoise(x, t, condition).to(x.dtype)
+
+
+def generate(
+    denoise: Denoise,
+    schedule: Schedule,
+    config: DiffusionConfig,
+    seed: int,
+    numbers: Sequence[int],
+    shape_czyx: tuple[int, int, int, int],
+    device: torch.device | str,
+    *,
+    condition: Condition = None,
+    purpose: Purpose = Purpose.SAMPLE,
+    on_step: Callable[[int, Tensor], None] | None = None,
+) -> tuple[Tensor, int]:
+    """Draw the samples with these `numbers` as one batch, with the `sampler_*` keys of the config.
+
+    The initial noise of a sample follows from (seed, purpose, number), that of step k from (seed, purpose, number, k).
+    A sample therefore does not depend on the rest of its batch, except where `denoise` rounds differently for another
+    batch size.  Uses no global generator.  The condition has one entry per number, on `device`; on_step(k, x) is called
+    after each sampling step, with the standardised state.
+
+    Returns:
+        The samples, float32 [len(numbers), C, Z, Y, X] in model values, and the network calls that they took.
+    """
+    estimate = NetworkEstimate(denoise, config, condition, schedule.mean, schedule.std)
+
+    def step_noise(k: int) -> Tensor:
+        step_seed = derive_seed(seed, Purpose.SAMPLER_NOISE, k)
+        return sample_noise(step_seed, numbers, shape_czyx, device, purpose=purpose)
+
+    standardised = sample(
+        estimate,
+        sampling_levels(schedule, config),
+        sample_noise(seed, numbers, shape_czyx, device, purpose=purpose),
+        config.sampler,
+        step_noise=step_noise,
+        on_step=on_step,
+    )
+    return schedule.model_values(standardised), estimate.evaluations

@@ -119,12 +119,6 @@ class Network:
 class SamplingStoppedError(VesuviusError):
     """A signal came before all was drawn and written."""
 
-    def __init__(self, exit_code: int, name: str, progress: str, resumable: bool) -> None:
-        again = "what is done is kept: run the same command again to continue"
-        anew = "nothing of them is kept: run the same command again"
-        super().__init__(f"{name} stopped sampling {progress}; {again if resumable else anew}")
-        self.exit_code = exit_code
-
 
 @dataclass
 class Watch:
@@ -138,7 +132,12 @@ class Watch:
     def check(self) -> None:
         """Raises SamplingStoppedError."""
         if self.stop is not None and (asked := self.stop.asked()):
-            raise SamplingStoppedError(*asked, self._progress, self.resumable)
+            again = "what is done is kept: run the same command again to continue"
+            anew = "nothing of them is kept: run the same command again"
+            stopped = f"{asked[1]} stopped sampling {self._progress}; {again if self.resumable else anew}"
+            error = SamplingStoppedError(stopped)
+            error.exit_code = asked[0]
+            raise error
 
     def tell(self, what: str, done: int, total: int) -> None:
         """Report progress."""

@@ -27,43 +27,29 @@ SAMPLE = "sample"
 """Its `attribute` of a group says how the samples were made."""
 
 
-class SampleArray:
-    """An OME-Zarr 0.4 group with one array "0" of shape (count, Z, Y, X), whose chunks are its samples.
+def sample_array(
+    path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], voxel_size_um: FloatTriple | None
+) -> zarr.Array[Any]:
+    """Create an OME-Zarr 0.4 group with one array "0" of shape (count, Z, Y, X), whose chunks are samples; returns it.
 
     The axis of the samples has a type of its own, which OME-NGFF 0.4 allows before z, y and x.  A reader that fixes it
     (`data.volumes[].select: [n]`) meets sample n as a volume like any other.
+
+    Args:
+        voxel_size_um: edge lengths (z, y, x); None = unknown, the scale is 1 without a unit.
     """
+    unit = "micrometer" if voxel_size_um else None
+    metadata = multiscale(path.name.removesuffix(".zarr"), 1, voxel_size_um or (1.0, 1.0, 1.0), [unit] * 3)
+    metadata["axes"].insert(0, {"name": "sample", "type": "sample"})
+    metadata["datasets"][0]["coordinateTransformations"][0]["scale"].insert(0, 1.0)
+    zarr.create_group(path, zarr_format=2, attributes={"multiscales": [metadata]})
+    # an absent chunk is a lost one
+    return new_array(path, "0", shape, dtype, (1, *shape[1:]), write_empty_chunks=True)
 
-    def __init__(
-        self,
-        path: Path,
-        shape: tuple[int, int, int, int],
-        dtype: np.dtype[Any],
-        voxel_size_um: FloatTriple | None,
-    ) -> None:
-        """Creates the group, still without samples.
 
-        Args:
-            path: of the group.
-            shape: (count, Z, Y, X).
-            voxel_size_um: edge lengths (z, y, x); None = unknown, the scale is 1 without a unit.
-        """
-        unit = "micrometer" if voxel_size_um else None
-        name = path.name.removesuffix(".zarr")
-        self._multiscale = multiscale(name, 1, voxel_size_um or (1.0, 1.0, 1.0), [unit] * 3)
-        self._multiscale["axes"].insert(0, {"name": "sample", "type": "sample"})
-        self._multiscale["datasets"][0]["coordinateTransformations"][0]["scale"].insert(0, 1.0)
-        self._group = zarr.create_group(path, zarr_format=2)
-        # an absent chunk is a lost one
-        self._array = new_array(path, "0", shape, dtype, (1, *shape[1:]), write_empty_chunks=True)
-
-    def write(self, first: int, samples: NDArray[Any]) -> None:
-        """Write samples [n, Z, Y, X] in the array's dtype; their numbers are first, first + 1, ..."""
-        self._array[first : first + len(samples)] = samples
-
-    def finish(self, record: dict[str, Any]) -> None:
-        """Write the metadata; `record`, plain JSON, says how the samples were made."""
-        self._group.attrs.put({"multiscales": [self._multiscale], attribute(SAMPLE): record})
+def record_samples(path: Path, record: dict[str, Any]) -> None:
+    """Write into the group of a `sample_array` how it was made, as plain JSON."""
+    zarr.open_group(path, mode="r+").attrs[attribute(SAMPLE)] = record
 
 
 def to_greys(x_0: NDArray[np.float32], grey: GreyRange, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -125,7 +111,9 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
             yield staged
             for path in (*staged.rglob("*"), staged):
                 flush_to_disk(path)
-            _move_into_place(staged, out, scratch / "old")
+            if os.path.lexists(out):
+                out.rename(scratch / "old")
+            staged.rename(out)
             flush_to_disk(out.parent)
         except BaseException:
             # zarr writes the files of one call side by side and reports the first that fails: another may still appear,
@@ -135,15 +123,3 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
                 time.sleep(0.05)
             raise
     shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _move_into_place(staged: Path, out: Path, aside: Path) -> None:
-    """Rename what is there to `aside`, then `staged` to `out`; undone where that fails.  Raises OSError."""
-    try:
-        if os.path.lexists(out):
-            out.rename(aside)
-        staged.rename(out)
-    except BaseException:
-        if os.path.lexists(aside) and not os.path.lexists(out):
-            aside.rename(out)
-        raise

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.config import DataConfig, Triple
-from vesuvius.diffusion.generate import generate
+from vesuvius.diffusion.estimate import generate
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.errors import ConfigError, NonFiniteError
 from vesuvius.generate.drawing import (
@@ -38,9 +38,10 @@ from vesuvius.generate.sample_zarr import (
     CONDITIONS,
     MONTAGE,
     SAMPLES,
-    SampleArray,
     check_target,
     published_when_whole,
+    record_samples,
+    sample_array,
     to_greys,
 )
 from vesuvius.plan.split import split_volume
@@ -126,16 +127,17 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
         watch.check()
 
     shape = (request.count, *config.data.patch_size)
-    samples = SampleArray(directory / SAMPLES, shape, volume.dtype, volume.voxel_size_um)
+    samples = sample_array(directory / SAMPLES, shape, volume.dtype, volume.voxel_size_um)
     with ExitStack() as opened:
         conditions = None
         if config.has_condition:
             conditions = opened.enter_context(ConditionPatches(config.data, info.data, request.volume, request.seed))
             size_um = conditions.voxel_size_um or volume.voxel_size_um
-            shown = SampleArray(directory / CONDITIONS, shape, conditions.volume.dtype, size_um)
+            shown = sample_array(directory / CONDITIONS, shape, conditions.volume.dtype, size_um)
         for numbers in batches:
+            rows = slice(numbers.start, numbers.stop)
             stored = conditions.read(numbers) if conditions else None
-            generated = generate(
+            drawn, evaluations = generate(
                 network.denoiser,
                 network.schedule,
                 config.diffusion,
@@ -146,27 +148,28 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
                 condition=network.condition_of(None if stored is None else stored[:, None], len(numbers)),
                 on_step=step_done,
             )
-            x_0, evaluations = generated.x_0[:, 0].cpu().numpy(), generated.evaluations
+            x_0 = drawn[:, 0].cpu().numpy()
             if bad := [n for n, values in zip(numbers, x_0, strict=True) if not np.isfinite(values).all()]:
                 raise NonFiniteError(
                     f"The network returned NaN or infinity for samples {', '.join(map(str, bad))} (amp "
                     f"{network.denoiser.amp}, checkpoint {info.checkpoint}); try --amp off, --clip 1 or an "
                     "earlier checkpoint"
                 )
-            samples.write(numbers.start, to_greys(x_0, grey, volume.dtype))
+            samples[rows] = to_greys(x_0, grey, volume.dtype)
             pictures, caption = [x_0], "{}"
             if conditions and stored is not None:
-                shown.write(numbers.start, stored)
+                shown[rows] = stored
                 pictures, caption = [conditions.to_model_values(stored), x_0], "{}: condition, sample"
             scale = magnification(x_0.shape[1:])
             for place, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
                 row = np.hstack([orthogonal_slices(values[place], scale) for values in pictures])
                 cells.append(MontageCell(caption.format(number), row))
         record = describe(request, info, network.denoiser.amp, evaluations)
-        samples.finish(record)
+        record_samples(directory / SAMPLES, record)
         if conditions:
             starts = [conditions.start_zyx(number) for number in record["numbers"]]
-            shown.finish(record | {"condition": conditions.volume.name, "starts_zyx": starts})
+            of_conditions = {"condition": conditions.volume.name, "starts_zyx": starts}
+            record_samples(directory / CONDITIONS, record | of_conditions)
     more = f", first {MAX_IN_MONTAGE} of {request.count}" if request.count > MAX_IN_MONTAGE else ""
     title = (
         f"{config.name} step {info.step} ({request.weights}), {config.diffusion.sampler} "

@@ -21,6 +21,7 @@ from vesuvius.volumes.voxels import percentiles
 log = logging.getLogger(__name__)
 
 PERCENTILES = (0.5, 50.0, 99.5)
+_BOX_ZYX: Triple = (72, 136, 136)
 _DRAWS_PER_BOX = 16
 _BOXES_AHEAD = 4
 
@@ -44,8 +45,8 @@ class GreyStatistics:
     percentiles: tuple[float, ...] | None = None  # at `PERCENTILES`
 
 
-def grey_statistics(volume: Volume, stored: Bools | None, patch_zyx: Triple, boxes: int) -> GreyStatistics:
-    """Read a few boxes of about the size of a patch, and compute statistics of their voxels.
+def grey_statistics(volume: Volume, stored: Bools | None, boxes: int) -> GreyStatistics:
+    """Read a few boxes of about the size of a large patch, and compute statistics of their voxels.
 
     Args:
         stored: which chunks (or shards) are stored; None where unknown: then random chunks are looked up.
@@ -56,7 +57,7 @@ def grey_statistics(volume: Volume, stored: Bools | None, patch_zyx: Triple, box
     """
     chunks, tried = _sample_chunks(volume, stored, boxes)
     rng = np.random.default_rng((0, 1))
-    sample = [_box_in(volume, chunk, patch_zyx, rng) for chunk in chunks]
+    sample = [_box_in(volume, chunk, rng) for chunk in chunks]
     material: list[NDArray[Any]] = []
     voxels = unreadable = 0
     for number, box in enumerate(sample):
@@ -114,10 +115,10 @@ def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
     return found, tried
 
 
-def _box_in(volume: Volume, chunk: Triple, patch_zyx: Triple, rng: np.random.Generator) -> Box:
-    """A box of about the size of a patch that costs little else to decode: part of a chunk, or whole chunks."""
+def _box_in(volume: Volume, chunk: Triple, rng: np.random.Generator) -> Box:
+    """A box of about `_BOX_ZYX` that costs little else to decode: part of a chunk, or whole chunks."""
     ends = []
-    for i, edge, size, patch in zip(chunk, volume.chunk_zyx, volume.shape_zyx, patch_zyx, strict=True):
+    for i, edge, size, patch in zip(chunk, volume.chunk_zyx, volume.shape_zyx, _BOX_ZYX, strict=True):
         lo, hi = i * edge, min((i + 1) * edge, size)
         if patch < hi - lo:
             lo = int(rng.integers(lo, hi - patch + 1))

@@ -1,4 +1,4 @@
-"""What a volume is, before anything is trained on it: levels, codec, stored chunks, grey values, and how to read it.
+"""What a volume is, before anything is trained on it: levels, codec, stored chunks and grey values.
 
 `describe_volume` reads metadata, a sidecar or a listing, and the voxels of a few boxes; what could not be found out is
 None and comes with the reason, never 0.
@@ -16,10 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import zarr
 
-from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, StoreConfig, Triple, VolumeConfig
+from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line, storage_errors
-from vesuvius.plan.make_plan import make_plan, plan_volume
-from vesuvius.plan.split import split_volume
 from vesuvius.volume_tools.grey_statistics import GreyStatistics, grey_statistics
 from vesuvius.volumes.format.axes import Names
 from vesuvius.volumes.geometry import FloatTriple
@@ -78,14 +76,10 @@ class VolumeFacts:
     codec: str
     occupancy: Occupancy
     grey: GreyStatistics | None
-    patch_zyx: Triple
-    # region, no_region: how `data.*` would read the level with these patches, or why they cannot be drawn from it
-    region: dict[str, Any] | None
-    no_region: str | None
 
 
 def describe_volume(
-    spec: ArrayConfig, patch_zyx: Triple, store: StoreConfig = StoreConfig(), *, listing: bool = False, places: int = 16
+    spec: ArrayConfig, store: StoreConfig = StoreConfig(), *, listing: bool = False, places: int = 16
 ) -> VolumeFacts:
     """Look at a volume.  Reads.
 
@@ -109,7 +103,6 @@ def describe_volume(
             except DataError as error:
                 broken[path] = one_line(error)
         occupancy, stored = _occupancy(volume, listing)
-        region = _region_facts(volume, spec, patch_zyx)
         return VolumeFacts(
             spec=spec,
             ome_version=volume.level.version if volume.level else None,
@@ -122,10 +115,7 @@ def describe_volume(
             chosen=levels[spec.level],
             codec=codec_words(volume.array),
             occupancy=occupancy,
-            grey=grey_statistics(volume, stored, patch_zyx, places) if places else None,
-            patch_zyx=patch_zyx,
-            region=None if isinstance(region, str) else region,
-            no_region=region if isinstance(region, str) else None,
+            grey=grey_statistics(volume, stored, places) if places else None,
         )
 
 
@@ -186,14 +176,18 @@ def _occupancy(volume: Volume, listing: bool) -> tuple[Occupancy, Bools | None]:
     """How many chunks are stored, and which."""
     if not listing:
         try:
-            sidecar = read_sidecar(volume)
+            if (sidecar := read_sidecar(volume)) is not None:
+                return _counted(volume, sidecar, "sidecar"), sidecar
         except DataError as error:
             log.warning("%s", error)
-        else:
-            if sidecar is not None:
-                return _counted(volume, sidecar, "sidecar"), sidecar
-    reason = _why_not_listed(volume, listing)
-    if reason is None:
+    objects = math.prod(volume.grid.object_counts_zyx)
+    if not volume.source.can_list:
+        reason = "a web server cannot list"
+    elif volume.source.remote and not listing:
+        reason = "listing a remote store can take long; request it with --list"
+    elif objects > _LISTED_UNASKED and not listing:
+        reason = f"listing {objects} files can take long; request it with --list"
+    else:
         try:
             occupancy = list_chunks(volume)
             return _counted(volume, occupancy, "listing"), occupancy
@@ -202,47 +196,9 @@ def _occupancy(volume: Volume, listing: bool) -> tuple[Occupancy, Bools | None]:
     return Occupancy(None, math.prod(volume.grid.counts_zyx), "chunks", None, reason), None
 
 
-def _why_not_listed(volume: Volume, listing: bool) -> str | None:
-    """The reason why chunks are not counted by a listing; None where they are."""
-    source, grid = volume.source, volume.grid
-    if not source.can_list:
-        return "a web server cannot list"
-    if listing:
-        return None
-    if source.remote:
-        return "listing a remote store can take long; request it with --list"
-    objects = math.prod(grid.object_counts_zyx)
-    return f"listing {objects} files can take long; request it with --list" if objects > _LISTED_UNASKED else None
-
-
 def _counted(volume: Volume, occupancy: Bools, source: Literal["sidecar", "listing"]) -> Occupancy:
     unit: Literal["chunks", "shards"] = "chunks" if occupancy.shape == volume.grid.counts_zyx else "shards"
     return Occupancy(int(np.count_nonzero(occupancy)), occupancy.size, unit, source)
-
-
-def _region_facts(volume: Volume, spec: ArrayConfig, patch_zyx: Triple) -> dict[str, Any] | str:
-    """The plan that `data.*` defaults lay for these patches, or why they lay none.  Pure."""
-    config = DataConfig(
-        volumes=(VolumeConfig(path=spec.path, level=spec.level, select=spec.select),),
-        patch_size=patch_zyx,
-        augment=AugmentConfig(turn=patch_zyx[1] == patch_zyx[2]),
-    )
-    shape, chunk, dtype = volume.shape_zyx, volume.chunk_zyx, volume.dtype.name
-    try:
-        split = split_volume(volume.name, shape, patch_zyx, config.validation)
-        planned = plan_volume(volume.name, split, shape, chunk, dtype, 1.0, config)
-    except DataError as error:
-        return str(error)
-    plan = make_plan(0, config, [planned])
-    region = planned.cells.region_zyx(patch_zyx)
-    return {
-        "region_zyx": region,  # the largest one
-        "regions": planned.visits_per_pass,  # in the training part
-        "patches_per_region": plan.patches_per_region,
-        "regions_in_flight": plan.regions_in_flight,
-        "amplification": plan.read_amplification(0),  # bytes decoded per byte of patch
-        "regions_bytes": plan.regions_in_flight * math.prod(region) * volume.dtype.itemsize,  # those in flight, decoded
-    }
 
 
 def _beside(volume: Volume) -> Path:

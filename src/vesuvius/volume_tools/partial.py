@@ -164,12 +164,6 @@ def open_partial(
     with ExitStack() as held:
         with _disk_errors(out, kind):
             path.mkdir(parents=True, exist_ok=True)
-            foreign = sorted(name for name in os.listdir(path) if name != "lock" and name[0] != ".")
-            if foreign and recorded.name not in foreign:
-                raise ConfigError(
-                    f"an unfinished {kind} holds {recorded.name}; got {path} with {foreign[0]!r} and without it; "
-                    "remove that folder or choose another name"
-                )
             lock = held.enter_context((path / "lock").open("w"))
             if not take_lock(lock.fileno(), path / "lock"):
                 raise ConfigError(
@@ -177,6 +171,8 @@ def open_partial(
                 )
             if recorded.exists():
                 check_record(path, parsed(recorded.read_text()), record, kind)
+            elif any(name != "lock" and name[0] != "." for name in os.listdir(path)):
+                check_record(path, None, record, kind)
             else:
                 write_whole(recorded, json.dumps(record, indent=2).encode())
         yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind)

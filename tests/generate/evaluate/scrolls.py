@@ -36,7 +36,7 @@ def patches(volume: Voxels, count: int, seed: int) -> Voxels:
 
 
 def patch_set(values: Voxels) -> PatchSet:
-    return PatchSet(values, np.arange(len(values)), side=np.arange(len(values)) % 2)
+    return PatchSet(values, side=np.arange(len(values)) % 2)
 
 
 def within_chance(hits: int, trials: int, rate: float) -> bool:

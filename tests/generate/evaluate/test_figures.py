@@ -24,7 +24,7 @@ from vesuvius.generate.evaluate.figures import (
     judge,
     nearest_distances,
 )
-from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, cells, disjoint_sides
+from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, disjoint_sides
 
 COUNT = 32
 SHAPE = (40, 72, 72)
@@ -144,7 +144,7 @@ def overlapping(volume: Voxels, count: int, rng: np.random.Generator) -> PatchSe
     starts = rng.integers(0, np.subtract(volume.shape, PATCH), (count, 3), endpoint=True)
     places = np.column_stack([np.zeros(count, int), starts])
     values = np.stack([volume[z : z + 8, y : y + 16, x : x + 16] for z, y, x in starts])
-    return PatchSet(values, cells(places, PATCH), places, disjoint_sides(places, PATCH, count))
+    return PatchSet(values, places, disjoint_sides(places, PATCH, count))
 
 
 def test_the_auc_of_equal_sets_lies_around_a_half_though_their_patches_overlap(monkeypatch: pytest.MonkeyPatch) -> None:

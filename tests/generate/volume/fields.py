@@ -21,7 +21,7 @@ from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.passes import Pass, advanced, block_noise, corrected
 from vesuvius.generate.volume.ray_workers import ray_workers
 from vesuvius.generate.volume.tiling import Tiling, shared_part
-from vesuvius.generate.volume.work import BlockSet, Sampling, VolumeJob, Work, live_blocks, this_process
+from vesuvius.generate.volume.work import Blocks, Sampling, VolumeJob, Work, live_blocks, this_process
 from vesuvius.volumes.box import Box, shape_of, slices
 
 Correlation = Callable[[Tensor], Tensor]
@@ -87,7 +87,7 @@ def live_voxels(tiling: Tiling, gap: Tensor) -> tuple[Tensor, list[int]]:
     """
     live, tiles = torch.zeros_like(gap), set()
     blocks = live_blocks(tiling, lambda box: gap[slices(box)].numpy(), Watch())
-    for block in np.flatnonzero(blocks).tolist():
+    for block in blocks:
         live[slices(tiling.block_box(block))] = True
         tiles |= set(tiling.tiles_over(tiling.block_box(block)))
     return live, sorted(tiles)
@@ -120,12 +120,12 @@ def work_of(job: VolumeJob, folder: Path, estimate: Estimate) -> Work:
 def drawn(job: VolumeJob, folder: Path, estimate: Estimate, workers: int = 1, watch: Watch | None = None) -> np.ndarray:
     """The last state of a volume that is begun, or continued, in `folder`; by actors of Ray if `workers` is above 1."""
     folder.mkdir(parents=True, exist_ok=True)
-    live, whole = None, ((0, 0, 0), job.tiling.shape_zyx)
+    watch, whole = watch or Watch(), ((0, 0, 0), job.tiling.shape_zyx)
+    live: Blocks = range(job.tiling.blocks)
     if job.inpaint:
         known = Field(folder / "known", job.tiling)
-        mask = live_blocks(job.tiling, lambda box: np.isnan(known.read(box)), watch or Watch())
-        live = BlockSet(job.tiling.blocks, mask)
-    sampling, watch = Sampling(job, folder, watch, live), watch or Watch()
+        live = live_blocks(job.tiling, lambda box: np.isnan(known.read(box)), watch)
+    sampling = Sampling(job, folder, watch, live)
 
     def open_work() -> Work:
         return work_of(job, folder, estimate)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool3d
 
 from vesuvius.config import AugmentConfig
-from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, apart_from, cells
+from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, apart_from
 from vesuvius.generate.evaluate.two_sample import area_under_curve, two_sample_scores
 from vesuvius.training.validation.texture import (
     PatchTexture,
@@ -122,10 +122,10 @@ def judge(generated: PatchSet, real: RealPatches, augment: AugmentConfig, classi
                 pool.submit(nearest_distances, real.searched, each.values, augment) for each in (generated, held_out)
             ]
             parts = {name: list(pool.map(measure_patch, each.values)) for name, each in sets.items()}
-        figures = _textures(parts, generated.groups, real.training.groups)
+        figures = _textures(parts, generated.groups(), real.training.groups())
     finally:
         torch.set_num_threads(threads)
-    copies = _copies(nearest[0].result(), nearest[1].result(), generated.groups, held_out.groups)
+    copies = _copies(nearest[0].result(), nearest[1].result(), generated.groups(), held_out.groups())
     return Judgement((*figures, auc.result(), copies), {name: joint_texture(each) for name, each in parts.items()})
 
 
@@ -188,9 +188,10 @@ def classifier_auc(real: PatchSet, training: PatchSet, other: PatchSet, *, steps
         tests = (real.values[rows], other.values[test])
         scores = two_sample_scores((training.values, other.values[train]), tests, steps=steps)
         pooled = np.concatenate(scores)
-        by_chance = [
-            area_under_curve(pooled[side], pooled[~side]) for side in exchanges(_wide(real)[rows], _wide(other)[test])
-        ]
+        # Wider groups, as patches that overlap across the border of two have like scores, too: of equal sets that are
+        # cut from two volumes, 3 % are told apart with these, 8 % with those of twice a patch.
+        groups = real.groups(3)[rows], other.groups(3)[test]
+        by_chance = [area_under_curve(pooled[side], pooled[~side]) for side in exchanges(*groups)]
         areas.append(area_under_curve(*scores))
         chances.append(chance(areas[-1], by_chance))
     area, known = float(np.mean(areas)) if areas else math.nan, [p for p in chances if math.isfinite(p)]
@@ -198,16 +199,6 @@ def classifier_auc(real: PatchSet, training: PatchSet, other: PatchSet, *, steps
         return Figure("auc", "classifier AUC", {}, area, 0.5, math.nan, "too few patches share no voxel")
     note = "" if len(other) >= _ENOUGH else f"{len(other)} samples are a weak test"
     return Figure("auc", "classifier AUC", {}, area, 0.5, min(1.0, len(known) * min(known)), note)
-
-
-def _wide(patches: PatchSet) -> Ints:
-    """Wider groups, as patches that overlap across the border of two have like scores, too.
-
-    Of equal sets that are cut from two volumes, 3 % are told apart with these, 8 % with those of twice a patch.
-    """
-    if patches.places is None:
-        return patches.groups
-    return cells(patches.places, [3 * size for size in patches.values.shape[1:]])
 
 
 def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:

@@ -45,7 +45,6 @@ class PatchSet:
     """Patches of one origin."""
 
     values: NDArray[np.float32]  # [N, Z, Y, X], model values
-    groups: NDArray[np.int64]  # [N]; patches of one group may share voxels, and count as one in tests
     # [N, 4], volume and start: two patches of one volume may share voxels, or be drawn under conditions that do.
     # Volume -1 = one volume that was drawn.  None = all are apart from all others
     places: NDArray[np.int64] | None = None
@@ -60,10 +59,18 @@ class PatchSet:
         """Whether they were drawn under the conditions of known places of the run's volumes."""
         return self.places is not None and bool((self.places[:, 0] >= 0).all())
 
+    def groups(self, edge: int = 1) -> NDArray[np.int64]:
+        """[N], the cell of so many patches along each axis that each is in: patches of one may share voxels, and count
+        as one in tests."""
+        if self.places is None:
+            return np.arange(len(self))
+        found = self.places // np.array((1, *self.values.shape[1:])) // (1, edge, edge, edge)
+        return np.unique(found, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
     def rows(self, rows: Sequence[int] | NDArray[np.int64]) -> PatchSet:
         """Some of them."""
         places = None if self.places is None else self.places[rows]
-        return PatchSet(self.values[rows], self.groups[rows], places, self.side[rows] if len(self.side) else self.side)
+        return PatchSet(self.values[rows], places, self.side[rows] if len(self.side) else self.side)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +160,7 @@ class RealSource:
         places = _places(found)[rows]
         shown = [augmentation_of(seed, self.config.augment, row) for row in rows]
         values = model_values(torch.from_numpy(found.patches[rows]), shown, self._scales[places[:, 0]])[:, 0].numpy()
-        return PatchSet(self.values_of(to_greys(values, *self.drawn)), cells(places, self.config.patch_size), places)
+        return PatchSet(self.values_of(to_greys(values, *self.drawn)), places)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
         """All training voxels, or where they are too many those around patches of training."""
@@ -182,11 +189,6 @@ def _side_by_side(shape: Sequence[int], patch_zyx: Sequence[int]) -> int:
 def _places(found: FixedPatches) -> NDArray[np.int64]:
     """[N, 4], volume and start of each patch."""
     return np.column_stack([found.volumes, np.array(found.starts_zyx).reshape(-1, 3)]).astype(np.int64)
-
-
-def cells(places: NDArray[np.int64], patch_zyx: Sequence[int]) -> NDArray[np.int64]:
-    """Of places [N, 4], the number of the cell of this size that each is in: patches of a cell may share voxels."""
-    return np.unique(places // np.array((1, *patch_zyx)), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
 def disjoint_sides(places: NDArray[np.int64] | None, patch_zyx: Sequence[int], count: int) -> NDArray[np.int64]:
@@ -319,7 +321,7 @@ def generated_set(found: GeneratedPatches, source: RealSource, has_condition: bo
         raw = apply_symmetries(raw, turns)
     values, side = source.values_of(raw.numpy()), disjoint_sides(places, patch, len(raw))
     if places is None:
-        return PatchSet(values, np.arange(len(values)), None, side)
+        return PatchSet(values, None, side)
     # Under other conditions than held-out ones nothing real is there to compare them with.
     real = [place[0] < 0 or source.is_held_out(*place) for place in at]
-    return PatchSet(values, cells(places, patch), places, np.where(real, side, -1))
+    return PatchSet(values, places, np.where(real, side, -1))

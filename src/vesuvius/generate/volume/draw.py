@@ -29,7 +29,7 @@ from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.volume.work import (
     GROUP,
-    BlockSet,
+    Blocks,
     RunParts,
     Sampling,
     VolumeJob,
@@ -89,7 +89,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
             return f"{out} is already there: {shape}, drawn with the same arguments"
         with StopRequest(None) as stop, gpu_memory(request.batch_size):
             watch, folder = Watch(stop, on_progress, resumable=True), partial_path(out) / "state"
-            live = drawing.live(watch, folder / "live")
+            live = drawing.live(watch, note := folder / "live_blocks")
             if not is_begun(out, DRAWING):
                 drawing.check_space(live)
             with (
@@ -102,8 +102,8 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
             ):
                 folder.mkdir(exist_ok=True)
                 forget_unflushed(folder)
-                if live.mask is not None and not (folder / "live").exists():
-                    write_whole(folder / "live", live.mask.tobytes())
+                if drawing.job.inpaint and not note.exists():
+                    write_whole(note, np.fromiter(live, np.int64).tobytes())
                 sampling = Sampling(drawing.job, folder, watch, live)
                 drawing.fill(folder, sampling.used, watch)
                 with drawing.workers_on(folder, watch) as run_parts:
@@ -167,7 +167,9 @@ class _Drawing:
             condition=inputs.condition.dtype.str if inputs.condition is not None else None,
         )
         self._device = choose_device()
-        self.workers = request.workers or _default_workers(self._device, self.job.tiling.tiles // request.batch_size)
+        batches = self.job.tiling.tiles // request.batch_size
+        on_cpu = max(1, min(len(os.sched_getaffinity(0)), batches))
+        self.workers = request.workers or (torch.cuda.device_count() if self._device.type == "cuda" else on_cpu)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -186,20 +188,19 @@ class _Drawing:
             **described(info, request),
         }
 
-    def live(self, watch: Watch, note: Path = Path()) -> BlockSet:
+    def live(self, watch: Watch, note: Path = Path()) -> Blocks:
         """The blocks with gaps near (`live_blocks`); all without --inpaint.
 
         Args:
             note: a file with what an earlier start has found.
         """
-        blocks = self.job.tiling.blocks
         if not self.job.inpaint:
-            return BlockSet(blocks)
+            return range(self.job.tiling.blocks)
         if note.is_file():
-            return BlockSet(blocks, np.frombuffer(note.read_bytes(), np.bool_))
-        return BlockSet(blocks, live_blocks(self.job.tiling, self.inputs.gaps, watch))
+            return dict.fromkeys(np.fromfile(note, np.int64).tolist())
+        return live_blocks(self.job.tiling, self.inputs.gaps, watch)
 
-    def fill(self, folder: Path, used: BlockSet, watch: Watch) -> None:
+    def fill(self, folder: Path, used: Blocks, watch: Watch) -> None:
         """Copy the used blocks of the given volumes into the state."""
         inputs, tiling = self.inputs, self.job.tiling
 
@@ -221,13 +222,8 @@ class _Drawing:
         request = self.request
         log.info(
             "drawing %s voxels from %s (%s weights): %d tiles, %d passes, %d worker(s) on %s",
-            format_sizes(self.job.tiling.shape_zyx),
-            self._info.checkpoint,
-            request.weights,
-            self.job.tiling.tiles,
-            len(self.job.passes),
-            self.workers,
-            self._device.type,
+            *(format_sizes(self.job.tiling.shape_zyx), self._info.checkpoint, request.weights),
+            *(self.job.tiling.tiles, len(self.job.passes), self.workers, self._device.type),
         )
         # Workers may run in another folder.
         elsewhere = replace(request, checkpoint=request.checkpoint.resolve())
@@ -238,16 +234,12 @@ class _Drawing:
 
         return ray_workers(open_work, self.workers, int(self._device.type == "cuda"), request.cluster, watch.check)
 
-    def write(self, target: PartialCopy, x: Field, used: BlockSet, watch: Watch) -> None:
+    def write(self, target: PartialCopy, x: Field, used: Blocks, watch: Watch) -> None:
         """Write all levels that are missing, known voxels as they were stored, and give the volume its name.
 
         Args:
             x: the last state.
             used: the blocks that it has; the voxels of others are known.
-
-        Raises:
-            DataError: a given volume cannot be read any more.
-            StorageError: the disk refuses.
         """
         total = self.plan.chunk_count
         left = sum(len(target.missing(level)) for level in range(self.plan.levels))
@@ -269,7 +261,7 @@ class _Drawing:
         target.fill_coarser(count)
         target.publish(self._multiscale)
 
-    def check_space(self, live: BlockSet) -> str:
+    def check_space(self, live: Blocks) -> str:
         """The space that it needs, in words.  Raises StorageError where the disk is too small."""
         out, volume = self.request.out, self.plan.raw_bytes
         state, free = state_bytes(self.job, live, self.workers), free_disk_bytes(out.parent)
@@ -282,7 +274,7 @@ class _Drawing:
         return f"{need}; {size_text(free)} free"
 
 
-def state_bytes(job: VolumeJob, live: BlockSet, workers: int) -> int:
+def state_bytes(job: VolumeJob, live: Blocks, workers: int) -> int:
     """The most that a state takes on the disk."""
     tiling, used = job.tiling, len(used_blocks(job, live))
     block_voxels = math.prod(tiling.patch_zyx)
@@ -329,12 +321,6 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
         drawing = _Drawing(replace(request, checkpoint=info.checkpoint), info, inputs)
         drawing.job.tiling.check()
         yield drawing
-
-
-def _default_workers(device: torch.device, batches: int) -> int:
-    if device.type == "cuda":
-        return torch.cuda.device_count()
-    return max(1, min(len(os.sched_getaffinity(0)), batches))
 
 
 def _open_work(job: VolumeJob, folder: Path, request: DrawRequest) -> Work:

@@ -1,12 +1,11 @@
-"""Voxels of a state on disk: a zarr v2 array without compression, whose chunks are mapped into memory when read.
+"""Voxels of a state on disk: a file of raw voxels per block, which is mapped into memory when read.
 
-A chunk is written under a temporary name and renamed, so a file that exists is complete, and the files alone say what
-is done.  Any zarr reader can open a field, also while it is being filled.
+A file is written under a temporary name and renamed, so one that exists is complete, and the files alone say what is
+done.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import socket
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.generate.volume.tiling import Tiling, shared_part
-from vesuvius.runlog.files import flush_to_disk, write_whole
+from vesuvius.runlog.files import flush_to_disk
 from vesuvius.volumes.box import Box, shape_of
 
 
@@ -27,7 +26,7 @@ class Field:
     """One value per voxel, in the blocks of a tiling.  Raises OSError where the disk fails.
 
     Args:
-        path: of the array's folder.
+        path: of the folder.
         dtype: of its voxels.
     """
 
@@ -36,21 +35,8 @@ class Field:
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
     def create(self) -> None:
-        """Write the metadata, where they are missing."""
+        """Make the folder, where it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
-        metadata = {
-            "zarr_format": 2,
-            "shape": self._tiling.shape_zyx,
-            "chunks": self._tiling.patch_zyx,
-            "dtype": self._dtype.str,
-            "compressor": None,
-            "fill_value": 0,
-            "order": "C",
-            "filters": None,
-            "dimension_separator": ".",
-        }
-        if not (self.path / ".zarray").exists():
-            write_whole(self.path / ".zarray", json.dumps(metadata).encode())
 
     def has(self, block: int) -> bool:
         """Whether a block is written."""

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,13 +39,15 @@ from vesuvius.volumes.box import Box, format_box, shape_of
 
 EstimateFor = Callable[[NDArray[Any] | None], Estimate]
 """From the stored condition of a batch of tiles, [B, 1, Z, Y, X] or None, to the estimate for tiles [B, 1, Z, Y, X]."""
+Blocks = Collection[int]
+"""Numbers of blocks, in order.  All of a volume are a `range`, which takes no memory, whatever the shape."""
 
 
 @dataclass(frozen=True)
 class Part:
     """A piece of work."""
 
-    kind: str  # "start", "tiles" or "block"
+    kind: Literal["start", "tiles", "block"]
     number: int  # of the pass
     index: int  # of the block, or of the batch of tiles
     live: bool = True  # gaps are near the block
@@ -73,32 +75,15 @@ class VolumeJob:
         """The tiles of a batch."""
         return range(number * self.batch_size, min((number + 1) * self.batch_size, self.tiling.tiles))
 
-    def batches(self, live: BlockSet) -> int:
+    def batches(self, live: Blocks) -> int:
         """How many batches of tiles lie over some blocks."""
-        return -(-self.tiling.tiles // self.batch_size) if live.mask is None else len(self.batches_over(live))
+        return -(-self.tiling.tiles // self.batch_size) if isinstance(live, range) else len(self.batches_over(live))
 
     def batches_over(self, blocks: Iterable[int], is_done: Callable[[int], bool] = lambda tile: False) -> set[int]:
         """The batches with the tiles over some blocks, except for tiles that are done."""
         tiling = self.tiling
         tiles = {tile for block in blocks for tile in tiling.tiles_over(tiling.block_box(block))}
         return {tile // self.batch_size for tile in tiles if not is_done(tile)}
-
-
-@dataclass(frozen=True, eq=False)
-class BlockSet:
-    """Some blocks of a volume, in the order of their numbers.  All of them take no memory, whatever the shape."""
-
-    blocks: int  # of the volume
-    mask: NDArray[np.bool_] | None = None  # bool [blocks]; None = all
-
-    def __contains__(self, block: object) -> bool:
-        return self.mask is None or bool(self.mask[block])  # type: ignore[call-overload]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.blocks)) if self.mask is None else map(int, np.flatnonzero(self.mask))
-
-    def __len__(self) -> int:
-        return self.blocks if self.mask is None else int(np.count_nonzero(self.mask))
 
 
 class State:
@@ -154,12 +139,13 @@ class Work:
 
     def do(self, part: Part) -> None:
         """Do a part."""
-        if part.kind == "start":
-            self.start(part.index)
-        elif part.kind == "tiles":
-            self.tiles(part.number, part.index)
-        else:
-            self.block(part.number, part.index, part.live)
+        match part.kind:
+            case "start":
+                self.start(part.index)
+            case "tiles":
+                self.tiles(part.number, part.index)
+            case "block":
+                self.block(part.number, part.index, part.live)
 
     def start(self, block: int) -> None:
         """The first state of a block: noise, or known voxels with as much noise."""
@@ -191,11 +177,7 @@ class Work:
             write_renamed(state.tile(tile), values.astype("<f4", copy=False))
 
     def block(self, number: int, block: int, live: bool = True) -> None:
-        """The next state of a block, from the predictions of the tiles over it.
-
-        Args:
-            live: gaps are near; else no tile is needed.
-        """
+        """The next state of a block, from the predictions of the tiles over it; it needs none if no gaps are near."""
         job, step = self._job, self._job.passes[number]
         here, there = State(self._folder, job, number), State(self._folder, job, number + 1)
         box = job.tiling.block_box(block)
@@ -218,13 +200,14 @@ class Work:
         there.x.write(block, advanced(step, x, x_0, before, noise).numpy())
 
 
-def live_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], watch: Watch) -> NDArray[np.bool_]:
-    """Whether there are gaps in a block, or less than half a patch from it: bool [blocks].
+def live_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], watch: Watch) -> Blocks:
+    """The blocks with gaps in them, or less than half a patch from them.
 
     Args:
         gaps: which voxels of a box are gaps; called once per block.
     """
-    live = np.zeros(tiling.block_grid, np.bool_)
+    _, ny, nx = tiling.block_grid
+    live = set[int]()
     for block in watch.over("blocks searched for gaps", range(tiling.blocks), tiling.blocks):
         gap, index = gaps(tiling.block_box(block)), tiling.block_index(block)
         if not gap.any():
@@ -234,23 +217,21 @@ def live_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], watch:
             ends = zip(offset, tiling.patch_zyx, strict=True)
             part = tuple((slice(None), slice(p - p // 2, None), slice(p // 2))[o] for o, p in ends)
             if all(0 <= i < n for i, n in zip(near, tiling.block_grid, strict=True)) and gap[part].any():
-                live[near] = True
-    return live.ravel()
+                live.add((near[0] * ny + near[1]) * nx + near[2])
+    return dict.fromkeys(sorted(live))
 
 
-def used_blocks(job: VolumeJob, live: BlockSet) -> BlockSet:
+def used_blocks(job: VolumeJob, live: Blocks) -> Blocks:
     """The blocks with voxels that the network sees.  The others have no state, as nothing follows from it.
 
     Args:
-        live: blocks with gaps near.  Where all voxels are gaps, all blocks are used.
+        live: blocks with gaps near; a range = all.
     """
-    if live.mask is None:
+    if isinstance(live, range):
         return live
-    used, tiling = live.mask.copy(), job.tiling
-    for batch in job.batches_over(live):
-        for tile in job.batch(batch):
-            used[tiling.blocks_over(tiling.tile_box(tile))] = True
-    return BlockSet(live.blocks, used)
+    tiles = (tile for batch in job.batches_over(live) for tile in job.batch(batch))
+    seen = {block for tile in tiles for block in job.tiling.blocks_over(job.tiling.tile_box(tile))}
+    return dict.fromkeys(sorted(seen | set(live)))
 
 
 def forget_unflushed(folder: Path) -> None:
@@ -294,13 +275,12 @@ class Sampling:
 
     Args:
         folder: `state/`, which exists; `known` and `condition` have the used blocks.
-        live: blocks with gaps near (`live_blocks`); None = all.
+        live: blocks with gaps near (`live_blocks`), or a range of all.
     """
 
-    def __init__(self, job: VolumeJob, folder: Path, watch: Watch | None = None, live: BlockSet | None = None) -> None:
-        self._job, self._folder, self._watch = job, folder, watch or Watch()
-        self._live = BlockSet(job.tiling.blocks) if live is None else live
-        self.used = used_blocks(job, self._live)
+    def __init__(self, job: VolumeJob, folder: Path, watch: Watch, live: Blocks) -> None:
+        self._job, self._folder, self._watch, self._live = job, folder, watch, live
+        self.used = used_blocks(job, live)
 
     def run(self, run_parts: RunParts, workers: int = 1) -> Field:
         """Continue from what is there to the last state, and return it; only used blocks (`used_blocks`) have one.
@@ -347,11 +327,8 @@ class Sampling:
         State(self._folder, self._job, number + 1).flush_names()
 
     def parts_of(self, number: int, blocks: list[int], run_parts: RunParts) -> Iterator[Part]:
-        """Do what is missing of these blocks in a pass, and delete the tiles that no later block needs.
-
-        Yields:
-            Each part when it is done.
-        """
+        """Do what is missing of these blocks in a pass, yield each part when it is done, and delete the tiles that no
+        later block needs."""
         job, tiling = self._job, self._job.tiling
         here, after = (State(self._folder, job, each) for each in (number, number + 1))
         missing = [block for block in blocks if not after.x.has(block)]

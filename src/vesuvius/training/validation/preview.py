@@ -16,8 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from vesuvius.config import Config
-from vesuvius.diffusion.estimate import Denoise
-from vesuvius.diffusion.generate import generate
+from vesuvius.diffusion.estimate import Denoise, generate
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.files import write_whole
@@ -86,7 +85,7 @@ def make_preview(
         condition, diffusion = reference.condition([row]), config.diffusion
         if left_out and condition is not None:
             condition, diffusion = torch.zeros_like(condition), diffusion.model_copy(update={"sampler_guidance": 1.0})
-        found = generate(
+        drawn, _ = generate(
             denoise,
             schedule,
             diffusion,
@@ -98,7 +97,7 @@ def make_preview(
             purpose=Purpose.PREVIEW,
             on_step=stop_if_wanted,
         )
-        return found.x_0[0, 0].cpu().numpy()
+        return drawn[0, 0].cpu().numpy()
 
     rows = range(PREVIEWED)
     real = [reference.x_0([row])[0, 0].cpu().numpy() for row in range(len(reference))]
