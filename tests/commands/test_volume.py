@@ -75,7 +75,7 @@ def test_ctrl_c_exits_130_and_the_same_command_continues(tmp_path):
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from vesuvius.commands.volume import main; sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", code, "synth", str(tmp_path / "v.zarr"), "--shape", "256,1024,1024", "--chunk", "32"]
+    command = [sys.executable, "-c", code, "synth", str(tmp_path / "v.zarr"), "--shape=256,1024,1024", "--chunk=32"]
     with fork_server.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not [path for path in tmp_path.glob("v.zarr.partial/volume.zarr/0/*/*/*") if path.is_file()]:
             assert process.poll() is None
