@@ -59,7 +59,8 @@ def test_a_stop_of_one_is_the_stop_of_all_and_rank_0_hears_everybody(ranks: list
     assert [dict(told) for told in agreed[0][1]] == [{"rank": rank} for rank in range(WORLD)]
     stops = {1: (75, "SIGTERM"), 2: (4, "memory guard")}
     agreed = on_all(ranks, lambda one: one.agree(lambda: stops.get(one.rank), {}))
-    assert [one[0] for one in agreed] == [(75, "SIGTERM")] * WORLD  # the lowest rank's
+    assert agreed[0][0] in stops.values()
+    assert len({one[0] for one in agreed}) == 1, "whichever was told of first"
 
 
 def test_a_thousand_steps_leave_nothing_behind_in_the_store(ranks: list[Ranks]) -> None:
@@ -114,17 +115,25 @@ def test_a_stopped_rank_0_ends_a_rank_and_a_stop_of_its_own_does_not(
 ) -> None:
     """SIGSTOP, or a debugger: the process has not looked at the store either."""
     now, left, ended = [0.0], iter(gaps), []
-    rank = Ranks(1, 2, _answered_s=0.0)
+
+    class Hanging:
+        is_running = True
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def __call__(self) -> None: ...
 
     def wait(_: float) -> bool:
         gap = next(left, None)
         now[0] += gap or 0.0
         return gap is None or bool(ended)
 
-    rank._ended = SimpleNamespace(wait=wait)  # type: ignore[assignment]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(module.os, "_exit", ended.append)
-    rank._watch_store()
+    monkeypatch.setattr(module, "BoundedCall", Hanging)
+    rank = Ranks(1, 2)
+    rank._ended = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    rank._watch()
     assert ended == ([EXIT_ERROR] if is_ended else [])
 
 

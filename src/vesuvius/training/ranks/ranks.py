@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
+from vesuvius.threads import BoundedCall
 from vesuvius.training.ranks.part import launched_ranks
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,6 @@ class Ranks:
     _round: int = 0
     _ended: threading.Event = field(default_factory=threading.Event)
     _unwinding: threading.Event = field(default_factory=threading.Event)
-    _answered_s: float = field(default_factory=time.monotonic)  # when the store last did
 
     @property
     def is_main(self) -> bool:
@@ -111,7 +111,8 @@ class Ranks:
             tell: plain data for rank 0.
 
         Returns:
-            The stop, the same on all ranks, or None; on rank 0 what each has told, in the order of ranks.
+            The stop that was told of first, the same on all ranks, or None; on rank 0 what each has told, in the order
+            of ranks.
 
         Raises:
             RankError: a rank failed or did not answer.
@@ -121,19 +122,17 @@ class Ranks:
         if self._store is None:
             return stop, []
         self._round += 1
-        key = f"step/{self._round}"
-        if not self.is_main:
-            self._store.set(f"{key}/{self.rank}", json.dumps({"stop": stop, "tell": tell}))
-            agreed = json.loads(self._get(key, 0, "begin the step", asked=asked))
-            return (tuple(agreed) if agreed else None), []
-        told: list[dict[str, Any]] = [{"stop": stop, "tell": tell}]
-        for rank in range(1, self.world):
-            told.append(json.loads(self._get(f"{key}/{rank}", rank, "begin the step", asked=asked)))
-            self._store.delete_key(f"{key}/{rank}")
-        agreed = next((one["stop"] for one in told if one["stop"]), None)
-        self._store.set(key, json.dumps(agreed))
-        self._store.delete_key(f"step/{self._round - 2}")  # all have read it: they have come to a later one
-        return (tuple(agreed) if agreed else None), [one["tell"] for one in told]
+        key, told = f"step/{self._round}", [tell]
+        if self.is_main:
+            for rank in range(1, self.world):
+                told.append(json.loads(self._get(f"{key}/{rank}", rank, "begin the step", asked=asked)))
+                self._store.delete_key(f"{key}/{rank}")
+            self._store.set(key, self._store.get(_STOPPING) if self._store.check([_STOPPING]) else "null")
+            self._store.delete_key(f"step/{self._round - 2}")  # all have read it: they have come to a later one
+        else:
+            self._store.set(f"{key}/{self.rank}", json.dumps(tell))
+        agreed = json.loads(self._get(key, 0, "begin the step", asked=asked))
+        return (tuple(agreed) if agreed else None), told if self.is_main else []
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective: on a GPU the device does, on a CPU the host, but not for a rank that has failed.
@@ -198,8 +197,7 @@ class Ranks:
 
     def watch(self) -> None:
         """Begin to look for stops and failures of other ranks: a collective that hangs because of one must end."""
-        for look in (self._watch_others, self._watch_store):
-            threading.Thread(target=look, name="rank-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def _tell_failure(self, error: BaseException) -> None:
         if self._store is not None:
@@ -250,16 +248,24 @@ class Ranks:
                 raise self.failure from error
             raise RankLostError(f"rank 0 is gone: {one_line(error)}") from error
 
-    def _watch_others(self) -> None:
-        while not self._ended.wait(_POLL_S):
+    def _watch(self) -> None:
+        """Look for failures, and end this process where rank 0 is stopped: calls of the store then wait without end."""
+        look, looked_s = BoundedCall(self._look, _POLL_S), time.monotonic()
+        answered_s = looked_s
+        while self.failure is None and not self._ended.wait(_POLL_S):
             try:
-                self._look()
+                look()
             except RuntimeError as error:  # of the store
                 self.failure = RankLostError(f"rank 0 is gone: {one_line(error)}")
-            self._answered_s = time.monotonic()
-            if self.failure is not None:
-                self._end_after(self.failure)
-                return
+            before, looked_s = looked_s, time.monotonic()
+            # Where this process was stopped itself, its silence says nothing of rank 0.
+            if not look.is_running or looked_s - before > _STOPPED_S:
+                answered_s = looked_s
+            if (silent_s := looked_s - answered_s) > min(_STORE_SILENT_S, self.timeout_s):
+                log.error("rank 0 has not answered for %.0f s; rank %d is ended", silent_s, self.rank)
+                os._exit(EXIT_ERROR)
+        if self.failure is not None:
+            self._end_after(self.failure)
 
     def _look(self) -> None:
         """Note what other ranks have said of a stop or a failure."""
@@ -277,23 +283,11 @@ class Ranks:
         on a disk that does not answer."""
         began = time.monotonic()
         while not self._ended.wait(_POLL_S):
-            self._answered_s = time.monotonic()
             unwinding = self._unwinding.is_set()
             if time.monotonic() - began > (max(_SAVE_S, self.timeout_s) if unwinding else _UNWIND_S):
                 where = "has not ended since" if unwinding else "hangs in a collective"
                 log.error("%s; rank %d %s and is ended", failure, self.rank, where)
                 os._exit(failure.exit_code)
-
-    def _watch_store(self) -> None:
-        """End this process where rank 0 is stopped: calls of the store then wait for it without end."""
-        looked_s = time.monotonic()
-        while not self._ended.wait(_POLL_S):
-            before, looked_s = looked_s, time.monotonic()
-            if looked_s - before > _STOPPED_S:  # this process was stopped itself: its silence says nothing of rank 0
-                self._answered_s = looked_s
-            if (silent_s := time.monotonic() - self._answered_s) > min(_STORE_SILENT_S, self.timeout_s) + 2 * _POLL_S:
-                log.error("rank 0 has not answered for %.0f s; rank %d is ended", silent_s, self.rank)
-                os._exit(EXIT_ERROR)
 
 
 SINGLE = Ranks()

@@ -113,7 +113,8 @@ class DeviceFeed:
         self._ring = self._ring.exchanged(self.stream, count, **changes)
         if count < before:
             self._copies.synchronize()
-            _release_pinned()
+            if hasattr(torch.accelerator, "empty_host_cache"):  # older versions keep it for the next buffers
+                torch.accelerator.empty_host_cache()
 
     def next(self, clock: StepClock) -> DeviceBatch:
         """The next batch, on the device."""
@@ -163,12 +164,6 @@ class DeviceFeed:
 def _pinned_slot(layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Tensor]:
     dtypes = [torch.from_numpy(np.empty(0, dtype)).dtype for _, dtype in layout]
     return [torch.empty(shape, dtype=dtype, pin_memory=True) for (shape, _), dtype in zip(layout, dtypes, strict=True)]
-
-
-def _release_pinned() -> None:
-    """Give the system what torch keeps of freed pinned memory.  Older versions keep it for the next buffers."""
-    if hasattr(torch.accelerator, "empty_host_cache"):
-        torch.accelerator.empty_host_cache()
 
 
 def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDArray[np.float64]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
     """(raw - low) / half - 1, each sample with its own figures.
 
     Low is subtracted before anything is rounded, so a small range far from 0 keeps its steps.  Dtypes that float32 does
-    not hold are computed in float64, and integers of 8 bytes, which float64 does not hold, in two halves.
+    not hold are computed in float64, which holds integers of 8 bytes up to 2^53.
 
     Args:
         raw: [B, ...] in any stored dtype.
@@ -46,18 +45,10 @@ def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
         float32 of the shape of `raw`, on its device; within a few roundings of float32.
     """
     low, half = scales.T
-    if raw.dtype in _EXACT:
-        origin = low.astype(np.float32).astype(np.float64)
-        values = raw.float() - _per_sample(origin, torch.float32, raw)
-    elif raw.dtype in (torch.int64, torch.uint64):
-        origin = np.array([math.floor(value) for value in low], object)
-        values = _difference(raw, origin)
-    else:
-        origin = low
-        values = _double(raw) - _per_sample(low, torch.float64, raw)
-    summands, divisors = (
-        _per_sample(f, values.dtype, raw) for f in ((origin - low).astype(np.float64) / half - 1, half)
-    )
+    exact = raw.dtype in _EXACT
+    dtype, origin = (torch.float32, low.astype(np.float32).astype(np.float64)) if exact else (torch.float64, low)
+    values = raw.to(dtype) - _per_sample(origin, dtype, raw)
+    divisors, summands = (_per_sample(figures, dtype, raw) for figures in (half, (origin - low) / half - 1))
     # In place: first touch of fresh memory takes longer than the sums.
     return values.div_(divisors).add_(summands).float()
 
@@ -91,22 +82,6 @@ class Conditioner:
 def signed_view(voxels: Tensor) -> Tensor:
     """The same bits in a dtype that torch can move about."""
     return voxels.view(_SIGNED[voxels.dtype]) if voxels.dtype in _SIGNED else voxels
-
-
-def _double(raw: Tensor) -> Tensor:
-    """float64 of int32, uint32 or float64."""
-    return (signed_view(raw).long() & 0xFFFFFFFF).double() if raw.dtype == torch.uint32 else raw.double()
-
-
-def _difference(raw: Tensor, origin: NDArray[np.object_]) -> Tensor:
-    """raw - origin of 8-byte integers in float64, rounded once: high and low halves apart are exact."""
-    bits = signed_view(raw)
-    high = bits >> 32
-    if raw.dtype == torch.uint64:
-        high &= 0xFFFFFFFF
-    highs, lows = (np.array([float(part) for part in parts]) for parts in (origin >> 32, origin & 0xFFFFFFFF))
-    low = (bits & 0xFFFFFFFF).double().sub_(_per_sample(lows, torch.float64, raw))
-    return low.add_(high.double().sub_(_per_sample(highs, torch.float64, raw)), alpha=2**32)
 
 
 def _per_sample(figures: NDArray[np.float64], dtype: torch.dtype, raw: Tensor) -> Tensor:
