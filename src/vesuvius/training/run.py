@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import shutil
 import sys
 import traceback
@@ -27,7 +26,7 @@ from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.training.actions import GuardActions
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress, still_quarantined
-from vesuvius.training.checkpoint.resume import check_same_config, is_finished, restore
+from vesuvius.training.checkpoint.resume import is_finished, restore
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
@@ -72,15 +71,13 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
         NonFiniteError, GpuMemoryError, StorageError: as they say.  The last checkpoint is whole.
     """
     with stop or StopRequest(request.config.training.max_hours) as stop, contextlib.ExitStack() as held:
-        if not ranks.is_main:
-            request = replace(request, make_tuner=None)
-            checked = _begin_beside(request.config, ranks)
-        else:
+        if ranks.is_main:
             checked = _begin(request, stop, ranks, held)
+        else:
+            config, checked = _begin_beside(ranks)
+            request = replace(request, config=without_listeners(config), make_tuner=None)
         if isinstance(checked, int):  # an exit code: there is nothing to train
             return checked
-        if not ranks.is_main:
-            request = replace(request, config=without_listeners(request.config))
         return _train_session(request, of_rank(checked, ranks.rank, ranks.world), stop, ranks)
 
 
@@ -108,7 +105,7 @@ def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.E
     Returns an exit code where the run is finished, or was stopped before it began.
     """
     config, resume = request.config, request.resume
-    directory, shared = run_dir(config), config.model_dump(mode="json")
+    directory = run_dir(config)
     # A rank that is left alone of several waits, too, for what holds the lock of the start before.
     lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 or config.training.ranks != 1 else 0.0
     existed = directory.exists()
@@ -123,7 +120,7 @@ def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.E
     if isinstance(checked, int):
         if checked == EXIT_OK:
             log_killed_session(directory)
-        ranks.publish((shared, checked, ""))
+        ranks.publish((config, checked, ""))
         return checked
     _check_kernels(config, ranks)
     held.enter_context(_nothing_left_of_a_failed_start(directory))
@@ -135,20 +132,18 @@ def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.E
     for level, line in start_lines(config, checked, ranks.world, lost=resume and existed):
         log.log(level, "%s", line)
     log_killed_session(directory)
-    ranks.publish((shared, for_other_ranks(checked), directory.mark()))
+    ranks.publish((config, for_other_ranks(checked), directory.mark()))
     return checked
 
 
-def _begin_beside(config: Config, ranks: Ranks) -> Preflight | int:
-    """As `_begin` on the other ranks, which wait for what rank 0 has found."""
-    shared, checked, mark = ranks.await_main()
-    check_same_config(config, shared, ranks.rank)
+def _begin_beside(ranks: Ranks) -> tuple[Config, Preflight | int]:
+    """As `_begin` on the other ranks, which wait for what rank 0 has found, and take its config."""
+    config, checked, mark = ranks.await_main()
     if isinstance(checked, int):
-        return checked
-    found: Preflight = checked
-    found.directory.refuse_other_path(mark)
+        return config, checked
+    checked.directory.refuse_other_path(mark)
     _check_kernels(config, ranks)
-    directory = found.directory.of_rank(ranks.rank)
+    directory = checked.directory.of_rank(ranks.rank)
     with _run_is_writable(directory):
         directory.make_folders()
         open_log(directory.log)
@@ -156,7 +151,7 @@ def _begin_beside(config: Config, ranks: Ranks) -> Preflight | int:
     log_killed_session(directory)
     if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
         cache.prepare()
-    return found
+    return config, checked
 
 
 def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | int:
@@ -213,7 +208,11 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
         progress = Progress()
         try:
             train_step = build_step(config, checked, device, part, ranks)
-            progress = load_weights(config, checked, train_step, device)
+            if checked.resumed:
+                progress = restore(checked.resumed, train_step, device)
+                progress.quarantined = still_quarantined(progress.quarantined, run_dir(config).quarantine)
+            elif checked.initial:
+                train_step.set_weights(checked.initial.weights)
             progress.begin_at_multiple(ranks.world, config.global_batch)
             watchdog = Watchdog(
                 60 * (config.monitor.stall_minutes or 0.0),
@@ -245,17 +244,6 @@ def build_step(config: Config, checked: Preflight, device: torch.device, part: P
     network = build_network(config, device)
     schedule = Schedule.from_config(config.diffusion, checked.facts.spectrum)
     return TrainStep(config, network, schedule, device, part, ranks)
-
-
-def load_weights(config: Config, checked: Preflight, train_step: TrainStep, device: torch.device) -> Progress:
-    """Load the weights of the checkpoint or of another run, or keep the initial ones; returns how far the run is."""
-    if checked.resumed:
-        progress = restore(checked.resumed, train_step, device)
-        progress.quarantined = still_quarantined(progress.quarantined, run_dir(config).quarantine)
-        return progress
-    if checked.initial:
-        train_step.set_weights(checked.initial.weights)
-    return Progress()
 
 
 def _record_start(run: RunContext) -> None:
@@ -325,12 +313,9 @@ def _told(error: Exception, directory: RunDir) -> Exception:
     """The error that a user is told of: that of a file of the run names its remedy, that of another one its place."""
     if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError):  # of the network
         return error
+    named = error.filename if isinstance(error.filename, str) else ""
     # A write names no file: it is taken for one of the run's if it fails for the disk.
-    of_run = error.errno in _OF_DISKS
-    if error.filename is not None:
-        known = isinstance(error.filename, str | bytes)  # else the number of an open file
-        named = Path(os.fsdecode(error.filename)) if known else Path("/")
-        of_run = named.absolute().is_relative_to(directory.path.absolute())
+    of_run = error.errno in _OF_DISKS if not named else Path(named).absolute().is_relative_to(directory.path.absolute())
     if of_run:
         return StorageError(
             f"the run directory must be writable; got {error} in {directory.path}; free some space and continue with "

@@ -137,19 +137,6 @@ def drift_effects(before: Config, now: Config, step: int) -> list[str]:
     return lines
 
 
-def check_same_config(config: Config, of_rank_0: dict[str, Any], rank: int) -> None:
-    """Raises ConfigError where a rank was started with another config than rank 0.  Pure.
-
-    Args:
-        of_rank_0: its `model_dump(mode="json")`.
-    """
-    if lines := differences(flatten(of_rank_0), flatten(config.model_dump(mode="json"))):
-        raise ConfigError(
-            f"all ranks must be started with the same config; got a different one on rank {rank} than on rank 0: "
-            f"{'; '.join(lines[:5])}; give all of them the same file, VESUVIUS_* variables and overrides"
-        )
-
-
 def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What of the plan has changed, a line each.  Pure.
 

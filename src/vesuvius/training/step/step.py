@@ -227,7 +227,9 @@ class TrainStep:
 
     def denoiser(self, weights: str) -> Denoise:
         """The prediction with one of `weight_names`, without a gradient."""
-        parameters = self.weights(weights)
+        parameters: dict[str, Tensor] = dict(self.network.named_parameters())
+        if weights != "raw":
+            parameters = self.averages[weights].weights
 
         @torch.no_grad()
         def denoise(x_t: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
@@ -239,10 +241,6 @@ class TrainStep:
                 return predict(network, self.schedule, x_t, t, condition)
 
         return denoise
-
-    def weights(self, weights: str) -> dict[str, Tensor]:
-        """Those of one of `weight_names`, by the names of the network's parameters."""
-        return dict(self.network.named_parameters()) if weights == "raw" else self.averages[weights].weights
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
