@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -102,16 +102,8 @@ def _spending(spent: dict[str, float], name: str, now: Callable[[], float] = tim
         spent[name] += now() - started
 
 
-@dataclass
-class _Stretch:
-    """Events at the begin and the end of something that the device does."""
-
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-
-    @property
-    def seconds(self) -> float:
-        return _seconds(self.begin, self.end)
+_Stretch = tuple[torch.cuda.Event, torch.cuda.Event]
+"""The events at the begin and the end of something that the device does."""
 
 
 @dataclass
@@ -122,12 +114,12 @@ class _Meanwhile:
     spent: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "pause": 0.0})
 
 
-@dataclass(frozen=True)
-class _Computed:
+class _Computed(NamedTuple):
     """A stretch of computing, and what the gap in front of it may be due to."""
 
     part: Part
-    stretch: _Stretch
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
     meanwhile: _Meanwhile
 
 
@@ -165,16 +157,24 @@ class CudaClock:
     def pausing(self) -> AbstractContextManager[None]:
         return _spending(self._meanwhile.spent, "pause", self._now)
 
-    def copying(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def copying(self) -> Iterator[None]:
         """Enter on the stream that copies.  The computing that is queued next must wait for what is copied."""
-        return self._between_events(lambda stretch: self._meanwhile.copied.append(stretch))
+        begin = self._recorded()
+        try:
+            yield
+        finally:
+            self._meanwhile.copied.append((begin, self._recorded()))
 
     @contextmanager
     def computing(self, part: Part) -> Iterator[None]:
         """Enter on the stream that computes."""
         meanwhile, self._meanwhile = self._meanwhile, _Meanwhile()
-        with self._between_events(lambda stretch: self._step.append(_Computed(part, stretch, meanwhile))):
+        begin = self._recorded()
+        try:
             yield
+        finally:
+            self._step.append(_Computed(part, begin, self._recorded(), meanwhile))
 
     def step_done(self) -> None:
         # On the device's clock the step ended with its last computing: what the host did since is the next step's.
@@ -185,14 +185,14 @@ class CudaClock:
         done = []
         while self._pending:
             step = self._pending[0]
-            end = step[-1].stretch.end
+            end = step[-1].end
             if wait:
                 end.synchronize()
             elif not end.query():  # type: ignore[no-untyped-call]
                 break
             done.append(_split_step(step, self._end_before))
-            stretches = [stretch for each in step for stretch in (each.stretch, *each.meanwhile.copied)]
-            events = [event for each in stretches for event in (each.begin, each.end)]
+            events = [event for each in step for event in (each.begin, each.end)]
+            events += [event for each in step for copy in each.meanwhile.copied for event in copy]
             self._free += [self._end_before, *(event for event in events if event is not end)]
             self._end_before = end  # from which the next step counts
             self._pending.popleft()
@@ -203,47 +203,38 @@ class CudaClock:
         event.record()
         return event
 
-    @contextmanager
-    def _between_events(self, keep: Callable[[_Stretch], None]) -> Iterator[None]:
-        begin = self._recorded()
-        try:
-            yield
-        finally:
-            keep(_Stretch(begin, self._recorded()))
-
 
 def _split_step(step: Sequence[_Computed], end_before: torch.cuda.Event) -> StepTimes:
     """Read the events of a step that the device has finished."""
-    step_s = left_s = _seconds(end_before, step[-1].stretch.end)
+    step_s = left_s = _seconds(end_before, step[-1].end)
     spent = dict.fromkeys(_PARTS, 0.0)
     for each in step:
         # Each is rounded for itself: together they may seem longer than the step.
-        seconds = min(each.stretch.seconds, left_s)
+        seconds = min(_seconds(each.begin, each.end), left_s)
         spent[each.part] += seconds
         left_s -= seconds
     gap_begin = end_before
     for each in step:
         # How long the device waited for copies, for data and for a pause: together no more than the gap.
-        gap, meanwhile = _Stretch(gap_begin, each.stretch.begin), each.meanwhile
-        gap_s = min(gap.seconds, left_s)
-        copied_s = sum(_seconds_within(gap, copy) for copy in meanwhile.copied)
-        for name, most_s in (("h2d", copied_s), *meanwhile.spent.items()):
+        whole_s = _seconds(gap_begin, each.begin)
+        gap_s = min(whole_s, left_s)
+        copied_s = sum(_seconds_within(whole_s, each.begin, copy) for copy in each.meanwhile.copied)
+        for name, most_s in (("h2d", copied_s), *each.meanwhile.spent.items()):
             seconds = min(most_s, gap_s)
             spent[name] += seconds
             gap_s -= seconds
             left_s -= seconds
-        gap_begin = each.stretch.end
+        gap_begin = each.end
     return StepTimes(step_s, **{f"{name}_s": seconds for name, seconds in spent.items()})
 
 
-def _seconds_within(gap: _Stretch, copy: _Stretch) -> float:
+def _seconds_within(gap_s: float, gap_end: torch.cuda.Event, copy: _Stretch) -> float:
     """How long of a copy lies within the gap that ends once it is over.
 
     Measured back from the gap's end, which comes last: a copy may begin before the gap or, where the host is far
     ahead, before the step, and CUDA does not say what it answers for two events in the wrong order.
     """
-    gap_s = gap.seconds
-    since_begin_s, since_end_s = _seconds(copy.begin, gap.end), _seconds(copy.end, gap.end)
+    since_begin_s, since_end_s = (_seconds(event, gap_end) for event in copy)
     return max(0.0, min(since_begin_s, gap_s) - min(since_end_s, gap_s))
 
 
