@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -201,7 +201,10 @@ class Monitor:
                 samples.append(sample)
                 vrams += [vram] if vram is not None else []
                 if stopped or single > 0 or len(samples) >= SAMPLES_PER_RECORD:
-                    self._writer.later(partial(self._write, self._window(samples, vrams)))
+                    step, readers = self.told.step, self._moments[-1].reader_bytes
+                    limit_bytes = tightest(sample, self._limits).limit_bytes
+                    window = SystemWindow(step, samples, vrams, limit_bytes, readers, self.risk, self.rates())
+                    self._writer.later(partial(self._write, window))
                     samples, vrams, single = [], [], single - 1
             except Exception:  # a monitor must not end the run it watches; the log says that it is blind
                 self._say_blind()
@@ -227,12 +230,11 @@ class Monitor:
                 self.order = self._guard.judge(time.monotonic(), risk, told.step_s, told.can_shrink, told.readers)
             order = self.order
         if self._mode != "off" and risk.level > before:
-            others = ""
+            text = f"risk of an out of memory kill {risk.level.name}: {risk.reason}"
             if risk.is_of_others(self._limits):
                 held = size_text(run_bytes(sample, self._limits))
-                others = f"; this run holds {held} of the memory in use, and other programs the rest (see top -o %MEM)"
-            warning = "risk of an out of memory kill %s: %s%s"
-            self._writer.later(partial(log.warning, warning, risk.level.name, risk.reason, others))
+                text += f"; this run holds {held} of the memory in use, and other programs the rest (see top -o %MEM)"
+            self._writer.later(partial(log.warning, "%s", text))
         elif self._mode != "off" and risk.level < before:
             self._writer.later(partial(log.info, "memory risk is %s again", risk.level.name))
         if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
@@ -246,22 +248,21 @@ class Monitor:
             self._writer.later(partial(log.warning, "sampling failed; retrying", exc_info=sys.exc_info()))
 
     def _keep(self, sample: SystemSample, vram: VramUse | None) -> None:
-        told, risk, held = self.told, self.risk, {p.pid: p.anon_bytes for p in sample.processes}
+        told, risk, first = self.told, self.risk, self.risk.killers[0]
+        held = {process.pid: process.anon_bytes for process in sample.processes}
         self._here |= held.keys() & told.readers.keys()
-        awaits, silent_s = self._silence()
+        # A reader of this machine that is gone holds nothing, whatever it has said last.
+        gone, (awaits, silent_s) = self._here - held.keys(), self._silence()
         moment = MemorySample(
             time=sample.time,
             step=told.step,
             used_bytes=sample.used_bytes,
             shared_bytes=sample.shared_bytes,
             trainer_bytes=sample.processes[0].anon_bytes,
-            # A reader of this machine that is gone holds nothing, whatever it has said last.
-            reader_bytes={
-                pid: held.get(pid, said) for pid, said in told.readers.items() if pid in held or pid not in self._here
-            },
-            killer=risk.killers[0].name,
-            killer_used_bytes=risk.killers[0].used_bytes,
-            kills_at_bytes=risk.killers[0].kills_at_bytes,
+            reader_bytes={pid: held.get(pid, said) for pid, said in told.readers.items() if pid not in gone},
+            killer=first.name,
+            killer_used_bytes=first.used_bytes,
+            kills_at_bytes=first.kills_at_bytes,
             level=risk.level.name,
             reason=risk.reason,
             workers=told.workers,
@@ -274,10 +275,6 @@ class Monitor:
         )
         self._moments.append(moment)
         self._writer.later(partial(self._recent.write, moment))
-
-    def _window(self, samples: Sequence[SystemSample], vrams: Sequence[VramUse]) -> SystemWindow:
-        step, readers = self.told.step, self._moments[-1].reader_bytes
-        return SystemWindow(step, samples, vrams, self.ram()[1], readers, self.risk, self.rates())
 
     def _write(self, window: SystemWindow) -> None:
         record = self._records.write("system", **system_figures(window), disk=self._disk_use())
@@ -296,11 +293,8 @@ class Monitor:
 
 def kills_text(was: CgroupUse | None, now: CgroupUse | None) -> str:
     """What to say where the kernel has killed a process, such as one of Ray's own, of which nobody else hears."""
-    if was is None or now is None or was.path != now.path:
+    if was is None or now is None or was.path != now.path or (now.oom_kills or 0) <= (was.oom_kills or 0):
         return ""
-    if (kills := (now.oom_kills or 0) - (was.oom_kills or 0)) <= 0:
-        return ""
-    return (
-        f"out of memory: the kernel has killed {kills} process(es) of cgroup {now.path}; see `vesuvius memcheck`, "
-        "lower training.workers or monitor.ram_limit_gib"
-    )
+    killed = f"{(now.oom_kills or 0) - (was.oom_kills or 0)} process(es) of cgroup {now.path}"
+    remedy = "see `vesuvius memcheck`, lower training.workers or monitor.ram_limit_gib"
+    return f"out of memory: the kernel has killed {killed}; {remedy}"
