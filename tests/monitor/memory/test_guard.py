@@ -229,7 +229,8 @@ def test_exit_comes_a_step_before_exhaustion_for_leaks_that_last_long_enough():
 
 
 def _risk(share: float, left_s: float | None = None, level: Level = Level.WARN, firm: bool = True) -> Risk:
-    killer = MemoryLimit("the machine", int(share * 1000 * MB), 1000 * MB, 1000 * MB)
+    used = int(share * 1000 * MB)
+    killer = MemoryLimit("the machine", used, 1000 * MB, 1000 * MB, own_bytes=used)
     trend = None if left_s is None else Trend(killer.left_bytes / left_s, 1.0, 1.0, 60.0)
     exhaustion = None if left_s is None else Exhaustion(left_s, left_s, left_s, firm)
     return Risk(level, f"at {share:.0%}", (killer,), trend, exhaustion, {7: trend} if trend else {})
@@ -291,7 +292,8 @@ def test_a_peak_is_not_waited_out_where_half_of_the_rest_is_gone() -> None:
     limits = Limits(configured_bytes=100 * GIB)
 
     def at(share: float) -> Risk:
-        killer = MemoryLimit("monitor.ram_limit_gib", int(share * 100 * GIB), 100 * GIB, 100 * GIB)
+        used = int(share * 100 * GIB)
+        killer = MemoryLimit("monitor.ram_limit_gib", used, 100 * GIB, 100 * GIB, own_bytes=used)
         return Risk(Level.CRITICAL, "near out of memory", (killer,), None, None, {})
 
     guard = Guard(limits)

@@ -46,8 +46,8 @@ class MemoryLimit:
     used_bytes: int  # what it counts as used now
     limit_bytes: int  # what the shares of `Limits` are of
     kills_at_bytes: int  # where it kills; below the limit for Ray's monitor
-    own_bytes: int | None = None  # what the run, with its other ranks here, holds of it; None = all of it
-    least_others_bytes: int | None = None  # the least that was seen of the rest; None = not watched
+    own_bytes: int = 0  # what the run, with its other ranks here, holds of it
+    least_others_bytes: int = 0  # the least that was seen of the rest
 
     @property
     def left_bytes(self) -> int:
@@ -59,18 +59,14 @@ class MemoryLimit:
 
 
 def ray_share_from_environment(environ: Mapping[str, str], total_bytes: int | None = None) -> float | None:
-    """The share of memory at which Ray's monitor kills, from Ray's environment variables.
+    """The share of memory, 0 to 1, at which Ray's monitor kills; None where Ray's environment switches it off.
 
     As Ray 2.60 does it (`ThresholdMemoryMonitor`): RAY_memory_usage_threshold (0.95) of the total, or where
     RAY_min_memory_free_bytes is set, the later of that and so many bytes below the total;
     RAY_memory_monitor_refresh_ms=0 switches it off.  A value that is no number counts as not set.
 
     Args:
-        environ: such as `os.environ`.
         total_bytes: the memory that Ray counts with (`ray_memory`); None = RAY_min_memory_free_bytes is ignored.
-
-    Returns:
-        0 to 1; None where the monitor is switched off.
     """
     if _number(environ, "RAY_memory_monitor_refresh_ms", 250) <= 0:
         return None
@@ -96,27 +92,19 @@ def killers_of(sample: SystemSample, limits: Limits) -> tuple[MemoryLimit, ...]:
     swap is full.  Cgroups too are killed for only once what they may swap out is in swap; a limit that the machine's
     memory does not reach is none.
     """
-    machine, used_bytes = sample.machine, sample.used_bytes
+    machine = sample.machine
     free_swap = max(machine.swap_total_bytes - machine.swap_used_bytes, 0)
-    killers = [
-        MemoryLimit("the machine", machine.used_bytes, machine.total_bytes, machine.total_bytes + free_swap),
-        *(
-            MemoryLimit(
-                f"{level.file} of cgroup {level.path}" + ("" if level.kills else " (slows the run to a crawl)"),
-                level.used_bytes,
-                level.limit_bytes,
-                level.limit_bytes
-                + (free_swap if level.swap_left_bytes is None else min(free_swap, level.swap_left_bytes)),
-            )
-            for level in (sample.cgroup.levels if sample.cgroup else ())
-            if 0 < level.limit_bytes < machine.total_bytes
-        ),
-    ]
+    killers = [MemoryLimit("the machine", machine.used_bytes, machine.total_bytes, machine.total_bytes + free_swap)]
+    for level in sample.cgroup.levels if sample.cgroup else ():
+        if 0 < level.limit_bytes < machine.total_bytes:
+            name = f"{level.file} of cgroup {level.path}" + ("" if level.kills else " (slows the run to a crawl)")
+            swap = free_swap if level.swap_left_bytes is None else min(free_swap, level.swap_left_bytes)
+            killers.append(MemoryLimit(name, level.used_bytes, level.limit_bytes, level.limit_bytes + swap))
     if limits.ray_share is not None:
         used, total = ray_memory(sample)
         killers.append(MemoryLimit(RAY_NAME, used, total, int(total * limits.ray_share)))
     if (configured := limits.configured_bytes) is not None:
-        killers.append(MemoryLimit(CONFIGURED_NAME, used_bytes, configured, configured))
+        killers.append(MemoryLimit(CONFIGURED_NAME, sample.used_bytes, configured, configured))
     own_bytes = run_bytes(sample, limits)
     killers = [replace(killer, own_bytes=min(own_bytes, killer.used_bytes)) for killer in killers]
     return tuple(sorted(killers, key=lambda killer: killer.left_bytes))
@@ -185,5 +173,4 @@ def largest_share(killers: Iterable[MemoryLimit], limits: Limits) -> float:
 def shrinking_helps(killer: MemoryLimit, limits: Limits) -> bool:
     """Whether without this run there would be no risk: otherwise its end leaves the others' memory as it is, and the
     next start finds the same."""
-    without = replace(killer, used_bytes=killer.used_bytes - (killer.own_bytes or 0))
-    return killer.own_bytes is None or used_share(without, limits) < limits.warn_at
+    return used_share(replace(killer, used_bytes=killer.used_bytes - killer.own_bytes), limits) < limits.warn_at

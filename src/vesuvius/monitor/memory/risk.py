@@ -71,19 +71,13 @@ class Risk:
         """What the run has a hand in: the killers as they are if it grows, else as if the others had not grown."""
         if self.own_grows:
             return self.killers
-        return tuple(
-            killer
-            if killer.own_bytes is None or killer.least_others_bytes is None
-            else replace(killer, used_bytes=killer.own_bytes + killer.least_others_bytes)
-            for killer in self.killers
-        )
+        return tuple(replace(each, used_bytes=each.own_bytes + each.least_others_bytes) for each in self.killers)
 
     def is_of_others(self, limits: Limits) -> bool:
         """Whether there is a risk that a smaller run would not lessen: others fill the memory, or only they grow."""
         tight = (killer for killer in self.ours if used_share(killer, limits) >= limits.warn_at)
-        if self.level is Level.LOW or any(shrinking_helps(killer, limits) for killer in tight):
-            return False
-        return not self.own_grows or self.exhaustion is None or not self.exhaustion.firm
+        grows = self.own_grows and self.exhaustion is not None and self.exhaustion.firm
+        return self.level > Level.LOW and not grows and not any(shrinking_helps(killer, limits) for killer in tight)
 
 
 class RiskWatch:
@@ -112,10 +106,7 @@ class RiskWatch:
         self._of_process: dict[tuple[int, float], PeakSeries] = {}
 
     def restart(self) -> None:
-        """Forget the past: readers were restarted, so what grew before says nothing.
-
-        From the next sample on; so it may be called in another thread than `add`.
-        """
+        """Forget the past from the next sample on: readers were restarted.  Any thread may call."""
         self._restarted = True
 
     def add(self, sample: SystemSample) -> Risk:
@@ -124,7 +115,7 @@ class RiskWatch:
             self._restarted = False
             self._begin(_RESTART_WARMUP_S)
         killers = [self._beside_others(killer) for killer in killers_of(sample, self._limits)]
-        self._own.add(sample.time, max(killer.own_bytes or 0 for killer in killers))
+        self._own.add(sample.time, max(killer.own_bytes for killer in killers))
         for killer in killers:
             series = self._of_killer.setdefault(killer.name, PeakSeries(self._warmup_s))
             series.add(sample.time, killer.used_bytes)
@@ -146,7 +137,7 @@ class RiskWatch:
         return Risk(level, reason, tuple(killers), trend, exhaustion, growing, own_grows)
 
     def _beside_others(self, killer: MemoryLimit) -> MemoryLimit:
-        others = killer.used_bytes - (killer.own_bytes or 0)
+        others = killer.used_bytes - killer.own_bytes
         least = self._least_others[killer.name] = min(others, self._least_others.get(killer.name, others))
         return replace(killer, least_others_bytes=least)
 
@@ -198,25 +189,21 @@ def _reason(
     growing: Mapping[int, Trend],
 ) -> str:
     """One line.  Log hygiene: at LOW no name of a cgroup or process, which may be anything; else the words to grep."""
-    first, fullest, growth = (
-        killers[0],
-        max(killers, key=lambda each: used_share(each, limits)),
-        "no significant growth",
-    )
+    first, growth = killers[0], "no significant growth"
     if trend is not None and exhaustion is not None:
-        earliest, likely, latest = map(
-            format_duration, (exhaustion.earliest_s, exhaustion.likely_s, exhaustion.latest_s)
-        )
+        seconds = (exhaustion.earliest_s, exhaustion.likely_s, exhaustion.latest_s)
+        earliest, likely, latest = map(format_duration, seconds)
         growth = f"growing {trend.bytes_per_s / 1e6:.1f} MB/s: full in {likely} ({earliest} to {latest})"
         if growing:
             pid = max(growing, key=lambda each: growing[each].bytes_per_s)
             growth += f", fastest process {pid} ({growing[pid].bytes_per_s / 1e6:.1f} MB/s)"
     if level is Level.LOW:
         return f"{_in_use(first)}, {growth}"
-    figures = [f"{first.name}: {_in_use(first)}; kills at {gib(first.kills_at_bytes)} GiB, {growth}"]
+    fullest = max(killers, key=lambda each: used_share(each, limits))
+    text = f"near out of memory: {first.name}: {_in_use(first)}; kills at {gib(first.kills_at_bytes)} GiB, {growth}"
     if fullest.name != first.name and used_share(fullest, limits) >= limits.warn_at:
-        figures.append(f"{fullest.name}: {_in_use(fullest)}; kills at {gib(fullest.kills_at_bytes)} GiB")
-    return "near out of memory: " + "; ".join(figures)
+        text += f"; {fullest.name}: {_in_use(fullest)}; kills at {gib(fullest.kills_at_bytes)} GiB"
+    return text
 
 
 def _in_use(killer: MemoryLimit) -> str:
