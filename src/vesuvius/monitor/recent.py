@@ -31,8 +31,7 @@ class MemorySample:
     used_bytes: int
     shared_bytes: int
     trainer_bytes: int  # private memory of the trainer
-    # private memory of each reader, by pid
-    reader_bytes: Mapping[int, int] = field(default_factory=dict)
+    reader_bytes: Mapping[int, int] = field(default_factory=dict)  # private memory of each reader, by pid
     # killer, killer_used_bytes, kills_at_bytes: the first killer
     killer: str = ""
     killer_used_bytes: int = 0
@@ -75,15 +74,13 @@ class RecentFile:
         self._file.close()
 
     def _begin_anew(self) -> None:
-        self._lines = 0
+        self._lines, full = 0, self._file
         try:
             os.replace(self._path, _before(self._path))  # also room on a full disk
-            file = AppendFile(self._path)
+            self._file = AppendFile(self._path)
+            full.close()
         except OSError as error:
             log.warning("cannot begin a new %s: %s; it grows until the folder is writable", self._path, error)
-        else:
-            self._file.close()
-            self._file = file
 
 
 def read_recent(path: Path, kept: int = KEPT) -> list[MemorySample]:

@@ -32,9 +32,8 @@ class SessionRecord:
     # host, boot_id: where it runs, and which start of that machine; empty where the system does not tell
     host: str
     boot_id: str
-    # pid, started_s: the trainer's process and its start after boot: together its identity
-    pid: int
-    started_s: float
+    pid: int  # of the trainer
+    started_s: float  # seconds after boot: with the pid, its identity
     begin_time: float  # seconds since 1970
     workers: int  # reader processes at the start
     limits: Limits  # what the session's memory is held against
@@ -84,11 +83,8 @@ def read_session(path: Path) -> SessionRecord | None:
 
 
 def is_alive(record: SessionRecord) -> bool | None:
-    """Whether its process lives (a zombie does not); None where that cannot be seen from here.
-
-    It cannot on another machine, from another container than the run's or from outside of it, or where the system does
-    not tell which machine this is.
-    """
+    """Whether its process lives (a zombie does not); None where that cannot be seen from here: on another machine, from
+    another container than the run's or outside of it, or where the system does not tell which machine this is."""
     here = boot_id()
     if not here or not record.boot_id:
         return None

@@ -45,10 +45,7 @@ def system_figures(window: SystemWindow) -> dict[str, Any]:
         "page_cache_bytes": last.cgroup.file_bytes if last.cgroup else last.machine.page_cache_bytes,
         "machine_available_bytes": min(sample.machine.available_bytes for sample in samples),
         "swap_used_bytes": last.machine.swap_used_bytes,
-        "oom_kills": {
-            "cgroup": last.cgroup.oom_kills if last.cgroup else None,
-            "machine": last.machine.oom_kills,
-        },
+        "oom_kills": {"cgroup": last.cgroup and last.cgroup.oom_kills, "machine": last.machine.oom_kills},
         "risk": risk.level.name,
         "killer": {name: getattr(risk.killers[0], name) for name in ("name", "used_bytes", "kills_at_bytes")},
         "growth_bytes_s": asdict(risk.trend) if risk.trend else None,

@@ -115,12 +115,12 @@ class Watchdog:
         step, last = self._step()
         line = f"Verdict step {step}/{last} {text}; stacks of all threads in {path}"
         fields: dict[str, Any] = {"step": step, "text": text, "stacks": f"{self._stacks.name}/{path.name}"}
-        heard = fields | {"what": expected.what, "waiting_for": waiting_for, "seconds": seconds}
+        heard = {"event": "hung", "what": expected.what, "waiting_for": waiting_for, "seconds": seconds}
         _beside(
             lambda: self._dump(path, text),
             lambda: log.error("%s; the run keeps waiting, a stop saves step %d", line, step),
             lambda: self._record("verdict", **fields, bound="hung", cause=None, overrides=[]),
-            lambda: self._record("event", event="hung", **heard),
+            lambda: self._record("event", **fields, **heard),
         )
 
     def _say_recovered(self, expected: _Expected) -> None:
@@ -145,11 +145,7 @@ def _beside(*writes: Callable[[], object]) -> None:
     """Each on a thread of its own, which none of the others waits for long: the disk may be what hangs."""
     deadline = time.monotonic() + _WITHIN_S
     for write in writes:
-        wait([on_thread(_caught, write, name="watchdog-writer")], max(deadline - time.monotonic(), _NEXT_AFTER_S))
-
-
-def _caught(write: Callable[[], object]) -> None:
-    try:
-        write()
-    except Exception:
-        log.exception("the watchdog could not say what it saw")
+        call = on_thread(write, name="watchdog-writer")
+        wait([call], max(deadline - time.monotonic(), _NEXT_AFTER_S))
+        if call.done() and (error := call.exception()):
+            log.error("the watchdog could not say what it saw", exc_info=error)

@@ -25,7 +25,6 @@ def machine(total_bytes: int, used_bytes: float, swap_used_bytes: int = 0, swap_
         total_bytes=total_bytes,
         available_bytes=total_bytes - int(used_bytes),
         page_cache_bytes=0,
-        shmem_bytes=0,
         swap_used_bytes=swap_used_bytes,
         swap_total_bytes=swap_total_bytes,
         oom_kills=0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +20,8 @@ class CpuQuota:
 
     cgroup: str  # its path
     cores: float  # processors
-    # periods, throttled: of the quota so far, and those in which it was used up
-    periods: int
-    throttled: int
+    periods: int  # of the quota so far
+    throttled: int  # those in which it was used up
 
 
 def bound_cores(pid: int = 0) -> frozenset[int]:
@@ -55,10 +53,8 @@ def others_text(others: float, cores: float) -> str:
 
 
 def throttling(before: Iterable[CpuQuota], after: Iterable[CpuQuota]) -> tuple[float, CpuQuota] | None:
-    """The quota that was used up most often since, with the share of its periods.  Pure.
-
-    Not the smallest one: a larger one above may be used up by others.  None where none had a period.
-    """
+    """The quota that was used up most often since, which need not be the smallest, with the share of its periods; None
+    where none had a period.  Pure."""
     counted = {quota.cgroup: (quota.periods, quota.throttled) for quota in before}
     shares = []
     for quota in after:
@@ -69,10 +65,7 @@ def throttling(before: Iterable[CpuQuota], after: Iterable[CpuQuota]) -> tuple[f
 
 
 def _cores(version: int | None, directory: Path) -> float | None:
-    """Microseconds of processor time in each period (version 2 `cpu.max`), as processors; None where all may be used.
-
-    `max` in version 2 and -1 in version 1 are no quota.
-    """
+    """Microseconds of processor time in each period, as processors; None for `max` or, in version 1, -1."""
     names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     figures = " ".join(read_text(directory / name) or "" for name in names).split()
     if len(figures) != 2 or not all(figure.isdigit() for figure in figures):
@@ -112,9 +105,5 @@ def task_limits() -> list[TaskLimit]:
 
 def _tasks_of_user() -> int:
     """Threads of all visible processes of the real user of this one."""
-    user, count = os.getuid(), 0
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.uids().real == user:
-                count += process.num_threads()
-    return count
+    seen = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
+    return sum(info["num_threads"] or 0 for info in seen if info["uids"] and info["uids"].real == os.getuid())

@@ -39,28 +39,27 @@ class Gpus:
     """
 
     def __init__(self, nvml: ModuleType | None = None, within_s: float = 0.5) -> None:
-        self.reason: str | None = None
         self._gpus: list[tuple[int, str, str, Any]] = []  # index, uuid, name, handle
         self._sample_all = BoundedCall(lambda: [use for gpu in self._gpus if (use := self._sample_one(*gpu))], within_s)
+        self.reason = self._open(nvml)
+
+    def _open(self, nvml: ModuleType | None) -> str | None:
+        """Find the GPUs; returns why there is none."""
         try:
             # Here, because a machine without GPUs need not have it.
             self._nvml: Any = nvml or importlib.import_module("pynvml")
-        except ImportError:
-            self.reason = "nvidia-ml-py is not installed"
-            return
-        try:
             self._nvml.nvmlInit()
             count = self._nvml.nvmlDeviceGetCount()
+        except ImportError:
+            return "nvidia-ml-py is not installed"
         except self._nvml.NVMLError as error:
-            self.reason = f"NVML does not answer: {error}"
-            return
+            return f"NVML does not answer: {error}"
         for index in range(count):
             handle = self._ask("nvmlDeviceGetHandleByIndex", index)
             uuid = None if handle is None else self._ask("nvmlDeviceGetUUID", handle)
             if uuid is not None:  # one that does not even say who it is has fallen off the bus
                 self._gpus.append((index, uuid, self._ask("nvmlDeviceGetName", handle) or "GPU", handle))
-        if not self._gpus:
-            self.reason = f"none of {count} GPUs answers NVML" if count else "NVML sees no GPU"
+        return None if self._gpus else f"none of {count} GPUs answers NVML" if count else "NVML sees no GPU"
 
     def __enter__(self) -> Gpus:
         return self
@@ -77,8 +76,7 @@ class Gpus:
         return (self._sample_all() or []) if self._gpus else []
 
     def _sample_one(self, index: int, uuid: str, name: str, handle: Any) -> GpuUse | None:
-        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
-        if memory is None:
+        if (memory := self._ask("nvmlDeviceGetMemoryInfo", handle)) is None:
             return None
         rates = self._ask("nvmlDeviceGetUtilizationRates", handle)
         milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -113,8 +114,10 @@ class ProcessTree:
 
     def _find_new(self, pids: set[int]) -> list[int]:
         """Take in those of `pids` that descend from members, and return them, parents before their children."""
-        parents = {pid: parent for pid in pids - self._members.keys() if (parent := _parent_of(pid)) is not None}
-        found: list[int] = []
+        parents, found = dict[int, int](), list[int]()
+        for pid in pids - self._members.keys():
+            with suppress(psutil.Error):
+                parents[pid] = psutil.Process(pid).ppid()
         while children := [pid for pid, parent in parents.items() if parent in self._members or pid in self._also]:
             for pid in children:
                 above, member = self._members.get(parents.pop(pid)), _find_member(pid)
@@ -149,21 +152,17 @@ class _Member:
         """Read what changes seldom: title and mappings."""
         maps = read_text(f"{psutil.PROCFS_PATH}/{self.process.pid}/maps") or ""
         self.nameless_bytes = sum(int(end, 16) - int(begin, 16) for begin, end in _NAMELESS.findall(maps))
-        try:
+        with suppress(psutil.Error):  # it has ended: `read` says so
             words = " ".join(self.process.cmdline()).split()
             self.name = " ".join(words)[:_NAME_LENGTH] or self.process.name()
-        except psutil.Error:
-            pass  # it has ended: `read` says so
 
     def read(self) -> ProcessUse | None:
         """None if it has ended, also if its pid is still there: a zombie, or reused."""
         process = self.process
         try:
-            if not process.is_running():
-                return None
             with process.oneshot():
                 status, parent, cpu = process.status(), process.ppid(), process.cpu_times()
-            if status in _ENDED:
+            if status in _ENDED or not process.is_running():
                 return None
             anon, shmem, file, swap = _memory(process)
         except psutil.Error:
@@ -183,13 +182,6 @@ def _find_member(pid: int) -> _Member | None:
                 return None
             # Both parts follow the wall clock; their difference does not.
             return _Member(process, round(process.create_time() - psutil.boot_time(), 2))
-    except psutil.Error:
-        return None
-
-
-def _parent_of(pid: int) -> int | None:
-    try:
-        return psutil.Process(pid).ppid()
     except psutil.Error:
         return None
 
@@ -222,28 +214,22 @@ def _find_shared_files(pids: Iterable[int]) -> dict[tuple[int, int], list[str]]:
     """Files of shared memory that processes hold open, with all links to each, by device and inode."""
     files: dict[tuple[int, int], list[str]] = {}
     for pid in pids:
-        directory = f"{psutil.PROCFS_PATH}/{pid}/fd"
-        try:
-            links = [f"{directory}/{name}" for name in os.listdir(directory)]
-        except OSError:
-            continue
+        links: list[str] = []
+        with suppress(OSError):
+            links = [entry.path for entry in os.scandir(f"{psutil.PROCFS_PATH}/{pid}/fd")]
         for link in links:
-            try:
+            with suppress(OSError):  # closed since
                 if os.readlink(link).startswith(_SHARED):
                     stat = os.stat(link)
                     files.setdefault((stat.st_dev, stat.st_ino), []).append(link)
-            except OSError:  # closed since
-                continue
     return files
 
 
 def _held_bytes(file: tuple[int, int], links: Iterable[str]) -> int:
     """Memory that a file of shared memory has; 0 when none of the links leads to it any more."""
     for link in links:
-        try:
+        with suppress(OSError):
             stat = os.stat(link)
-        except OSError:
-            continue
-        if (stat.st_dev, stat.st_ino) == file:
-            return stat.st_blocks * _BLOCK_BYTES
+            if (stat.st_dev, stat.st_ino) == file:
+                return stat.st_blocks * _BLOCK_BYTES
     return 0

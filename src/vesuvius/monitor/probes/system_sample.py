@@ -22,7 +22,6 @@ class MachineUse:
     total_bytes: int  # memory of the machine
     available_bytes: int  # memory that can be had without swapping: free memory and most of the page cache
     page_cache_bytes: int  # files and reclaimable kernel memory, without shared memory
-    shmem_bytes: int  # tmpfs and shared memory, such as Ray's object store
     # swap_used_bytes, swap_total_bytes: of all swap devices
     swap_used_bytes: int
     swap_total_bytes: int
@@ -49,7 +48,6 @@ def read_machine() -> MachineUse:
         total_bytes=memory.total,
         available_bytes=memory.available,
         page_cache_bytes=max(memory.cached + memory.buffers - memory.shared, 0),  # `cached` includes shared memory
-        shmem_bytes=memory.shared,
         swap_used_bytes=max(swap.used, 0),
         swap_total_bytes=swap.total,
         oom_kills=read_counts(f"{psutil.PROCFS_PATH}/vmstat").get("oom_kill"),
@@ -82,19 +80,14 @@ class SystemSample:
 
 
 class Watcher:
-    """Samples a process and its descendants.
-
-    Args:
-        pid: the root of the run.
-        gpus: open NVML; None = GPUs are not looked at.
+    """Samples a process, the root of a run, and its descendants; `gpus`: open NVML, None = GPUs are not looked at.
 
     Raises:
         ProcessLookupError: from `sample`, once the root is gone.
     """
 
     def __init__(self, pid: int, gpus: Gpus | None = None) -> None:
-        self._pid = pid
-        self._gpus = gpus
+        self._pid, self._gpus = pid, gpus
         self._tree = ProcessTree(pid)
 
     def also(self, pids: Collection[int]) -> None:
@@ -108,10 +101,7 @@ class Watcher:
 
 
 def sample_system(
-    pid: int,
-    gpus: Gpus | None = None,
-    processes: Sequence[ProcessUse] = (),
-    shared_bytes: int = 0,
+    pid: int, gpus: Gpus | None = None, processes: Sequence[ProcessUse] = (), shared_bytes: int = 0
 ) -> SystemSample:
     """A sample of the machine, its GPUs and the cgroup of a process, with the processes that the caller has found."""
     return SystemSample(
@@ -152,9 +142,7 @@ def rates_between(before: SystemSample, after: SystemSample) -> Rates | None:
     was = {(process.pid, process.started_s): process.cpu_s for process in before.processes}
     return Rates(
         # A look may come sooner than the next tick of the clock that counts them.
-        tuple(
-            min(work / all_of_it, 1.0) if all_of_it > 0 else 0.0 for work, all_of_it in zip(busy, whole, strict=True)
-        ),
+        tuple(min(work / of, 1.0) if of > 0 else 0.0 for work, of in zip(busy, whole, strict=True)),
         {
             process.pid: max(process.cpu_s - was[process.pid, process.started_s], 0.0) / seconds
             for process in after.processes

@@ -43,14 +43,10 @@ class Vram:
         self._cuda = cuda
 
     def read(self, new_window: bool = True) -> VramUse | None:
-        """What is in use now.
+        """What is in use now; with `new_window` the peak starts over.
 
         None on a CPU, where this process has not begun to use the GPU (reading would begin it, for 0.5 GiB), and where
         the GPU does not answer any more.
-
-        Args:
-            new_window: the peak starts over after this read.  One that comes and goes between the two calls to torch
-                is missed.
         """
         if not self._on_gpu or not self._cuda.is_initialized():
             return None
