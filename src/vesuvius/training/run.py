@@ -29,8 +29,8 @@ from vesuvius.training.checkpoint.progress import Progress, still_quarantined
 from vesuvius.training.checkpoint.resume import is_finished, restore
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.checkpoint.writer import CheckpointWriter
-from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
+from vesuvius.training.forecast.run_plan import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.start_log import log_ranks, start_lines
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.part import Part, launched_ranks, part_of

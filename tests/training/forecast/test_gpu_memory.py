@@ -19,12 +19,12 @@ from vesuvius.config import Config
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.runlog.units import GIB
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
-from vesuvius.training.forecast.gpu_memory import (
+from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
+from vesuvius.training.forecast.run_plan import (
     gpu_memory_error,
     is_gpu_memory_error,
     remedy,
 )
-from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def test_cudnn_without_a_kernel_is_out_of_memory_where_memory_was_nearly_full(
 def test_the_smaller_batch_fits_and_keeps_the_effective_batch(
     batch: int, accumulate: int, fitting: int | None, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = "vesuvius.training.forecast.gpu_memory"
+    place = "vesuvius.training.forecast.run_plan"
     monkeypatch.setattr(f"{place}.plan_memory", lambda config, amp: SimpleNamespace(vram_bytes=99 * GIB))
     monkeypatch.setattr(f"{place}.largest_batch", lambda config, vram_bytes, amp: fitting)
     text = remedy(small(*batches(batch, accumulate)), CPU, USE if fitting is not None else None)
@@ -120,7 +120,7 @@ def test_the_smaller_batch_fits_and_keeps_the_effective_batch(
 
 def test_the_plan_is_asked_what_fits_beside_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of other processes is not ours; a smaller batch accumulates."""
-    place = "vesuvius.training.forecast.gpu_memory"
+    place = "vesuvius.training.forecast.run_plan"
 
     def fitting(config: Config, vram_bytes: int, amp: str) -> int:
         assert (config.training.accumulate_steps, vram_bytes, amp) == (2, GIB, "bf16")
@@ -139,7 +139,7 @@ def test_the_plan_is_asked_what_fits_beside_other_processes(monkeypatch: pytest.
 @pytest.fixture
 def plan_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without tracing a step, which takes seconds: it needs 1 GiB, and one patch more than half of that."""
-    place = "vesuvius.training.forecast.gpu_memory"
+    place = "vesuvius.training.forecast.run_plan"
     monkeypatch.setattr(f"{place}.plan_memory", lambda config, amp: SimpleNamespace(vram_bytes=GIB))
     monkeypatch.setattr(f"{place}.largest_batch", lambda config, vram_bytes, amp: int(vram_bytes > GIB))
 

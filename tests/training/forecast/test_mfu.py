@@ -17,8 +17,6 @@ from vesuvius.training.ranks.part import part_of
     ("name", "amp", "tf32", "tflops"),
     [
         ("NVIDIA H200", "bf16", True, 989.5),
-        ("NVIDIA H100 80GB HBM3", "off", True, 494.7),
-        ("NVIDIA A100-SXM4-80GB", "fp16", True, 312),
         ("NVIDIA A100 80GB PCIe", "off", False, 19.5),
         ("NVIDIA GeForce RTX 3090", "bf16", True, 71),  # with float32 sums: half of what is advertised
         ("Tesla V100-SXM2-32GB", "off", True, 15.7),  # has no TF32

@@ -1,4 +1,5 @@
-"""The memory plan of a run, before it starts: what dry run, doctor, init and tune ask, and what is printed of it.
+"""The memory plan of a run: what dry run, doctor, init and tune ask before it starts, and what is printed of it; and
+what to change when the GPU's memory runs out all the same.
 
 What a GPU takes is the traced step's (`memory_plan.py`); the host's memory is that of readers, object store, Ray and
 trainer.  What follows from the config is computed; what processes take that hold no data yet was measured once
@@ -10,13 +11,17 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from vesuvius.config import Config
+from vesuvius.errors import GpuMemoryError, one_line
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
+from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.runlog.units import GIB, size_text
 from vesuvius.stream.feeder import HELD
 from vesuvius.stream.options import (
@@ -29,12 +34,7 @@ from vesuvius.stream.options import (
 )
 from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.forecast.memory_plan import (
-    MemoryPlan,
-    largest_batch,
-    leaner,
-    plan_memory,
-)
+from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, MemoryPlan, largest_batch, leaner, plan_memory
 from vesuvius.training.forecast.preflight import checkpoint_sizes, fixed_count
 from vesuvius.training.step.device import pinned_bytes
 from vesuvius.training.step.step import choose_device, resolve_amp
@@ -52,6 +52,13 @@ _STORE_HOLES = 0.125
 
 _WARN_SHARE = 0.8
 _NOT_HERE = "--vram-gib"
+
+# cuBLAS and cuDNN, and torch for pinned memory, report the same without torch's own class.
+_OTHER_NAMES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+# What cuDNN says where it has no kernel, or none whose workspace fits; the first is torch's own text.
+_NO_KERNEL = ("unable to find an engine", "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_INTERNAL_ERROR")
+_NEARLY_FULL = 0.6  # a workspace is at most some tensors of a convolution
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
@@ -250,3 +257,85 @@ def _network(config: Config, gpu: bool) -> list[RamPart]:
 def _host_bytes(size: int, gpu: bool) -> int:
     """Of a buffer, which is pinned where a GPU copies from it."""
     return pinned_bytes(size) if gpu else size
+
+
+def used_share() -> float:
+    """The most that tensors took at once of the GPU memory that this process may have; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    may_take = min(torch.cuda.get_per_process_memory_fraction() * total, free + torch.cuda.memory_reserved())
+    return torch.cuda.max_memory_allocated() / max(may_take, 1)
+
+
+def is_gpu_memory_error(error: BaseException, share: Callable[[], float] = used_share) -> bool:
+    """Whether an error says that a GPU has no memory left, whichever library found out.
+
+    Where each of its kernels wants more workspace than is left, cuDNN says that it has no kernel.  One may be missing
+    indeed, so that counts only where `share`, of the memory in use, was large.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    if any(text in str(error) for text in _NO_KERNEL):
+        return share() >= _NEARLY_FULL
+    return any(name in str(error) for name in _OTHER_NAMES)
+
+
+def gpu_memory_error(
+    config: Config, device: torch.device, error: BaseException, saved_step: int | None, vram: Vram | None = None
+) -> GpuMemoryError:
+    """The error to end a run with: what failed, value and remedy in its first line, who held the memory below.
+
+    Takes seconds, because the memory plan is asked.  Raises nothing.  `saved_step` is of the checkpoint that holds all
+    finished steps, None where none could be saved.
+    """
+    use = (vram or Vram(device)).read(new_window=False)
+    what_to_do = remedy(config, device, use)
+    wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))  # the rest of torch's text is in the table
+    first = (
+        f"A step with train_batch_size {config.training.train_batch_size} does not fit the GPU: out of memory "
+        f"({wanted[0] if wanted else one_line(error)}); {what_to_do}"
+    )
+    held = "unknown, no GPU reports it"
+    if use is not None:
+        held = (
+            f"{size_text(use.allocated_bytes)} in tensors ({size_text(use.peak_bytes)} at the peak), torch held "
+            f"{size_text(use.reserved_bytes)}, CUDA itself and other processes {size_text(use.foreign_bytes)}, "
+            f"{size_text(use.free_bytes)} of {size_text(use.total_bytes)} are free"
+        )
+    saved = "none could be saved now; --resume continues from the last one"
+    if saved_step is not None:
+        saved = f"step {saved_step} is saved, and nothing is lost"
+    return GpuMemoryError(f"{first}\nmemory: {held}\ncheckpoint: {saved}", what_to_do)
+
+
+def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
+    """The overrides with which to go on: the largest smaller micro-batch that divides the global batch, and fits by
+    the memory plan beside the other processes on the GPU; the next smaller one where that is not known.
+
+    Raises nothing.
+    """
+    training, total, why = config.training, config.global_batch, ""
+    most = training.train_batch_size - 1
+    try:
+        assert use is not None, "the GPU's memory cannot be read"
+        # The plan's reserve holds CUDA's own share of what is not torch's.
+        usable_bytes = use.total_bytes - max(use.foreign_bytes - CONTEXT_BYTES, 0)
+        amp = resolve_amp(training.amp, device)
+        need_bytes = plan_memory(config, amp=amp).vram_bytes
+        # A smaller batch accumulates: earlier gradients then live beside the activations.
+        accumulating = config.with_training(accumulate_steps=max(training.accumulate_steps, 2))
+        most = min(largest_batch(accumulating, usable_bytes, amp), most)
+    except Exception as problem:  # the error on its way out must not be hidden by that of its explanation
+        why = f"what would fit is unknown ({one_line(problem)}); "
+    else:
+        why = f"the memory plan needs {size_text(need_bytes)} of {size_text(usable_bytes)}: "
+        if need_bytes <= usable_bytes:
+            why += f"fragments, validation or another process took the rest; with {_EXPANDABLE} it may fit; "
+    batch = next((size for size in range(most, 0, -1) if total % size == 0), None)
+    if batch is None:
+        return why + leaner(config)
+    overrides = f"training.train_batch_size={batch} training.accumulate_steps={total // batch}"
+    return f"{why}continue with --resume {overrides}, which keeps the effective batch"
