@@ -53,13 +53,12 @@ def limit(size_bytes: int, name: str = "the machine") -> MemoryLimit:
     return MemoryLimit(name, 0, size_bytes, size_bytes)
 
 
+@pytest.mark.usefixtures("some_network")
 def test_four_terms_add_up_and_the_line_shows_each(planned: Plan) -> None:
-    for gpu in (False, True):
-        plan = planned("training.workers=3", gpu=gpu)[2]
-        terms = ("readers", "store", "Ray", "trainer")
-        assert plan.ram_bytes == sum(map(plan.term_bytes, terms)) == sum(part.size_bytes for part in plan.parts)
-        assert all(f"{term} {size_text(plan.term_bytes(term))}" in plan.lines()[0] for term in terms)
-        assert len(plan.lines()) == 1 + gpu
+    plan, terms = planned("training.workers=3")[2], ("readers", "store", "Ray", "trainer")
+    assert plan.ram_bytes == sum(map(plan.term_bytes, terms)) == sum(part.size_bytes for part in plan.parts)
+    (line,) = plan.lines()
+    assert all(f"{term} {size_text(plan.term_bytes(term))}" in line for term in terms)
 
 
 @pytest.mark.usefixtures("some_network")
@@ -102,15 +101,12 @@ def test_the_training_step_is_in_host_memory_on_a_cpu_alone(planned: Plan) -> No
     assert part(on_gpu, "CUDA (assumed)") == 2 * GIB
 
 
-def test_the_copy_of_a_checkpoint_holds_weights_moments_and_averages(planned: Plan) -> None:
+def test_a_copy_of_a_checkpoint_is_held_and_pinned_where_a_gpu_fills_it(planned: Plan) -> None:
     config, _, plan = planned()
     copy = part(plan, "copy of a checkpoint")
-    # The optimizer counts its steps besides, a number a tensor.
-    assert copy == pytest.approx(plan_memory(config, amp="off").live_bytes[0], rel=1e-2)
     more = planned("training.extra_ema_decays=[0.99]")[2]
     assert part(more, "copy of a checkpoint") - copy == 4 * parameter_count(lay_out_network(config))
-    pinned = part(planned(gpu=True)[2], "copy of a checkpoint")
-    assert copy < pinned < 2 * copy
+    assert copy < part(planned(gpu=True)[2], "copy of a checkpoint") < 2 * copy
 
 
 @pytest.mark.usefixtures("some_network")

@@ -41,7 +41,7 @@ def test_a_run_that_computes_is_compute_bound_and_its_records_say_where_every_se
     tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A network that is heavy for its patches: reading 16 of them takes milliseconds."""
-    model = {"channels": [48, 96], "full_res_channels": 16}
+    model = {"channels": [32, 64], "full_res_channels": 16}
     path = tiny_config(monitor={"verdict_every": 6}, model=model)
     records = Session(read_config(path, ()), tmp_path).run(12)
     steps = [record for record in records if record["kind"] == "step"]

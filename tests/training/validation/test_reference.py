@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tests.conftest import textured, write_array
@@ -63,12 +64,10 @@ def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_
     assert torch.equal(some, condition[rows])
 
 
-def test_without_a_condition_the_network_is_shown_none(volume: Path) -> None:
-    _, reference = open_reference(make_config([{"path": str(volume)}]), 2)
+@pytest.mark.parametrize("fraction", [0.0, 0.05])
+def test_without_a_condition_there_is_none_and_it_says_whether_training_sees_its_patches(
+    volume: Path, fraction: float
+) -> None:
+    _, reference = open_reference(make_config([{"path": str(volume)}], validation={"fraction": fraction}), 2)
     assert reference.condition([1, 0]) is None
-    assert reference.held_out
-
-
-def test_a_reference_says_where_training_has_seen_its_patches(volume: Path) -> None:
-    _, reference = open_reference(make_config([{"path": str(volume)}], validation={"fraction": 0.0}), 2)
-    assert not reference.held_out
+    assert reference.held_out == (fraction > 0)
