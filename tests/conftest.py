@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -225,7 +226,19 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
         return (yield)
     finally:
         if _ray and not (nextitem and _needs_ray(nextitem)):
-            _ray.pop().close()
+            _end_ray()
+
+
+def _end_ray() -> None:
+    """And see to it that no process of it stays."""
+    ours = list[psutil.Process]()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if re.search(r"^ray::|/ray/", " ".join(process.cmdline())):
+                ours.append(process)
+    assert len(ours) > 5, "raylet, head, their agents and readers"
+    _ray.pop().close()
+    assert psutil.wait_procs(ours, timeout=30)[1] == []
 
 
 def _needs_ray(item: pytest.Item) -> bool:

@@ -25,69 +25,48 @@ def ends(config: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> t
     return code, (capsys.readouterr().err.strip().splitlines() or [""])[-1]
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "says"),
-    [
-        (
-            PermissionError(errno.EACCES, "Permission denied", "RUN/metrics.jsonl"),
-            EXIT_DATA,
-            "the run directory must be",
-        ),
-        (
-            OSError("AF_UNIX path length cannot exceed 107 bytes"),
-            EXIT_ERROR,
-            "The system refused .*AF_UNIX path.*py:[0-9]+",
-        ),
-    ],
-)
-def test_an_error_of_the_system_is_one_of_the_run_directory_only_there(
-    error: OSError,
-    code: int,
-    says: str,
-    tiny_config: WriteConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Each is raised while the session is built; the same command works afterwards."""
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise error
-
-    if str(error.filename).startswith("RUN/"):
-        error.filename = f"runs/tiny/{error.filename[4:]}"
-    config = tiny_config(training={"max_steps": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "build_step", fails)
-        found, line = ends(config, capsys)
-    assert found == code
-    assert not (tmp_path / "runs/tiny").exists(), "a run that never began leaves nothing behind"
-    assert re.search(says, line), line
-    assert ("free some space" in line) == (code == EXIT_DATA)
-    assert ends(config, capsys)[0] == EXIT_OK
-    assert '"exit_code": 0' in RunDir(tmp_path / "runs/tiny").metrics.read_text()
-    assert ends(config, capsys)[0] == EXIT_CONFIG, "now it is a run, which nothing overwrites"
+FAILURES = [
+    (
+        PermissionError(errno.EACCES, "Permission denied", "runs/tiny/metrics.jsonl"),
+        EXIT_DATA,
+        "the run directory must be.*free some space",
+    ),
+    (
+        OSError("AF_UNIX path length cannot exceed 107 bytes"),
+        EXIT_ERROR,
+        "The system refused .*AF_UNIX path.*py:[0-9]+",
+    ),
+    (ConfigError("Conv3d is wrong on this machine: weight gradient off by 0.3"), EXIT_CONFIG, "Conv3d is wrong"),
+]
 
 
-def test_kernels_that_are_wrong_on_this_machine_are_refused_before_there_is_a_run_directory(
+def test_a_start_that_fails_leaves_nothing_and_a_run_that_is_there_as_it_was(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a run that is there is left as it was."""
+    """An error of the system is one of the run directory only there.  The same command works afterwards."""
+    config, directory = tiny_config(training={"max_steps": 1}), tmp_path / "runs/tiny"
+    for error, code, says in FAILURES:
 
-    def refuses(*_: Any) -> None:
-        raise ConfigError("Conv3d is wrong on this machine: weight gradient off by 0.3 of its norm")
+        def fails(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
 
-    config = tiny_config(training={"max_steps": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "_check_kernels", refuses)
-        code, line = ends(config, capsys)
-        assert (code, "Conv3d is wrong on this machine" in line) == (EXIT_CONFIG, True)
-        assert not (tmp_path / "runs").exists()
+        with monkeypatch.context() as patch:
+            patch.setattr(run, "build_step" if isinstance(error, OSError) else "_check_kernels", fails)
+            found, line = ends(config, capsys)
+        assert (found, bool(re.search(says, line))) == (code, True), line
+        assert ("free some space" in line) == (code == EXIT_DATA)
+        assert not directory.exists(), "a run that never began leaves nothing behind"
     assert ends(config, capsys)[0] == EXIT_OK
-    monkeypatch.setattr(run, "_check_kernels", refuses)
-    assert ends(config, capsys, "--resume", "training.max_steps=2")[0] == EXIT_CONFIG
-    monkeypatch.undo()
-    assert len(list((tmp_path / "runs/tiny/checkpoints").iterdir())) == 1
+    assert '"exit_code": 0' in RunDir(directory).metrics.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_check_kernels", fails)
+        assert ends(config, capsys, "--resume", "training.max_steps=2")[0] == EXIT_CONFIG
+    assert len(list((directory / "checkpoints").iterdir())) == 1
+    for path in RunDir(directory).checkpoints.iterdir():
+        path.rename(tmp_path / path.name)
+    code, line = ends(config, capsys)
+    assert code == EXIT_CONFIG, "one that was killed before it saved is a run, too, which nothing overwrites"
+    assert "continue it with --resume" in line
 
 
 @pytest.mark.long
@@ -104,16 +83,3 @@ def test_a_ray_that_cannot_start_here_leaves_no_run_behind(
     assert "let RAY_TMPDIR name a folder with a short path" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ends(config, capsys, "training.workers=0")[0] == EXIT_OK
-
-
-def test_a_run_of_one_step_that_was_killed_before_it_saved_is_kept(
-    tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_config(training={"max_steps": 1})
-    assert ends(config, capsys)[0] == EXIT_OK
-    checkpoints = RunDir(tmp_path / "runs/tiny").checkpoints
-    for path in checkpoints.iterdir():
-        path.rename(tmp_path / path.name)
-    code, line = ends(config, capsys)
-    assert code == EXIT_CONFIG
-    assert "continue it with --resume" in line

@@ -68,6 +68,7 @@ def kill_inside_saves(config: WriteConfig, cwd: Path, kills: int) -> None:
     assert figures.inside_save == kills
 
 
+@pytest.mark.long
 def test_a_run_killed_inside_a_save_goes_on_from_the_checkpoint_before(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:

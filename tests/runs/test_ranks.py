@@ -217,50 +217,6 @@ def assert_trained_as_one_rank(tiny_config: WriteConfig, tmp_path: Path, run: Pa
     assert relative(steps, steps_of(tmp_path / "runs/whole")) < 1e-5
 
 
-# What a worker of Ray Train does.
-AS_RAY_TRAIN = """
-import os, sys, time
-from pathlib import Path
-from vesuvius.config.load import read_config
-from vesuvius.training.request import Request
-from vesuvius.launch import ray_train
-from vesuvius.training.ranks import ranks
-
-ranks._CAUSE_S = ranks._LEAVE_S = 1.0
-path, place = Path(sys.argv[2]), Path("notes").absolute()
-place.mkdir(exist_ok=True)
-request = Request(read_config(path), path, False)
-job = {"request": request, "place": place, "directory": os.getcwd(), "began": time.time()}
-sys.exit(ray_train.run_rank(job)[0])
-"""
-
-
-@pytest.mark.long
-def test_ranks_that_have_lost_one_end_go_on_from_the_last_checkpoint_and_stop_when_asked(
-    tiny_config: WriteConfig, tmp_path: Path
-) -> None:
-    training = PLAIN | {"epochs": 1000, "accumulate_steps": 1, "ranks": 2, "workers": 0}
-    # Ray Train itself would notice the death at once; a rank that waits to begin a step does not.
-    config = tiny_config("killed", training=training, cluster={"rank_timeout_minutes": 0.2})
-    run, program = tmp_path / "runs/killed", ("-c", AS_RAY_TRAIN)
-    with started_ranks(config, tmp_path, 2, program=program) as ranks:
-        wait_for_step(run, 6, ranks)
-        kill_rank(run, 1)
-        assert ranks[0].wait(timeout=60) == 1
-        assert "RankLostError" in output_of(tmp_path, 1)
-    saved = step_of(list_checkpoints(run / "checkpoints")[-1])
-    assert saved >= 4
-    with started_ranks(config, tmp_path, 2, program=program) as ranks:
-        wait_for_step(run, saved + 3, ranks)
-        (tmp_path / "notes/stop.json").write_text('[75, "SIGTERM"]')
-        assert ends_of(ranks) == [75, 75], output_of(tmp_path, 2)
-    log = (run / "logs/train_full.log").read_text()
-    assert f"continuing from runs/killed/checkpoints/step_{saved:08d}" in log
-    assert "was killed" in (run / "ranks/1/logs/train_full.log").read_text()
-    assert step_of(list_checkpoints(run / "checkpoints")[-1]) == max(steps_of(run))
-    assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=1000)
-
-
 @pytest.mark.long
 def test_a_signal_to_the_command_stops_the_ranks_of_ray_train_with_a_checkpoint_and_one_to_a_rank_ends_nothing(
     tiny_config: WriteConfig, tmp_path: Path
@@ -330,23 +286,6 @@ def test_all_ranks_train_with_the_config_of_rank_0(tiny_config: WriteConfig, tmp
         assert ends_of(ranks) == [0, 0], output_of(tmp_path, 2)
     lrs = [[one["lr"] for one in steps_of(tmp_path / "runs/tiny" / part).values()] for part in (".", "ranks/1")]
     assert lrs[0] == lrs[1]
-
-
-@pytest.mark.long
-def test_ray_train_starts_all_ranks_again_when_one_is_stopped_for_longer_than_the_timeout(
-    tiny_config: WriteConfig, tmp_path: Path
-) -> None:
-    plain = PLAIN | {"epochs": 4, "accumulate_steps": 1, "ranks": 2}
-    config = tiny_config("stopped", training=plain, cluster={"rank_timeout_minutes": 1})
-    run, marker = tmp_path / "runs/stopped", f"TEST_OF_VESUVIUS={tmp_path}"
-    with Session(config, tmp_path, environment=dict([marker.split("=", 1)])) as session:
-        wait_for_step(run, 9, [session.process])
-        kill_rank(run, 1, signal.SIGSTOP)
-        assert session.end() == 0, session.text()
-    assert session.text().count("continuing from") == 1
-    assert left_after(marker, at_most_s=30) == []
-    assert len(steps_of(run)) == 40
-    assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

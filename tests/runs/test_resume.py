@@ -22,17 +22,33 @@ from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoin
 from vesuvius.training.step.step import TrainStep
 
 
-def test_two_steps_and_two_resumed_are_four_bit_by_bit(tiny_config: WriteConfig) -> None:
-    training = {"optimizer": "muon", "steps_per_epoch": 2}  # it has AdamW as well
-    assert vesuvius_train(tiny_config("straight", training=training)) == 0
-    config = tiny_config("parts", training=training)
-    assert vesuvius_train(config, "training.max_steps=2") == 0
-    assert load_checkpoint(list_checkpoints(Path("runs/parts/checkpoints"))[-1])["step"] == 2
-    assert vesuvius_train(config, "--resume") == 0
+def test_three_steps_and_one_resumed_are_four_bit_by_bit(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with another number of threads, whose order of adding up is part of a result: it stays that of the start."""
+    training = {"optimizer": "muon", "steps_per_epoch": 2, "warmup_steps": 1}  # it has AdamW as well
+    config, threads = tiny_config("parts", training=training), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert vesuvius_train(tiny_config("straight", training=training)) == 0
+        assert vesuvius_train(config, "training.max_steps=3") == 0
+        torch.set_num_threads(1)
+        capsys.readouterr()
+        assert vesuvius_train(config, "--resume") == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
     assert_same_weights("straight", "parts")
     assert [s["loss"] for s in steps_of("straight")] == [s["loss"] for s in steps_of("parts")]
     files = [list_checkpoints(Path(f"runs/{n}/checkpoints"))[-1] / "model.safetensors" for n in ("straight", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
+    # How far it is was known before the first step.
+    said = "step 3 of 4, 6 samples, epoch 2 of 2; [0-9smhd]+ of training before session 2"
+    assert re.search(said, capsys.readouterr().out.partition("Train step 4")[0])
+    last, first = steps_of("parts")[2:]
+    assert first["total_s"] > last["total_s"]
+    assert first["session_s"] < first["total_s"]
+    assert first["samples_total"] == 8
 
 
 @pytest.mark.usefixtures("of_two_micro_batches")
@@ -51,21 +67,6 @@ def test_a_resume_with_another_batch_goes_on_at_the_next_sample(
     assert vesuvius_train(config, "training.max_steps=2") == 0
     assert vesuvius_train(config, "training.max_steps=4", "training.train_batch_size=3", "--resume") == 0
     assert trained == list(range(2 * 4 + 2 * 6)), "each sample once"
-
-
-def test_a_resume_is_exact_with_the_threads_that_the_run_began_with(tiny_config: WriteConfig) -> None:
-    """The order in which threads add up is part of a result: another number of them at the resume changes nothing."""
-    config, threads = tiny_config("parts"), torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        assert vesuvius_train(tiny_config("straight"), "training.max_steps=2") == 0
-        assert vesuvius_train(config, "training.max_steps=1") == 0
-        torch.set_num_threads(1)
-        assert vesuvius_train(config, "training.max_steps=2", "--resume") == 0
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
-    assert [s["loss"] for s in steps_of("straight")] == [s["loss"] for s in steps_of("parts")]
 
 
 @pytest.mark.gpu
@@ -266,19 +267,3 @@ def test_a_new_run_starts_from_the_averaged_weights_of_another_of_the_same_netwo
         torch.testing.assert_close(second["model"][name], weight, rtol=0, atol=1e-12)  # one step of 1e-30
     assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0
     assert "starting from the weights" not in capsys.readouterr().out, "a resumed run has weights of its own"
-
-
-def test_a_resumed_run_knows_how_far_it_is_before_its_first_step(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_config(training={"steps_per_epoch": 2, "warmup_steps": 1})
-    assert vesuvius_train(config, "training.max_steps=3") == 0
-    capsys.readouterr()
-    assert vesuvius_train(config, "--resume", "training.max_steps=4") == 0
-    said = "step 3 of 4, 6 samples, epoch 2 of 2; [0-9smhd]+ of training before session 2"
-    before, _, _ = capsys.readouterr().out.partition("Train step 4")
-    assert re.search(said, before)
-    last, first = steps_of()[2], steps_of()[3]
-    assert first["total_s"] > last["total_s"]
-    assert first["session_s"] < first["total_s"]
-    assert first["samples_total"] == 8

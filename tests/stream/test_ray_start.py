@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support import fork_server
 from vesuvius.errors import ConfigError
 from vesuvius.stream.ray import private
 from vesuvius.stream.ray import session as start
@@ -60,7 +61,7 @@ with start._filtered_stderr():
     os.write(2, b"Set ray log level from environment variable RAY_BACKEND_LOG_LEVEL to 3\\nwhat(): no threads\\n")
     os.abort()
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = fork_server.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0
     assert ended.stderr == "what(): no threads\n"
 

@@ -155,11 +155,8 @@ def test_an_interrupt_at_any_instruction_of_next_lets_the_stream_close(tmp_path:
     assert int(ended.stdout.split()[-1]) > 50, "instructions of Python in one next"
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGKILL, signal.SIGTERM))],
-    ids=lambda n: n.name,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_signal_to_the_trainer_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C unwinds the loop.  SIGTERM, where the loop has no handler for it, and SIGKILL end the process on the spot:
     then Ray's own processes notice, its agents last, within two minutes."""

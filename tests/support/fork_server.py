@@ -139,6 +139,8 @@ def start_server() -> None:
     """Fork the server.  To be called once the tests are imported and before the first of them runs: a later fork would
     take threads' locks, patches and descriptors of tests with it."""
     global _server
+    if "vesuvius.training.run" in sys.modules:
+        _plan_the_tiny_run()  # for the tests of this process as well
     _server = _Server()
 
 

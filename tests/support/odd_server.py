@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 
@@ -40,16 +40,19 @@ def sized(status: str, body: bytes, *headers: str) -> bytes:
     return answer(status, body, f"Content-Length: {len(body)}", *headers)
 
 
-def served(data: bytes, asked: Asked) -> bytes:
+def served(data: bytes, asked: Asked, *headers: str) -> bytes:
     """What a well-behaved server answers for an object."""
     if asked.method == "HEAD":
-        return answer("200 OK", b"", f"Content-Length: {len(data)}")
+        return answer("200 OK", b"", f"Content-Length: {len(data)}", *headers)
     if asked.span is None:
-        return sized("200 OK", data)
+        return sized("200 OK", data, *headers)
     start, last = asked.span
     stop = len(data) if start is None or last is None else min(last + 1, len(data))
     start = max(len(data) - (last or 0), 0) if start is None else start
-    return sized("206 Partial Content", data[start:stop], f"Content-Range: bytes {start}-{stop - 1}/{len(data)}")
+    if start >= stop:
+        return sized("416 Range Not Satisfiable", b"", f"Content-Range: bytes */{len(data)}", *headers)
+    part = f"Content-Range: bytes {start}-{stop - 1}/{len(data)}"
+    return sized("206 Partial Content", data[start:stop], part, *headers)
 
 
 @dataclass
@@ -104,3 +107,42 @@ def files_below(root: Path, reply: Callable[[bytes, Asked], bytes] = served) -> 
         return reply(file.read_bytes(), asked) if file.is_file() else sized("404 Not Found", b"")
 
     return answer_file
+
+
+@contextmanager
+def serving(
+    objects: Mapping[str, bytes],
+    head: int | None = None,
+    no_ranges: frozenset[str] | set[str] = frozenset(),
+    headers: Callable[[bytes], Mapping[str, str]] = lambda body: {},
+    asked: list[str] | None = None,
+) -> Iterator[str]:
+    """Serve `objects`, looked up at each request by path, at the address that is yielded.
+
+    Args:
+        head: the status of every answer to HEAD; None = as GET.
+        no_ranges: paths of which a range is answered with all of it.
+        headers: of an answer with this object, such as a validator.
+        asked: takes 'METHOD PATH' of each request.
+    """
+
+    def reply(request: Asked) -> bytes:
+        if asked is not None:
+            asked.append(f"{request.method} {request.target}")
+        path = request.target.partition("?")[0]
+        body = objects.get(path)
+        more = [f"{name}: {value}" for name, value in headers(body or b"").items()]
+        if request.method == "HEAD" and head is not None:
+            return answer(f"{head} As Told", b"", f"Content-Length: {len(body or b'')}", *more)
+        if body is None:
+            return sized("404 Not Found", b"", *more)
+        return served(body, replace(request, headers={}) if path in no_ranges else request, *more)
+
+    with odd_server(reply) as server:
+        yield server.url
+
+
+def objects_of(folder: Path, prefix: str = "") -> dict[str, bytes]:
+    """The files of a folder, as objects."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {f"{prefix}/{file.relative_to(folder).as_posix()}": file.read_bytes() for file in files}

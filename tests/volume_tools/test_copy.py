@@ -21,7 +21,7 @@ from numcodecs import Blosc
 from tests.conftest import textured, write_array
 from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
-from tests.support.object_server import objects_of, serving
+from tests.support.odd_server import objects_of, serving
 from tests.support.small_disk import with_small_files
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError

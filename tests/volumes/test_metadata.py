@@ -14,7 +14,7 @@ import pytest
 import zarr
 
 from tests.conftest import textured, write_array
-from tests.support.object_server import objects_of, serving
+from tests.support.odd_server import objects_of, serving
 from tests.volumes.test_axes import multiscale
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError

@@ -114,7 +114,7 @@ def _served(folder: Path, latency_ms: float) -> Iterator[str]:
     if not volume.exists():
         command = [sys.executable, "-m", "vesuvius", "volume", "synth", str(volume), "--shape", "256,256,256"]
         subprocess.run([*command, "--chunk", "32"], check=True)
-    server = Path(__file__).parents[2] / "tests" / "support" / "chunk_server_process.py"
+    server = Path(__file__).parents[2] / "tests" / "support" / "chunk_server.py"
     command = [sys.executable, str(server), str(folder), "--latency-ms", str(latency_ms), "--with-parent"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -43,6 +43,14 @@ def test_more_readers_than_processors_can_serve_are_doubted(workers: int, addres
         assert "set training.workers=2, or at most 8 for a remote store" in line
 
 
+def test_samples_of_eps_that_nothing_limits_are_doubted() -> None:
+    config = tiny(0)
+    config = config.model_copy(update={"diffusion": config.diffusion.model_copy(update={"prediction": "eps"})})
+    data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats=False), volumes=())
+    (line,) = doubts(config, data, 2, 2.0)
+    assert "diffusion.prediction eps without diffusion.sampler_clip" in line
+
+
 @pytest.mark.parametrize(("workers", "peak"), [(0, 20), (1, 305), (2, 335), (4, 407)])
 def test_tasks_that_are_needed_are_what_runs_took_on_two_cores(workers: int, peak: int) -> None:
     """Peaks of pids cgroups.  Less would let a run hang, much more would refuse what works."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import textured, write_array
-from tests.support.object_server import objects_of, serving
+from tests.support.odd_server import objects_of, serving
 from tests.support.s3 import upload
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.volumes.errors import RefusedError

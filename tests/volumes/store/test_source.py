@@ -19,8 +19,7 @@ from obstore.store import GCSStore
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
 from tests.support.chunk_server import ChunkServer
-from tests.support.object_server import serving
-from tests.support.odd_server import odd_server, sized
+from tests.support.odd_server import odd_server, serving, sized
 from tests.support.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
