@@ -33,8 +33,7 @@ import torch
 from torch import nn
 
 from vesuvius.config import TrainingConfig
-from vesuvius.training.checkpoint.save import save_checkpoint
-from vesuvius.training.checkpoint.writer import CheckpointWriter
+from vesuvius.training.checkpoint.save import CheckpointWriter, save_checkpoint
 
 CONFIG = "name: bench\n"
 CHANNELS = 256

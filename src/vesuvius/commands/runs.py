@@ -59,7 +59,7 @@ def quarantine(argv: list[str]) -> int:
     elif args.clear:
         if records:
             with storage_errors("the run directory must be writable", "free some space"):
-                clear_quarantine(path, records)
+                clear_quarantine(path)
                 forget_notes(run / "reading", crashes=True)  # else readers would not try what has crashed them
         say(f"run {run.name}: {count} cleared; the next --resume reads them again")
     else:

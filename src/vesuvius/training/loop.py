@@ -18,7 +18,7 @@ from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.actions import Autotuner, GuardActions
-from vesuvius.training.checkpoint.writer import CheckpointWriter
+from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.milestones import Milestones
 from vesuvius.training.ranks.ranks import RankError
 from vesuvius.training.replay import MicroBatch, diagnose

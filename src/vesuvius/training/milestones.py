@@ -13,7 +13,7 @@ from functools import partial
 from vesuvius.errors import StorageError
 from vesuvius.training.checkpoint.progress import Best
 from vesuvius.training.checkpoint.resume import run_state
-from vesuvius.training.checkpoint.writer import CheckpointWriter
+from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.validation.preview import make_preview

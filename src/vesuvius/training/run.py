@@ -27,8 +27,8 @@ from vesuvius.training.actions import GuardActions
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress, still_quarantined
 from vesuvius.training.checkpoint.resume import is_finished, restore
+from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
-from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.run_plan import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.start_log import log_ranks, start_lines

@@ -1,6 +1,6 @@
 """Checkpoints are written whole or not at all, and the older one and the best stay whole.
 
-Kills inside a save are in `test_checkpoint_writer.py`, kills of whole runs in `tests/runs/test_kills.py`.
+Kills inside a save are in `test_writer.py`, kills of whole runs in `tests/runs/test_kills.py`.
 """
 
 from __future__ import annotations

@@ -19,10 +19,9 @@ from tests.conftest import REPOSITORY
 from tests.support import fork_server
 from tests.training.checkpoint.test_format import CONFIG, assert_same, small_files, state_of, steps_in
 from vesuvius.config import TrainingConfig
-from vesuvius.training.checkpoint import writer as checkpoint_writer
+from vesuvius.training.checkpoint import save as checkpoint_writer
 from vesuvius.training.checkpoint.format import find_damage, load_checkpoint, newest_checkpoint
-from vesuvius.training.checkpoint.save import tensors_in
-from vesuvius.training.checkpoint.writer import CheckpointWriter, Snapshot
+from vesuvius.training.checkpoint.save import CheckpointWriter, Snapshot, tensors_in
 
 
 def writer_in(directory: Path, keep_last: int = 3, keep_every: int | None = None) -> CheckpointWriter:

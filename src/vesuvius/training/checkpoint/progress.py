@@ -2,9 +2,9 @@
 
     {"kind": "region", "volume": "v.zarr level 0", "number": 0, "box": [[z0, y0, x0], [z1, y1, x1]],
      "chunk": [z, y, x], "cause": "RuntimeError: blosc encoded value is invalid"}
-    {"kind": "cleared", "volume": "v.zarr level 0", "number": 0, "box": [[z0, y0, x0], [z1, y1, x1]]}
+    {"kind": "cleared"}
 
-`runs/<name>/quarantine.jsonl` only grows; the last line about a box holds, and `vesuvius quarantine` clears one.
+`runs/<name>/quarantine.jsonl` only grows; `vesuvius quarantine --clear` ends what came before in it.
 Checkpoints hold the list as it was when they were saved, so a resume leaves out what was cleared since.
 """
 
@@ -151,37 +151,30 @@ def box_of(record: Record) -> Box:
 
 
 def read_quarantine(path: Path) -> list[Record]:
-    """What is in quarantine now, oldest first; empty where the file is not there."""
-    return [record for record in _last_lines(path).values() if record["kind"] != _CLEARED]
+    """What is in quarantine now, one record a box, oldest first; empty where the file is not there."""
+    found: dict[tuple[str, int, Box], Record] = {}
+    for record in read_records(path) if path.exists() else []:
+        if record["kind"] == _CLEARED:
+            found.clear()
+        else:
+            found[key_of(record)] = record
+    return list(found.values())
 
 
-def clear_quarantine(path: Path, records: Sequence[Record]) -> None:
-    """Have the next resume try these again.  Raises OSError where the file cannot be opened."""
+def clear_quarantine(path: Path) -> None:
+    """Have the next resume try all of these again.  Raises OSError where the file cannot be opened."""
     with closing(JsonLines(path)) as lines:
-        for record in records:
-            lines.write(_CLEARED, volume=record["volume"], number=record["number"], box=box_of(record))
+        lines.write(_CLEARED)
 
 
 def still_quarantined(records: Sequence[Record], path: Path) -> list[Record]:
-    """The records of a checkpoint without those that were cleared.  Says how many are tried again."""
-    cleared = {key for key, record in _last_lines(path).items() if record["kind"] == _CLEARED}
+    """The records of a checkpoint without those that were cleared since.  Says how many are tried again."""
+    ever = [record for record in read_records(path) if record["kind"] != _CLEARED] if path.exists() else []
+    cleared = set(map(key_of, ever)) - set(map(key_of, read_quarantine(path)))
     kept = [record for record in records if key_of(record) not in cleared]
-    if len(kept) < len(records):
-        log.info(
-            "%d of %d unreadable places are tried again, as `vesuvius quarantine` has cleared them",
-            len(records) - len(kept),
-            len(records),
-        )
+    if again := len(records) - len(kept):
+        log.info("%d of %d unreadable places are tried again, as they were cleared", again, len(records))
     return kept
-
-
-def _last_lines(path: Path) -> dict[tuple[str, int, Box], Record]:
-    """The last line about each box, in the order of the first ones."""
-    try:
-        records = read_records(path)
-    except FileNotFoundError:
-        return {}
-    return {key_of(record): record for record in records}
 
 
 def key_of(record: Record) -> tuple[str, int, Box]:

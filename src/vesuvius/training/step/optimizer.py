@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,16 +36,17 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update.  Takes no closure: kernels would step before it."""
         assert closure is None
-        groups = self.param_groups
-        with _full_float32():
+        groups, precision = self.param_groups, torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")  # TF32's 10 bits would lose small singular values in the square
+        try:
             for group in groups:
                 if group["orthogonal"]:
                     self._step_orthogonally(group)
-        self.param_groups = [group for group in groups if not group["orthogonal"]]  # AdamW steps all that it sees
-        try:
+            self.param_groups = [group for group in groups if not group["orthogonal"]]  # AdamW steps all that it sees
             super().step()
         finally:
             self.param_groups = groups
+            torch.set_float32_matmul_precision(precision)
 
     @torch.no_grad()
     def _step_orthogonally(self, group: dict[str, Any]) -> None:
@@ -67,17 +67,6 @@ class Muon(torch.optim.AdamW):
             size = applied * group["lr"]
             kernel.mul_(1 - size * group["weight_decay"])
             kernel.sub_(direction.reshape(kernel.shape) * (0.2 * math.sqrt(max(direction.shape)) * size))
-
-
-@contextmanager
-def _full_float32() -> Iterator[None]:
-    """Matrix products without TF32, whose 10 bits would lose the small singular values in the square."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
