@@ -170,10 +170,7 @@ def run_rank(job: dict[str, Any]) -> tuple[int, str]:
 
 
 def _restart_may_help(error: Exception) -> bool:
-    """Whether an error without a message for the user is of a GPU or its network, which another start may not meet.
-
-    An assertion in a kernel, such as an index out of range, fails again wherever it runs.  Pure.
-    """
+    """Whether an error is of a GPU or its network and no assertion of a kernel, which would fail again.  Pure."""
     text = "" if isinstance(error, VesuviusError) else str(error)
     return ("CUDA" in text or "NCCL" in text) and "device-side assert" not in text
 

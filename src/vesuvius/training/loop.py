@@ -123,11 +123,7 @@ class TrainingLoop:
                 watchdog.expects("end of the readers", "them to end")
 
     def _next_step(self, clock: StepClock, news: RankNews, reporter: StepReporter) -> bool:
-        """Make one step, unless the run is to end before it; returns whether it was made.
-
-        Raises:
-            RankError: another rank has failed.
-        """
+        """Make one step, unless the run is to end before it; returns whether it was made.  Raises RankError."""
         ranks, stop, progress = self.run.ranks, self.run.stop, self.run.progress
         given_up = f"step {progress.step + 1} was waiting for data and is abandoned; --resume does it"
         first = None
@@ -160,9 +156,7 @@ class TrainingLoop:
     def _one_step(self, clock: StepClock, reporter: StepReporter, batch: DeviceBatch) -> None:
         """Run one optimizer step over all micro-batches of its global batch, and report the steps that are finished.
 
-        Raises:
-            StreamInterrupted: a stop was requested while a further micro-batch was awaited; the step counts as not
-                begun.
+        Raises StreamInterrupted: a stop came while a further micro-batch was awaited; the step counts as not begun.
         """
         config, progress = self.run.config, self.run.progress
         lr = learning_rate(progress.step, config.training)
@@ -195,11 +189,7 @@ class TrainingLoop:
         return stop.wanted() and not (self._in_step and ranks.world > 1 and stop.wanted_for_s() <= _GRACE_S)
 
     def _stops(self, clock: StepClock, news: RankNews) -> bool:
-        """Whether the run is to end before the next step: all ranks come to the same answer.
-
-        Raises:
-            RankError: another rank has failed.
-        """
+        """Whether the run is to end before the next step: all ranks come to the same answer.  Raises RankError."""
         ranks, stop = self.run.ranks, self.run.stop
         if ranks.world == 1:
             return stop.wanted()
@@ -214,8 +204,7 @@ class TrainingLoop:
     def _settle(self, reporter: StepReporter, error: Exception) -> None:
         """After an error, log the steps that a GPU still has in hand, and take back those that were not applied.
 
-        Raises:
-            NonFiniteError: one of those steps was not finite; that is then what ends the run.
+        Raises NonFiniteError: one of those steps was not finite; that is then what ends the run.
         """
         nonfinite = error if isinstance(error, NonFiniteError) else None
         hangs = isinstance(error, RankError) and self.run.device.type == "cuda"  # after a sum that never completes

@@ -100,7 +100,7 @@ def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
 
 
 def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.ExitStack) -> Preflight | int:
-    """Check everything, then lock the run directory and begin to write in it; other ranks are told what was found.
+    """Check everything, lock the run directory, begin to write in it and tell the other ranks what was found.
 
     Returns an exit code where the run is finished, or was stopped before it began.
     """
@@ -172,10 +172,7 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
 
 
 def _check_kernels(config: Config, ranks: Ranks) -> None:
-    """Choose the kernels of this device and test them, before anything of the run is written.
-
-    Raises ConfigError: they are wrong.
-    """
+    """Choose the kernels of this device and test them, before anything of the run is written.  Raises ConfigError."""
     device = choose_device(ranks.local_rank)
     choose_kernels(device, config.training)
     check_kernels(config, config.training.train_batch_size, device, resolve_amp(config.training.amp, device))

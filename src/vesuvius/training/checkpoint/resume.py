@@ -138,10 +138,7 @@ def drift_effects(before: Config, now: Config, step: int) -> list[str]:
 
 
 def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What of the plan has changed, a line each.  Pure.
-
-    Plans of two versions draw other samples, and what they say of themselves does not compare key by key.
-    """
+    """What of the plan has changed, a line each; two versions of it do not compare key by key.  Pure."""
     if before["version"] != now["version"]:
         other = "of vesuvius draws other samples: use the one that started the run"
         return [f"{_PLAN_VERSION}was {before['version']}, is {now['version']} (this version {other})"]

@@ -94,11 +94,7 @@ class Ranks:
             self._store.set(_START, str(len(pieces)))
 
     def await_main(self) -> Any:
-        """On the others, return what rank 0 publishes.
-
-        Raises:
-            RankError: rank 0 failed or did not answer.
-        """
+        """On the others, return what rank 0 publishes.  Raises RankError: it failed or did not answer."""
         to = "check the config and the volumes"
         count = int(self._get(_START, 0, to, max(self.timeout_s, _PREFLIGHT_S)))
         return pickle.loads(b"".join(self._get(f"{_START}/{number}", 0, to) for number in range(count)))
@@ -137,10 +133,7 @@ class Ranks:
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective: on a GPU the device does, on a CPU the host, but not for a rank that has failed.
 
-        gloo itself waits for a rank that lives and does not come, until its timeout.
-
-        Raises:
-            RankError: another rank has failed.
+        gloo itself waits for a rank that lives and does not come, until its timeout.  Raises RankError.
         """
         began, on_gpu = time.monotonic(), torch.cuda.is_available()
         while not (on_gpu or work.is_completed()):
@@ -221,11 +214,7 @@ class Ranks:
         failing: bool = True,
         asked: Asked = lambda: None,
     ) -> bytes:
-        """Wait for a key that `rank` sets.
-
-        Raises:
-            RankError: a rank failed first, rank 0 is gone, or the timeout is over.
-        """
+        """Wait for a key that `rank` sets.  Raises RankError: a rank failed first, or the timeout is over."""
         limit_s = limit_s or self.timeout_s
         began = time.monotonic()
         try:
@@ -279,8 +268,7 @@ class Ranks:
                 self.failure = kind(f"rank {failed['rank']} failed: {failed['text']}", failed["exit_code"])
 
     def _end_after(self, failure: RankError) -> None:
-        """End this process where its main thread does not: it may be in a collective that never completes, or in a save
-        on a disk that does not answer."""
+        """End this process where its main thread hangs, in a collective or in a save on a disk that does not answer."""
         began = time.monotonic()
         while not self._ended.wait(_POLL_S):
             unwinding = self._unwinding.is_set()

@@ -118,10 +118,7 @@ def saved_copies(weight: Tensor, config: TrainingConfig) -> int:
 
 
 def _is_kernel(weight: Tensor) -> bool:
-    """Whether Muon takes this weight: a kernel of several output channels.
-
-    Of one output channel the matrix is a row, and to make it orthogonal only scales it.
-    """
+    """Whether Muon takes this weight: a kernel of several output channels (that of one is a row)."""
     return weight.ndim == _KERNEL_AXES and len(weight) > 1
 
 

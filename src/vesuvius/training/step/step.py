@@ -274,10 +274,7 @@ class TrainStep:
         self._nonfinite_in_a_row.fill_(in_a_row if in_a_row < self._config.training.max_nonfinite else 0)
 
     def _lay_out_moments(self) -> None:
-        """Bring the moments into the memory order of their weights, in which the fused AdamW walks both.
-
-        They come in that of the run that saved them, with or without `training.channels_last`.
-        """
+        """Bring the moments into the memory order of their weights, in which the fused AdamW walks both."""
         for parameter, state in self.optimizer.state.items():
             for name, value in state.items():
                 if value.shape == parameter.shape:
