@@ -1,17 +1,14 @@
 """A wrong key or value is named in the words of the file, with what was probably meant; docs/config.md likewise."""
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import fork_server
+from tests.conftest import REPOSITORY
 from tests.support.config_text import MINIMAL, problems, sections
 from vesuvius.config.describe import describe_type, iter_keys
-
-TABLE_TOOL = Path(__file__).parents[2] / "tools" / "config_table.py"
-
 
 WRONG = {
     # what follows the smallest file: the message of line 5, or of the one that is named
@@ -84,19 +81,21 @@ def test_iter_keys_finds_every_field_of_every_section() -> None:
     assert all(describe_type(schema) for _, schema in iter_keys())
 
 
-def test_the_reference_tool_writes_what_it_then_finds_correct(tmp_path: Path) -> None:
-    page = tmp_path / "config.md"
+def test_the_reference_tool_writes_what_it_then_finds_correct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, run = tmp_path / "config.md", runpy.run_path(str(REPOSITORY / "tools" / "config_table.py"))["main"]
 
-    def tool(action: str) -> subprocess.CompletedProcess[str]:
-        return fork_server.run([sys.executable, TABLE_TOOL, action, page], capture_output=True, text=True)
+    def tool(action: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["config_table.py", action, str(page)])
+        return int(run())
 
-    assert "No such file" in tool("--check").stderr
+    assert tool("--check") == 1
     page.write_text("# Title\n", encoding="utf-8")
-    checked = tool("--check")
-    assert checked.returncode == 1
-    assert "out of date; run: python" in checked.stderr
-    assert tool("--write").returncode == 0
-    assert tool("--check").returncode == 0
+    assert tool("--check") == 1
+    assert "No such file" in (said := capsys.readouterr().err)
+    assert "out of date; run: python" in said
+    assert (tool("--write"), tool("--check")) == (0, 0)
     text = page.read_text(encoding="utf-8")
     assert "| `training.lr` | a number above 0 | `0.0001` | peak learning rate of both optimizers |\n" in text
     assert all(text.count(f"| `{key}` |") == 1 for key, schema in iter_keys() if "properties" not in schema)

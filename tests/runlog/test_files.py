@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from vesuvius.runlog import files
 from vesuvius.runlog.files import AppendFile, DelayedWrites, write_whole
 from vesuvius.runlog.records import RotatedFile, iter_rotated
 
@@ -40,10 +41,11 @@ def no_file_beyond(size: int) -> Iterator[None]:
 
 
 def test_a_line_of_which_half_was_written_is_completed_before_the_next_and_those_beyond_what_is_kept_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(files, "_KEPT_LINES", 3)
     path = tmp_path / "lines"
-    file = AppendFile(path, keep=3)
+    file = AppendFile(path)
     with no_file_beyond(10):
         for number in range(9):
             file.write_line(f"line {number}")

@@ -22,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTH
 
 from tests.support.small_disk import fill, small_disk
 from vesuvius.errors import ConfigError
+from vesuvius.runlog import trackers
 from vesuvius.runlog.records import JsonLines, Record, current_records, read_records, run_starts
 from vesuvius.runlog.trackers import TRACKERS, TensorBoard, Tracker, check_trackers, known_figures
 
@@ -248,9 +249,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package
 
 
-def tracked(tmp_path: Path, *records: dict[str, Any], name: str = "wandb", **options: Any) -> None:
+def tracked(tmp_path: Path, *records: dict[str, Any], name: str = "wandb") -> None:
     begin = partial(TRACKERS[name], "exp", tmp_path / "run", {"training.lr": 1e-4})
-    with Tracker(f"monitor.trackers {name}", begin, **options) as tracker:
+    with Tracker(f"monitor.trackers {name}", begin) as tracker:
         for record in records:
             tracker.take(record)
 
@@ -291,11 +292,17 @@ def test_figures_arrive_under_the_tags_of_tensorboard_and_the_next_session_goes_
     ],
 )
 def test_a_tracker_that_fails_is_one_warning(
-    fake: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str, cause: str
+    fake: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    cause: str,
 ) -> None:
     (fake / "fault").write_text(fault)
-    close_s = 0.5 if "sleep" in fault else 30.0
-    tracked(tmp_path, *(STEP | {"step": step} for step in range(40)), END, close_s=close_s)
+    if "sleep" in fault:
+        monkeypatch.setattr(trackers, "_CLOSE_S", 0.5)
+    tracked(tmp_path, *(STEP | {"step": step} for step in range(40)), END)
     assert warnings(caplog) == [
         f"monitor.trackers wandb does not accept this run's figures: {cause}; the run continues, and metrics.jsonl has "
         "them all"
@@ -316,19 +323,14 @@ def test_a_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyP
     check_trackers([])
 
 
-def needs(name: str) -> pytest.MarkDecorator:
-    missing = importlib.util.find_spec(name) is None
-    return pytest.mark.skipif(missing, reason=f"the extra [{name}] is not installed, as it is large")
-
-
-@needs("mlflow")
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed, as it is large")
 def test_the_real_mlflow_keeps_a_run_in_a_folder_over_two_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "run").mkdir()
     for steps in (range(3), range(2, 5)):
-        tracked(tmp_path, *(STEP | {"step": s} for s in steps), END, name="mlflow", close_s=60.0)
+        tracked(tmp_path, *(STEP | {"step": s} for s in steps), END, name="mlflow")
     assert warnings(caplog) == []
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking = importlib.import_module("mlflow.tracking")

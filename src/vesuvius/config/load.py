@@ -33,7 +33,7 @@ from vesuvius.config.describe import (
     to_yaml,
     to_yaml_block,
 )
-from vesuvius.config.yaml_source import line_of, read_yaml
+from vesuvius.config.yaml_source import key_lines, read_yaml
 from vesuvius.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -261,10 +261,11 @@ def _place(path: KeyPath, layers: _Layers) -> str:
     """`x.yaml:3`: the file that has a value, or the section around it, and its line."""
     found, place = 0, next(iter(layers))
     for file, text in layers.items():
-        depth, line, goes_on = line_of(text, path)
+        lines = key_lines(text)
+        depth = max(n for n in range(len(path) + 1) if path[:n] in lines)
         if depth > found:
-            found, place = depth, f"{file}:{line}"
-        if not goes_on:
+            found, place = depth, f"{file}:{lines[path[:depth]]}"
+        if any(isinstance(step, int) for step in path[:depth]):  # lists are not merged with those of other files
             break
     return place
 

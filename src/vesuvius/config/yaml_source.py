@@ -77,25 +77,22 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
     raise refused(line, f"not valid YAML: {what}")
 
 
-def line_of(text: str, path: KeyPath) -> tuple[int, int, bool]:
-    """Find a key in a text that has been read.
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """The line of each key and item of a text that has been read, counted from 1; 0 for the whole."""
+    found: dict[KeyPath, int] = {}
 
-    Returns:
-        How many steps of the path are there; the line of the last of them, counted from 1, 0 for none; and whether the
-        way ends in a section, so that a file below this one may have the rest.
-    """
-    node, line = yaml.compose(text, Loader=_CoreLoader), 0
-    for depth, step in enumerate(path):
+    def walk(node: yaml.Node, path: KeyPath, line: int) -> None:
+        found[path] = line + 1
         if isinstance(node, yaml.MappingNode):
-            key, value = next((pair for pair in node.value if pair[0].value == step), (None, None))
-        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
-            key = value = node.value[step]
-        else:
-            return depth, line, False
-        if key is None:
-            return depth, line, not any(isinstance(each, int) for each in path[:depth])
-        node, line = value, key.start_mark.line + 1
-    return len(path), line, isinstance(node, yaml.MappingNode)
+            for key, value in node.value:
+                walk(value, (*path, key.value), key.start_mark.line)
+        elif isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                walk(item, (*path, number), item.start_mark.line)
+
+    if (root := yaml.compose(text, Loader=_CoreLoader)) is not None:
+        walk(root, (), -1)
+    return found
 
 
 def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:

@@ -21,7 +21,7 @@ from vesuvius.errors import StorageError
 
 log = logging.getLogger(__name__)
 
-KEPT_LINES = 10_000
+_KEPT_LINES = 10_000  # that may wait; what comes beyond is lost
 _KEPT_CALLS = 1000
 # What file systems without flock say: NFS without its lock service, Lustre without the mount option, some of FUSE.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
@@ -62,15 +62,14 @@ class AppendFile:
 
     Args:
         path: the file; a last line that a crash has torn is closed.
-        keep: lines that may wait; what comes beyond is lost.
 
     Raises:
         OSError: on opening, where the file cannot be opened.  Nothing else raises it.
     """
 
-    def __init__(self, path: Path, keep: int = KEPT_LINES) -> None:
+    def __init__(self, path: Path) -> None:
         self._waiting = deque([b"\n"] if _is_torn(path) else [])
-        self._path, self._keep = path, keep
+        self._path = path
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._failing, self._lost = False, 0
         self._writing = threading.Lock()
@@ -118,7 +117,7 @@ class AppendFile:
             try:
                 written = os.write(self._descriptor, line)
             except OSError as error:
-                while len(self._waiting) > self._keep:  # the newest, as the first may be the rest of a torn line
+                while len(self._waiting) > _KEPT_LINES:  # the newest, as the first may be the rest of a torn line
                     self._waiting.pop()
                     self._lost += 1
                 return error
@@ -134,7 +133,7 @@ class AppendFile:
             return
         self._failing = error is not None
         if error is not None:
-            what = f"its next {self._keep} lines are kept in memory until then"
+            what = f"its next {_KEPT_LINES} lines are kept in memory until then"
             log.error("%s must be writable; got %s; free some space: %s", self._path, error, what)
         else:
             lost, self._lost = self._lost, 0

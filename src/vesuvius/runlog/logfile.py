@@ -18,8 +18,6 @@ from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration
 
 log = logging.getLogger(__name__)
 
-FORMAT = "%(asctime)s %(levelname)s %(message)s"
-
 
 def step_line(record: Record) -> str:
     """The line that `grep 'Train step'` shows, of a step's record.  Others read it by its field names: they stay."""
@@ -73,7 +71,7 @@ def close_terminal() -> None:
 
 
 def _add(handler: logging.Handler) -> None:
-    handler.setFormatter(_Formatter(FORMAT, DATE_FORMAT))
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s", DATE_FORMAT))
     logging.getLogger("vesuvius").addHandler(handler)
 
 

@@ -64,8 +64,8 @@ class Tracker:
         begin: makes the board, on the thread.
     """
 
-    def __init__(self, name: str, begin: Callable[[], Board], close_s: float = _CLOSE_S) -> None:
-        self._name, self._close_s = name, close_s
+    def __init__(self, name: str, begin: Callable[[], Board]) -> None:
+        self._name = name
         self._exit_code = 1  # a run that was killed has no end
         self._failed = False
         self._due = 0.0
@@ -82,7 +82,7 @@ class Tracker:
 
     def __exit__(self, *_: object) -> None:
         self._calls.later(lambda: self._board and self._board.close(self._exit_code))
-        if not self._calls.close(self._close_s):
+        if not self._calls.close(_CLOSE_S):
             self._say_failed()
 
     def take(self, record: Record) -> None:

@@ -41,8 +41,6 @@ from vesuvius.training.request import RunContext
 
 log = logging.getLogger(__name__)
 
-_TENSORBOARD_S = 10.0  # for what its disk has not taken at the end
-
 
 def memory_limits(config: Config, ranks_here: int = 1) -> Limits:
     """What the memory of a run is held against; `ranks_here`: its ranks on this machine."""
@@ -88,7 +86,7 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
     with ExitStack() as opened:
         if monitor.tensorboard:
             board = partial(TensorBoard, directory.tensorboard, directory.path)
-            listeners.append(opened.enter_context(Tracker("TensorBoard", board, _TENSORBOARD_S)).take)
+            listeners.append(opened.enter_context(Tracker("TensorBoard", board)).take)
         if monitor.prometheus_port is not None:
             listeners.append(opened.enter_context(Exporter(monitor.prometheus_port, config.name)).take)
         for name in dict.fromkeys(monitor.trackers):
