@@ -22,8 +22,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from vesuvius.experiments.ledger import Ledger
-from vesuvius.experiments.process import TrialInterrupted
-from vesuvius.experiments.trainer import trainer_config
+from vesuvius.experiments.trainer import TrialInterrupted, trainer_config
 from vesuvius.experiments.tune import session
 from vesuvius.experiments.tune.measurement import Block, Setting
 from vesuvius.experiments.tune.report import MARK
@@ -255,7 +254,6 @@ def test_knobs_to_keep_are_named_as_in_the_config(text: str, kept: tuple[str, ..
         ["--budget", "59s"],
         ["--keep", "workers,speed"],
         ["--keep", "data.workers"],
-        ["--keep", "train_batch_size", "--scale-batch"],
     ],
 )
 def test_what_cannot_be_meant_is_refused(tiny_config: WriteConfig, arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tests.support import fork_server
 from vesuvius.commands import train
-from vesuvius.experiments import process as trial_process
+from vesuvius.experiments import trainer
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 
@@ -23,7 +23,7 @@ WriteConfig = Callable[..., Path]
 def fork_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the trials of a tune in this process be forked from one that has torch imported."""
     stand_in = SimpleNamespace(**vars(subprocess) | {"Popen": fork_server.start})
-    monkeypatch.setattr(trial_process, "subprocess", stand_in)
+    monkeypatch.setattr(trainer, "subprocess", stand_in)
 
 
 def vesuvius_train(config: Path, *arguments: str) -> int:

@@ -32,9 +32,6 @@ def main(argv: list[str]) -> int:
         "--budget", type=duration, metavar="TIME", help="time for all measurements together: 90s, 30m (default), 1h30m"
     )
     parser.add_argument(
-        "--scale-batch", action="store_true", help="allow a larger effective batch, which changes the training"
-    )
-    parser.add_argument(
         "--keep",
         type=knobs,
         action="extend",
@@ -45,8 +42,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the limits and what may be tried; write nothing")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted tune from its ledger")
     args = parser.parse_intermixed_args(argv)
-    if args.scale_batch and "train_batch_size" in args.keep:
-        parser.error("--scale-batch lets train_batch_size grow, which --keep forbids; drop one of them")
     written, config = read_config(args.config), take_config(args.config, args.overrides)
     from vesuvius.experiments.tune.session import TuneRequest, plan, tune  # imports torch
 
@@ -56,7 +51,6 @@ def main(argv: list[str]) -> int:
         source=args.config,
         overrides=tuple(args.overrides),
         command=shlex.join(["vesuvius", "tune", *argv]),
-        scale_batch=args.scale_batch,
         keep=tuple(knob for knob in KEEPABLE if knob in args.keep),
         budget_s=args.budget,
         resume=args.resume,

@@ -1,5 +1,10 @@
 """`vesuvius bench`, `tune` and `profile`: a cell is a setting; measure cells; compare cells.
 
-In: a config.  Out: a ledger, a page, and the command to type next.  process.py and trainer.py measure one cell in a
-process that is thrown away, steady.py says when a run is warm and measured for long enough, ledger.py keeps what was
-measured, paired.py compares.  bench/ has fixed cells, tune/ asks for the next cell, profile/ looks into one."""
+In: a config.  Out: a ledger, a page, and the command to type next.  trainer.py measures one cell in a process that is
+thrown away, steady.py says when a run is warm and measured for long enough, ledger.py keeps what was measured,
+paired.py compares.  bench/ has fixed cells, tune/ asks for the next cell, profile/ looks into one."""
+
+from typing import Literal
+
+Ended = Literal["ok", "guard", "gpu_memory", "killed", "failed", "timeout"]
+"""How a measurement ends."""

@@ -2,64 +2,87 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
+import psutil
 
 from vesuvius.config import Config
 from vesuvius.config.experiment import NEVER, trial_config
 from vesuvius.config.load import dump_config
-from vesuvius.errors import EXIT_GPU_MEMORY, EXIT_GUARD, one_line
-from vesuvius.experiments.process import Ended, TrialInterrupted, TrialProcess
+from vesuvius.errors import EXIT_GPU_MEMORY, EXIT_GUARD, EXIT_INTERRUPTED, VesuviusError, one_line
+from vesuvius.experiments import Ended
 from vesuvius.monitor.post_mortem import headline, record_run_death
 from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.records import Record
 
+_OOM_SCORE = "500"  # makes the kernel's OOM killer prefer it to other processes
+_GONE_WITHIN_S = 10.0  # SIGKILL works at once, unless a process waits in the kernel for a disk or a driver
 _POLL_S = 0.05
-_CAUSE_LENGTH = 400
 _WHOLE_FILE = 2**30
 _ERROR_LINE = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) (.+)$", re.MULTILINE)
 _KILLED_IN_CONTAINER = 128 + signal.SIGKILL
 
 
-@dataclass
+class TrialInterrupted(VesuviusError):  # noqa: N818 - not an error
+    """The measurement in hand was given up together with the tune or the bench."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
 class Trainer:
-    """A trainer process and what it has written."""
+    """A running trainer and what it has written.  Ctrl-C at the terminal does not reach it: it has its own session.
 
-    process: TrialProcess
-    run: Path
-    log: Path
-    tail: Tail
-    guard_text: str = ""  # of the first event of its memory guard; '' = none
+    Args:
+        directory: `NAME` in it is its run directory, with its config and its log beside it.
+        lock_fd: descriptor that it keeps open; None = none.
+        takes_commands: whether `tell` reaches it, as that of a tune.
 
-    @classmethod
-    def start(cls, config: Config, directory: Path, lock_fd: int | None, *, takes_commands: bool) -> Self:
-        """Start it; `takes_commands` = of a tune.  Raises OSError where the directory cannot be written."""
+    Raises:
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, config: Config, directory: Path, lock_fd: int | None, *, takes_commands: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        run, source, log = (directory / f"{config.name}{suffix}" for suffix in ("", ".yaml", ".log"))
+        self.run, source, self._log = (directory / f"{config.name}{suffix}" for suffix in ("", ".yaml", ".log"))
         source.write_text(dump_config(config), encoding="utf-8")
         command = [sys.executable, "-m", "vesuvius.train", "--config", str(source)]
-        command += ["--tune-worker"] if takes_commands else []
-        process = TrialProcess(command, log, {"VESUVIUS_RUNS": str(directory.resolve())}, lock_fd, takes_commands)
-        return cls(process, run, log, Tail(run / "metrics.jsonl", _WHOLE_FILE))
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*command, "--tune-worker"] if takes_commands else command,
+                env=os.environ | {"VESUVIUS_RUNS": str(directory.resolve())},
+                stdin=subprocess.PIPE if takes_commands else subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=() if lock_fd is None else (lock_fd,),
+            )
+        with suppress(OSError):  # not Linux, or the process has ended
+            Path(f"/proc/{self._process.pid}/oom_score_adj").write_text(_OOM_SCORE)
+        self._tail = Tail(self.run / "metrics.jsonl", _WHOLE_FILE)
+        self._guard_text = ""  # of the first event of its memory guard; '' = none
 
-    def new_records(self) -> list[Record]:
-        """What it has written since the last call.  Takes note of the guard."""
-        records = self.tail.new()
-        for record in records:
-            # A checkpoint saved for the growth of others says nothing of the setting.
-            if record["kind"] == "event" and record["event"] == "guard" and record.get("rung") != "save":
-                self.guard_text = self.guard_text or record["text"] or "the memory guard acted"
-        return records
+    def wait(self, seconds: float) -> bool:
+        """Wait at most this long for its end; return whether it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
+
+    def tell(self, line: str) -> None:
+        """Give it a command; one that has ended does not hear it."""
+        assert self._process.stdin is not None, "it takes commands"
+        with suppress(OSError):
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
 
     def watch(self, take: Callable[[Record], bool], limit_s: float, stopping: Callable[[], bool]) -> tuple[Ended, str]:
         """Give `take` each new record until it returns true; else close it, and say how it ended and why, in a line.
@@ -72,32 +95,52 @@ class Trainer:
             while True:
                 if stopping():
                     raise TrialInterrupted("interrupted while it measured; continue with --resume")
-                has_ended = self.process.wait(_POLL_S)  # first: what it wrote before its end is read then
-                if any(take(record) for record in self.new_records()):
+                has_ended = self.wait(_POLL_S)  # first: what it wrote before its end is read then
+                if any(take(record) for record in self._new_records()):
                     return "ok", ""
                 elapsed_s = time.monotonic() - began
-                if has_ended or self.guard_text or elapsed_s >= limit_s:
+                if has_ended or self._guard_text or elapsed_s >= limit_s:
                     break
         except BaseException:
             self.close()
             raise
         self.close()
-        ended: Ended = "timeout"
-        cause = f"no result within {elapsed_s:.0f} s"
-        if has_ended or self.guard_text:
-            ended, cause = self._end()
-        return ended, one_line(cause, _CAUSE_LENGTH)
+        ended, cause = (
+            self._end() if has_ended or self._guard_text else ("timeout", f"no result within {elapsed_s:.0f} s")
+        )
+        return ended, one_line(cause, 400)
 
     def close(self) -> None:
-        """Kill it and all that it started; its checkpoint is of no use."""
-        self.process.__exit__()
+        """Kill it and all that it started, until none is left: a killed one may just have started another.
+
+        Readers of a killed trainer would live for another minute, with all their memory.  Its checkpoint is of no use.
+        """
+        give_up = time.monotonic() + _GONE_WITHIN_S
+        while (pids := _living_in_session(self._process.pid)) and time.monotonic() < give_up:
+            for pid in pids:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL_S)
+        self.wait(_GONE_WITHIN_S)
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
         shutil.rmtree(self.run / "checkpoints", ignore_errors=True)
 
+    def _new_records(self) -> list[Record]:
+        """What it has written since the last call.  Takes note of the guard."""
+        records = self._tail.new()
+        for record in records:
+            # A checkpoint saved for the growth of others says nothing of the setting.
+            if record["kind"] == "event" and record["event"] == "guard" and record.get("rung") != "save":
+                self._guard_text = self._guard_text or record["text"] or "the memory guard acted"
+        return records
+
     def _end(self) -> tuple[Ended, str]:
-        code = self.process.code
+        code = self._process.returncode
         assert code is not None, "it has ended"
-        if self.guard_text or code == EXIT_GUARD:
-            return "guard", self.guard_text or self._last_error()
+        if self._guard_text or code == EXIT_GUARD:
+            return "guard", self._guard_text or self._last_error()
         if code == EXIT_GPU_MEMORY:
             return "gpu_memory", self._last_error()
         if code < 0 or code == _KILLED_IN_CONTAINER:
@@ -113,8 +156,18 @@ class Trainer:
 
     def _last_error(self) -> str:
         """Its last error line, else its last line: for a message only, as libraries warn on the way out."""
-        said = self.log.read_text(encoding="utf-8", errors="replace").strip()
+        said = self._log.read_text(encoding="utf-8", errors="replace").strip()
         return str((_ERROR_LINE.findall(said) or said.splitlines() or ["it printed nothing"])[-1]).strip()
+
+
+def _living_in_session(session: int) -> list[int]:
+    """The processes of a session without zombies, including other process groups, such as Ray's daemons."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):
+            if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
 
 
 def next_number(directory: Path) -> int:
@@ -143,10 +196,6 @@ def trainer_config(config: Config, number: int) -> Config:
         "lr": min(config.training.lr, 1e-6),
         "max_nonfinite": NEVER,
     }
-    monitor = {
-        "verdict_every": NEVER,
-        "sample_every_s": 0.5,
-        "guard": "act",
-    }
+    monitor = {"verdict_every": NEVER, "sample_every_s": 0.5, "guard": "act"}
     seed = int(np.random.default_rng((config.seed, number)).integers(2**31))
     return trial_config(config, f"{number:03d}", training, monitor, seed=seed)

@@ -20,7 +20,7 @@ from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from vesuvius.experiments.bench import measure
 from vesuvius.experiments.bench.measure import measure_training
 from vesuvius.experiments.bench.results import Measurement
-from vesuvius.experiments.process import TrialInterrupted
+from vesuvius.experiments.trainer import TrialInterrupted
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import run_dir

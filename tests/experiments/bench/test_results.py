@@ -25,7 +25,7 @@ from vesuvius.experiments.bench.results import (
 )
 from vesuvius.experiments.bench.session import measure_rounds
 from vesuvius.experiments.ledger import Ledger
-from vesuvius.experiments.process import TrialInterrupted
+from vesuvius.experiments.trainer import TrialInterrupted
 
 Measure = Callable[[int, int], Measurement]
 CELLS = (Cell("a"), Cell("b"), Cell("c"))

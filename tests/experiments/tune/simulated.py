@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from vesuvius.experiments.process import Ended
+from vesuvius.experiments import Ended
 from vesuvius.experiments.tune.measurement import Block, BlockKind, Planned, SearchSpace, Setting, trainer_knobs
 from vesuvius.experiments.tune.policy import begin
 from vesuvius.experiments.tune.search import Search
@@ -89,7 +89,6 @@ class Machine:
     source: Setting = SOURCE
     on_gpu: bool = True
     remote: bool = False
-    scale_batch: bool = False
     cores: float = 16.0
     most_workers: int = 16
     read_s: float = 0.0
@@ -118,16 +117,12 @@ class Machine:
         """What a tune may do here."""
         return SearchSpace(
             source=self.source,
-            scale_batch=self.scale_batch,
             budget_s=budget_s,
             block_s=BLOCK_S,
-            on_gpu=self.on_gpu,
             most_workers=self.most_workers,
             most_prefetch=16,
-            remote=self.remote,
-            most_requests=64,
+            most_requests=64 if self.remote else self.source.requests,
             most_batch=64,
-            deterministic=False,
             ram_limit_bytes=int(GUARD_SHARE * self.ram_limit_gib * GIB),
             vram_limit_bytes=int(GUARD_SHARE * self.vram_limit_gib * GIB) if self.on_gpu else None,
         )
@@ -214,8 +209,6 @@ class Machine:
         """All that are allowed and do not die."""
         total = self.source.global_batch
         batches = [(b, total // b) for b in range(1, total + 1) if total % b == 0]
-        if self.scale_batch:
-            batches += [(total * 2**k, 1) for k in range(1, 7) if total * 2**k <= 64]
         grid = itertools.product(
             range(1, self.most_workers + 1),
             sorted({self.source.requests, *((16, 32, 64) if self.remote else ())}),
@@ -351,7 +344,6 @@ def run_to_end(search: Search, lab: SimulatedRunner) -> Search:
     return search
 
 
-GROWING = replace(SOURCE, accumulate_steps=1)
 MACHINES = [
     # 5 processors: readers stop scaling there
     Machine("data-bound on cores", cores=5, decode_s=0.1, sample_s=0.01, disturbance=NEIGHBOUR),
@@ -408,7 +400,6 @@ MACHINES = [
         faster={"compile": 1.4},
         bias=(1.0, 0.9, 0.75, 0.67),
     ),
-    Machine("larger batches", scale_batch=True, source=GROWING, sample_s=0.02, launch_s=0.06, vram=(6.0, 1.4)),
 ]
 SLOW = Machine(
     "18 s a step",

@@ -25,7 +25,7 @@ from tests.experiments.tune.simulated import (
     best_rate,
     tune,
 )
-from vesuvius.experiments.process import Ended
+from vesuvius.experiments import Ended
 from vesuvius.experiments.tune.measurement import Block, BlockKind, Evidence, Knob, SearchSpace, Setting
 from vesuvius.experiments.tune.policy import Recommendation, begin, conclude
 from vesuvius.experiments.tune.search import SHOWN, Search
@@ -90,7 +90,7 @@ def check_bounds(machine: Machine, search: Search) -> None:
         assert machine.ram_bytes(setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
         vram = machine.vram_bytes(setting)
         assert vram is None or vram <= GUARD_SHARE * machine.vram_limit_gib * GIB
-        assert machine.scale_batch or setting.global_batch == machine.source.global_batch
+        assert setting.global_batch == machine.source.global_batch
     assert sum(block.seconds for block in search.blocks) <= 1800.0
     assert {block.ended for block in search.blocks} <= ({"ok", "killed"} if machine is DIES else {"ok"})
 
@@ -134,19 +134,9 @@ def test_switches_are_tried_only_where_they_may_be() -> None:
     assert not any(setting.compile for setting in settings_of(short))
     assert ("steps", "compile not tried: it would take 15% of the budget or more") in short.notes
     eager = Machine("eager", sample_s=0.4, source=replace(SOURCE, cudnn_benchmark=False))
-    for deterministic in (False, True):
-        found = tune(eager, 0, replace(eager.space(), deterministic=deterministic))
-        assert any(setting.cudnn_benchmark for setting in settings_of(found)) is not deterministic
-
-
-def test_the_effective_batch_grows_only_where_it_may() -> None:
-    machine = BY_NAME["larger batches"]
-    search, free = tuned(machine.name)
-    bound = tune(machine, 0, replace(machine.space(), scale_batch=False))
-    assert free.best.global_batch > machine.source.global_batch
-    assert conclude(bound).best.global_batch == machine.source.global_batch
-    assert max(setting.train_batch_size for setting in settings_of(search)) <= machine.space().most_batch
-    assert any("--scale-batch" in words for _, words in bound.notes)
+    for kept in ((), ("cudnn_benchmark",)):
+        found = tune(eager, 0, replace(eager.space(), kept=kept))
+        assert any(setting.cudnn_benchmark for setting in settings_of(found)) is not bool(kept)
 
 
 @pytest.mark.parametrize("budget_s", [60.0, 120.0, 300.0])
@@ -161,7 +151,7 @@ def test_a_small_budget_recommends_what_it_measured_and_writes_only_what_it_meas
     assert machine.rate(found.best) >= 0.95 * machine.rate(machine.source)
     if found.written != machine.source:
         runs = Counter(block.setting for block in search.blocks if block.kind == "run")
-        assert runs[found.written] >= SHOWN or set(found.written.changes(machine.source)) <= set(found.reasons)
+        assert runs[found.written] >= SHOWN
     readers = {block.setting: block.rate for block in search.blocks if block.kind == "readers"}
     steps = max((block.rate for block in search.blocks if block.kind == "step"), default=0.0)
     if len(readers) > 1 and 1.5 * readers[machine.source] < min(max(readers.values()), steps):

@@ -70,7 +70,7 @@ def test_what_is_not_sure_is_not_said_as_if_it_were() -> None:
     ):
         assert headline(replace(found, **change), space).startswith(said)  # type: ignore[arg-type]
     said = summary(replace(found, written=source), search)["In the tuned config"]
-    assert said.startswith("nothing; the rest of B was not measured")
+    assert said.startswith("nothing: B was not measured in at least 2 pairs")
 
 
 def test_every_block_is_a_line_of_the_log_and_a_row_of_the_table() -> None:

@@ -22,8 +22,7 @@ from tests.support import fork_server
 from tests.support.kill_harness import processes_with
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
-from vesuvius.experiments.process import TrialInterrupted
-from vesuvius.experiments.trainer import trainer_config
+from vesuvius.experiments.trainer import TrialInterrupted, trainer_config
 from vesuvius.experiments.tune.measurement import Block, Setting
 from vesuvius.experiments.tune.runner import TrialRunner
 from vesuvius.monitor.session import read_session
@@ -211,7 +210,7 @@ def test_what_no_trainer_can_begin_with_says_why(config: Config, trials: Path) -
     with TrialRunner(config, trials) as lab:
         invalid = lab.measure(replace(Setting.of(config), train_batch_size=0), "run", 1.0, _HANG_S)
         assert invalid.ended == "failed"
-        assert "training.train_batch_size: Input should be greater than or equal to 1" in invalid.cause
+        assert "training.train_batch_size Input should be greater than or equal to 1" in invalid.cause
         trials.mkdir()
         (trials / "000").symlink_to("/proc/no-such-place")
         unwritable = lab.measure(Setting.of(config), "run", 1.0, _HANG_S)

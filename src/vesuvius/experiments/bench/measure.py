@@ -14,9 +14,8 @@ from vesuvius.config import Config
 from vesuvius.errors import VesuviusError, one_line
 from vesuvius.experiments.bench.results import Measurement
 from vesuvius.experiments.machine import planned_bytes, ram_left, vram_left
-from vesuvius.experiments.process import TrialInterrupted
 from vesuvius.experiments.steady import SteadyState, Warmup
-from vesuvius.experiments.trainer import Trainer, next_number, trainer_config
+from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import size_text
 from vesuvius.stream.options import StreamOptions
@@ -63,7 +62,7 @@ def measure_training(
     except (VesuviusError, ValidationError) as error:
         return replace(blank, ended="failed", cause=one_line(error, 400))
     state = _steady_state(config, data, ranks, seconds)
-    trainer = Trainer.start(run, directory, lock_fd, takes_commands=False)
+    trainer = Trainer(run, directory, lock_fd, takes_commands=False)
 
     def take(record: Record) -> bool:
         return record["kind"] == "step" and state.add(record)

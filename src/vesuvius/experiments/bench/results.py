@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import yaml
 
 from vesuvius.errors import ConfigError
+from vesuvius.experiments import Ended
 from vesuvius.experiments.paired import Comparison, compare_one_of
-from vesuvius.experiments.process import Ended
 from vesuvius.runlog.units import number, quantile
 
 Axis = tuple[str, tuple[str, ...]]

@@ -21,7 +21,7 @@ from vesuvius.experiments.bench.page import build_page
 from vesuvius.experiments.bench.results import Cell, Measurement, results_of
 from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
 from vesuvius.experiments.machine import describe_machine, facts_of_this_place
-from vesuvius.experiments.process import TrialInterrupted
+from vesuvius.experiments.trainer import TrialInterrupted
 from vesuvius.report.content import RunReport
 from vesuvius.report.page import made_by, new_folder, write_page
 from vesuvius.runlog.environment import describe_environment

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
-from vesuvius.experiments.process import Ended
+from vesuvius.experiments import Ended
 
 Knob = Literal[
     "workers",
@@ -105,22 +104,23 @@ class SearchSpace:
     """Caps of the knobs and limits of the machine; with the blocks, the whole input of the policy."""
 
     source: Setting  # the setting of the config
-    scale_batch: bool  # whether the effective batch may grow
     budget_s: float  # seconds for all blocks together
     block_s: float  # seconds to measure in a block
-    on_gpu: bool  # whether steps run on a GPU
-    # most_workers, most_prefetch, most_requests: caps
+    # most_workers, most_prefetch, most_requests, most_batch (of the micro-batch): caps
     most_workers: int
     most_prefetch: int
-    remote: bool  # whether any volume is on a remote store, where requests in flight matter
-    most_requests: int
-    most_batch: int  # cap on the micro-batch, from tensors of 2^31 elements or from `scale_batch`
-    deterministic: bool  # whether the config asks for determinism, which keeps cuDNN's benchmark off
+    most_requests: int  # as the source has them where no volume is on a remote store
+    most_batch: int
     ram_limit_bytes: int  # no block starts with a predicted memory above this, the first threshold of the guard
     vram_limit_bytes: int | None  # the same for the GPU; None on a CPU
     kept: tuple[Knob, ...] = ()  # knobs that keep the value of the source
     others: str = ""  # what other programs use of the machine, in words
     evidence: Evidence | None = None  # None = the run has none with this setting
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether steps run on a GPU."""
+        return self.vram_limit_bytes is not None
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,6 @@ class Command:
     workers: int
     prefetch_factor: int
     requests: int
-
-    def line(self) -> bytes:
-        """For the trainer's standard input."""
-        return json.dumps(vars(self)).encode() + b"\n"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,21 +26,9 @@ from vesuvius.experiments.tune.measurement import (
     in_words,
     trainer_knobs,
 )
-from vesuvius.experiments.tune.search import (
-    AT_ONCE,
-    SHOWN,
-    SMALLEST_GAIN,
-    SURE,
-    Asks,
-    Search,
-    SearchEndedError,
-    TimeToConfirmError,
-)
+from vesuvius.experiments.tune.search import AT_ONCE, SHOWN, SMALLEST_GAIN, SURE, Asks, Search
 
 Certainty = Literal["sure", "likely", "unchanged", "none"]
-
-READER_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of readers that are tried."""
 
 _ENOUGH = 1.25  # readers must be able to deliver this multiple of the trainer's rate: volumes and load vary
 _KNEE = 0.08  # more readers or requests that raise R by less are not worth it
@@ -60,7 +47,7 @@ class Recommendation:
     # may be wrong.  "unchanged": no change that was tried is worth it.  "none": nothing could be measured.
     certainty: Certainty
     best: Setting  # the recommended setting, which never ran out of memory
-    written: Setting  # of the tuned config: the part of `best` that was measured in at least two pairs
+    written: Setting  # of the tuned config: `best` once it was compared with the source in two pairs, else the source
     reason: str  # why the tune ended
     reasons: dict[Knob, str] = field(default_factory=dict)  # for each knob that differs from the source, why
     # of `best` over `base`: from whole runs in turn; None where these were not measured in turn
@@ -80,94 +67,83 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
     gain = compare(search.with_base) if search.with_base else None
     rates = search.rates.expected("run", best), search.rates.expected("run", base)
     predicted = rates[0] / rates[1] - 1 if rates[0] and rates[1] else None
-    certainty, reason = _certainty(search, gain, predicted), cut_short or "nothing more to try"
-    if (obstacle := search.memory.obstacle(best)) is not None:  # a later block may have run out of memory
-        certainty, gain, predicted = "unchanged", None, None
+    obstacle = search.memory.obstacle(best)  # a later block may have run out of memory
+    certainty: Certainty = "likely"
+    if best == base or obstacle or ((predicted or 0.0) if gain is None else gain.gain) < SMALLEST_GAIN:
+        certainty = "unchanged"
+    elif gain and (gain.is_above(0.0) or (gain.low is None and gain.pairs >= SHOWN and gain.gain > SURE)):
+        certainty = "sure"
+    reason = cut_short or "nothing more to try"
+    if obstacle:
+        gain, predicted = None, None
         reason = cut_short or f"{in_words(best, base)} cannot be recommended: {obstacle}"
-    elif certainty == "unchanged" and best != base and gain is not None:
+    elif certainty == "unchanged" and best != base and gain:
         reason = f"{in_words(best, base)} is not worth it: {gain.text}"
     elif certainty == "unchanged" and not cut_short:
         is_tried = any(block.setting != base for block in search.blocks)
         reason = "no change that was tried is worth it" if is_tried else "there was nothing to try"
     best = base if certainty == "unchanged" else best
     if not any(block.ended == "ok" for block in search.blocks) or search.memory.obstacle(best) is not None:
-        return Recommendation("none", base, base, cut_short or reason, complete=False)
-    shown = best if certainty != "likely" or (gain is not None and gain.pairs >= SHOWN) else search.shown
+        return Recommendation("none", base, base, reason, complete=False)
+    written = best if gain and gain.pairs >= SHOWN else base
     reasons = {knob: search.because.get(knob, "changed together with other keys") for knob in best.changes(base)}
-    return Recommendation(certainty, best, shown, reason, reasons, gain, predicted, complete=not cut_short)
-
-
-def _certainty(search: Search, gain: Comparison | None, predicted: float | None) -> Certainty:
-    """How sure the best is, from whole runs in turn; before there are some, from its parts."""
-    worth = (predicted or 0.0) if gain is None else gain.gain
-    if search.best == search.base or worth < SMALLEST_GAIN:
-        return "unchanged"
-    if gain is None:
-        return "likely"
-    at_once = gain.pairs >= SHOWN and gain.low is None and gain.gain > SURE
-    return "sure" if gain.is_above(0.0) or at_once else "likely"
+    return Recommendation(certainty, best, written, reason, reasons, gain, predicted, complete=not cut_short)
 
 
 def _policy(search: Search) -> Asks[None]:
-    try:
-        yield from _baseline(search)
-        with suppress(TimeToConfirmError):
-            yield from _feed(search)
-            if (yield from _raise_steps(search)):
-                yield from _feed(search)
-        yield from _confirm(search)
-    except SearchEndedError as ended:
-        search.cut_short = str(ended)
-
-
-def _baseline(search: Search) -> Asks[None]:
-    """What the readers deliver and what the steps take, alone, with the unchanged config."""
     if obstacle := search.memory.obstacle(search.base):
-        raise SearchEndedError(does_not_fit(obstacle))
+        search.cut_short = does_not_fit(obstacle)
+        return
+    # What the readers deliver and what the steps take, alone, with the unchanged config.
     kinds: tuple[tuple[BlockKind, str], ...] = (("readers", "no step computed"), ("step", "on a batch that stays"))
     for kind, words in kinds:
-        block = yield from search.measure(search.base, kind, "baseline", f"the unchanged config, {words}")
-        if block is None:
-            raise SearchEndedError(f"the unchanged config cannot be measured: {search.why_failed}")
+        if (yield from search.measure(search.base, kind, "baseline", f"the unchanged config, {words}")) is None:
+            search.cut_short = f"the unchanged config cannot be measured: {search.why_failed}"
+            return
     search.note("baseline", search.words())
+    yield from _feed(search)
+    if (yield from _raise_steps(search)):
+        yield from _feed(search)
+    block = yield from search.measure(search.best, "run", "confirm", "the whole run of what was found")
+    if block is None:
+        return search.note("confirm", search.why_failed)
+    yield from _smooth(search)
+    if search.best != search.base:
+        found = yield from search.in_turn((search.best, "run"), (search.base, "run"), "confirm", pairs=search.with_base)
+        if found is None:
+            search.note("confirm", f"not compared with the baseline: {search.why_failed}")
 
 
 def _feed(search: Search) -> Asks[None]:
     """Raise readers and requests until they can deliver more than the trainer takes, or to a knee or a cap."""
-    more_requests, hint = search.space.remote, _hint(search)
-    while True:
-        supply = yield from search.supply(search.best)
-        # Without readers, reading and computing take turns: there is no more to gain than the rest to 1.
-        if supply is None or supply >= (_ENOUGH if search.best.workers else 1 - SMALLEST_GAIN):
-            return search.note("readers", f"readers suffice: {search.words()}" if supply else search.why_failed)
+    more_requests, hint = True, _hint(search)
+    # Without readers, reading and computing take turns: there is no more to gain than the rest to 1.
+    while (supply := search.supply()) < (_ENOUGH if search.best.workers else 1 - SMALLEST_GAIN):
         setting, words = (hint, "as the run's own verdict says") if hint else _more(search, supply, more_requests)
         hint = None
         if setting is None:
             return search.note("readers", words)
-        is_requests = setting.requests != search.best.requests
-        linear = max(setting.workers, 1) / max(search.best.workers, 1) - 1
+        best, is_requests = search.best, setting.requests != search.best.requests
+        linear = max(setting.workers, 1) / max(best.workers, 1) - 1
         least = _KNEE if is_requests else max(SMALLEST_GAIN, min(_KNEE, linear / 2))
-        have = (
-            search.rates.limit(search.best)
-            if search.best.workers == 0
-            else search.rates.measured("readers", search.best)
-        )
-        assert have is not None  # the supply was
+        have = search.rates.measured("readers", best) if best.workers else search.rates.limit(best)
+        assert have is not None  # of the best both were measured
         # What more requests give is large or nothing, and one block tells; so it does where the trainer reads itself.
-        at_once = is_requests or search.best.workers == 0
+        at_once = is_requests or best.workers == 0
         near = (math.inf, -math.inf) if at_once else (least - _NEAR, least + _NEAR)
-        changes = in_words(setting, search.best)
-        found = yield from search.gain(setting, "readers", ("readers", f"{changes}: {words}"), have, near, 3)
+        changes = in_words(setting, best)
+        found = yield from search.gain(setting, "readers", "readers", f"{changes}: {words}", have, near, 3)
         if found is not None and found.gain >= least:
             why = f"readers alone deliver {have * (1 + found.gain):.3g} samples/s instead of {have:.3g}"
-            search.take(setting, f"{why}; the trainer takes {search.trainer_rate():.3g}", found.pairs)
+            search.take(setting, f"{why}; the trainer takes {search.trainer_rate():.3g}")
         elif is_requests:
             more_requests = False
         else:
             deaths = sum(block.ended in DEADLY for block in search.blocks)
-            if found is None and search.blocks[-1].ended in DEADLY and deaths <= _MOST_DEATHS:
+            if found is None and not search.cut_short and search.blocks[-1].ended in DEADLY and deaths <= _MOST_DEATHS:
                 continue  # what died bars all that is no smaller
             return search.note("readers", f"no gain from {changes}: {found.text if found else search.why_failed}")
+    search.note("readers", f"readers suffice: {search.words()}")
 
 
 def _hint(search: Search) -> Setting | None:
@@ -189,7 +165,7 @@ def _more(search: Search, supply: float, more_requests: bool) -> tuple[Setting |
         if search.memory.obstacle(setting) is None:
             return setting, search.words()
     count = max(best.workers, 1)
-    wanted = min(at_least(_ENOUGH / supply * count), 4 * count, space.most_workers)
+    wanted = min(math.ceil(_ENOUGH / supply * count), 4 * count, space.most_workers)
     obstacle: str | None = f"at most {space.most_workers} are tried"
     for workers in range(wanted, best.workers, -1):
         if (obstacle := search.memory.obstacle(replace(best, workers=workers))) is None:
@@ -199,59 +175,46 @@ def _more(search: Search, supply: float, more_requests: bool) -> tuple[Setting |
 
 def _raise_steps(search: Search) -> Asks[bool]:
     """Larger micro-batches and switches, where a faster step can gain; returns whether readers may be slow again."""
-    before, readers = search.best, search.rates.measured("readers", search.best) or 0.0
-    if readers < search.trainer_rate():
+    before, readers, space = search.best, search.rates.measured("readers", search.best) or 0.0, search.space
+    is_fed = readers >= search.trainer_rate()
+    if not is_fed:
         search.note("steps", f"readers deliver {readers:.3g} samples/s at most: a faster step would only wait longer")
-        larger = _larger_batch(search)
-        if not search.space.on_gpu and larger and 4 * search.expected_s(larger, "step") < search.left_s / 2:
-            yield from _larger_batches(search, "; what the trainer does not use of the cores is left to the readers")
-        return False
-    if search.space.on_gpu and search.space.source.amp == "off":  # an explicit format stays
+    elif space.on_gpu and space.source.amp == "off":  # an explicit format stays
         why = "half the bytes per value, and tensor cores; values are rounded to 16 bits"
         yield from _try(search, replace(search.best, amp="auto"), why)
-    yield from _larger_batches(search)
-    yield from _switches(search)
-    return trainer_knobs(search.best) != trainer_knobs(before)
-
-
-def _switches(search: Search) -> Asks[None]:
+    # What a trainer on a CPU does not use of the cores is left to the readers.
+    while (is_fed or not space.on_gpu) and (setting := _larger_batch(search)) is not None:
+        if not (yield from _try(search, setting, "fewer and larger micro-batches")):
+            break
+    if not is_fed:
+        return False
     switches: list[tuple[Knob, str]] = [("compile", "fewer and larger kernels")]
-    if search.space.on_gpu:
+    if space.on_gpu:
         switches.insert(0, ("channels_last", "the memory order preferred by cuDNN"))
-        if not search.space.deterministic:
-            switches.append(("cudnn_benchmark", "cuDNN selects its fastest kernels"))
+        switches.append(("cudnn_benchmark", "cuDNN selects its fastest kernels"))
     for knob, why in switches:
         on: dict[str, Any] = {knob: True}
         setting = replace(search.best, **on)
-        if setting == search.best:
-            continue
-        if knob == "compile" and search.expected_s(setting, "step") > _COMPILE_SHARE * search.space.budget_s:
+        if knob == "compile" and search.expected_s(setting, "step") > _COMPILE_SHARE * space.budget_s:
             search.note("steps", f"compile not tried: it would take {_COMPILE_SHARE:.0%} of the budget or more")
-        else:
+        elif setting != search.best and knob not in space.kept:
             yield from _try(search, setting, why)
-
-
-def _larger_batches(search: Search, besides: str = "") -> Asks[None]:
-    while (setting := _larger_batch(search)) is not None:
-        if not (yield from _try(search, setting, "fewer and larger micro-batches", besides)):
-            return
-    if search.best.global_batch == 1 and not search.space.scale_batch:
-        search.note("steps", "micro-batches of 1 are the whole batch: --scale-batch, or a larger accumulate_steps")
+    return trainer_knobs(search.best) != trainer_knobs(before)
 
 
 def _larger_batch(search: Search) -> Setting | None:
-    """The next micro-batch of at least twice the size that divides the effective batch, or lets it grow."""
+    """The next micro-batch of at least twice the size that divides the effective batch."""
     best, total = search.best, search.best.global_batch
-    for size in range(2 * best.train_batch_size, search.space.most_batch + 1):
-        if total % size == 0 or (size > total and search.space.scale_batch):
-            return replace(best, train_batch_size=size, accumulate_steps=max(total // size, 1))
+    for size in range(2 * best.train_batch_size, min(total, search.space.most_batch) + 1):
+        if total % size == 0:
+            return replace(best, train_batch_size=size, accumulate_steps=total // size)
     return None
 
 
-def _try(search: Search, setting: Setting, why: str, besides: str = "") -> Asks[bool]:
+def _try(search: Search, setting: Setting, why: str) -> Asks[bool]:
     """Take a setting whose steps alone are faster; returns whether it was taken."""
     words, rate, near = in_words(setting, search.best), search.trainer_rate(), (-AT_ONCE, math.inf)
-    found = yield from search.gain(setting, "step", ("steps", f"{words}: {why}"), rate, near, MOST_PAIRS)
+    found = yield from search.gain(setting, "step", "steps", f"{words}: {why}", rate, near, MOST_PAIRS)
     if found is None:
         search.note("steps", f"{words} not taken: {search.why_failed}")
         return False
@@ -259,29 +222,8 @@ def _try(search: Search, setting: Setting, why: str, besides: str = "") -> Asks[
     if found.gain < SMALLEST_GAIN or not is_faster:
         search.give_up("steps", setting, found)
         return False
-    search.take(setting, f"steps alone: {found.text}{besides}", found.pairs)
+    search.take(setting, f"steps alone: {found.text}")
     return True
-
-
-def _confirm(search: Search) -> Asks[None]:
-    """Measure the whole run of the best, smooth it, and compare it in turn with the baseline."""
-    block = yield from search.measure(search.best, "run", "confirm", "the whole run of what was found")
-    if block is None:
-        search.note("confirm", search.why_failed)
-        search.best = search.base
-        return
-    with suppress(TimeToConfirmError):
-        yield from _smooth(search)
-    if search.best != search.base:
-
-        def is_settled(found: Comparison) -> bool:
-            return found.is_above(0.0) or found.is_below(SMALLEST_GAIN)
-
-        found = yield from search.in_turn(
-            (search.best, "run"), (search.base, "run"), "confirm", is_settled, pairs=search.with_base
-        )
-        if found is None:
-            search.note("confirm", f"not compared with the baseline: {search.why_failed}")
 
 
 def _smooth(search: Search) -> Asks[None]:
@@ -290,11 +232,11 @@ def _smooth(search: Search) -> Asks[None]:
     for _ in range(_MOST_RIVALS):
         best, space = search.best, search.space
         waits = search.rates.of("run", best)[-1].data_share or 0.0
-        starved = max(1 - ((yield from search.supply(best)) or 1.0), 0.0)  # what no smoother delivery could avoid
+        starved = max(1 - search.supply(), 0.0)  # what no smoother delivery could avoid
         rivals = (
             replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
-            replace(best, workers=min(at_least(2 * best.workers), space.most_workers)),
-            replace(best, requests=min(2 * best.requests, space.most_requests) if space.remote else best.requests),
+            replace(best, workers=min(2 * best.workers, space.most_workers)),
+            replace(best, requests=min(2 * best.requests, space.most_requests)),
         )
         rival = next((each for each in rivals if each not in tried and not search.memory.obstacle(each)), None)
         if waits <= max(_WAITS, starved + SMALLEST_GAIN) or rival is None:
@@ -304,14 +246,9 @@ def _smooth(search: Search) -> Asks[None]:
         if found is None:
             return search.note("delivery", search.why_failed)
         if found.gain >= SMALLEST_GAIN and (found.is_above(0.0) or found.gain > SURE):
-            search.take(rival, f"whole run: {found.text}", found.pairs)
+            search.take(rival, f"whole run: {found.text}")
         else:
             search.give_up("delivery", rival, found)
-
-
-def at_least(readers: float) -> int:
-    """The smallest number of readers to try that is at least this."""
-    return next((count for count in READER_COUNTS if count >= readers - 1e-9), math.ceil(readers))
 
 
 def does_not_fit(obstacle: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from vesuvius.errors import one_line
@@ -12,10 +12,9 @@ from vesuvius.runlog.units import size_text
 
 Risk = Literal["low", "medium", "high"]
 
-GROWTH = 1.5
-"""Assumed growth per planned byte: the planner knows what grows with a knob, and may be off by half in the amount."""
-
-_SAVING = 0.5  # assumed saving per byte that the planner saves
+# Per planned byte, a growth counts more and a saving less: the planner knows what grows with a knob, and may be off by
+# half in the amount.
+_GROWTH, _SAVING = 1.5, 0.5
 _SPREAD = 0.01  # relative spread of the peaks of one setting
 _LOW_BELOW, _MEDIUM_BELOW = 0.70, 0.90  # shares of the limits
 ENDED_BY = {
@@ -55,14 +54,11 @@ class PredictedMemory:
 
     def run_ram_bytes(self, setting: Setting) -> int:
         """Return the host memory that the whole run takes at most, which is more than a short one does."""
-        ram_bytes = self._size(setting, lambda other: self._planner(other).ram_bytes, "ram_bytes")
-        return ram_bytes + self._planner(setting).later_bytes
+        return self._most(setting, "ram_bytes") + self._planner(setting).later_bytes
 
     def vram_bytes(self, setting: Setting) -> int | None:
         """Return the GPU memory that it takes at most; None on a CPU."""
-        if self._planner(setting).vram_bytes is None:
-            return None
-        return self._size(setting, lambda other: self._planner(other).vram_bytes or 0, "vram_bytes")
+        return None if self._planner(setting).vram_bytes is None else self._most(setting, "vram_bytes")
 
     def risk(self, setting: Setting) -> Risk:
         """Return how near the whole run comes to the limits: low below 70 %, medium below 90 %."""
@@ -71,29 +67,29 @@ class PredictedMemory:
             share = max(share, vram_bytes / self._space.vram_limit_bytes)
         return "low" if share < _LOW_BELOW else "medium" if share < _MEDIUM_BELOW else "high"
 
-    def _size(self, setting: Setting, planned: Callable[[Setting], int], peak: str) -> int:
+    def _most(self, setting: Setting, name: Literal["ram_bytes", "vram_bytes"]) -> int:
         """Bytes, rather too many: the nearest measured peak, and the planned difference.
 
         Until a whole run was measured, no less than planned: readers alone compute nothing, steps alone read little.
         """
-        runs, parts = self._peaks(peak, whole=True), self._peaks(peak, whole=False)
-        if setting in runs:
-            return runs[setting]
-        wanted, peaks = planned(setting), runs or parts
-        if not peaks:
-            return wanted
-        near = min(peaks, key=lambda s: (len(_switches_apart(s, setting)), abs(planned(s) - wanted)))
-        growth = wanted - planned(near)
-        most = peaks[near] + (GROWTH if growth > 0 else _SAVING) * growth
-        return max(int((1 + _SPREAD) * most), parts.get(setting, 0), 0 if runs else wanted)
 
-    def _peaks(self, peak: str, whole: bool) -> dict[Setting, int]:
-        """The measured peaks of each setting, in whole runs or in blocks of a part of one."""
-        found: dict[Setting, int] = {}
+        def planned(other: Setting) -> int:
+            return getattr(self._planner(other), name) or 0
+
+        peaks: dict[bool, dict[Setting, int]] = {True: {}, False: {}}  # of whole runs, and of parts of one
         for block in self._blocks:
-            if block.ended == "ok" and (block.kind == "run") == whole and (size := getattr(block, peak)) is not None:
-                found[block.setting] = max(found.get(block.setting, 0), size)
-        return found
+            if block.ended == "ok" and (size_bytes := getattr(block, name)) is not None:
+                found = peaks[block.kind == "run"]
+                found[block.setting] = max(found.get(block.setting, 0), size_bytes)
+        if setting in peaks[True]:
+            return peaks[True][setting]
+        wanted, known = planned(setting), peaks[True] or peaks[False]
+        if not known:
+            return wanted
+        near = min(known, key=lambda s: (len(_switches_apart(s, setting)), abs(planned(s) - wanted)))
+        growth = wanted - planned(near)
+        most = known[near] + (_GROWTH if growth > 0 else _SAVING) * growth
+        return max(int((1 + _SPREAD) * most), peaks[False].get(setting, 0), 0 if peaks[True] else wanted)
 
     def _bars(self, block: Block, setting: Setting) -> bool:
         """Whether a failed block bars a setting; a lack of memory also bars all that are planned no smaller."""
@@ -144,8 +140,9 @@ class PredictedRates:
 
     def waiting_share(self, setting: Setting) -> float:
         """Share of a reader's time that waits for the store, which more requests may hide; 0 where it is not known."""
-        blocks = [b for b in self.of("readers", setting) if b.reader_s and b.decode_s is not None]
-        return 1 - min(blocks[-1].decode_s / blocks[-1].reader_s, 1.0) if blocks else 0.0  # type: ignore[operator]
+        times = [(b.decode_s, b.reader_s) for b in self.of("readers", setting)]
+        decode_s, reader_s = times[-1] if times else (None, None)
+        return 0.0 if decode_s is None or not reader_s else 1 - min(decode_s / reader_s, 1.0)
 
     def runs(self) -> list[Setting]:
         """The settings whose whole run was measured, the fastest first."""
@@ -153,7 +150,7 @@ class PredictedRates:
         return sorted(settings, key=lambda s: -(self.measured("run", s) or 0.0))
 
     def _measured(self, kind: BlockKind) -> list[Block]:
-        return [b for b in self._blocks if b.kind == kind and b.ended == "ok" and b.rate]
+        return [b for b in self._blocks if b.kind == kind and b.ended == "ok"]
 
     def _predicted(self, setting: Setting) -> float | None:
         """The smaller limit, less what the run nearby falls short of its own."""
@@ -179,7 +176,7 @@ def death_text(block: Block) -> str:
     s = block.setting
     return (
         f"a {block.kind} block with workers {s.workers}, prefetch_factor {s.prefetch_factor}, train_batch_size "
-        f"{s.train_batch_size} was ended by {ENDED_BY.get(block.ended, 'no figures')}: "
+        f"{s.train_batch_size} was ended by {ENDED_BY[block.ended]}: "
         f"{one_line(block.cause) or 'no cause is known'}"
     )
 

@@ -16,13 +16,12 @@ from pydantic import BaseModel
 from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import dump_set_keys
-from vesuvius.errors import ConfigError, StorageError, one_line, storage_errors
+from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.experiments.tune.measurement import Block, Planner, SearchSpace, Setting, in_words
-from vesuvius.experiments.tune.policy import READER_COUNTS, Recommendation, does_not_fit
+from vesuvius.experiments.tune.policy import Recommendation, does_not_fit
 from vesuvius.experiments.tune.predict import ENDED_BY, PredictedMemory, Risk
 from vesuvius.experiments.tune.search import KINDS, SHOWN, Search
 from vesuvius.report.content import RunReport, Table, filled
-from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.units import format_duration, format_percent, number, size_text
 
 MARK = "Written by vesuvius tune"
@@ -85,32 +84,29 @@ def build_options(found: Recommendation, search: Search, steps: int) -> list[Opt
     faster = (s for s in beyond if rate(s) > (1 + _GAIN) * rate(best) > 0 and memory.obstacle(s) is None)
     fast = next(faster, best)
     how = "measured, though not surely" if rates.of("run", fast) else "predicted"
-    chosen = (
-        ("A conservative", lean, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(lean, best)}"),
-        ("B balanced", best, "the config as it is" if best == source else "what to run"),
-        ("C aggressive", fast, f"faster, as {how}: {in_words(fast, best)}"),
-    )
-    options = []
-    for name, setting, words in chosen:
-        samples_s = rates.expected("run", setting)
+    chosen = {
+        "A conservative": (lean, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(lean, best)}"),
+        "B balanced": (best, "the config as it is" if best == source else "what to run"),
+        "C aggressive": (fast, f"faster, as {how}: {in_words(fast, best)}"),
+    }
+
+    def option(name: str, setting: Setting, words: str) -> Option:
+        samples_s = rate(setting) or None
         step_s = setting.global_batch / samples_s if samples_s else None
-        options.append(
-            Option(
-                name=name,
-                measured=bool(rates.of("run", setting)),
-                samples_s=samples_s,
-                ram_bytes=memory.run_ram_bytes(setting),
-                vram_bytes=memory.vram_bytes(setting),
-                step_s=step_s,
-                total_s=None if step_s is None else step_s * steps,
-                risk=memory.risk(setting),
-                overrides=tuple(setting.overrides(source)),
-                words="the same as B: nothing else fits and promises more"
-                if setting == best and not name.startswith("B")
-                else words,
-            )
+        return Option(
+            name=name,
+            measured=bool(rates.of("run", setting)),
+            samples_s=samples_s,
+            ram_bytes=memory.run_ram_bytes(setting),
+            vram_bytes=memory.vram_bytes(setting),
+            step_s=step_s,
+            total_s=step_s and step_s * steps,
+            risk=memory.risk(setting),
+            overrides=tuple(setting.overrides(source)),
+            words="the same as B: nothing else fits and promises more" if setting == best and name[0] != "B" else words,
         )
-    return options
+
+    return [option(name, *each) for name, each in chosen.items()]
 
 
 def headline(found: Recommendation, space: SearchSpace) -> str:
@@ -143,9 +139,7 @@ def summary(found: Recommendation, search: Search) -> dict[str, str]:
     if evidence is not None:
         lines["The run itself"] = f"{number(evidence.samples_s)} samples/s at step {evidence.step}: {evidence.text}"
     if found.written != found.best:
-        lines["In the tuned config"] = (
-            f"{in_words(found.written, source)}; the rest of B was not measured in at least {SHOWN} pairs"
-        )
+        lines["In the tuned config"] = f"nothing: B was not measured in at least {SHOWN} pairs with the config as it is"
     return lines | {"Why it ended": found.reason}
 
 
@@ -168,31 +162,27 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
     memory, source = PredictedMemory(space, planner, ()), space.source
     if obstacle := memory.obstacle(source):
         raise ConfigError(does_not_fit(obstacle))
-    total, most = source.global_batch, space.most_batch
-    sizes = [size for size in range(1, min(total, most) + 1) if total % size == 0]
-    sizes += [size for size in (total << n for n in range(1, 20)) if space.scale_batch and size <= most]
-    requests = [n for n in (1 << n for n in range(20)) if space.remote and source.requests < n <= space.most_requests]
-    workers = [count for count in READER_COUNTS if count < space.most_workers] + [space.most_workers]
+    total, powers = source.global_batch, [1 << n for n in range(20)]
+    workers = [*(count for count in powers if count < space.most_workers), space.most_workers]
+    requests = [count for count in powers if source.requests < count <= space.most_requests]
+    sizes = [size for size in range(1, space.most_batch + 1) if total % size == 0]
     settings = (
         source,
         *(replace(source, workers=count) for count in workers),
         *(replace(source, requests=count) for count in requests),
-        *(replace(source, train_batch_size=size, accumulate_steps=max(total // size, 1)) for size in sizes),
+        *(replace(source, train_batch_size=size, accumulate_steps=total // size) for size in sizes),
     )
     lines = []
     for setting in dict.fromkeys(settings):
-        words, obstacle = (
-            memory_words(memory.run_ram_bytes(setting), memory.vram_bytes(setting)),
-            memory.obstacle(setting),
-        )
-        what = " ".join(setting.overrides(source)) or "the config as it is"
+        what, obstacle = " ".join(setting.overrides(source)) or "the config as it is", memory.obstacle(setting)
+        words = memory_words(memory.run_ram_bytes(setting), memory.vram_bytes(setting))
         lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
     return [
         f"machine  {machine}{f'; {space.others}' if space.others else ''}",
         *([f"the run  {space.evidence.text}"] if space.evidence else []),
         f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, {space.most_workers} workers, "
-        f"{f'{space.most_requests} requests, ' if space.remote else ''}"
-        f"prefetch_factor {space.most_prefetch}, train_batch_size {most}",
+        f"{f'{space.most_requests} requests, ' if requests else ''}"
+        f"prefetch_factor {space.most_prefetch}, train_batch_size {space.most_batch}",
         f"budget   {format_duration(space.budget_s)}, {space.block_s:.0f} s to measure in each block; may be tried:",
         *lines,
         "dry run: what is tried of it depends on what is measured; nothing was written",
@@ -330,21 +320,10 @@ def check_tunable(source: Path) -> None:
     if _is_ours(source):
         raise ConfigError(f"{source} was written by a tune: tune the config that it extends, or remove its first line")
     path = tuned_path(source)
-    target = Path(os.path.realpath(path))
-    if os.path.lexists(target) and not _is_ours(target):
+    if os.path.lexists(path) and not _is_ours(path):
         raise ConfigError(f"{path} would be replaced, and no tune has written it (no '# {MARK}' at its top); rename it")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise StorageError(f"{target.parent} cannot be written, where the tuned config goes; change its permissions")
-
-
-def write_tuned(path: Path, text: str) -> None:
-    """Write the tuned config, whole or not at all; a symbolic link stays one, and its target is written.  Does I/O.
-
-    Raises:
-        StorageError: the write fails.
-    """
-    with storage_errors(f"{path}: the tuned config must be writable", "make room, or change its permissions"):
-        write_whole(Path(os.path.realpath(path)), text.encode("utf-8"))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise StorageError(f"{path.parent} cannot be written, where the tuned config goes; change its permissions")
 
 
 def _is_ours(path: Path) -> bool:

@@ -6,6 +6,7 @@ directory.  One that dies does not end the tune: what is left of it is killed, a
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,7 @@ class TrialRunner:
             OSError: the runner could not write to the disk.
         """
         began, force, trainer = time.monotonic(), setting, self._trainer
-        starts = trainer is None or trainer.process.wait(0) or trainer_knobs(setting) != trainer_knobs(self._in_force)
+        starts = trainer is None or trainer.wait(0) or trainer_knobs(setting) != trainer_knobs(self._in_force)
         if kind == "step":  # steps alone need no readers: these stay as they are, or are not started
             readers = {"workers": 0} if starts else {k: getattr(self._in_force, k) for k in READER_KNOBS}
             force = replace(setting, **readers)
@@ -68,21 +69,20 @@ class TrialRunner:
             try:
                 config = trainer_config(force.applied_to(self._config), next_number(self._directory))
             except ValidationError as error:
-                found = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-                return Block(setting, kind, "failed", one_line(f"the config is invalid: {found}"), 0.0)
+                return Block(setting, kind, "failed", one_line(error, 400), 0.0)
             self._end()
-            trainer = self._trainer = Trainer.start(config, self._directory, self._lock_fd, takes_commands=True)
+            trainer = self._trainer = Trainer(config, self._directory, self._lock_fd, takes_commands=True)
             self._in_force = force
         self._commands += 1
-        results: list[Record] = []
         command = Command(self._commands, kind, seconds, force.workers, force.prefetch_factor, force.requests)
+        results: list[Record] = []
 
         def take(record: Record) -> bool:
             if record["kind"] == "block" and record["number"] == command.number:
                 results.append(record)
             return bool(results)
 
-        trainer.process.tell(command.line())
+        trainer.tell(json.dumps(vars(command)))
         ended, cause = trainer.watch(take, limit_s, lambda: self._stopped)
         block = Block(setting, kind, ended, cause, time.monotonic() - began)
         if ended != "ok":

@@ -53,21 +53,6 @@ class Cell:
     limit_s: float  # after which it is ended
 
 
-class SearchEndedError(Exception):
-    """The search cannot go on: the budget is spent, or the baseline cannot be measured; the message says why."""
-
-
-class TimeToConfirmError(Exception):
-    """What is left of the budget is needed to compare what was found with the baseline."""
-
-
-def is_gain_settled(found: Comparison) -> bool:
-    """Whether a costlier setting is surely faster, or shows no gain that is worth a change and surely no large one."""
-    if found.is_above(0.0) or found.is_below(SMALLEST_GAIN):
-        return True
-    return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(LARGE_GAIN)
-
-
 class Search:
     """A search under way: `tell` it the block of its `cell` until that is None.
 
@@ -81,12 +66,11 @@ class Search:
         asked, blocks: all cells so far, and what was measured of them.
         base: the setting of the config, with which the best is compared.
         best: the best setting so far.
-        shown: the last one on the way to it of which each step was measured in pairs.
         because: for each knob that was changed, why.
         notes: stage by stage, what was not taken and why it ended.
-        with_base: samples/s of the best and of the baseline, in turn.
-        cut_short: why it ended before there was nothing more to try.
-        why_failed: of the last block that failed.
+        with_base: samples/s of the whole run of the best and of the baseline, in turn.
+        cut_short: why not all that was to be tried was; '' = it was.
+        why_failed: of the last block that could not be measured.
     """
 
     def __init__(
@@ -97,7 +81,7 @@ class Search:
         self.blocks: list[Block] = []
         self.memory = PredictedMemory(space, planner, self.blocks)
         self.rates = PredictedRates(self.blocks)
-        self.base = self.best = self.shown = space.source
+        self.base = self.best = space.source
         self.because: dict[Knob, str] = {}
         self.notes: list[tuple[Stage, str]] = []
         self.with_base: list[tuple[float, float]] = []
@@ -120,26 +104,24 @@ class Search:
             self.cell = None
 
     def measure(self, setting: Setting, kind: BlockKind, stage: Stage, why: str) -> Asks[Block | None]:
-        """Measure one block; None where it ended badly or may not be tried, and then `why_failed` says why.
+        """Measure one block; None where it ended badly, may not be tried, or takes longer than the budget allows.
 
-        Raises:
-            SearchEndedError: it takes longer than is left.
-            TimeToConfirmError: with it, what is left would not hold two pairs of the best and the baseline.
+        `why_failed` says which; the last of them also ends the search soon, as `cut_short` says.
         """
         if (obstacle := self.memory.obstacle(setting)) is not None:
             self.why_failed = f"{in_words(setting, self.base)}: {obstacle}"
             return None
-        left_s, seconds = self.left_s, self.expected_s(setting, kind)
-        if seconds > left_s:
-            raise SearchEndedError(
+        left_s, seconds, kept_s = self.left_s, self.expected_s(setting, kind), 0.0
+        if stage not in ("baseline", "confirm") and self.best != self.base:
+            # Two pairs of whole runs of the best and the baseline, and as much again for one of them.
+            kept_s = 3 * (self.expected_s(self.best, "run") + self.expected_s(self.base, "run"))
+        if seconds + kept_s > left_s:
+            kept = f", {format_duration(kept_s)} are kept to confirm what was found" if kept_s else ""
+            self.cut_short = self.why_failed = (
                 f"the budget was spent: {format_duration(max(left_s, 0))} of {format_duration(self.space.budget_s)} "
-                f"are left after {len(self.blocks)} blocks, the next one takes {format_duration(seconds)} ({why})"
+                f"are left after {len(self.blocks)} blocks{kept}, the next one takes {format_duration(seconds)} ({why})"
             )
-        # Two pairs of whole runs of the best and the baseline, and as much again for one of them.
-        confirm_s = 3 * (self.expected_s(self.best, "run") + self.expected_s(self.base, "run"))
-        if stage not in ("baseline", "confirm") and self.best != self.base and left_s - seconds < confirm_s:
-            self.note(stage, f"{format_duration(left_s)} were left to confirm what was found; not tried: {why}")
-            raise TimeToConfirmError
+            return None
         share = 2 if not self.blocks else 3 if setting.compile else 6
         limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
         cell = Cell(setting, kind, stage, why, seconds, limit_s)
@@ -148,16 +130,15 @@ class Search:
             block = yield cell
         else:
             self._earlier.remove(block)
-        if block.ended == "ok":
-            need = self._need(setting, kind)
-            self._besides_s[need] = max(self._besides_s.get(need, 0.0), block.seconds - block.measured_s)
+        need = self._need(setting, kind)
         self.blocks.append(block)
         self.asked.append(cell)
-        if block.ended == "ok" and block.rate:
+        if block.ended == "ok":
+            self._besides_s[need] = max(self._besides_s.get(need, 0.0), block.seconds - block.measured_s)
             return block
         self.why_failed = death_text(block)
         if block.ended == "timeout" and limit_s == left_s:
-            raise SearchEndedError(f"the budget was spent: {self.why_failed}")
+            self.cut_short = f"the budget was spent: {self.why_failed}"
         return None
 
     def expected_s(self, setting: Setting, kind: BlockKind) -> float:
@@ -180,14 +161,12 @@ class Search:
         one: tuple[Setting, BlockKind],
         other: tuple[Setting, BlockKind],
         stage: Stage,
-        is_settled: Callable[[Comparison], bool] = is_gain_settled,
         most_pairs: int = MOST_PAIRS,
         pairs: list[tuple[float, float]] | None = None,
     ) -> Asks[Comparison | None]:
-        """Measure two settings in turn until what is asked is settled; None where one failed before there was a pair.
+        """Measure two settings in turn until it is settled whether `one` is faster; None where there was no pair.
 
         Args:
-            is_settled: asked at each look; default: one is surely faster, or a gain of `one` is not to be expected.
             pairs: grows.
         """
         pairs, words = [] if pairs is None else pairs, in_words(one[0], other[0])
@@ -195,10 +174,9 @@ class Search:
         while True:
             found = compare(pairs) if pairs else None
             if found is not None:
-                if len(pairs) == SHOWN and all(a > (1 + at_once) * b for a, b in pairs):
-                    return found
-                affordable = self.expected_s(*one) + self.expected_s(*other) <= self.left_s
-                if len(pairs) >= most_pairs or not affordable or (len(pairs) in LOOKS and is_settled(found)):
+                is_large = len(pairs) == SHOWN and all(a > (1 + at_once) * b for a, b in pairs)
+                is_settled = len(pairs) in LOOKS and _is_gain_settled(found)
+                if is_large or is_settled or len(pairs) >= most_pairs:
                     return found
             last = self.blocks[-1] if self.blocks else None
             at = (last.setting, last.kind) if last and last.ended == "ok" else None
@@ -215,7 +193,8 @@ class Search:
         self,
         setting: Setting,
         kind: BlockKind,
-        why: tuple[Stage, str],
+        stage: Stage,
+        why: str,
         have: float,
         near: tuple[float, float],
         most: int,
@@ -224,38 +203,38 @@ class Search:
 
         A gain of one block counts unless it is `near` what is asked for; else at most so many pairs are measured.
         """
-        first = yield from self.measure(setting, kind, *why)
+        first = yield from self.measure(setting, kind, stage, why)
         if first is None:
             return None
         gain = first.rate / have - 1
         if not near[0] <= gain <= near[1]:
             return Comparison(gain, None, None, 1)
-        return (yield from self.in_turn((setting, kind), (self.best, kind), why[0], most_pairs=most))
+        return (yield from self.in_turn((setting, kind), (self.best, kind), stage, most))
 
-    def supply(self, setting: Setting) -> Asks[float | None]:
-        """What the readers can deliver over what the steps take; None where either could not be measured."""
-        found = []
-        for kind in ("readers", "step"):
-            if (rate := self.rates.measured(kind, setting)) is None:
-                block = yield from self.measure(setting, kind, "readers", "what readers deliver and what steps take")
-                rate = block.rate if block else 0.0
-            found.append(rate)
-        readers, trainer = found
-        if not readers or not trainer:
-            return None
+    def supply(self) -> float:
+        """What the readers of the best deliver over what its steps take; of what nothing was measured is predicted."""
+        readers, trainer = self.rates.expected("readers", self.best), self.trainer_rate()
+        assert readers is not None  # the baseline was measured
         # Without readers, reading and computing take turns.
-        return readers / trainer if setting.workers else 1 / (1 + trainer / readers)
+        return readers / trainer if self.best.workers else 1 / (1 + trainer / readers)
+
+    def trainer_rate(self) -> float:
+        """Samples/s of the best's steps alone."""
+        rate = self.rates.measured("step", self.best)
+        assert rate is not None  # only measured settings become the best
+        return rate
 
     def note(self, stage: Stage, words: str) -> None:
+        """Say for the report what was not taken, or why a stage ended."""
         self.notes.append((stage, words))
 
-    def take(self, setting: Setting, why: str, pairs: int) -> None:
-        """Make a setting the best, for a reason that holds for each knob that it changes, measured in so many pairs."""
+    def take(self, setting: Setting, why: str) -> None:
+        """Make a setting the best, for a reason that holds for each knob that it changes."""
         self.because |= dict.fromkeys(setting.changes(self.best), why)
-        self.shown = setting if self.shown == self.best and pairs >= SHOWN else self.shown
         self.best = setting
 
     def give_up(self, stage: Stage, setting: Setting, found: Comparison) -> None:
+        """Say that a setting gains too little, and whether more time may settle that."""
         may_gain = found.gain >= SMALLEST_GAIN or (found.pairs > 1 and not found.is_below(LARGE_GAIN))
         more = "; more time may settle it" if may_gain else ""
         self.note(stage, f"{in_words(setting, self.best)} not taken: {found.text}{more}")
@@ -265,7 +244,9 @@ class Search:
         have = self.rates.measured("readers", self.best) or 0.0
         return f"readers alone deliver {have:.3g} samples/s, the trainer alone takes {self.trainer_rate():.3g}"
 
-    def trainer_rate(self) -> float:
-        rate = self.rates.measured("step", self.best)
-        assert rate is not None  # only measured settings become the best
-        return rate
+
+def _is_gain_settled(found: Comparison) -> bool:
+    """Whether a costlier setting is surely faster, or shows no gain that is worth a change and surely no large one."""
+    if found.is_above(0.0) or found.is_below(SMALLEST_GAIN):
+        return True
+    return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(LARGE_GAIN)

@@ -12,10 +12,10 @@ from typing import Any
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
-from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
+from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError, storage_errors
 from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
 from vesuvius.experiments.machine import describe_machine, facts_of_this_place
-from vesuvius.experiments.process import TrialInterrupted
+from vesuvius.experiments.trainer import TrialInterrupted
 from vesuvius.experiments.tune.measurement import Block, Knob, Planner, SearchSpace, key_of
 from vesuvius.experiments.tune.policy import Recommendation, begin, conclude
 from vesuvius.experiments.tune.report import (
@@ -29,13 +29,13 @@ from vesuvius.experiments.tune.report import (
     summary,
     tuned_path,
     tuned_yaml,
-    write_tuned,
 )
 from vesuvius.experiments.tune.runner import TrialRunner
 from vesuvius.experiments.tune.search import KINDS, Search
 from vesuvius.experiments.tune.survey import planner_of, survey
 from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.report.page import made_by, write_page
+from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.logfile import open_log
 from vesuvius.runlog.records import from_plain
 from vesuvius.runlog.run_dir import TUNE, run_dir
@@ -60,7 +60,6 @@ class TuneRequest:
     source: Path  # the YAML file
     overrides: tuple[str, ...] = ()  # from the command line
     command: str = "vesuvius tune"  # as typed
-    scale_batch: bool = False
     keep: tuple[Knob, ...] = ()  # knobs that nothing changes; empty = from the ledger, or none
     budget_s: float | None = None  # None = from the ledger, or the default
     resume: bool = False  # continue with the existing ledger
@@ -133,15 +132,12 @@ def _open(request: TuneRequest) -> tuple[Ledger[Block], SearchSpace, Planner]:
     asked: dict[str, Any] = {"config": config.model_dump(mode="json"), "machine": describe_machine().compared}
     if request.resume:
         ledger: Ledger[Block] = Ledger.read(path, "tune", Block)
+        ledger.check_same(asked | ({"--keep": list(request.keep)} if request.keep else {}))
         space = from_plain(SearchSpace, ledger.asked["space"])
-        keep, scale_batch = request.keep or space.kept, request.scale_batch or space.scale_batch
-        ledger.check_same(asked | {"--keep": list(keep), "--scale-batch": scale_batch})
         space = replace(space, budget_s=request.budget_s or space.budget_s)
     else:
-        budget_s = request.budget_s or _BUDGET_S
-        space = survey(config, data, scale_batch=request.scale_batch, budget_s=budget_s, keep=request.keep)
-        asked |= {"--keep": list(space.kept), "--scale-batch": space.scale_batch, "space": asdict(space)}
-        ledger = Ledger(path, "tune", asked)
+        space = survey(config, data, budget_s=request.budget_s or _BUDGET_S, keep=request.keep)
+        ledger = Ledger(path, "tune", asked | {"--keep": list(request.keep), "space": asdict(space)})
     return ledger, space, planner_of(one_rank(config), data)
 
 
@@ -205,7 +201,9 @@ def _write_tuned(request: TuneRequest, found: Recommendation, path: Path, header
     """Write the tuned config, with what the environment and the command line of the tune have set."""
     wanted = found.written.applied_to(request.config)
     why = {key_of(knob): reason for knob, reason in found.reasons.items()}
-    write_tuned(path, tuned_yaml(request.source.name, request.written, wanted, why, header))
+    text = tuned_yaml(request.source.name, request.written, wanted, why, header)
+    with storage_errors(f"{path}: the tuned config must be writable", "make room, or change its permissions"):
+        write_whole(path, text.encode())
     try:
         as_wanted = read_config(path) == wanted
     except ConfigError as error:

@@ -21,7 +21,7 @@ from vesuvius.runlog.records import records_in
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData
-from vesuvius.training.forecast.memory_plan import LARGEST_PLANNED_BATCH, indexable_batch
+from vesuvius.training.forecast.memory_plan import indexable_batch
 from vesuvius.training.forecast.preflight import READERS_PER_CORE
 from vesuvius.training.forecast.run_plan import local_ranks, plan_run
 from vesuvius.training.step.step import choose_device
@@ -37,7 +37,6 @@ def survey(
     config: Config,
     data: PreparedData,
     *,
-    scale_batch: bool,
     budget_s: float,
     keep: Sequence[Knob] = (),
 ) -> SearchSpace:
@@ -48,23 +47,18 @@ def survey(
     """
     source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", local_ranks(config)
     cores = usable_cores(os.getpid()) / ranks
-    most_batch = LARGEST_PLANNED_BATCH if scale_batch else source.global_batch
     remote = any(volume.source.remote for volume in (*data.volumes, *data.conditions))
     return SearchSpace(
         source=source,
-        scale_batch=scale_batch,
         budget_s=budget_s,
         block_s=min(max(budget_s / _BLOCKS, _SHORTEST_BLOCK_S), _LONGEST_BLOCK_S),
-        on_gpu=on_gpu,
         most_workers=_most_workers(config, data, cores, remote, ranks),
         most_prefetch=max(_MOST_PREFETCH, source.prefetch_factor),
-        remote=remote,
-        most_requests=max(_MOST_REQUESTS, source.requests),
-        most_batch=min(most_batch, max(indexable_batch(config), source.train_batch_size)),
-        deterministic=config.training.deterministic,
+        most_requests=max(_MOST_REQUESTS, source.requests) if remote else source.requests,
+        most_batch=min(source.global_batch, max(indexable_batch(config), source.train_batch_size)),
         ram_limit_bytes=ram_left(config) // ranks,
         vram_limit_bytes=vram_left() if on_gpu else None,
-        kept=tuple(keep),
+        kept=(*keep, "cudnn_benchmark") if config.training.deterministic else tuple(keep),
         others=_others(cores * ranks),
         evidence=read_evidence(config),
     )
