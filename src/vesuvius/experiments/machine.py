@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,38 +25,23 @@ _VRAM_SHARE = 0.92
 _PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover between Ray executions
 
 
-@dataclass(frozen=True)
-class MachineFacts:
-    """The machine of a measurement, whose figures are valid there only."""
-
-    host: str
-    cores: float
-    ram_gib: float
-    gpu: str | None
-    gpu_gib: float | None
-
-    def words(self) -> str:
-        """Describe the machine in one line."""
-        gpu = "no GPU" if self.gpu is None else f"{self.gpu} ({self.gpu_gib:.0f} GiB)"
-        return f"{self.host}: {self.cores:g} cores, {self.ram_gib:.0f} GiB of RAM, {gpu}"
-
-    @property
-    def compared(self) -> dict[str, Any]:
-        """What must be the same where an experiment is continued: restarted containers have other host names."""
-        return {key: value for key, value in asdict(self).items() if key != "host"}
-
-
-def describe_machine() -> MachineFacts:
-    """Describe this machine."""
+def describe_machine() -> dict[str, Any]:
+    """What must be the same where an experiment is continued; restarted containers have other host names."""
     device = choose_device()
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return MachineFacts(
-        host=platform.node(),
-        cores=usable_cores(os.getpid()),
-        ram_gib=round(sample_system(os.getpid()).machine.total_bytes / GIB, 2),
-        gpu=gpu.name if gpu else None,
-        gpu_gib=round(gpu.total_memory / GIB, 2) if gpu else None,
-    )
+    return {
+        "cores": usable_cores(os.getpid()),
+        "ram_gib": round(sample_system(os.getpid()).machine.total_bytes / GIB, 2),
+        "gpu": gpu.name if gpu else None,
+        "gpu_gib": round(gpu.total_memory / GIB, 2) if gpu else None,
+    }
+
+
+def machine_words() -> str:
+    """`box: 12 cores, 170 GiB of RAM, NVIDIA A100 (80 GiB)`."""
+    facts = describe_machine()
+    gpu = "no GPU" if facts["gpu"] is None else f"{facts['gpu']} ({facts['gpu_gib']:.0f} GiB)"
+    return f"{platform.node()}: {facts['cores']:g} cores, {facts['ram_gib']:.0f} GiB of RAM, {gpu}"
 
 
 def facts_of_this_place() -> dict[str, str]:
@@ -65,7 +49,7 @@ def facts_of_this_place() -> dict[str, str]:
     environment = describe_environment()
     packages = {name: version for name, version in environment["packages"].items() if version}
     return {
-        "machine": f"{describe_machine().words()}; {environment['platform']}",
+        "machine": f"{machine_words()}; {environment['platform']}",
         "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
         "commit": commit_text(environment),
     }

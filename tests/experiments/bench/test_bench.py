@@ -17,9 +17,9 @@ import pytest
 from vesuvius.commands import bench as command
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
-from vesuvius.experiments.bench import measure
-from vesuvius.experiments.bench.measure import measure_training
+from vesuvius.experiments.bench import session
 from vesuvius.experiments.bench.results import Measurement
+from vesuvius.experiments.bench.session import measure_cell
 from vesuvius.experiments.trainer import TrialInterrupted
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
@@ -100,8 +100,7 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_resumed(
 
 
 def measured(config: Path, tmp_path: Path, limit_s: float = _HANG_S, *overrides: str) -> Measurement:
-    blank, cell = Measurement(0, 0, "ok"), read_config(config, overrides)
-    return measure_training(tmp_path / "cells", cell, 1, blank, seconds=0.2, limit_s=limit_s)
+    return measure_cell(tmp_path / "cells", read_config(config, overrides), 0.2, limit_s)
 
 
 def test_what_does_not_fit_into_memory_is_not_started(config: Path, tmp_path: Path) -> None:
@@ -115,11 +114,10 @@ def test_a_stop_is_heard_while_the_volumes_do_not_open(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outage = threading.Event()
-    monkeypatch.setattr(measure, "_prepared", lambda *_: outage.wait(_HANG_S))
-    blank, cell = Measurement(0, 0, "ok"), read_config(config)
+    monkeypatch.setattr(session, "_prepared", lambda *_: outage.wait(_HANG_S))
     try:
         with pytest.raises(TrialInterrupted, match="while it opened the volumes"):
-            measure_training(tmp_path, cell, 1, blank, seconds=0.2, limit_s=_HANG_S, stopping=lambda: True)
+            measure_cell(tmp_path, read_config(config), 0.2, _HANG_S, stopping=lambda: True)
     finally:
         outage.set()
 

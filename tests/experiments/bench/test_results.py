@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.experiments.bench.page import build_page, table_of
 from vesuvius.experiments.bench.results import (
     BANDS,
     Cell,
     Measurement,
     Result,
     band,
+    build_page,
     make_cells,
     parse_axis,
     results_of,
+    table_of,
     verdict,
 )
 from vesuvius.experiments.bench.session import measure_rounds

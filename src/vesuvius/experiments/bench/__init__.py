@@ -1,3 +1,3 @@
 """`vesuvius bench`: settings side by side.  In: a config and the axes to vary.  Out: a ledger and a page.
 
-results.py lists what is measured and compares, measure.py measures one cell once, page.py writes."""
+results.py lists what is measured, compares and makes the page (pure); session.py measures."""

@@ -1,4 +1,4 @@
-"""What a bench measures, cells that are each a few overrides of one config; and what came of each of them.  Pure."""
+"""What a bench measures, cells that are each a few overrides of one config; what came of them, and its page.  Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import yaml
 from vesuvius.errors import ConfigError
 from vesuvius.experiments import Ended
 from vesuvius.experiments.paired import Comparison, compare_one_of
-from vesuvius.runlog.units import number, quantile
+from vesuvius.report.content import RunReport, Table, filled
+from vesuvius.runlog.units import format_percent, number, quantile, size_text
 
 Axis = tuple[str, tuple[str, ...]]
 """A config key and the values to measure it with, as they are typed."""
@@ -20,6 +21,19 @@ Axis = tuple[str, tuple[str, ...]]
 RANKS = "training.ranks"
 BANDS = ((0.90, "near-linear"), (0.75, "good"), (0.50, "acceptable"), (-math.inf, "poor"))
 """Least efficiency of each band of scaling, the best first: every efficiency is in one of them."""
+
+_METHOD = (
+    "Each measurement is a process of its own, ended with its children.  All cells are measured once a round, every "
+    "other round in reverse order, and speeds are ratios within a round: drift of the machine cancels.  Samples/s is "
+    "the median of the rounds, with the slowest and the fastest; the speed is the mean of the ratios with an interval "
+    "that, for all cells together, is wrong in 5 % of the benches.  Steps count once kernels have been chosen, the "
+    "first prefetched batches used up, and each region in flight read.  Start is the time before that, beyond the "
+    "usual time of its steps: imports, opening, readers, compilation."
+)
+_RANKS = (
+    "Each rank has the batch of the config, so that the work of a rank stays the same.  Efficiency is the speed per "
+    "rank, relative to the first cell: "
+)
 
 
 @dataclass(frozen=True)
@@ -34,9 +48,9 @@ class Cell:
 class Measurement:
     """A cell in one round, and how that ended."""
 
-    cell: int
-    round: int
-    ended: Ended
+    cell: int = 0
+    round: int = 0
+    ended: Ended = "ok"
     cause: str = ""  # one line; '' where it ended ok
     run: str = ""  # name of its run directory below `cells/`; '' = none
     session: int = 1  # of the bench: rates of different sessions are not compared within a round
@@ -188,3 +202,53 @@ def speed_words(speed: Comparison) -> str:
 def span_words(speed: Comparison) -> str:
     """`1.25 to 1.41`."""
     return " to ".join(number(1 + end) for end in speed.ends) or "one round"
+
+
+def build_page(
+    name: str, directory: str, facts: Mapping[str, str], results: Sequence[Result], config_text: str
+) -> RunReport:
+    """The report of a bench."""
+    method = [_METHOD]
+    if any(each.ranks for each in results):
+        least = ", ".join(f"{band} from {format_percent(low)}" for low, band in BANDS[:-1])
+        method.append(f"{_RANKS}{least}, {BANDS[-1][1]} below.")
+    failed = Table("Failed", ("cell", "cause"), tuple((each.label, each.cause) for each in results if each.cause))
+    how = Table("Method", ("",), tuple((text,) for text in method))
+    return RunReport(
+        name=name,
+        directory=directory,
+        facts=facts,
+        verdict=verdict(results),
+        tables=filled(table_of(results), failed, how),
+        config_text=config_text,
+    )
+
+
+def table_of(results: Sequence[Result]) -> Table:
+    """A row for each cell; a column that is known of none is left out."""
+    rows = [_row(each, place == 0) for place, each in enumerate(results)]
+    columns = [name for name in rows[0] if any(row.get(name, "-") not in ("", "-") for row in rows)]
+    return Table("Results", tuple(columns), tuple(tuple(row.get(name, "-") for name in columns) for row in rows))
+
+
+def _row(result: Result, is_base: bool) -> dict[str, str]:
+    figures, speed, ends = result.figures, result.speed, sorted(result.rates.values())
+    rate = "failed" if result.samples_s is None else number(result.samples_s)
+    if len(ends) > 1:
+        rate += f" ({number(ends[0])} to {number(ends[-1])})"
+    row = {"cell": result.label, "samples/s": rate, "times as fast": "baseline" if is_base else "-"}
+    if speed is not None:
+        row["times as fast"] = f"{number(1 + speed.gain)} ({span_words(speed)})"
+    row["rounds"] = str(len(ends))
+    if result.ranks:
+        row |= {
+            "efficiency": format_percent(result.efficiency),
+            "exchange": f"{number(figures.get('comm_s'))} s, {format_percent(figures.get('comm_share'))}",
+        }
+    return row | {
+        "step, s": number(figures.get("step_s")),
+        "start, s": number(result.start_s),
+        "data wait": format_percent(figures.get("data_share")),
+        "RAM of rank 0" if result.ranks else "RAM": size_text(figures.get("ram_bytes")),
+        "VRAM": size_text(figures.get("vram_bytes")),
+    }

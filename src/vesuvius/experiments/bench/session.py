@@ -1,4 +1,4 @@
-"""A bench from its cells to its report: rounds ask, a lab measures, the ledger stores."""
+"""A bench from its cells to its report: each cell is measured by a process of `vesuvius train`, once a round."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
-from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
-from vesuvius.experiments.bench.measure import measure_training
-from vesuvius.experiments.bench.page import build_page
-from vesuvius.experiments.bench.results import Cell, Measurement, results_of
+from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, VesuviusError, one_line
+from vesuvius.experiments.bench.results import Cell, Measurement, build_page, results_of
 from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
-from vesuvius.experiments.machine import describe_machine, facts_of_this_place
-from vesuvius.experiments.trainer import TrialInterrupted
+from vesuvius.experiments.machine import describe_machine, facts_of_this_place, planned_bytes, ram_left, vram_left
+from vesuvius.experiments.steady import SteadyState, Warmup
+from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
 from vesuvius.report.content import RunReport
 from vesuvius.report.page import made_by, new_folder, write_page
 from vesuvius.runlog.environment import describe_environment
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import BENCHES, run_dir
-from vesuvius.runlog.units import format_duration, number
+from vesuvius.runlog.units import format_duration, number, size_text
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.step.step import choose_device
+from vesuvius.training.stop import StoppedError, unless_stopped
 
 log = logging.getLogger(__name__)
 
 PAGE = "bench"
 _LEDGER = "ledger.jsonl"
+_prepared = cache(prepare_data)
 
 
 @dataclass(frozen=True)
@@ -81,54 +88,39 @@ def bench(request: BenchRequest) -> tuple[int, RunReport | None]:
             ledger = Ledger(folder / _LEDGER, "bench", asked)
             ledger.begin()
         log.info("%d cells, %d rounds; %s", len(configs), request.rounds, folder)
+        if max(map(_ranks_of, configs)) > 1 and choose_device().type == "cpu":  # as many threads for each rank
+            os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // max(map(_ranks_of, configs)), 1)))
         with ledger, signals_to(lambda: None) as came:
+
+            def measure(cell: int, round: int) -> Measurement:
+                stopping, where = (
+                    lambda: bool(came),
+                    f"round {round + 1} of {request.rounds}: {request.cells[cell].label}",
+                )
+                done = measure_cell(
+                    folder / "cells",
+                    configs[cell],
+                    request.seconds,
+                    request.limit_s,
+                    lock_fd=lock_fd,
+                    stopping=stopping,
+                )
+                if done.ended == "ok":
+                    log.info("%s: %s samples/s, %s", where, number(done.samples_s), format_duration(done.seconds))
+                else:
+                    log.warning("%s: %s: %s", where, done.ended, done.cause)
+                return replace(done, cell=cell, round=round)
+
             try:
-                _measure(request, configs, folder, ledger, lock_fd, came)
+                measure_rounds(ledger, len(configs), request.rounds, measure)
             except TrialInterrupted as interrupted:
                 log.error("%s", interrupted)
                 return (EXIT_INTERRUPTED if came[0] == signal.SIGINT else EXIT_STOPPED), None
         return _write(request, config, folder, ledger.results)
 
 
-def _measure(
-    request: BenchRequest,
-    configs: Sequence[Config],
-    folder: Path,
-    ledger: Ledger[Measurement],
-    lock_fd: int,
-    came: Sequence[signal.Signals],
-) -> None:
-    """Raises TrialInterrupted after a signal."""
-    most = max(map(_ranks_of, configs))
-    if most > 1 and choose_device().type == "cpu":  # as many threads for each rank, however many there are
-        os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // most, 1)))
-
-    def measure(cell: int, round: int) -> Measurement:
-        done = measure_training(
-            folder / "cells",
-            configs[cell],
-            _ranks_of(configs[cell]),
-            Measurement(cell, round, "ok"),
-            seconds=request.seconds,
-            limit_s=request.limit_s,
-            lock_fd=lock_fd,
-            stopping=lambda: bool(came),
-        )
-        where = f"round {round + 1} of {request.rounds}: {request.cells[cell].label}"
-        if done.ended == "ok":
-            log.info("%s: %s samples/s, %s", where, number(done.samples_s), format_duration(done.seconds))
-        else:
-            log.warning("%s: %s: %s", where, done.ended, done.cause)
-        return done
-
-    measure_rounds(ledger, len(configs), request.rounds, measure)
-
-
 def measure_rounds(
-    ledger: Ledger[Measurement],
-    cells: int,
-    rounds: int,
-    measure: Callable[[int, int], Measurement],
+    ledger: Ledger[Measurement], cells: int, rounds: int, measure: Callable[[int, int], Measurement]
 ) -> None:
     """Measure what is missing: every cell once a round, each round in the reverse order of the one before.
 
@@ -147,6 +139,70 @@ def measure_rounds(
                 ledger.add(replace(measure(cell, round), session=ledger.session))
 
 
+def measure_cell(
+    directory: Path,
+    config: Config,
+    seconds: float,
+    limit_s: float,
+    *,
+    lock_fd: int | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Measurement:
+    """Measure a cell once, in a process of its own.
+
+    Args:
+        directory: of the run directories of all measurements.
+        seconds: of the steady state.
+        limit_s: the longest that it may take.
+        lock_fd: descriptor that the trainer keeps open; None = none.
+        stopping: whether the bench was asked to stop.
+
+    Raises:
+        TrialInterrupted: the bench was asked to stop; the process and its children are gone.
+        StorageError, OSError: the disk cannot be written.
+    """
+    began, launched_s, ranks = time.monotonic(), time.time(), _ranks_of(config)
+    try:
+        data = unless_stopped(partial(_prepared, config.seed, config.data), stopping)
+        if obstacle := _obstacle(config, data, ranks):
+            return Measurement(ended="failed", cause=f"not started: {obstacle}")
+        run = trainer_config(config, next_number(directory))
+        # Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit.
+        run = run.with_training(max_hours=limit_s / 3600)
+    except StoppedError:
+        raise TrialInterrupted("interrupted while it opened the volumes; continue with --resume") from None
+    except (VesuviusError, ValidationError) as error:
+        return Measurement(ended="failed", cause=one_line(error, 400))
+    training, plan = config.training, data.plan
+    batch = training.train_batch_size * training.accumulate_steps * ranks
+    options = StreamOptions.from_config(training, config.cluster)
+    warmup = Warmup.of(data.job, options, training.accumulate_steps, batch)
+    workers = training.workers * ranks
+    state = SteadyState(warmup, seconds, batch, workers, plan.samples_per_task, plan.patches_per_region)
+    trainer = Trainer(run, directory, lock_fd, takes_commands=False)
+
+    def take(record: Record) -> bool:
+        return record["kind"] == "step" and state.add(record)
+
+    ended, cause = trainer.watch(take, limit_s, stopping)
+    trainer.close()
+    found = Measurement(run=run.name, ended=ended, cause=cause, seconds=time.monotonic() - began)
+    if ended != "ok":
+        return found
+    return replace(found, samples_s=state.samples_s, start_s=state.start_s(launched_s), figures=state.figures())
+
+
+def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
+    """Why a config does not fit into memory, as planned; '' = it does."""
+    ram_bytes, vram_bytes = planned_bytes(config, data)
+    ram_bytes, left_bytes = ram_bytes * (1 if config.cluster.address else ranks), ram_left(config)
+    if ram_bytes > left_bytes:
+        return f"it needs about {size_text(ram_bytes)} of RAM, and {size_text(left_bytes)} are left"
+    if vram_bytes is not None and vram_bytes > (vram_left_bytes := vram_left()):
+        return f"it needs about {size_text(vram_bytes)} of VRAM, and {size_text(vram_left_bytes)} are left"
+    return ""
+
+
 def _ranks_of(config: Config) -> int:
     ranks = config.training.ranks
     return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
@@ -155,7 +211,7 @@ def _ranks_of(config: Config) -> int:
 def _asked(request: BenchRequest, config: Config) -> dict[str, Any]:
     """What a resumed bench must have in common with this one; there may be more rounds."""
     cells = [asdict(cell) for cell in request.cells]
-    machine = describe_machine().compared
+    machine = describe_machine()
     asked = {"config": config.model_dump(mode="json"), "cells": cells, "machine": machine, "seconds": request.seconds}
     plain: dict[str, Any] = json.loads(json.dumps(asked))
     return plain

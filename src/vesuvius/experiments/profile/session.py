@@ -1,22 +1,29 @@
-"""`vesuvius profile`: trains some steps in a folder of its own below the run, and writes where their time went."""
+"""`vesuvius profile`: trains some steps in a folder of its own below the run, and writes where their time went.
+
+The page is that of a run, with the same tables, of some steps instead."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from vesuvius.config import Config
 from vesuvius.config.experiment import NEVER, trial_config
 from vesuvius.errors import VesuviusError
 from vesuvius.experiments.profile.observer import MOST_STEPS_BESIDE, Observed, Observer
-from vesuvius.experiments.profile.page import build_profile
-from vesuvius.report.content import RunReport
+from vesuvius.report.content import RunReport, Table, filled
+from vesuvius.report.model import build
 from vesuvius.report.page import made_by, new_folder, write_page
-from vesuvius.report.records import read_run
+from vesuvius.report.records import RunRecords, figure, read_run
+from vesuvius.report.share import work_parts
 from vesuvius.runlog.run_dir import run_dir
+from vesuvius.runlog.units import format_duration
 from vesuvius.training.loop import TrainingLoop, Tuner
 from vesuvius.training.ranks.part import one_rank
 from vesuvius.training.reporting.report import StepReporter
@@ -25,6 +32,11 @@ from vesuvius.training.run import train
 
 FOLDER = "profiles"
 TRACE = "trace.json.gz"
+_FACTS = ("samples/s", "step, p50", "step, p95", "peak RAM", "peak VRAM", "model FLOPs utilisation", "processors")
+_NOTE = (
+    "Seconds of all steps that count; they add up to the steps' own times. A wait that is hidden behind computing "
+    "counts 0."
+)
 
 
 def profile(config: Config, source: Path, steps: int, trace: bool, command: str) -> RunReport:
@@ -70,3 +82,72 @@ def profiled(config: Config, name: str, steps: int) -> Config:
     if config.stop_step < least:
         training |= {"steps_per_epoch": least, "epochs": 1, "max_steps": None}
     return trial_config(config, name, training, {"verdict_every": NEVER})
+
+
+def build_profile(
+    config: Config,
+    records: RunRecords,
+    observed: Observed,
+    asked: int,
+    ranks: int | Literal["auto"],
+    next_command: str,
+) -> RunReport:
+    """The report of a profile.
+
+    Args:
+        records: of the run that was made for it.
+        observed: what the records do not say.
+        asked: steps that count.
+        ranks: of the run that is asked about, one of which was profiled.
+        next_command: what to type next.
+    """
+    assert observed.verdict is not None, "all steps were made"
+    verdict, after, last = observed.verdict, observed.warm_steps, observed.warm_steps + asked
+    chosen = counted(records, after, asked)
+    only = replace(
+        records,
+        columns={name: column[chosen] for name, column in records.columns.items()},
+        first=np.zeros(asked, dtype=bool),
+        timed=np.ones(asked, dtype=bool),
+        system=[each for each in records.system if figure(each.get("step")) <= last],
+        others=[],
+    )
+    work_s = only.columns["step_s"] - only.columns["pause_s"]
+    run = build(only)
+    whole_s = float(work_s.mean()) * config.horizon_steps
+    facts = {key: run.facts[key] for key in _FACTS} | {
+        "the whole training": f"{format_duration(whole_s)} for {config.horizon_steps} steps, without pauses",
+        "device": f"{observed.device}, amp {observed.amp}",
+        "network": f"{observed.parameters / 1e6:.2f} M parameters, channels {list(config.model.channels)}",
+        "what to type next": next_command,
+    }
+    method = (
+        f"{after} steps warm up: kernels are chosen, the batches that were ready at the start are used up, and the "
+        f"regions in flight are read. The next {asked} count: {after + 1} to {last}. They are steps of vesuvius train, "
+        "with its loop, readers and clock. Validation, previews and checkpoints are left out.",
+        *(
+            [f"Readers were replaced: the verdict is of the last {verdict.window.steps} steps."]
+            if verdict.window.steps < asked
+            else []
+        ),
+        *(["This is one rank, without communication; vesuvius bench --ranks measures that."] if ranks != 1 else []),
+    )
+    return replace(
+        run,
+        name=f"{config.name}: profile of {asked} steps",
+        facts=facts,
+        verdict=verdict.text,
+        parts=tuple(work_parts(records, chosen, float(work_s.sum()))),
+        charts=tuple(each for each in run.charts if each.key in ("parts", "step_s", "ram", "readers", "vram")),
+        tables=filled(
+            Table("Method", ("",), tuple((text,) for text in method)),
+        ),
+        previews=(),
+        parts_note=_NOTE,
+    )
+
+
+def counted(records: RunRecords, after: int, steps: int) -> Any:
+    """Which of the recorded steps count: so many after one."""
+    number_of = records.columns["step"]
+    return (number_of > after) & (number_of <= after + steps)

@@ -1,10 +1,9 @@
 """The policy of a tune: what to measure next, and what to recommend.  Pure.
 
-Readers and trainer are measured apart (capacity R of the readers, rate T of the steps), so that neither hides the
-other.  What limits the run comes first: readers and requests are raised until R exceeds T, and only then are steps made
-faster by larger micro-batches and switches.  What comes of it is confirmed by whole runs in turn with the baseline, for
-which a part of the budget is kept.  Each stage is a generator that yields a `Cell` and is sent its `Block`: the same
-blocks give the same questions and the same answer.
+Readers (capacity R) and steps (rate T) are measured apart, so that neither hides the other.  What limits the run comes
+first: readers and requests are raised until R exceeds T, and only then are steps made faster by larger micro-batches
+and switches.  What was found is confirmed by whole runs in turn with the baseline.  Each stage is a generator that
+yields a `Cell` and is sent its `Block`: the same blocks give the same questions and the same answer.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from vesuvius.experiments.tune.search import AT_ONCE, SHOWN, SMALLEST_GAIN, SURE
 Certainty = Literal["sure", "likely", "unchanged", "none"]
 
 _ENOUGH = 1.25  # readers must be able to deliver this multiple of the trainer's rate: volumes and load vary
-_KNEE = 0.08  # more readers or requests that raise R by less are not worth it
+_KNEE = 0.08  # more readers that raise R by less, or by less than half in proportion, are not worth it
 _NEAR = 0.25  # a gain this near to the knee is measured in turn
 _MOST_DEATHS = 3  # after which readers are raised no more
 _COMPILE_SHARE = 0.15  # of the budget that the first compilation may take
@@ -73,15 +72,15 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
         certainty = "unchanged"
     elif gain and (gain.is_above(0.0) or (gain.low is None and gain.pairs >= SHOWN and gain.gain > SURE)):
         certainty = "sure"
-    reason = cut_short or "nothing more to try"
+    reason = "nothing more to try"
     if obstacle:
-        gain, predicted = None, None
-        reason = cut_short or f"{in_words(best, base)} cannot be recommended: {obstacle}"
+        reason = f"{in_words(best, base)} cannot be recommended: {obstacle}"
     elif certainty == "unchanged" and best != base and gain:
         reason = f"{in_words(best, base)} is not worth it: {gain.text}"
-    elif certainty == "unchanged" and not cut_short:
+    elif certainty == "unchanged":
         is_tried = any(block.setting != base for block in search.blocks)
         reason = "no change that was tried is worth it" if is_tried else "there was nothing to try"
+    reason = cut_short or reason
     best = base if certainty == "unchanged" else best
     if not any(block.ended == "ok" for block in search.blocks) or search.memory.obstacle(best) is not None:
         return Recommendation("none", base, base, reason, complete=False)
@@ -124,8 +123,7 @@ def _feed(search: Search) -> Asks[None]:
         if setting is None:
             return search.note("readers", words)
         best, is_requests = search.best, setting.requests != search.best.requests
-        linear = max(setting.workers, 1) / max(best.workers, 1) - 1
-        least = _KNEE if is_requests else max(SMALLEST_GAIN, min(_KNEE, linear / 2))
+        least = max(SMALLEST_GAIN, min(_KNEE, (max(setting.workers, 1) / max(best.workers, 1) - 1) / 2))
         have = search.rates.measured("readers", best) if best.workers else search.rates.limit(best)
         assert have is not None  # of the best both were measured
         # What more requests give is large or nothing, and one block tells; so it does where the trainer reads itself.
@@ -215,15 +213,7 @@ def _try(search: Search, setting: Setting, why: str) -> Asks[bool]:
     """Take a setting whose steps alone are faster; returns whether it was taken."""
     words, rate, near = in_words(setting, search.best), search.trainer_rate(), (-AT_ONCE, math.inf)
     found = yield from search.gain(setting, "step", "steps", f"{words}: {why}", rate, near, MOST_PAIRS)
-    if found is None:
-        search.note("steps", f"{words} not taken: {search.why_failed}")
-        return False
-    is_faster = found.is_above(0.0) or (found.low is None and found.gain > AT_ONCE)
-    if found.gain < SMALLEST_GAIN or not is_faster:
-        search.give_up("steps", setting, found)
-        return False
-    search.take(setting, f"steps alone: {found.text}")
-    return True
+    return search.adopt(setting, found, "steps", "steps alone", AT_ONCE)
 
 
 def _smooth(search: Search) -> Asks[None]:
@@ -243,12 +233,9 @@ def _smooth(search: Search) -> Asks[None]:
             return
         tried.add(rival)
         found = yield from search.in_turn((rival, "run"), (best, "run"), "delivery")
+        search.adopt(rival, found, "delivery", "whole run", SURE)
         if found is None:
-            return search.note("delivery", search.why_failed)
-        if found.gain >= SMALLEST_GAIN and (found.is_above(0.0) or found.gain > SURE):
-            search.take(rival, f"whole run: {found.text}")
-        else:
-            search.give_up("delivery", rival, found)
+            return
 
 
 def does_not_fit(obstacle: str) -> str:

@@ -33,7 +33,7 @@ SHOWN = 2
 
 KINDS: dict[BlockKind, str] = {"run": "whole run", "readers": "readers alone", "step": "steps alone"}
 
-LARGE_GAIN = 0.10  # a change is given up for good once it surely gains less
+_LARGE_GAIN = 0.10  # a change is given up for good once it surely gains less
 AT_ONCE, SURE = 0.15, 0.5  # two pairs that both differ by more need no third: of steps alone, of anything else
 # Seconds that a block takes besides measuring, until that is known: by what `_need` says.
 _ASSUMED_S = {(True, True): 40.0, (True, False): 20.0, (False, True): 10.0, (False, False): 10.0}
@@ -68,7 +68,7 @@ class Search:
         best: the best setting so far.
         because: for each knob that was changed, why.
         notes: stage by stage, what was not taken and why it ended.
-        with_base: samples/s of the whole run of the best and of the baseline, in turn.
+        with_base: samples/s of the whole runs of the best and of the base, in turn.
         cut_short: why not all that was to be tried was; '' = it was.
         why_failed: of the last block that could not be measured.
     """
@@ -152,9 +152,8 @@ class Search:
 
     def _need(self, setting: Setting, kind: BlockKind) -> tuple[bool, bool]:
         """Whether a block needs a new process; and whether it is a whole run, which validates and saves at first."""
-        last = self.blocks[-1] if self.blocks else None
-        starts = last is None or last.ended != "ok" or trainer_knobs(last.setting) != trainer_knobs(setting)
-        return starts, kind == "run"
+        alike = bool(self.blocks) and trainer_knobs(self.blocks[-1].setting) == trainer_knobs(setting)
+        return not (alike and self.blocks[-1].ended == "ok"), kind == "run"
 
     def in_turn(
         self,
@@ -233,11 +232,19 @@ class Search:
         self.because |= dict.fromkeys(setting.changes(self.best), why)
         self.best = setting
 
-    def give_up(self, stage: Stage, setting: Setting, found: Comparison) -> None:
-        """Say that a setting gains too little, and whether more time may settle that."""
-        may_gain = found.gain >= SMALLEST_GAIN or (found.pairs > 1 and not found.is_below(LARGE_GAIN))
+    def adopt(self, setting: Setting, found: Comparison | None, stage: Stage, measured: str, at_once: float) -> bool:
+        """Take a setting that is surely faster, or without an interval by more than `at_once`; else say why not."""
+        if found is None:
+            self.note(stage, f"{in_words(setting, self.best)} not taken: {self.why_failed}")
+            return False
+        is_faster = found.is_above(0.0) or (found.low is None and found.gain > at_once)
+        if found.gain >= SMALLEST_GAIN and is_faster:
+            self.take(setting, f"{measured}: {found.text}")
+            return True
+        may_gain = found.gain >= SMALLEST_GAIN or (found.pairs > 1 and not found.is_below(_LARGE_GAIN))
         more = "; more time may settle it" if may_gain else ""
         self.note(stage, f"{in_words(setting, self.best)} not taken: {found.text}{more}")
+        return False
 
     def words(self) -> str:
         """`readers alone deliver 12 samples/s, the trainer alone takes 20`."""
@@ -249,4 +256,4 @@ def _is_gain_settled(found: Comparison) -> bool:
     """Whether a costlier setting is surely faster, or shows no gain that is worth a change and surely no large one."""
     if found.is_above(0.0) or found.is_below(SMALLEST_GAIN):
         return True
-    return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(LARGE_GAIN)
+    return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(_LARGE_GAIN)

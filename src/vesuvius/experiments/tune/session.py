@@ -14,7 +14,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError, storage_errors
 from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
-from vesuvius.experiments.machine import describe_machine, facts_of_this_place
+from vesuvius.experiments.machine import describe_machine, facts_of_this_place, machine_words
 from vesuvius.experiments.trainer import TrialInterrupted
 from vesuvius.experiments.tune.measurement import Block, Knob, Planner, SearchSpace, key_of
 from vesuvius.experiments.tune.policy import Recommendation, begin, conclude
@@ -86,7 +86,7 @@ def tune(request: TuneRequest) -> int:
             ledger.begin()
         trials = TrialRunner(one_rank(request.config), directory / _TRIALS, lock_fd=lock_fd)
         with ledger, trials as runner, signals_to(runner.stop) as came:
-            log.info("tuning %s on %s", request.source, describe_machine().words())
+            log.info("tuning %s on %s", request.source, machine_words())
             _warn_of_neighbours(request.config, space)
             search, why = begin(space, planner, ledger.results), ""
             try:
@@ -121,7 +121,7 @@ def plan(request: TuneRequest) -> list[str]:
         ConfigError, DataError: as `tune`; also if the config does not fit into memory.
     """
     _, space, planner = _open(request)
-    return plan_lines(space, planner, describe_machine().words())
+    return plan_lines(space, planner, machine_words())
 
 
 def _open(request: TuneRequest) -> tuple[Ledger[Block], SearchSpace, Planner]:
@@ -129,7 +129,7 @@ def _open(request: TuneRequest) -> tuple[Ledger[Block], SearchSpace, Planner]:
     check_tunable(request.source)
     config, path = request.config, run_dir(request.config).path / TUNE / _LEDGER
     data = prepare_data(config.seed, config.data)
-    asked: dict[str, Any] = {"config": config.model_dump(mode="json"), "machine": describe_machine().compared}
+    asked: dict[str, Any] = {"config": config.model_dump(mode="json"), "machine": describe_machine()}
     if request.resume:
         ledger: Ledger[Block] = Ledger.read(path, "tune", Block)
         ledger.check_same(asked | ({"--keep": list(request.keep)} if request.keep else {}))

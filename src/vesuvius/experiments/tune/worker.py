@@ -26,7 +26,6 @@ from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_se
 from vesuvius.experiments.tune.measurement import Command
 from vesuvius.monitor.clock import HostClock
 from vesuvius.monitor.monitor import Monitor
-from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import batches_ahead
@@ -46,9 +45,8 @@ _POLL_S = 0.2
 # Steps alone are timed in so many pieces, and up to four times as many while their time varies.
 _PIECES = 4
 _STEPS_MOST = 2_500  # of a piece
-# Idle readers use less of a core than this, all together.
-_IDLE_CORES = 0.1
-_IDLE_OVER_S = 0.5
+# Idle readers use less of a core than this, all together; over more than two samples of the monitor.
+_IDLE_CORES, _IDLE_OVER_S = 0.1, 1.1
 
 Figures = dict[str, Any]
 
@@ -70,10 +68,8 @@ class CommandPipe:
         return None
 
     def _read(self) -> None:
-        rest = b""
         # Not `sys.stdin`: the interpreter cannot end while a thread reads from that.
-        while part := os.read(0, 2**16):
-            *lines, rest = (rest + part).split(b"\n")
+        with open(0, "rb", buffering=0, closefd=False) as lines:
             for line in lines:
                 self._queue.put(Command(**json.loads(line)))
         log.info("the tune has ended, and so does its trainer")
@@ -131,13 +127,13 @@ class TuneWorker:
     def _bring_into_force(self, command: Command) -> str:
         """Change the readers if they differ; returns why that cannot be done, '' where it was."""
         loop, options = self._loop, self._stream.options
-        now = options.workers, options.prefetch_factor, options.requests or loop.job.data.store.requests
-        workers, prefetch_factor, requests = command.workers, command.prefetch_factor, command.requests
-        if now == (workers, prefetch_factor, requests):
+        wanted = {"workers": command.workers, "prefetch_factor": command.prefetch_factor, "requests": command.requests}
+        now = {name: getattr(options, name) for name in wanted}
+        if now | {"requests": options.requests or loop.job.data.store.requests} == wanted:
             return ""
         try:
             loop.run.watchdog.expects("batch", "the readers to start")
-            loop.feed.reconfigure(workers=workers, prefetch_factor=prefetch_factor, requests=requests)
+            loop.feed.reconfigure(**wanted)
         except ConfigError as error:
             if self._stream.options is not options:  # it is not as it was
                 raise
@@ -155,16 +151,16 @@ class TuneWorker:
 
     def _run(self, command: Command) -> Generator[None, None, Figures]:
         """Measure the loop itself.  The first time, it validates and saves before: memory peaks there."""
-        loop, run = self._loop, self._loop.run
-        batch, kernel_steps = run.config.global_batch, 0 if self._rehearsed else KERNEL_STEPS
+        loop, run, kernel_steps = self._loop, self._loop.run, 0
         if not self._rehearsed:
             self._reporter.report(wait=True)
             before = loop.monitor.sample.used_bytes
             loop.milestones.rehearse()
             self._look()
             self._rehearsal_bytes = max(self._ram_bytes - before, 0)
-            self._rehearsed = True
+            self._rehearsed, kernel_steps = True, KERNEL_STEPS
         self._fill()
+        batch = run.config.global_batch
         warmup = Warmup.of(loop.job, self._stream.options, run.config.training.accumulate_steps, batch)
         began, step = time.monotonic(), run.progress.step
         # A trainer that is slower than its readers never drains what is ready.
@@ -193,45 +189,46 @@ class TuneWorker:
 
     def _readers(self, command: Command) -> Figures:
         """Take batches as soon as they come, from the first that has to be waited for."""
-        stream, progress = self._stream, self._loop.run.progress
+        stream, progress, options = self._stream, self._loop.run.progress, self._stream.options
         self._fill()
-        began, drained = time.monotonic(), progress.sample_index + self._buffered()
+        began, ahead = time.monotonic(), (batches_ahead(options) + 1) * options.batch_size
+        drained = progress.sample_index + ahead
         while progress.sample_index < drained:
             self._take_batch()
         empty = stream.feeder_figures.ran_empty
         while stream.feeder_figures.ran_empty == empty and time.monotonic() - began < command.seconds:
             self._take_batch()
         began, totals, first = time.monotonic(), stream.reader_totals, progress.sample_index
-        length = BlockLength(stream.options.batch_size, self._cycle, command.seconds)
+        length = BlockLength(options.batch_size, self._cycle, command.seconds)
         while not length.is_over(progress.sample_index - first, time.monotonic() - began):
             self._take_batch()
         return self._figures(totals, progress.sample_index - first, time.monotonic() - began)
 
     def _step(self, command: Command) -> Figures:
         """Make steps on one batch, once the readers have nothing to do."""
-        loop, config = self._loop, self._loop.run.config
+        loop, config, device = self._loop, self._loop.run.config, self._loop.run.device
         batch = self._take_batch()
         self._wait_until_idle(command.seconds)
 
         def steps(count: int) -> float:
-            """Seconds of so many."""
-            began = self._synchronised()
-            for number in range(count):
-                step = loop.run.progress.step + number
+            """Seconds of so many, until the device has done them."""
+            synchronize(device)
+            began = time.monotonic()
+            for step in range(loop.run.progress.step, loop.run.progress.step + count):
                 timesteps = stratified_timesteps(config.seed, step, config.global_batch, config.diffusion.timesteps)
                 for t in np.split(timesteps, config.training.accumulate_steps):
                     loop.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition)
                 loop.train_step.apply(learning_rate(step, config.training))
                 self._between()
-            return self._synchronised() - began
+            synchronize(device)
+            return time.monotonic() - began
 
         steps(KERNEL_STEPS)
         piece = min(max(round(command.seconds / steps(1) / _PIECES), 1), _STEPS_MOST)
         took = [steps(piece) for _ in range(_PIECES)]
         while len(took) < 4 * _PIECES and not is_settled(took):
             took.append(steps(piece))
-        samples = len(took) * piece * config.global_batch
-        return {"samples": samples, "measured_s": math.fsum(took)}
+        return {"samples": len(took) * piece * config.global_batch, "measured_s": math.fsum(took)}
 
     def _take_batch(self) -> DeviceBatch:
         """The next batch, on the device."""
@@ -262,11 +259,6 @@ class TuneWorker:
         samples = max(self._stream.options.workers, 1) * plan.samples_per_task
         return -(-samples // plan.regions_in_flight) * plan.regions_in_flight
 
-    def _buffered(self) -> int:
-        """Samples of the batches ahead, and of one more."""
-        options = self._stream.options
-        return (batches_ahead(options) + 1) * options.batch_size
-
     def _fill(self) -> None:
         """Take batches until new readers have read all regions in flight: at first each sample needs another one."""
         round_size = self._loop.job.plan.regions_in_flight
@@ -283,36 +275,30 @@ class TuneWorker:
             if is_full and self._readers_cpu_s() - cpu_s < _IDLE_CORES * _IDLE_OVER_S:
                 return
 
-    # Figures.
-
     def _readers_cpu_s(self) -> float:
-        """Processor seconds that the readers on this machine have used."""
-        here = {process.pid for process in self._loop.monitor.sample.processes} - {os.getpid()}
-        seen = [read_process(pid) for pid in here & set(self._stream.readers.copy())]
-        return math.fsum(process.cpu_s for process in seen if process is not None)
+        """Processor seconds that the readers on this machine had used when the monitor last looked."""
+        readers = self._stream.readers.copy().keys() - {os.getpid()}
+        return math.fsum(each.cpu_s for each in self._loop.monitor.sample.processes if each.pid in readers)
+
+    # Figures.
 
     def _figures(self, since: ReaderTotals, samples: int, took_s: float) -> Figures:
         """What was measured; samples that were read ahead count with the time that the readers need for them."""
-        job, now, workers = self._loop.job, self._stream.reader_totals, self._stream.options.workers
+        plan, now = self._loop.job.plan, self._stream.reader_totals
         reader_s, decode_s = None, None
         # The cold start of the readers counts only where nothing was read later.
-        before = since if now.blocks - since.blocks >= job.plan.regions_per_task else self._before
-        if read := (now.blocks - before.blocks) * job.plan.patches_per_region:
+        before = since if now.blocks - since.blocks >= plan.regions_per_task else self._before
+        if read := (now.blocks - before.blocks) * plan.patches_per_region:
             decode_s = (now.decode_s - before.decode_s) / read
             reader_s = decode_s + ((now.read_s or 0.0) - (before.read_s or 0.0)) / read
-        return {
-            "samples": samples,
-            "measured_s": sustained_s(samples, took_s, reader_s, workers),
-            "reader_s": reader_s,
-            "decode_s": decode_s,
-        }
+        measured_s = sustained_s(samples, took_s, reader_s, self._stream.options.workers)
+        return {"samples": samples, "measured_s": measured_s, "reader_s": reader_s, "decode_s": decode_s}
 
     def _look(self) -> None:
         """Take note of the memory in use since the last look."""
-        seen = [moment for moment in self._loop.monitor.moments() if moment.time > self._looked]
-        if seen:
-            self._ram_bytes = max(self._ram_bytes, *(moment.used_bytes for moment in seen))
-            self._looked = seen[-1].time
+        for moment in self._loop.monitor.moments():
+            if moment.time > self._looked:
+                self._ram_bytes, self._looked = max(self._ram_bytes, moment.used_bytes), moment.time
 
     def _vram_bytes(self) -> int | None:
         """Peak of the process, with what CUDA itself holds; memory of other processes is not counted."""
@@ -322,8 +308,3 @@ class TuneWorker:
         free, total = torch.cuda.mem_get_info(device)
         foreign = total - free - torch.cuda.memory_reserved(device)
         return torch.cuda.max_memory_reserved(device) + min(max(foreign, 0), CONTEXT_BYTES)
-
-    def _synchronised(self) -> float:
-        """The time at which the device has done all that it was given."""
-        synchronize(self._loop.run.device)
-        return time.monotonic()
