@@ -78,6 +78,8 @@ def signals_to(stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
 class Ledger(Generic[T]):
     """The results of a tune or a bench, on disk: a new ledger, or an earlier one with `read`.  A context manager.
 
+    A new one is appended to what an earlier one has left in its file.
+
     Args:
         what: 'tune' or 'bench'.
         asked: what was asked for, as plain data.
@@ -103,16 +105,17 @@ class Ledger(Generic[T]):
         """
         try:
             records = read_records(path)
-            ledger = cls(path, what, next(record["asked"] for record in records if record["kind"] == what))
-            found = [record for record in records if record["kind"] == "result"]
+            begins = max(place for place, record in enumerate(records) if record["kind"] == what)
+            ledger = cls(path, what, records[begins]["asked"])
+            found = [record for record in records[begins:] if record["kind"] == "result"]
             ledger.results = [from_plain(kind, record["result"]) for record in found]
             ledger.session = 1 + max((record["session"] for record in found), default=0)
         except OSError as error:
             raise ConfigError(f"there is no {what} to continue: {error}; drop --resume to start one") from error
-        except (StopIteration, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            why = f"{type(error).__name__} {error}"
             raise ConfigError(
-                f"{path} is not a ledger of this version of vesuvius: {type(error).__name__} {error}; drop --resume to "
-                "start over"
+                f"{path} is not a ledger of this version of vesuvius: {why}; drop --resume to start over"
             ) from error
         return ledger
 
@@ -126,15 +129,15 @@ class Ledger(Generic[T]):
                     "begun with, or drop --resume to start over"
                 )
 
-    def add(self, result: T) -> None:
-        """Append a result.  Raises OSError."""
-        self.results.append(result)
-        self._write("result", session=self.session, result=asdict(result))
-
     def begin(self) -> None:
         """Write what was asked for.  Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._write(self.what, version=__version__, asked=self.asked)
+
+    def add(self, result: T) -> None:
+        """Append a result.  Raises OSError."""
+        self.results.append(result)
+        self._write("result", session=self.session, result=asdict(result))
 
     def _write(self, kind: str, **figures: Any) -> None:
         self._file = self._file or JsonLines(self._path)

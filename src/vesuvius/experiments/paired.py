@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import fmean, stdev
 
 LOOKS = (3, 4, 5, 6, 8, 10, 12)
 """Pairs at which a sequential test may stop."""
@@ -34,12 +35,16 @@ class Comparison:
     pairs: int  # of measurements, behind it
 
     @property
+    def ends(self) -> tuple[float, ...]:
+        """Of the interval; empty without one."""
+        return () if self.low is None or self.high is None else (self.low, self.high)
+
+    @property
     def text(self) -> str:
         """`+4.2 % (95 %: -1.0 to +9.7 %, 4 pairs)`."""
-        if self.low is None or self.high is None:
-            pairs = "one block each" if self.pairs == 1 else f"{self.pairs} pairs"
-            return f"{100 * self.gain:+.1f} % ({pairs}, no interval)"
-        return f"{100 * self.gain:+.1f} % (95 %: {100 * self.low:+.1f} to {100 * self.high:+.1f} %, {self.pairs} pairs)"
+        pairs = "one block each" if self.pairs == 1 else f"{self.pairs} pairs"
+        ends = " to ".join(f"{100 * end:+.1f}" for end in self.ends)
+        return f"{100 * self.gain:+.1f} % ({f'95 %: {ends} %, {pairs}' if ends else f'{pairs}, no interval'})"
 
     def is_above(self, gain: float) -> bool:
         """Whether A is surely faster by more than this."""
@@ -48,11 +53,6 @@ class Comparison:
     def is_below(self, gain: float) -> bool:
         """Whether A is surely not faster by this."""
         return self.high is not None and self.high < gain
-
-    @property
-    def ends(self) -> tuple[float, ...]:
-        """Of the interval; empty without one."""
-        return () if self.low is None or self.high is None else (self.low, self.high)
 
     @property
     def differs(self) -> bool:
@@ -77,11 +77,10 @@ def compare_one_of(pairs: Sequence[tuple[float, float]], cells: int) -> Comparis
 
 def _compare(pairs: Sequence[tuple[float, float]], level: float, least: int) -> Comparison:
     differences, count = [math.log(a / b) for a, b in pairs], len(pairs)
-    mean = math.fsum(differences) / count
+    mean = fmean(differences)
     if count < least:
         return Comparison(math.expm1(mean), None, None, count)
-    variance = math.fsum((difference - mean) ** 2 for difference in differences) / (count - 1)
-    half = student_t(level, count - 1) * math.sqrt(variance / count)
+    half = student_t(level, count - 1) * stdev(differences) / math.sqrt(count)
     return Comparison(math.expm1(mean), math.expm1(mean - half), math.expm1(min(mean + half, 700.0)), count)
 
 
@@ -89,21 +88,19 @@ def _compare(pairs: Sequence[tuple[float, float]], level: float, least: int) -> 
 def student_t(level: float, freedom: int) -> float:
     """The t that |T| exceeds with probability `level`, for Student's distribution with integer degrees of freedom.
 
-    By bisection of its closed form (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    By bisection of its closed form (Abramowitz and Stegun 26.7.3 and 26.7.4), P(|T| <= sqrt(freedom) tan(angle)).
     """
+
+    def within(angle: float) -> float:
+        sine, cosine, odd = math.sin(angle), math.cos(angle), freedom % 2
+        term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+        for k in range(1 + odd, freedom, 2):
+            total += term
+            term *= cosine**2 * k / (k + 1)
+        return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         angle = (low + high) / 2
-        low, high = (angle, high) if _within(angle, freedom) < 1 - level else (low, angle)
+        low, high = (angle, high) if within(angle) < 1 - level else (low, angle)
     return math.sqrt(freedom) * math.tan(low)
-
-
-def _within(angle: float, freedom: int) -> float:
-    """P(|T| <= sqrt(freedom) tan(angle))."""
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for k in range(1 + odd, freedom, 2):
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import yaml
@@ -22,17 +22,10 @@ RANKS = "training.ranks"
 BANDS = ((0.90, "near-linear"), (0.75, "good"), (0.50, "acceptable"), (-math.inf, "poor"))
 """Least efficiency of each band of scaling, the best first: every efficiency is in one of them."""
 
-_METHOD = (
-    "Each measurement is a process of its own, ended with its children.  All cells are measured once a round, every "
-    "other round in reverse order, and speeds are ratios within a round: drift of the machine cancels.  Samples/s is "
-    "the median of the rounds, with the slowest and the fastest; the speed is the mean of the ratios with an interval "
-    "that, for all cells together, is wrong in 5 % of the benches.  Steps count once kernels have been chosen, the "
-    "first prefetched batches used up, and each region in flight read.  Start is the time before that, beyond the "
-    "usual time of its steps: imports, opening, readers, compilation."
-)
-_RANKS = (
-    "Each rank has the batch of the config, so that the work of a rank stays the same.  Efficiency is the speed per "
-    "rank, relative to the first cell: "
+_NOTE = (
+    "Samples/s: the median of the rounds, with the slowest and the fastest.  Times as fast: the mean of the ratios "
+    "within a round; all intervals together are wrong in 5 % of the benches.  Start: seconds until "
+    "the steady state, beyond the usual time of its steps.  Efficiency: the speed per rank over that of the first cell."
 )
 
 
@@ -177,20 +170,17 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 def verdict(results: Sequence[Result]) -> str:
     """The results in sentences, the fastest first."""
-    return "; ".join(_sentences(results)) or "nothing could be measured"
-
-
-def _sentences(results: Sequence[Result]) -> Iterator[str]:
-    base = results[0]
+    base, said = results[0], []
     reference = base.label if "=" in base.label else f"the {base.label}"
     if base.samples_s is None:
-        yield f"{reference} was not measured, so nothing is compared with it"
+        said.append(f"{reference} was not measured, so nothing is compared with it")
     for each in sorted(results, key=lambda result: -result.speed.gain if result.speed else 0.0):
         if each.speed is not None:
             words = "" if each.efficiency is None else f" ({band(each.efficiency)})"
-            yield f"{each.label} is {speed_words(each.speed)} as {reference}{words}"
+            said.append(f"{each.label} is {speed_words(each.speed)} as {reference}{words}")
     if failed := [each.label for each in results if each.cause]:
-        yield f"failed: {', '.join(failed)}"
+        said.append(f"failed: {', '.join(failed)}")
+    return "; ".join(said) or "nothing could be measured"
 
 
 def speed_words(speed: Comparison) -> str:
@@ -208,18 +198,13 @@ def build_page(
     name: str, directory: str, facts: Mapping[str, str], results: Sequence[Result], config_text: str
 ) -> RunReport:
     """The report of a bench."""
-    method = [_METHOD]
-    if any(each.ranks for each in results):
-        least = ", ".join(f"{band} from {format_percent(low)}" for low, band in BANDS[:-1])
-        method.append(f"{_RANKS}{least}, {BANDS[-1][1]} below.")
     failed = Table("Failed", ("cell", "cause"), tuple((each.label, each.cause) for each in results if each.cause))
-    how = Table("Method", ("",), tuple((text,) for text in method))
     return RunReport(
         name=name,
         directory=directory,
         facts=facts,
         verdict=verdict(results),
-        tables=filled(table_of(results), failed, how),
+        tables=filled(table_of(results), failed),
         config_text=config_text,
     )
 
@@ -228,7 +213,8 @@ def table_of(results: Sequence[Result]) -> Table:
     """A row for each cell; a column that is known of none is left out."""
     rows = [_row(each, place == 0) for place, each in enumerate(results)]
     columns = [name for name in rows[0] if any(row.get(name, "-") not in ("", "-") for row in rows)]
-    return Table("Results", tuple(columns), tuple(tuple(row.get(name, "-") for name in columns) for row in rows))
+    cells = tuple(tuple(row.get(name, "-") for name in columns) for row in rows)
+    return Table("Results", tuple(columns), cells, _NOTE)
 
 
 def _row(result: Result, is_base: bool) -> dict[str, str]:

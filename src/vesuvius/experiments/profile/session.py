@@ -17,7 +17,7 @@ from vesuvius.config import Config
 from vesuvius.config.experiment import NEVER, trial_config
 from vesuvius.errors import VesuviusError
 from vesuvius.experiments.profile.observer import MOST_STEPS_BESIDE, Observed, Observer
-from vesuvius.report.content import RunReport, Table, filled
+from vesuvius.report.content import RunReport, Table
 from vesuvius.report.model import build
 from vesuvius.report.page import made_by, new_folder, write_page
 from vesuvius.report.records import RunRecords, figure, read_run
@@ -121,17 +121,14 @@ def build_profile(
         "network": f"{observed.parameters / 1e6:.2f} M parameters, channels {list(config.model.channels)}",
         "what to type next": next_command,
     }
-    method = (
-        f"{after} steps warm up: kernels are chosen, the batches that were ready at the start are used up, and the "
-        f"regions in flight are read. The next {asked} count: {after + 1} to {last}. They are steps of vesuvius train, "
-        "with its loop, readers and clock. Validation, previews and checkpoints are left out.",
-        *(
-            [f"Readers were replaced: the verdict is of the last {verdict.window.steps} steps."]
-            if verdict.window.steps < asked
-            else []
-        ),
-        *(["This is one rank, without communication; vesuvius bench --ranks measures that."] if ranks != 1 else []),
-    )
+    method = [
+        f"{after} steps warm up (kernels are chosen, the regions in flight are read), and steps {after + 1} to {last} "
+        "count: those of vesuvius train, without validation, previews and checkpoints."
+    ]
+    if verdict.window.steps < asked:
+        method.append(f"Readers were replaced: the verdict is of the last {verdict.window.steps} steps.")
+    if ranks != 1:
+        method.append("This is one rank, without communication; vesuvius bench --ranks measures that.")
     return replace(
         run,
         name=f"{config.name}: profile of {asked} steps",
@@ -139,9 +136,7 @@ def build_profile(
         verdict=verdict.text,
         parts=tuple(work_parts(records, chosen, float(work_s.sum()))),
         charts=tuple(each for each in run.charts if each.key in ("parts", "step_s", "ram", "readers", "vram")),
-        tables=filled(
-            Table("Method", ("",), tuple((text,) for text in method)),
-        ),
+        tables=(Table("Method", ("",), tuple((text,) for text in method)),),
         previews=(),
         parts_note=_NOTE,
     )

@@ -133,7 +133,7 @@ class Planned:
 
 
 Planner = Callable[[Setting], Planned]
-"""Predicts the memory of a setting.  Pure; called repeatedly for the same ones."""
+"""Predicts the memory of a setting.  Pure."""
 
 BlockKind = Literal["run", "readers", "step"]
 """What is measured: `run` = the training loop; `readers` = batches taken as soon as they come, without a step: what the

@@ -47,12 +47,10 @@ class Option:
     name: str
     measured: bool  # whether the whole run was measured with it; else its figures are predicted
     samples_s: float | None  # None where nothing is known, and then the times are None too
-    # ram_bytes, vram_bytes: peak of the whole run; `vram_bytes` None on a CPU
-    ram_bytes: int
+    ram_bytes: int  # peak of the whole run, as vram_bytes, which is None on a CPU
     vram_bytes: int | None
-    # step_s, total_s: of an optimizer step, and of all training steps
     step_s: float | None
-    total_s: float | None
+    total_s: float | None  # of all training steps
     risk: Risk
     overrides: tuple[str, ...]  # what to write behind `vesuvius train` with the source config
     words: str  # why this one
@@ -198,23 +196,17 @@ def build_page(
     facts: Mapping[str, str],
     config_text: str,
 ) -> RunReport:
-    """The report.
-
-    Args:
-        facts: of the tune as a whole, beside those of its summary: a label and a value each.
-        config_text: the resolved source.
-    """
-    source = search.base
-    values = tuple(
-        (knob, to_yaml(getattr(source, knob)), to_yaml(value), found.reasons[knob])
-        for knob, value in found.best.changes(source).items()
-    )
-    blocks = tuple(
+    """The report; `facts` of the tune as a whole stand beside those of its summary."""
+    values = [
+        (knob, to_yaml(getattr(search.base, knob)), to_yaml(getattr(found.best, knob)), why)
+        for knob, why in found.reasons.items()
+    ]
+    blocks = [
         (
             str(number_of),
             cell.stage,
             KINDS[cell.kind],
-            " ".join(cell.setting.overrides(source)) or "none",
+            " ".join(cell.setting.overrides(search.base)) or "none",
             number(block.rate or None),
             format_percent(block.data_share),
             size_text(block.ram_bytes),
@@ -223,12 +215,12 @@ def build_page(
             cell.why,
         )
         for number_of, (cell, block) in enumerate(zip(search.asked, search.blocks, strict=True))
-    )
+    ]
     tables = (
         Table("Options", _OPTION_COLUMNS, tuple(map(_option_row, options)), _NOTE),
-        Table("Why each value", ("key", "before", "now", "why"), values),
+        Table("Why each value", ("key", "before", "now", "why"), tuple(values)),
         Table("What was not taken, and where each stage stopped", ("stage", "why"), tuple(search.notes)),
-        Table("All blocks", _BLOCK_COLUMNS, blocks),
+        Table("All blocks", _BLOCK_COLUMNS, tuple(blocks)),
     )
     return RunReport(
         name=f"{name}: tune",
@@ -242,13 +234,10 @@ def build_page(
 
 def _option_row(option: Option) -> tuple[str, ...]:
     mark = "" if option.measured else "~"
-    seconds = "-"
-    if option.step_s is not None:
-        seconds = mark + (f"{number(option.step_s)} s" if option.step_s < 60 else format_duration(option.step_s))
     return (
         option.name,
         mark + number(option.samples_s) if option.samples_s else "-",
-        seconds,
+        f"{mark}{number(option.step_s)} s" if option.step_s else "-",
         mark + format_duration(option.total_s) if option.total_s else "-",
         size_text(option.ram_bytes),
         size_text(option.vram_bytes),
@@ -276,10 +265,9 @@ def tuned_path(source: Path) -> Path:
 def tuned_yaml(
     source_name: str, source: Config, wanted: Config, reasons: Mapping[str, str], header: Sequence[str]
 ) -> str:
-    """The text of a config that extends the source and reads as `wanted`.  Pure.
+    """The text of a config that extends the source, beside which it will stand, and reads as `wanted`.  Pure.
 
     Args:
-        source_name: file name of the source, in whose folder the text will stand.
         source, wanted: as read without and with what the tune changes.
         reasons: by full key (`training.workers`); others are "as set for the tune".
         header: lines for the top, without `#`; one that begins with `MARK` comes before them.
@@ -313,8 +301,7 @@ def check_tunable(source: Path) -> None:
     """Check before the first block that the tuned config of a source can be written.  Does I/O.
 
     Raises:
-        ConfigError: the source was itself written by a tune, or a file lies in the place of the tuned config that no
-            tune has written.
+        ConfigError: a tune has written the source, or has not written what lies in the place of the tuned config.
         StorageError: the folder of the source cannot be written.
     """
     if _is_ours(source):

@@ -89,8 +89,6 @@ class TrialRunner:
             self._trainer = None
             return block
         (result,) = results
-        if result["refused"]:
-            return replace(block, ended="failed", cause=result["refused"])
         self._in_force = force
         block = replace(block, **result["figures"])
         return block if force == setting else replace(block, ram_bytes=None)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vesuvius.config import Config
-from vesuvius.config.load import dump_config, read_config
-from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError, storage_errors
+from vesuvius.config.load import dump_config
+from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, storage_errors
 from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
 from vesuvius.experiments.machine import describe_machine, facts_of_this_place, machine_words
 from vesuvius.experiments.trainer import TrialInterrupted
@@ -46,7 +46,7 @@ from vesuvius.training.ranks.part import one_rank
 log = logging.getLogger(__name__)
 
 _BUDGET_S = 1800.0
-_LEDGER, _TRIALS = "ledger.jsonl", "trials"
+_LEDGER = "ledger.jsonl"
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,8 @@ def tune(request: TuneRequest) -> int:
     with locked(directory, "tune") as lock_fd:
         open_log(directory / "tune.log")
         if not request.resume:
-            _put_aside(directory)
             ledger.begin()
-        trials = TrialRunner(one_rank(request.config), directory / _TRIALS, lock_fd=lock_fd)
+        trials = TrialRunner(one_rank(request.config), directory / "trials", lock_fd=lock_fd)
         with ledger, trials as runner, signals_to(runner.stop) as came:
             log.info("tuning %s on %s", request.source, machine_words())
             _warn_of_neighbours(request.config, space)
@@ -141,14 +140,6 @@ def _open(request: TuneRequest) -> tuple[Ledger[Block], SearchSpace, Planner]:
     return ledger, space, planner_of(one_rank(config), data)
 
 
-def _put_aside(directory: Path) -> None:
-    """Rename ledger and trials of an earlier tune: `ledger-1.jsonl`, `trials-1`, ..."""
-    number = 1 + sum(1 for _ in directory.glob("ledger-*.jsonl"))
-    for name in (Path(_LEDGER), Path(_TRIALS)):
-        if (directory / name).exists():
-            (directory / name).rename(directory / f"{name.stem}-{number}{name.suffix}")
-
-
 def _finish(request: TuneRequest, search: Search, found: Recommendation, directory: Path) -> None:
     """Write the report and the tuned config, and log the result."""
     config, space, tuned = request.config, search.space, tuned_path(request.source)
@@ -163,7 +154,7 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
         "other programs": space.others or "used less than a tenth of the cores when the tune began",
         **facts_of_this_place(),
     }
-    made = made_by(request.command)
+    made, head = made_by(request.command), headline(found, space)
     page = build_page(config.name, str(directory), found, search, options, facts, dump_config(request.written))
     write_page(directory, "report", [page], made)
     figures = {
@@ -174,8 +165,13 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
         "blocks": [{"cell": asdict(c), "block": asdict(b)} for c, b in zip(search.asked, search.blocks, strict=True)],
     }
     write_figures(directory / "report.json", figures)
-    head = headline(found, space)
-    _write_tuned(request, found, tuned, [f"{made[5:]}.", f"{head}.  {spent}.", f"Measured on: {facts['machine']}"])
+    # The tuned config has also what the environment and the command line of the tune have set.
+    header = [f"{made[5:]}.", f"{head}.  {spent}.", f"Measured on: {facts['machine']}"]
+    why = {key_of(knob): reason for knob, reason in found.reasons.items()}
+    wanted = found.written.applied_to(config)
+    text = tuned_yaml(request.source.name, request.written, wanted, why, header)
+    with storage_errors(f"{tuned}: the tuned config must be writable", "make room, or change its permissions"):
+        write_whole(tuned, text.encode())
     log.log(logging.ERROR if found.certainty == "none" else logging.INFO, "%s", head)
     for label, words in (*summary(found, search).items(), *found.reasons.items()):
         log.info("%s: %s", label, words)
@@ -195,22 +191,6 @@ def _next_commands(request: TuneRequest, space: SearchSpace, found: Recommendati
     if found.certainty == "none":
         return [shlex.join(again)]
     return [f"{shlex.join([*again, '--resume'])} to be surer", run]
-
-
-def _write_tuned(request: TuneRequest, found: Recommendation, path: Path, header: list[str]) -> None:
-    """Write the tuned config, with what the environment and the command line of the tune have set."""
-    wanted = found.written.applied_to(request.config)
-    why = {key_of(knob): reason for knob, reason in found.reasons.items()}
-    text = tuned_yaml(request.source.name, request.written, wanted, why, header)
-    with storage_errors(f"{path}: the tuned config must be writable", "make room, or change its permissions"):
-        write_whole(path, text.encode())
-    try:
-        as_wanted = read_config(path) == wanted
-    except ConfigError as error:
-        as_wanted = False
-        log.warning("%s", error)
-    if not as_wanted:
-        log.warning("%s was changed during the tune, so %s is not what was measured; tune again", request.source, path)
 
 
 def _warn_of_neighbours(config: Config, space: SearchSpace) -> None:

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from vesuvius.diffusion.randomness import stratified_timesteps
-from vesuvius.errors import EXIT_STOPPED, ConfigError, one_line
+from vesuvius.errors import EXIT_STOPPED
 from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_settled, sustained_s
-from vesuvius.experiments.tune.measurement import Command
+from vesuvius.experiments.tune.measurement import READER_KNOBS, Command, Setting
 from vesuvius.monitor.clock import HostClock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
@@ -84,7 +84,8 @@ class TuneWorker:
     def __init__(self, commands: CommandPipe, loop: TrainingLoop, reporter: StepReporter) -> None:
         self._loop, self._reporter, self._commands = loop, reporter, commands
         self._stream = loop.feed.stream
-        self._begin_with_readers()
+        source = Setting.of(loop.run.config)
+        self._begin_with_readers({knob: getattr(source, knob) for knob in READER_KNOBS})
         self._rehearsed = False
         self._rehearsal_bytes = 0  # what a validation and a save take more
         self._verdict: Verdict | None = None
@@ -107,9 +108,7 @@ class TuneWorker:
         run = self._loop.run
         try:
             while (command := self._commands.next(run.stop.wanted)) is not None:
-                if refused := self._bring_into_force(command):
-                    run.metrics.write("block", number=command.number, refused=refused)
-                    continue
+                self._bring_into_force(command)
                 match command.kind:
                     case "run":
                         figures = yield from self._run(command)
@@ -120,30 +119,21 @@ class TuneWorker:
                 self._look()
                 ram_bytes = max(self._ram_bytes, self._loop.monitor.sample.used_bytes + self._rehearsal_bytes)
                 figures |= {"ram_bytes": ram_bytes, "vram_bytes": self._vram_bytes()}
-                run.metrics.write("block", number=command.number, refused="", figures=figures)
+                run.metrics.write("block", number=command.number, figures=figures)
         except StreamInterrupted:
             return
 
-    def _bring_into_force(self, command: Command) -> str:
-        """Change the readers if they differ; returns why that cannot be done, '' where it was."""
-        loop, options = self._loop, self._stream.options
-        wanted = {"workers": command.workers, "prefetch_factor": command.prefetch_factor, "requests": command.requests}
-        now = {name: getattr(options, name) for name in wanted}
-        if now | {"requests": options.requests or loop.job.data.store.requests} == wanted:
-            return ""
-        try:
-            loop.run.watchdog.expects("batch", "the readers to start")
-            loop.feed.reconfigure(**wanted)
-        except ConfigError as error:
-            if self._stream.options is not options:  # it is not as it was
-                raise
-            return one_line(error, 400)
-        loop.monitor.readers_changed()
-        self._begin_with_readers()
-        return ""
+    def _bring_into_force(self, command: Command) -> None:
+        """Change the readers if they differ.  Raises ConfigError where that cannot be done, which ends this trainer."""
+        if (wanted := {knob: getattr(command, knob) for knob in READER_KNOBS}) != self._in_force:
+            self._loop.run.watchdog.expects("batch", "the readers to start")
+            self._loop.feed.reconfigure(**wanted)
+            self._loop.monitor.readers_changed()
+            self._begin_with_readers(wanted)
 
-    def _begin_with_readers(self) -> None:
-        """Remember where the present readers began."""
+    def _begin_with_readers(self, knobs: dict[str, int]) -> None:
+        """Remember which the present readers are, and where they began."""
+        self._in_force = knobs
         self._began_at, self._before = self._loop.run.progress.sample_index, self._stream.reader_totals
         self._ram_bytes, self._looked = 0, time.time()
 
