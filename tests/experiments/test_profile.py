@@ -20,8 +20,7 @@ from tests.support.tiny import tiny_sections
 from vesuvius.commands import profile as command
 from vesuvius.config.load import parse_stored, read_config
 from vesuvius.errors import EXIT_DATA, EXIT_OK, EXIT_STOPPED
-from vesuvius.experiments.profile.observer import Observed, Observer
-from vesuvius.experiments.profile.session import build_profile, counted, profiled
+from vesuvius.experiments.profile import Observed, Observer, build_profile, counted, profiled
 from vesuvius.monitor.verdict import judge
 from vesuvius.report.records import read_run
 from vesuvius.report.share import work_parts

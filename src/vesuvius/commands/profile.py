@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler prints what it begins and ends
-    from vesuvius.experiments.profile.session import profile  # imports torch
+    from vesuvius.experiments.profile import profile  # imports torch
 
     command = shlex.join(["vesuvius", "profile", *argv])
     report = profile(config, args.config, args.steps, args.trace, command)

@@ -2,7 +2,7 @@
 
 In: a config.  Out: a ledger, a page, and the command to type next.  trainer.py measures one cell in a process that is
 thrown away, steady.py says when a run is warm and measured for long enough, ledger.py keeps what was measured,
-paired.py compares.  bench/ has fixed cells, tune/ asks for the next cell, profile/ looks into one."""
+paired.py compares.  bench/ has fixed cells, tune/ asks for the next cell, profile.py looks into one."""
 
 from typing import Literal
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -27,7 +26,7 @@ from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number,
 from vesuvius.report.content import RunReport
 from vesuvius.report.page import made_by, new_folder, write_page
 from vesuvius.runlog.environment import describe_environment
-from vesuvius.runlog.records import Record
+from vesuvius.runlog.records import Record, finite
 from vesuvius.runlog.run_dir import BENCHES, run_dir
 from vesuvius.runlog.units import format_duration, number, size_text
 from vesuvius.stream.options import StreamOptions
@@ -209,12 +208,14 @@ def _ranks_of(config: Config) -> int:
 
 
 def _asked(request: BenchRequest, config: Config) -> dict[str, Any]:
-    """What a resumed bench must have in common with this one; there may be more rounds."""
-    cells = [asdict(cell) for cell in request.cells]
-    machine = describe_machine()
-    asked = {"config": config.model_dump(mode="json"), "cells": cells, "machine": machine, "seconds": request.seconds}
-    plain: dict[str, Any] = json.loads(json.dumps(asked))
-    return plain
+    """What a resumed bench must have in common with this one, as JSON has it; there may be more rounds."""
+    asked = {
+        "config": config.model_dump(mode="json"),
+        "cells": [asdict(cell) for cell in request.cells],
+        "machine": describe_machine(),
+        "seconds": request.seconds,
+    }
+    return dict(finite(asked))
 
 
 def _write(

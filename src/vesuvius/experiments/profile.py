@@ -1,22 +1,30 @@
 """`vesuvius profile`: trains some steps in a folder of its own below the run, and writes where their time went.
 
-The page is that of a run, with the same tables, of some steps instead."""
+An observer stands where `training.autotune` stands in a run, so that the loop, the clock and the records are those of
+training: it counts the steps, traces some more, then ends the run.  The page is that of a run, of these steps instead.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
-from dataclasses import replace
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch.profiler import ProfilerActivity
 
 from vesuvius.config import Config
 from vesuvius.config.experiment import NEVER, trial_config
-from vesuvius.errors import VesuviusError
-from vesuvius.experiments.profile.observer import MOST_STEPS_BESIDE, Observed, Observer
+from vesuvius.errors import EXIT_OK, VesuviusError
+from vesuvius.experiments.steady import Warmup
+from vesuvius.monitor.monitor import Monitor
+from vesuvius.monitor.verdict import Verdict
 from vesuvius.report.content import RunReport, Table
 from vesuvius.report.model import build
 from vesuvius.report.page import made_by, new_folder, write_page
@@ -24,11 +32,14 @@ from vesuvius.report.records import RunRecords, figure, read_run
 from vesuvius.report.share import work_parts
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration
+from vesuvius.stream.stream import PatchStream
 from vesuvius.training.loop import TrainingLoop, Tuner
 from vesuvius.training.ranks.part import one_rank
 from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.request import Request
 from vesuvius.training.run import train
+from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.step import parameter_count
 
 FOLDER = "profiles"
 TRACE = "trace.json.gz"
@@ -37,6 +48,92 @@ _NOTE = (
     "Seconds of all steps that count; they add up to the steps' own times. A wait that is hidden behind computing "
     "counts 0."
 )
+MOST_WARM_STEPS = 40
+_WARM_S = 10.0  # after which a trainer is slower than its readers
+_TRACED_STEPS = 2
+MOST_STEPS_BESIDE = MOST_WARM_STEPS + _TRACED_STEPS
+"""Steps that a profile makes besides those that count, at most."""
+
+_OPERATORS = 25
+OPERATORS = "operators.txt"
+
+
+@dataclass
+class Observed:
+    """What the records of the run do not say; filled while it runs."""
+
+    warm_steps: int = 0  # steps before those that count, as `Warmup` says
+    verdict: Verdict | None = None  # on the steps that count; None until all are made
+    parameters: int = 0
+    device: str = ""
+    amp: str = ""
+
+
+class Observer:
+    """A script that is continued between two steps (`act`).
+
+    Args:
+        steps: that count.
+        trace: file for a trace of some further steps; None = none.
+    """
+
+    def __init__(
+        self, loop: TrainingLoop, reporter: StepReporter, observed: Observed, steps: int, trace: Path | None
+    ) -> None:
+        self._loop, self._reporter, self._observed, self._steps, self._trace = loop, reporter, observed, steps, trace
+        step, device = loop.train_step, loop.run.device
+        observed.parameters, observed.amp = parameter_count(step.network), step.amp
+        observed.device = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self._counting = False
+        self._script = self._run()
+
+    def take(self, verdict: Verdict) -> None:
+        """Keep the verdict on the steps that count, not on those before or after, nor of a run that is stopped."""
+        if self._counting:
+            self._observed.verdict = verdict
+
+    def ended(self) -> None:
+        """Nothing is left to do."""
+
+    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+        """Do what comes before the next step."""
+        next(self._script, None)
+
+    def _run(self) -> Iterator[None]:
+        """Yields where the loop is to make a step; called first after the first one."""
+        observed, run, loop = self._observed, self._loop.run, self._loop
+        accumulate, batch = run.config.training.accumulate_steps, run.config.global_batch
+        warmup, began = Warmup.of(loop.job, loop.feed.stream.options, accumulate, batch), time.monotonic()
+        warm = 1
+        while warm < MOST_WARM_STEPS and not warmup.is_over(warm, time.monotonic() - began, _WARM_S):
+            yield
+            warm += 1
+        observed.warm_steps = warm
+        self._reporter.report(wait=True)
+        self._reporter.verdicts.restart(run.progress.step)
+        for _ in range(self._steps):
+            yield
+        self._reporter.report(wait=True)
+        self._counting = True
+        self._reporter.verdicts.finish(least=1)
+        self._counting = False
+        if self._trace is not None:
+            yield from self._look_closer(self._trace)
+        run.stop.ask(EXIT_OK, "the profile has its steps")
+
+    def _look_closer(self, path: Path) -> Iterator[None]:
+        """Trace some steps, which costs time: none of them counts."""
+        on_gpu = self._loop.run.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        profiler = torch.profiler.profile(activities=activities, profile_memory=True)
+        profiler.start()
+        for _ in range(_TRACED_STEPS):
+            yield
+        profiler.stop()
+        of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=of, row_limit=_OPERATORS, max_name_column_width=80)
+        path.with_name(OPERATORS).write_text(table, encoding="utf-8")
+        profiler.export_chrome_trace(str(path))
 
 
 def profile(config: Config, source: Path, steps: int, trace: bool, command: str) -> RunReport:
