@@ -15,7 +15,7 @@ import numpy as np
 
 from vesuvius.experiments import Ended
 from vesuvius.experiments.tune.measurement import Block, BlockKind, Planned, SearchSpace, Setting, trainer_knobs
-from vesuvius.experiments.tune.policy import begin
+from vesuvius.experiments.tune.policy import Recommendation, conclude, policy
 from vesuvius.experiments.tune.search import Search
 
 GIB = 2**30
@@ -335,7 +335,9 @@ def tune(
     machine: Machine, seed: int = 0, space: SearchSpace | None = None, lab: SimulatedRunner | None = None
 ) -> Search:
     """A whole tune, to its end."""
-    return run_to_end(begin(space or machine.space(), BiasedPlanner(machine)), lab or SimulatedRunner(machine, seed))
+    return run_to_end(
+        Search(space or machine.space(), BiasedPlanner(machine), policy, ()), lab or SimulatedRunner(machine, seed)
+    )
 
 
 def run_to_end(search: Search, lab: SimulatedRunner) -> Search:
@@ -441,3 +443,15 @@ BUSY = [
 ]
 """Other programs on the machine: its speed varies threefold."""
 BY_NAME = {machine.name: machine for machine in MACHINES}
+
+
+def drifting(machine: Machine, drift: float) -> Machine:
+    return replace(machine, disturbance=replace(machine.disturbance, drift=drift))
+
+
+@cache
+def tuned(name: str, seed: int = 0, drift: float = 0.0) -> tuple[Search, Recommendation]:
+    """What half an hour finds on a machine."""
+    machine = drifting({**BY_NAME, SLOW.name: SLOW}[name], drift)
+    search = tune(machine, seed, machine.space(budget_s=1800.0))
+    return search, conclude(search)

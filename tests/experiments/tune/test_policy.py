@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from statistics import fmean
 
 import pytest
@@ -22,26 +21,17 @@ from tests.experiments.tune.simulated import (
     Machine,
     SimulatedRunner,
     best_rate,
+    drifting,
     tune,
+    tuned,
 )
 from vesuvius.experiments import Ended
 from vesuvius.experiments.tune.measurement import Block, BlockKind, Evidence, Knob, SearchSpace, Setting
-from vesuvius.experiments.tune.policy import Recommendation, begin, conclude
+from vesuvius.experiments.tune.policy import Recommendation, conclude, policy
 from vesuvius.experiments.tune.search import SHOWN, Search
 
 DIES = BY_NAME["dies above a threshold"]
 every_machine = pytest.mark.parametrize("name", BY_NAME)
-
-
-def drifting(machine: Machine, drift: float) -> Machine:
-    return replace(machine, disturbance=replace(machine.disturbance, drift=drift))
-
-
-@cache
-def tuned(name: str, seed: int = 0, drift: float = 0.0) -> tuple[Search, Recommendation]:
-    machine = drifting({**BY_NAME, SLOW.name: SLOW}[name], drift)
-    search = tune(machine, seed, machine.space(budget_s=1800.0))
-    return search, conclude(search)
 
 
 def found_on(machine: Machine, space: SearchSpace | None = None) -> Recommendation:
@@ -74,7 +64,7 @@ def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: fl
 def test_a_tune_stays_within_memory_and_budget_repeats_itself_and_shows_what_it_writes(name: str) -> None:
     machine, (search, found) = BY_NAME[name], tuned(name)
     check_bounds(machine, search)
-    again = begin(machine.space(budget_s=1800.0), BiasedPlanner(machine), search.blocks)
+    again = Search(machine.space(budget_s=1800.0), BiasedPlanner(machine), policy, search.blocks)
     assert again.cell is None, "the same blocks give the same questions"
     assert (again.asked, conclude(again)) == (search.asked, found)
     assert set(found.reasons) == set(found.best.changes(machine.source))

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.experiments.tune.simulated import BY_NAME, BiasedPlanner, tune
+from tests.experiments.tune.simulated import BY_NAME, BiasedPlanner, tuned
 from vesuvius.errors import ConfigError
 from vesuvius.experiments.paired import Comparison
-from vesuvius.experiments.tune.policy import Recommendation, conclude
 from vesuvius.experiments.tune.report import (
     SLOWEST,
     block_line,
@@ -19,25 +18,11 @@ from vesuvius.experiments.tune.report import (
     plan_lines,
     summary,
 )
-from vesuvius.experiments.tune.search import Search
-from vesuvius.report.content import RunReport
-
-
-def tuned(name: str) -> tuple[Recommendation, Search]:
-    machine = BY_NAME[name]
-    search = tune(machine, 0, machine.space(budget_s=1800.0))
-    return conclude(search), search
-
-
-def page_of(name: str) -> tuple[RunReport, Search]:
-    found, search = tuned(name)
-    options = build_options(found, search, steps=1000)
-    return build_page("exp|001", "runs/x", found, search, options, {"commit": "abc"}, "name: x"), search
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_options_stand_in_order_and_their_figures_agree(name: str) -> None:
-    found, search = tuned(name)
+    search, found = tuned(name)
     options = build_options(found, search, steps=1000)
     lean, best, fast = options
     assert lean.samples_s is not None
@@ -55,7 +40,7 @@ def test_the_options_stand_in_order_and_their_figures_agree(name: str) -> None:
 
 
 def test_what_is_not_sure_is_not_said_as_if_it_were() -> None:
-    found, search = tuned("data-bound on cores")
+    search, found = tuned("data-bound on cores")
     space, source = search.space, search.space.source
     for change, said in (
         ({"certainty": "unchanged", "best": source}, "nothing to change: "),
@@ -74,7 +59,9 @@ def test_what_is_not_sure_is_not_said_as_if_it_were() -> None:
 
 
 def test_every_block_is_a_line_of_the_log_and_a_row_of_the_table() -> None:
-    page, search = page_of("dies above a threshold")
+    search, found = tuned("dies above a threshold")
+    options = build_options(found, search, steps=1000)
+    page = build_page("exp|001", "runs/x", found, search, options, {"commit": "abc"}, "name: x")
     rows = {table.title: table.rows for table in page.tables}["All blocks"]
     assert len(rows) == len(search.blocks)
     for number, block in enumerate(search.blocks):

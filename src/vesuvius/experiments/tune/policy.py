@@ -9,18 +9,14 @@ yields a `Cell` and is sent its `Block`: the same blocks give the same questions
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vesuvius.experiments.paired import MOST_PAIRS, Comparison, compare
 from vesuvius.experiments.tune.measurement import (
     DEADLY,
-    Block,
     BlockKind,
     Knob,
-    Planner,
-    SearchSpace,
     Setting,
     in_words,
     trainer_knobs,
@@ -55,11 +51,6 @@ class Recommendation:
     complete: bool = True  # whether all that was to be tried was: neither the budget nor a signal ended it
 
 
-def begin(space: SearchSpace, planner: Planner, earlier: Sequence[Block] = ()) -> Search:
-    """Begin a tune, or go on with the blocks of earlier sessions, each of which is used where its like is asked for."""
-    return Search(space, planner, _policy, earlier)
-
-
 def conclude(search: Search, cut_short: str = "") -> Recommendation:
     """What the blocks so far say; `cut_short` = why no more of them are measured, if not by the policy."""
     base, best, cut_short = search.base, search.best, cut_short or search.cut_short
@@ -89,7 +80,8 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
     return Recommendation(certainty, best, written, reason, reasons, gain, predicted, complete=not cut_short)
 
 
-def _policy(search: Search) -> Asks[None]:
+def policy(search: Search) -> Asks[None]:
+    """Measure stage by stage."""
     if obstacle := search.memory.obstacle(search.base):
         search.cut_short = does_not_fit(obstacle)
         return

@@ -67,11 +67,7 @@ def build_options(found: Recommendation, search: Search, steps: int) -> list[Opt
     def rate(setting: Setting) -> float:
         return rates.expected("run", setting) or 0.0
 
-    smaller = [
-        replace(best, workers=workers, prefetch_factor=prefetch)
-        for workers in range(1, best.workers + 1)
-        for prefetch in {best.prefetch_factor, max(best.prefetch_factor // 2, 1)}
-    ]
+    smaller = [replace(best, workers=workers) for workers in range(1, best.workers + 1)]
     fit = [s for s in smaller if rate(best) and rate(s) >= SLOWEST * rate(best) and memory.obstacle(s) is None]
     lean = min([best, *fit], key=memory.run_ram_bytes)
     beyond = (

@@ -57,7 +57,7 @@ class Search:
     """A search under way: `tell` it the block of its `cell` until that is None.
 
     Args:
-        policy: measures stage by stage: a generator that yields a `Cell` and is sent its `Block`.
+        policy: a generator that yields a `Cell` and is sent its `Block`.
         planner: of the memory of a setting.
         earlier: blocks of earlier sessions, each of which is used where the policy asks for its like.
 

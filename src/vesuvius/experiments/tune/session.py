@@ -17,7 +17,7 @@ from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figure
 from vesuvius.experiments.machine import describe_machine, facts_of_this_place, machine_words
 from vesuvius.experiments.trainer import TrialInterrupted
 from vesuvius.experiments.tune.measurement import Block, Knob, Planner, SearchSpace, key_of
-from vesuvius.experiments.tune.policy import Recommendation, begin, conclude
+from vesuvius.experiments.tune.policy import Recommendation, conclude, policy
 from vesuvius.experiments.tune.report import (
     block_line,
     build_options,
@@ -87,7 +87,7 @@ def tune(request: TuneRequest) -> int:
         with ledger, trials as runner, signals_to(runner.stop) as came:
             log.info("tuning %s on %s", request.source, machine_words())
             _warn_of_neighbours(request.config, space)
-            search, why = begin(space, planner, ledger.results), ""
+            search, why = Search(space, planner, policy, ledger.results), ""
             try:
                 _measure(search, runner, ledger, came)
             except TrialInterrupted as interrupted:
