@@ -120,6 +120,7 @@ class Milestones:
     def _validate(self) -> bool:
         """Validate all sets of weights; returns whether the EMA weights have a new best error."""
         assert self._reference is not None
+        assert self._reference.held_out
         started, progress, step = time.monotonic(), self._progress, self._train_step
         denoisers = {name: step.denoiser(name) for name in step.weight_names}
         spectrum = self._run.checked.facts.spectrum

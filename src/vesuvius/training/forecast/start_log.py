@@ -98,13 +98,10 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
 
 
 def log_ranks(config: Config, part: Part) -> None:
-    """How the ranks share a step; nothing where there is one."""
-    world, samples = part.world, f"{len(part.places)} of the {part.global_batch} samples of a step"
-    if world > 1:
-        log.info("rank %d of %d: %s, in micro-batches of %d", part.rank, world, samples, part.micro_batch)
-    if world != config.training.ranks:
+    """Say where fewer or more ranks than the config asks for share a step."""
+    if part.world != config.training.ranks:
         batch = f"the effective batch stays {part.global_batch}, each accumulates {part.accumulate_steps} micro-batches"
-        log.warning("training.ranks is %s and %d are running: %s", config.training.ranks, world, batch)
+        log.warning("training.ranks is %s and %d are running: %s", config.training.ranks, part.world, batch)
 
 
 def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_drift: bool = False) -> Iterator[str]:
