@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -34,11 +33,12 @@ def _time(records: RunRecords) -> Iterator[Chart]:
 
 def _learning(records: RunRecords) -> Iterator[Chart]:
     steps = records.columns
-    for key, title, unit in (
-        ("loss", "Loss of training", "loss"),
-        ("grad_norm", "Gradient norm", "norm"),
-        ("lr", "Learning rate", "1"),
-    ):
+    titles = {
+        "loss": ("Loss of training", "loss"),
+        "grad_norm": ("Gradient norm", "norm"),
+        "lr": ("Learning rate", "1"),
+    }
+    for key, (title, unit) in titles.items():
         series = [banded(key, steps["step"], steps[key])]
         yield from chart(key, title, unit, series, log=wants_log(series) and key != "lr")
     validations = records.of_kind("validation")
@@ -65,13 +65,11 @@ def _memory(records: RunRecords) -> Iterator[Chart]:
     x = _steps_of(system)
     series = [_range("run", x, system, "used_bytes"), _range("trainer", x, system, "trainer_bytes")]
     series += [_range("object store and other shared memory", x, system, "shared_bytes")]
-    limit = max((figure(record.get("limit_bytes")) for record in system[-1:]), default=np.nan)
-    yield from chart("ram", "RAM", "GiB", series, limits=_limit(limit))
+    limits = _limit([figure(record.get("limit_bytes")) for record in system[-1:]])
+    yield from chart("ram", "RAM", "GiB", series, limits=limits)
     yield from chart("readers", "RAM of each reader (private)", "GiB", _readers(system, x))
     reserved = banded("reserved", steps["step"], steps["vram_used_bytes"] / GIB)
-    yield from chart(
-        "vram", "VRAM", "GiB", [reserved], limits=_limit(steps["vram_limit_bytes"][-1] if reserved else np.nan)
-    )
+    yield from chart("vram", "VRAM", "GiB", [reserved], limits=_limit(steps["vram_limit_bytes"][-1:]))
 
 
 def _readers(system: Sequence[Record], x: Column) -> list[Series | None]:
@@ -88,22 +86,14 @@ def _readers(system: Sequence[Record], x: Column) -> list[Series | None]:
 def _machine(records: RunRecords) -> Iterator[Chart]:
     system = records.system
     x = _steps_of(system)
-    yield from chart(
-        "cores",
-        "Busy processors of the machine",
-        "cores",
-        [banded("cores", x, [figure(r.get("cores_busy")) for r in system])],
-    )
+    busy = banded("cores", x, [figure(record.get("cores_busy")) for record in system])
+    yield from chart("cores", "Busy processors of the machine", "cores", [busy])
     gpus = [gpu for record in system[-1:] for gpu in record.get("gpus") or []]
-    series = [
-        _range(f"GPU {gpu.get('index')}", x, [_gpu(record, gpu.get("index")) for record in system], "busy", 0.01)
-        for gpu in gpus
-    ]
+    series = []
+    for index in (gpu.get("index") for gpu in gpus):
+        seen = [{gpu.get("index"): gpu for gpu in record.get("gpus") or []}.get(index, {}) for record in system]
+        series.append(_range(f"GPU {index}", x, seen, "busy", 0.01))
     yield from chart("gpu_busy", "Time in which a kernel ran", "%", series)
-
-
-def _gpu(record: Record, index: Any) -> Record:
-    return next((gpu for gpu in record.get("gpus") or [] if gpu.get("index") == index), {})
 
 
 def _steps_of(records: Sequence[Record]) -> Column:
@@ -119,5 +109,5 @@ def _range(label: str, x: Column, records: Sequence[Record], key: str, unit: flo
     return banded(label, x, mid, low, high)
 
 
-def _limit(size_bytes: float) -> tuple[tuple[str, float], ...]:
-    return (("limit", float(size_bytes) / GIB),) if np.isfinite(size_bytes) else ()
+def _limit(last_bytes: Column | Sequence[float]) -> tuple[tuple[str, float], ...]:
+    return tuple(("limit", float(size) / GIB) for size in last_bytes if np.isfinite(size))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
@@ -69,21 +69,15 @@ def banded(
         mid: values; of several, the mean is drawn.
         low, high: what each value ranges over, if it is itself a mean.
     """
-    xs, mids = np.asarray(x, dtype=float), np.asarray(mid, dtype=float)
-    lows = mids if low is None else np.asarray(low, dtype=float)
-    highs = mids if high is None else np.asarray(high, dtype=float)
-    known = np.isfinite(xs) & np.isfinite(mids) & np.isfinite(lows) & np.isfinite(highs)
-    if not known.any():
+    given = (x, mid, mid if low is None else low, mid if high is None else high)
+    figures = np.array([np.asarray(each, dtype=float) for each in given])
+    xs, mids, lows, highs = figures[:, np.isfinite(figures).all(axis=0)]
+    if not len(xs):
         return None
-    xs, mids, lows, highs = (each[known] for each in (xs, mids, lows, highs))
-    starts = _starts(len(xs), points)
-    return Series(
-        label,
-        _means(xs, starts),
-        np.minimum.reduceat(lows, starts),
-        _means(mids, starts),
-        np.maximum.reduceat(highs, starts),
-    )
+    # Where each of at most `points` runs of neighbours begins.
+    starts = np.unique(np.linspace(0, len(xs), min(len(xs), points), endpoint=False).astype(np.intp))
+    lows, highs = np.minimum.reduceat(lows, starts), np.maximum.reduceat(highs, starts)
+    return Series(label, _means(xs, starts), lows, _means(mids, starts), highs)
 
 
 def thinned(chart: Chart, points: int) -> Chart:
@@ -106,11 +100,6 @@ def wants_log(series: Sequence[Series | None]) -> bool:
     if not there or min(each.low.min() for each in there) <= 0:
         return False
     return bool(max(each.mid.max() for each in there) > 20 * min(each.mid.min() for each in there))
-
-
-def _starts(count: int, points: int) -> NDArray[np.intp]:
-    """Where each of at most `points` runs of neighbours begins."""
-    return np.unique(np.linspace(0, count, min(count, points), endpoint=False).astype(np.intp))
 
 
 def _means(values: Column, starts: NDArray[np.intp]) -> Column:
@@ -144,15 +133,8 @@ def _svg(chart: Chart) -> Markup:
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
-    with rc_context(
-        {
-            "svg.fonttype": "none",
-            "svg.hashsalt": "vesuvius",
-            "path.simplify": False,
-            "font.size": 10.0,
-            "font.sans-serif": ["DejaVu Sans"],
-        }
-    ):
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "vesuvius", "path.simplify": False, "font.size": 10.0}
+    with rc_context(style | {"font.sans-serif": ["DejaVu Sans"]}):
         canvas = Canvas(figsize=(5.0, 2.5))
         axes = canvas.add_axes((0.115, 0.15, 0.865, 0.79))
         bottom, top = y_range(chart)
@@ -191,14 +173,9 @@ def _lines(axes: Axes, chart: Chart, top: float) -> None:
         if (series.high > series.low).any():
             axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.25, linewidth=0)
         axes.plot(series.x, series.mid, color=colour, linewidth=1.2, marker="o" if len(series.x) == 1 else None)
-        _mark_spikes(axes, series.x, series.high, top, colour)
-
-
-def _mark_spikes(axes: Axes, x: Column, values: Column, top: float, colour: str) -> None:
-    """A mark at the upper edge for each value beyond it."""
-    above = x[values > top * (1 + 1e-9)]
-    if len(above):
-        axes.plot(above, np.full(len(above), top), "^", color=colour, markersize=4, clip_on=False, gid="spikes")
+        above = series.x[series.high > top * (1 + 1e-9)]
+        if len(above):  # a mark at the upper edge for each value beyond it
+            axes.plot(above, np.full(len(above), top), "^", color=colour, markersize=4, clip_on=False, gid="spikes")
 
 
 def _inline(svg: str, words: str) -> Markup:

@@ -63,11 +63,10 @@ def _facts(records: RunRecords) -> dict[str, str]:
     later = records.timed & ~records.first if (records.timed & ~records.first).any() else records.timed
     packages = env.get("packages") or {}
     known = later & np.isfinite(work) & np.isfinite(steps["samples"])
-    rate = float(np.sum(steps["samples"][known]) / np.sum(work[known])) if known.any() and np.sum(work[known]) else None
-    ram, limit = _peak(records, "used_bytes", "ram_used_bytes"), largest(steps["ram_limit_bytes"])
-    vram, vram_limit = largest(steps["vram_used_bytes"]), largest(steps["vram_limit_bytes"])
-    best = _best(records.of_kind("validation"))
-    nonfinite = sum(event.get("event") == "nonfinite" for event in records.of_kind("event"))
+    work_s, samples = np.sum(work[known]), np.sum(steps["samples"][known])
+    # The most that the monitor saw, or the steps where it has not recorded.
+    used = [figure((record.get("used_bytes") or [None])[-1]) for record in records.system]
+    ram = largest(np.array([*used, *steps["ram_used_bytes"]]))
     gpus = [str(gpu) for gpu in env.get("gpus") or []]
     return {
         "state": records.state,
@@ -77,16 +76,16 @@ def _facts(records: RunRecords) -> dict[str, str]:
         "sessions": str(sum(record["kind"] == "run_start" for record in records.sessions)),
         "running time": _or_unknown(_last(steps["total_s"]), format_duration),
         "figures of time": f"{_window_words(records)}; without pauses and the first step of each session",
-        "samples/s": _or_unknown(rate, number),
+        "samples/s": _or_unknown(float(samples / work_s) if work_s else None, number),
         "step, p50": _quantile(work[later], 0.5),
         "step, p95": _quantile(work[later], 0.95),
         f"loss, mean of the last {_LAST_STEPS} steps": _or_unknown(_mean(steps["loss"][-_LAST_STEPS:]), number),
-        "best validation (error over that of the best linear filter)": best,
-        "non-finite steps": str(nonfinite),
+        "best validation (error over that of the best linear filter)": _best(records.of_kind("validation")),
+        "non-finite steps": str(sum(event.get("event") == "nonfinite" for event in records.of_kind("event"))),
         "processes that died": str(sum(died for *_, died in records.deaths)),
-        "peak RAM": of_limit(ram, limit),
+        "peak RAM": of_limit(ram, largest(steps["ram_limit_bytes"])),
         "largest reader": _or_unknown(largest(steps["worker_max_bytes"]), size_text),
-        "peak VRAM": of_limit(vram, vram_limit),
+        "peak VRAM": of_limit(largest(steps["vram_used_bytes"]), largest(steps["vram_limit_bytes"])),
         "model FLOPs utilisation": _or_unknown(_mean(steps["mfu"]), format_percent),
         "GPU": ", ".join(gpus) if gpus else "none" if "gpus" in env else NOT_KNOWN,
         "processors": str(env.get("cpus") or NOT_KNOWN),
@@ -116,15 +115,15 @@ def ranks_table(records: RunRecords) -> Table:
     for rank in range(max((len(step["times"]) for step in steps), default=0)):
         told = [step["times"][rank] for step in steps if rank < len(step["times"])]
         slowest = sum(step.get("slowest") == rank for step in steps)
-        held = np.array([figure(times.get("trainer_bytes")) for times in told])
-        work = np.array([figure(t.get("step_s")) - figure(t.get("comm_s")) - figure(t.get("pause_s")) for t in told])
+        names = ("trainer_bytes", "step_s", "comm_s", "pause_s")
+        held, step_s, comm_s, pause_s = (np.array([figure(times.get(name)) for times in told]) for name in names)
         rows.append(
             (
                 str(rank),
                 str(told[-1].get("node", NOT_KNOWN)),
                 _or_unknown(largest(held), size_text),
-                _quantile(work, 0.5),
-                _or_unknown(_mean(np.array([figure(times.get("comm_s")) for times in told])), number),
+                _quantile(step_s - comm_s - pause_s, 0.5),
+                _or_unknown(_mean(comm_s), number),
                 f"{slowest} of {len(told)}",
             )
         )
@@ -183,27 +182,16 @@ def config_texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 def commit_text(environment: Mapping[str, Any]) -> str:
     """Of `env.json`, shortened; with a '+' where files differed from it."""
-    commit = environment.get("commit")
-    if not commit:
-        version = (environment.get("packages") or {}).get("vesuvius-diffusion")
-        return f"{NOT_KNOWN}, version {version}" if version else NOT_KNOWN
-    commit = str(commit)
-    return commit[:12] + commit[40:]
+    if commit := str(environment.get("commit") or ""):
+        return commit[:12] + commit[40:]
+    version = (environment.get("packages") or {}).get("vesuvius-diffusion")
+    return f"{NOT_KNOWN}, version {version}" if version else NOT_KNOWN
 
 
 def _best(validations: Sequence[Record]) -> str:
-    known = [(figure(r.get("relative_error")), r.get("step")) for r in validations]
-    known = [(error, step) for error, step in known if np.isfinite(error)]
-    if not known:
-        return NOT_KNOWN
-    error, step = min(known, key=lambda each: each[0])
-    return f"{number(error)} at step {step}"
-
-
-def _peak(records: RunRecords, system: str, step: str) -> float | None:
-    """The most that the monitor saw, or the steps where it has not recorded."""
-    seen = [figure((record.get(system) or [None])[-1]) for record in records.system]
-    return largest(np.array([*seen, *records.columns[step]]))
+    known = [(error, r.get("step")) for r in validations if np.isfinite(error := figure(r.get("relative_error")))]
+    error, step = min(known, key=lambda each: each[0], default=(np.nan, None))
+    return NOT_KNOWN if np.isnan(error) else f"{number(error)} at step {step}"
 
 
 def _steps(steps: Mapping[str, Column]) -> str:

@@ -6,6 +6,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,9 @@ def read_run(path: Path) -> RunRecords:
     system: list[Record] = []
     others: list[Record] = []
     begins, since, changed = False, 0, tuple[str, ...]()
-    try:
+    starts: list[Record] = []
+    with suppress(OSError):
         starts = run_starts(path / "metrics.jsonl")
-    except OSError:
-        starts = []
     for record in current_records(merged, starts):
         match record["kind"]:
             case "step":
@@ -127,22 +127,18 @@ def _metrics(path: Path, sessions: list[Record]) -> Iterator[Record]:
 
     `sessions` takes each begin and end of a session: a resume from an earlier step supersedes those too.
     """
-    try:
+    with suppress(OSError):
         for record in _placed(iter_records(path)):
             if record["kind"] in ("run_start", "run_end"):
                 sessions.append(record)
             is_step = record["kind"] == "step"
             yield {"kind": "step"} | {name: record.get(name) for name in STEP_FIELDS} if is_step else record
-    except OSError:
-        return
 
 
 def _system(path: Path) -> Iterator[Record]:
-    try:
+    with suppress(OSError, EOFError):  # the second: a torn part
         for record in _placed(iter_rotated(path)):
             yield {name: record.get(name) for name in _SYSTEM_FIELDS}
-    except (OSError, EOFError):  # the second: a torn part
-        return
 
 
 def _placed(records: Iterable[Record]) -> Iterator[Record]:
@@ -164,8 +160,8 @@ def _state(session: SessionRecord | None, sessions: Sequence[Record]) -> str:
     if session.end_time is not None:
         cause = sessions[-1].get("cause") if sessions else None
         return f"ended with exit code {session.exit_code}" + (f": {cause}" if cause else "")
-    alive = is_alive(session)
-    return {True: "running", False: "killed", None: f"running on {session.host}, or killed there"}[alive]
+    elsewhere = f"running on {session.host}, or killed there"
+    return {True: "running", False: "killed", None: elsewhere}[is_alive(session)]
 
 
 def _mapping(text: str) -> Mapping[str, Any]:
