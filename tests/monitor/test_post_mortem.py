@@ -99,10 +99,8 @@ def test_the_text_names_victim_cause_evidence_memory_and_remedy() -> None:
 
 
 @pytest.mark.parametrize("cause", ["cgroup", "machine", "ray", "gpu", "guard", "signal", "unknown"])
-@pytest.mark.parametrize("victim", ["reader", "run"])
-def test_who_searches_the_log_for_kills_finds_every_one(cause: Cause, victim: str) -> None:
-    text = headline(example(cause, victim=victim)).lower()
-    assert any(word in text for word in ("killed", "oom", "out of memory"))
+def test_who_searches_the_log_for_kills_finds_every_one(cause: Cause) -> None:
+    assert any(word in headline(example(cause)).lower() for word in ("killed", "oom", "out of memory"))
 
 
 def test_remedies_name_overrides_that_exist() -> None:
@@ -146,17 +144,11 @@ def test_kills_that_were_counted_long_after_a_death_with_room_may_be_those_of_ot
     assert judge(rise, NEAR, "the last sample", counted_s=2 * 24 * 3600)[0] == "cgroup"
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "expected"), [(3, 5, 2), (3, 3, 0), (None, 5, None), (3, None, None), (5, 3, None)]
-)
-def test_a_count_that_falls_is_another_count(before: int | None, now: int | None, expected: int | None) -> None:
-    assert KillCounts(before, before).since(KillCounts()) == KillCounts()
-    assert KillCounts(now, now).since(KillCounts(before, before)) == KillCounts(expected, expected)
-
-
-@pytest.mark.parametrize(("path", "cgroup"), [("/job", 2), ("", 2), ("/other", None)])
-def test_counts_of_two_cgroups_are_not_compared_and_those_of_the_machine_are(path: str, cgroup: int | None) -> None:
-    assert KillCounts(5, 9, path).since(KillCounts(3, 4, "/job")) == KillCounts(cgroup, 5)
+def test_a_count_that_falls_or_of_another_cgroup_is_another_count() -> None:
+    for before, now, expected in ((3, 5, 2), (3, 3, 0), (None, 5, None), (3, None, None), (5, 3, None)):
+        assert KillCounts(now, now).since(KillCounts(before, before)) == KillCounts(expected, expected)
+    for path, cgroup in (("/job", 2), ("", 2), ("/other", None)):
+        assert KillCounts(5, 9, path).since(KillCounts(3, 4, "/job")) == KillCounts(cgroup, 5)
 
 
 class TestReader:

@@ -69,9 +69,7 @@ class Monitor:
         directory: of the run, in which it writes.
         limits: what memory is held against.
         watcher: samples the run's processes.
-        vram: memory of the trainer's GPU; None without one.
-        gpu_uuid: of that GPU; None = not known.
-        sample_every_s: seconds between samples.
+        vram, gpu_uuid: memory and identity of the trainer's GPU; None without one.
         guard: off = no warnings and no orders; warn = no orders.
         on_exit: called in the sampling thread, once, when the guard orders to exit: that cannot wait for the loop.
         on_record: called in the writing thread with each record of `system.jsonl`.
@@ -141,9 +139,8 @@ class Monitor:
             # In a driver, or on a disk, that does not answer; it must not hold up the end.
             log.warning("the monitor did not end within %.0f s and is abandoned with its files open", _JOIN_S)
             return
-        self._records.close()
-        self._lines.close()
-        self._recent.close()
+        for file in (self._records, self._lines, self._recent):
+            file.close()
 
     def ram(self) -> tuple[int, int]:
         """Bytes of memory that the run uses, and the limit."""
@@ -173,7 +170,7 @@ class Monitor:
         return list(self._moments)
 
     def carried_out(self) -> None:
-        """The loop has done what was ordered; readers were restarted, and what grew before says nothing."""
+        """The loop has done what was ordered: readers were restarted."""
         with self._judging:
             self._guard.carried_out(time.monotonic())
             self._watch.restart()

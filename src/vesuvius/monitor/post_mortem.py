@@ -74,10 +74,7 @@ def headline(death: Death) -> str:
 
 
 def append_death(path: Path, death: Death) -> None:
-    """Append it to `post_mortem.jsonl`.  A full disk is no error: the log says that the record is lost.
-
-    Raises OSError: the file cannot be opened.
-    """
+    """Append it to `post_mortem.jsonl`; a full disk is only logged.  Raises OSError: the file cannot be opened."""
     with closing(JsonLines(path)) as lines:
         lines.write("death", **asdict(death))
 
@@ -209,10 +206,7 @@ def examine_run(run_dir: Path, locked: bool = False) -> Death | None:
 
 
 def record_run_death(run_dir: Path) -> Death | None:
-    """As `examine_run`, and the death is in `post_mortem.jsonl` afterwards, once.  Needs the run's lock.
-
-    Raises OSError: `post_mortem.jsonl` cannot be opened.
-    """
+    """As `examine_run`, and `append_death`, once.  Needs the run's lock.  Raises OSError, as that does."""
     path, death = run_dir / "post_mortem.jsonl", examine_run(run_dir, locked=True)
     if death is not None and death not in read_deaths(path):
         append_death(path, death)

@@ -39,11 +39,9 @@ class Window:
     batches: int
     ran_empty: int
     delivered_bytes: int
-    # processors that this process may use, by its affinity and the quotas of its cgroups; of several ranks on a node,
-    # its share of them
-    cores: float
-    # idle processors, on average, of those that this process is bound to; of several ranks, its share; None = not known
-    idle_cores: float | None = None
+    # of several ranks on a node, its share of the processors; None = not known
+    cores: float  # that this process may use, by its affinity and the quotas of its cgroups
+    idle_cores: float | None = None  # of those that this process is bound to, on average
     own_cores: float | None = None  # processors that the whole run used; None = not known
     # throttled_share, throttled_quota: of the processor quota (the cgroup's, or one above) that was used up most often,
     # the share of its periods in which it was, and its processors; None without a quota
@@ -51,8 +49,7 @@ class Window:
     throttled_quota: float | None = None
     working_readers: float | None = None  # readers for which there was a task, on average; None = all
     stopped_readers: int = 0  # readers that a signal (SIGSTOP) or a debugger holds at the end
-    # processors that the reader processes used, all together; None = not known, or `workers: 0`
-    reader_cores: float | None = None
+    reader_cores: float | None = None  # that all reader processes used; None = not known, or `workers: 0`
     # share of the time in which a kernel ran, as NVML says; None = not known.  Events around a stretch of computing
     # cannot tell kernels from the gaps that a slow host leaves between them.
     gpu_busy: float | None = None

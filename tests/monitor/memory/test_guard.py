@@ -96,7 +96,8 @@ def test_no_order_in_twenty_healthy_minutes(name: str):
     assert machine.killed_s is None
 
 
-@pytest.mark.parametrize(("rate", "step_s"), [(12 * MB, 3.0), (50 * MB, 18.0)])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("rate", "step_s"), [(50 * MB, 18.0), (12 * MB, 3.0)])
 def test_a_leak_in_the_readers_is_answered_by_reopening_them(rate: float, step_s: float):
     """Each order sets the readers back to their base, so memory falls; nothing is killed in half an hour."""
     machine = Machine(step_s=step_s, reader=lambda age: 1 * GIB + rate / 4 * age).run(1500)
@@ -107,7 +108,7 @@ def test_a_leak_in_the_readers_is_answered_by_reopening_them(rate: float, step_s
 
 def test_the_last_reader_that_leaks_is_started_anew_too():
     """One reader and one batch ahead: nothing can be made smaller, and without a reader the trainer would leak."""
-    machine = Machine(step_s=18.0, workers=1, prefetch=1, reader=lambda age: 1 * GIB + 25 * MB * age).run(2000)
+    machine = Machine(step_s=18.0, workers=1, prefetch=1, reader=lambda age: 1 * GIB + 25 * MB * age).run(1000)
     assert machine.killed_s is None
     assert machine.exited_s is None
     assert set(machine.rungs) == {"restart"}
@@ -119,7 +120,8 @@ def test_readers_that_leak_too_fast_to_be_started_anew_end_in_exit():
     assert machine.exited_s is not None
 
 
-@pytest.mark.parametrize(("rate", "step_s"), [(8 * MB, 30.0), (50 * MB, 18.0), (100 * MB, 0.5), (100 * MB, 30.0)])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("rate", "step_s"), [(50 * MB, 18.0), (8 * MB, 30.0), (100 * MB, 0.5), (100 * MB, 30.0)])
 def test_a_leak_in_the_trainer_ends_in_exit_a_step_before_the_kill(rate: float, step_s: float):
     machine = Machine(step_s=step_s, trainer=lambda t: 4 * GIB + _leak(rate)(t)).run(20_000)
     assert machine.killed_s is None
@@ -134,8 +136,9 @@ def test_smaller_readers_come_once_before_exit_where_there_is_time():
     assert (machine.prefetch, machine.workers) == (4, 3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("rate", "step_s", "own"), [(20 * MB, 18.0, 0.3 * GIB), (100 * MB, 3.0, 8 * GIB), (496 * MB, 0.5, 0.3 * GIB)]
+    ("rate", "step_s", "own"), [(100 * MB, 3.0, 8 * GIB), (20 * MB, 18.0, 0.3 * GIB), (496 * MB, 0.5, 0.3 * GIB)]
 )
 def test_other_peoples_growth_ends_no_run_and_is_answered_by_a_checkpoint_before_the_kill(
     rate: float, step_s: float, own: float
@@ -266,20 +269,15 @@ def test_readers_that_leak_are_started_anew_while_there_is_time_as_often_as_they
     assert [_rung(guard, s, _risk(0.6, 45.0), readers={7}) for s in (2, 10, 11)] == [None, None, "restart"]
 
 
-def test_exit_needs_its_share_for_three_seconds():
-    guard = Guard(LIMITS)
-    rungs = [_rung(guard, second, _risk(0.93), can_shrink=False) for second in range(5)]
-    assert rungs == [None, None, None, "exit", "exit"]
-
-
 def test_an_order_stays_until_it_was_carried_out_and_comes_once_but_for_the_exit():
+    """That needs its share for three seconds."""
     guard = Guard(LIMITS)
     first = guard.judge(0, _risk(0.86), 3.0, True)
     assert first == Order("shrink", "at 86%")
     assert guard.judge(5, _risk(0.82), 3.0, True) is first
     guard.carried_out(6)
     assert [_rung(guard, 6 + s, _risk(0.86)) for s in range(60)] == [None] * 60
-    assert [_rung(guard, 70 + s, _risk(0.93)) for s in range(4)] == [None, None, None, "exit"]
+    assert [_rung(guard, 70 + s, _risk(0.93)) for s in range(5)] == [None, None, None, "exit", "exit"]
 
 
 def test_an_exit_replaces_an_order_that_waits_and_is_not_taken_back():

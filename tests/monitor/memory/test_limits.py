@@ -23,12 +23,8 @@ def _named(killers):
 
 def test_the_machine_is_always_there_and_counts_what_is_not_available():
     (killer,) = killers_of(sample(0, 24 * GIB, 6 * GIB), Limits())
-    assert (killer.name, killer.used_bytes, killer.limit_bytes, killer.kills_at_bytes) == (
-        "the machine",
-        6 * GIB,
-        24 * GIB,
-        24 * GIB,
-    )
+    figures = (killer.name, killer.used_bytes, killer.limit_bytes, killer.kills_at_bytes)
+    assert figures == ("the machine", 6 * GIB, 24 * GIB, 24 * GIB)
     assert killer.left_bytes == 18 * GIB
     assert killer.share == 0.25
     swap = sample(0, 24 * GIB, 20 * GIB, swap_used_bytes=1 * GIB, swap_total_bytes=8 * GIB)
@@ -107,7 +103,7 @@ def test_the_configured_limit_counts_the_run_alone_and_the_largest_share_counts_
     assert largest_share(killers, Limits()) == pytest.approx(150 / 170)
 
 
-@pytest.mark.parametrize("total_gib", [2, 24, 200, 2048])
+@pytest.mark.parametrize("total_gib", [24, 2048])
 @pytest.mark.parametrize("limits", [Limits(), Limits(ray_share=0.95), Limits(ray_share=0.7)])
 def test_what_is_left_below_the_first_rung_is_left(total_gib: int, limits: Limits):
     at = sample(0, total_gib * GIB, total_gib * GIB / 2)

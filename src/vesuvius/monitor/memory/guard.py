@@ -40,9 +40,6 @@ class Guard:
     start would find the same.
 
     One thread at a time may call it.
-
-    Args:
-        limits: with the shares.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -56,9 +53,7 @@ class Guard:
     def judge(
         self, time_s: float, risk: Risk, step_s: float, can_shrink: bool, readers: Collection[int] = ()
     ) -> Order | None:
-        """What is to be done now; None = nothing.
-
-        The same order comes again and again until it was carried out, an exit is needed, or the risk is LOW.
+        """What is to be done now, again and again until it was carried out, an exit is needed, or the risk is LOW.
 
         Args:
             time_s: of the sample, seconds of any clock.
@@ -132,5 +127,5 @@ class Guard:
 
 def _leaks(risk: Risk, readers: Collection[int]) -> bool:
     """Whether most of what grows is readers."""
-    rates = {pid: trend.bytes_per_s for pid, trend in risk.growing.items() if trend.bytes_per_s > 0}
+    rates = {pid: max(trend.bytes_per_s, 0.0) for pid, trend in risk.growing.items()}
     return 2 * sum(rate for pid, rate in rates.items() if pid in readers) > sum(rates.values())

@@ -29,10 +29,8 @@ class Trend:
 class PeakSeries:
     """The peaks of windows of a series, in bytes, and its trend over the longest of several spans that end now.
 
-    A shorter span speaks where it is surely steeper, or falls: the flat time before a leak thins its slope out.
-
-    Args:
-        warmup_s: so long after the first sample nothing is kept: processes start, and the first step allocates.
+    A shorter span speaks where it is surely steeper, or falls: the flat time before a leak thins its slope out.  For
+    `warmup_s` after the first sample nothing is kept: processes start, and the first step allocates.
 
     Attributes:
         trend: growth beyond doubt (the interval is above 0), or shrinking beyond doubt; None = no trend, or too early.

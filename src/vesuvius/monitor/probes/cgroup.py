@@ -101,8 +101,8 @@ def read_cgroup(pid: int) -> CgroupUse | None:
                 levels.append(CgroupLevel(path, file, limit, used, kills_beyond, is_top, charged, swap_left))
     if use is not None and hidden_limit is not None and all(level.limit_bytes > hidden_limit for level in levels):
         # A container sees its own part of the tree, but is told of a limit above it.
-        file, above_it = "memory.limit_in_bytes", f"an ancestor of {use.path}"
-        levels.append(CgroupLevel(above_it, file, hidden_limit, used, kills=True))
+        above_it = f"an ancestor of {use.path}"
+        levels.append(CgroupLevel(above_it, "memory.limit_in_bytes", hidden_limit, used, kills=True))
     return use and replace(use, levels=tuple(levels))
 
 
@@ -130,9 +130,9 @@ def _charged(directory: Path, stat: Mapping[str, int], names: _Names) -> int | N
 
 def _swap_left_v2(directories: Sequence[Path]) -> int | None:
     """`directories`: of a cgroup and its ancestors; each may have a limit of its own."""
-    limits = [(directory, _limit(directory / "memory.swap.max")) for directory in directories]
-    left = [max(most - (_limit(each / "memory.swap.current") or 0), 0) for each, most in limits if most is not None]
-    return min(left, default=None)
+    limits = {directory: _limit(directory / "memory.swap.max") for directory in directories}
+    used = {directory: _limit(directory / "memory.swap.current") or 0 for directory in directories}
+    return min((max(most - used[each], 0) for each, most in limits.items() if most is not None), default=None)
 
 
 def _swap_left_v1(directory: Path, stat: Mapping[str, int], limit: int) -> int | None:
@@ -169,10 +169,8 @@ def cgroup_chain(pid: int, controller: str) -> tuple[Literal[1, 2] | None, list[
 
 
 def _place(pid: int, controller: str) -> tuple[Literal[1, 2] | None, str]:
-    """Version of the hierarchy that has a controller, and the path of a process there.
-
-    Where version 1 has the controller, version 2 may be mounted beside it, without any.
-    """
+    """Version of the hierarchy that has a controller, also where version 2 is mounted beside it without any, and the
+    path of a process there."""
     unified = ""
     for line in (read_text(f"{psutil.PROCFS_PATH}/{pid}/cgroup") or "").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -184,10 +182,8 @@ def _place(pid: int, controller: str) -> tuple[Literal[1, 2] | None, str]:
 
 
 def _mounts(version: Literal[1, 2], controller: str) -> list[tuple[Path, str]]:
-    """Where this process sees the hierarchy: directories, and the path of the cgroup that each shows at its top.
-
-    Its own mounts, not those of the process looked at, which may be those of another container.
-    """
+    """Where this process, not the one looked at, sees the hierarchy: directories, and the path of the cgroup that each
+    shows at its top."""
     mounts = []
     for line in (read_text(f"{psutil.PROCFS_PATH}/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")

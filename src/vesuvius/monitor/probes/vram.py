@@ -18,9 +18,7 @@ class VramUse:
     # free_bytes, total_bytes: of the device, with all processes on it
     free_bytes: int
     total_bytes: int
-    # allocations that worked only once torch had given its unused memory back, since the process began: each one waits
-    # for the device
-    retries: int
+    retries: int  # allocations that worked only once torch had given its unused memory back, which waits for the device
     failures: int  # allocations that did not work at all
 
     @property
@@ -30,10 +28,9 @@ class VramUse:
 
 
 class Vram:
-    """Reads the memory of one GPU.  May be used from any thread; waits for no kernel.
+    """Reads the memory of one GPU, a `torch.device` or an index.  May be used from any thread; waits for no kernel.
 
     Args:
-        device: a `torch.device`, or the index of a GPU.
         cuda: the module `torch.cuda`, or what stands for it in a test.
     """
 
@@ -70,10 +67,6 @@ class Vram:
 
 
 def gpu_uuid(device: Any) -> str | None:
-    """The uuid of a `torch.device`, whatever CUDA_VISIBLE_DEVICES hides; None on a CPU.
-
-    Without the kind that NVML writes before it: GPU-, or MIG- for a part of one.
-    """
-    if device.type != "cuda":
-        return None
-    return str(torch.cuda.get_device_properties(device).uuid)
+    """The uuid of a `torch.device`, whatever CUDA_VISIBLE_DEVICES hides, without the kind that NVML writes before it
+    (GPU-, or MIG- for a part of one); None on a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
