@@ -194,7 +194,9 @@ def test_copy_says_how_far_it_is_and_then_what_it_did(tmp_path, capsys, monkeypa
     assert "c.zarr, is complete" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["info", "v.zarr", "--json"], ["info", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["info", "v.zarr", "--json"], pytest.param(["info", "--help"], marks=pytest.mark.long)]
+)
 def test_a_reader_of_the_output_that_leaves_is_no_error(tmp_path, arguments):
     write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
     reading, writing = os.pipe()
@@ -211,7 +213,7 @@ def test_a_reader_of_the_output_that_leaves_is_no_error(tmp_path, arguments):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which stands for a full disk")
-@pytest.mark.parametrize("option", ["--json", "--help"])
+@pytest.mark.parametrize("option", [pytest.param("--json", marks=pytest.mark.long), "--help"])
 def test_an_output_that_cannot_be_written_exits_6(tmp_path, option):
     write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
     command = [sys.executable, "-m", "vesuvius", "volume", "info", "v.zarr", option]

@@ -1,7 +1,7 @@
 """A Gaussian field drawn with the exact denoiser of tiles, against the field itself.
 
 Every sampler step is linear in the noise, so the covariance of what is drawn follows from the responses to unit
-noise, without chance.  Figures beyond the patch are printed by the long test.
+noise, without chance.  The tables of docs/sampling.md are from the functions here.
 """
 
 from __future__ import annotations
@@ -133,23 +133,3 @@ def filled_border(rounds: int, *, corrects: bool = True, steps: int = STEPS) -> 
 def test_filled_gaps_fit_what_is_known() -> None:
     assert filled_border(4, steps=20) == pytest.approx(1, abs=0.06)
     assert filled_border(1, corrects=False, steps=20) > 1.4, "known voxels with independent noise alone"
-
-
-@pytest.mark.long
-def test_the_tables_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    tilings = {overlap: Tiling(SHAPE, PATCH, overlap) for overlap in (0.5, 0.25, 0.0)}
-    with capsys.disabled():
-        for overlap, tiling in tilings.items():
-            response = responses(tiling) if overlap else drawn_apart(tiling)
-            ratio, face = power_ratio(response, SHAPE), face_ratio(response)
-            at = torch.tensor(
-                [
-                    plane in {face for start in tiling.starts[1] for face in (start, start + PATCH[1])}
-                    for plane in range(1, SHAPE[1])
-                ]
-            )
-            seams = float(face[at].mean() / face[~at].mean())
-            print(f"\noverlap {overlap}: faces / others {seams:.3f}; power by patches",
-                  {round(length / PATCH[1], 2): round(value, 3) for length, value in ratio.items()})  # fmt: skip
-        print("border / interior of a gap: independent noise", round(filled_border(1, corrects=False), 3),
-              {f"{rounds} rounds": round(filled_border(rounds), 3) for rounds in (1, 2, 4, 8)})  # fmt: skip
