@@ -19,10 +19,11 @@ from vesuvius.diffusion.preconditioning import Condition
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, GpuMemoryError, VesuviusError
+from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, Denoiser, check_weights, read_checkpoint_info
 from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
-from vesuvius.training.step.step import choose_device
+from vesuvius.training.step.step import choose_device, lay_out_network
 from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,17 @@ def check_volume(info: CheckpointInfo, volume: int, option: str = "--volume") ->
         raise ConfigError(
             f"{option} {volume} does not exist: the {len(info.data.volumes)} training volumes are numbered from 0"
         )
+
+
+def checked_checkpoint(request: DrawRequest) -> CheckpointInfo:
+    """Find the checkpoint.  Raises ConfigError where there is none, or the volume or the batch does not fit it."""
+    info = read_checkpoint_info(find_checkpoint(request.checkpoint), request.overrides)
+    check_volume(info, request.volume)
+    try:
+        lay_out_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; here --batch-size replaces training.train_batch_size") from error
+    return info
 
 
 def run_of(checkpoint: Path) -> Path:

@@ -23,13 +23,13 @@ from torch import Tensor
 from vesuvius.config import DataConfig, Triple
 from vesuvius.diffusion.estimate import generate
 from vesuvius.diffusion.randomness import Purpose
-from vesuvius.errors import ConfigError, NonFiniteError
+from vesuvius.errors import NonFiniteError
 from vesuvius.generate.drawing import (
     DrawRequest,
     Network,
     OnProgress,
     Watch,
-    check_volume,
+    checked_checkpoint,
     described,
     gpu_memory,
     run_of,
@@ -47,10 +47,9 @@ from vesuvius.generate.sample_zarr import (
 from vesuvius.plan.split import split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.training.checkpoint.format import find_checkpoint
-from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts, read_checkpoint_info
+from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
 from vesuvius.training.step.grey_values import grey_scales, normalised
-from vesuvius.training.step.step import AmpMode, lay_out_network
+from vesuvius.training.step.step import AmpMode
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.pictures import MontageCell, draw_grid, magnification, orthogonal_slices
 from vesuvius.volumes.alignment import Alignment, shape_on
@@ -82,14 +81,10 @@ def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, 
         GpuMemoryError, NonFiniteError, StorageError, SamplingStoppedError: as they say; nothing is left behind.
     """
     started = time.monotonic()
-    info = read_checkpoint_info(find_checkpoint(request.checkpoint), request.overrides)
     # One sample does not take the time of a batch.
-    request = replace(request, checkpoint=info.checkpoint, batch_size=min(request.batch_size, request.count))
-    check_volume(info, request.volume)
-    try:
-        lay_out_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; here --batch-size replaces training.train_batch_size") from error
+    request = replace(request, batch_size=min(request.batch_size, request.count))
+    info = checked_checkpoint(request)
+    request = replace(request, checkpoint=info.checkpoint)
     out = request.out or default_out(request, info)
     check_target(out, request.overwrite)
     with StopRequest(None) as stop, published_when_whole(out) as staged, gpu_memory(request.batch_size):

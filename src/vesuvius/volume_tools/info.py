@@ -120,13 +120,10 @@ def describe_volume(
 
 
 def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = StoreConfig()) -> tuple[Path, Occupancy]:
-    """List the chunks of a level and write down which are stored.
+    """List the chunks of a level and write down which are stored.  Returns where, and how many there are.
 
     Args:
         out: where to; None = beside the level, which must then be on a disk.
-
-    Returns:
-        Where it is, and what it says.
 
     Raises:
         ConfigError: the place must be given and is not.

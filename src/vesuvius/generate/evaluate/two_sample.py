@@ -6,7 +6,6 @@ Source: Lopez-Paz & Oquab 2017, classifier two-sample tests.
 from __future__ import annotations
 
 import math
-import threading
 
 import numpy as np
 import torch
@@ -20,11 +19,10 @@ _LAYERS = ((16, 2), (32, 2), (32, 1), (64, 2))
 _BATCH = 32
 _VIEWS = 8
 _SEEN_VOXELS = 2**13
-_global_generator = threading.Lock()
 
 
 def two_sample_scores(
-    train: tuple[Patches, Patches], tests: tuple[Patches, ...], *, steps: int = 200, seed: int = 0
+    train: tuple[Patches, Patches], tests: tuple[Patches, ...], *, steps: int = 200
 ) -> tuple[NDArray[np.float64], ...]:
     """Train a small 3D CNN to tell real from generated patches; how real it finds each patch of `tests`.
 
@@ -35,15 +33,12 @@ def two_sample_scores(
     Args:
         train: real and generated patches, as many of each as there are.
         steps: of the training, each of 16 real and 16 generated patches.
-
-    Raises:
-        ValueError: patches are not finite.
     """
     mean, std = float(train[0].mean()), float(train[0].std()) or 1.0
     real, generated, *others = (_Seen(patches, mean, std) for patches in (*train, *tests))
-    random = torch.Generator().manual_seed(seed)
-    with _global_generator, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         branches = nn.ModuleList(_classifier() for _ in real.scales)
     optimizer = torch.optim.AdamW(branches.parameters(), lr=2e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
@@ -131,6 +126,4 @@ def _scores(branches: nn.ModuleList, seen: _Seen, random: torch.Generator) -> ND
             views = seen.views(rows, random)
             for branch, view in zip(branches, views, strict=True):
                 total[rows] += branch(view)[:, 0].double().numpy()
-    if not math.isfinite(total.sum()):
-        raise ValueError("some patches are not finite")
     return total / _VIEWS

@@ -22,7 +22,7 @@ from vesuvius.config import Triple
 from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, StorageError, storage_errors
-from vesuvius.generate.drawing import DrawRequest, Network, OnProgress, Watch, check_volume, described, gpu_memory
+from vesuvius.generate.drawing import DrawRequest, Network, OnProgress, Watch, checked_checkpoint, described, gpu_memory
 from vesuvius.generate.sample_zarr import to_greys
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
@@ -41,9 +41,8 @@ from vesuvius.generate.volume.work import (
 )
 from vesuvius.runlog.files import free_disk_bytes, write_whole
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
-from vesuvius.training.checkpoint.format import find_checkpoint
-from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
-from vesuvius.training.step.step import choose_device, lay_out_network
+from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
+from vesuvius.training.step.step import choose_device
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import PartialCopy, is_begun, is_finished, open_partial, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, multiscale
@@ -290,14 +289,13 @@ def state_bytes(job: VolumeJob, live: Blocks, workers: int) -> int:
 @contextmanager
 def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
     """Check the request against the checkpoint and the given volumes.  Writes nothing."""
-    info = read_checkpoint_info(find_checkpoint(request.checkpoint), request.overrides)
+    info = checked_checkpoint(request)
     check_weights(info.checkpoint, request.weights)
     config, given = info.config, request.given
     if request.out.suffix != ".zarr":
         raise ConfigError(f"--out {request.out} does not end in .zarr, as the name of a volume must; add the ending")
     if request.cluster is not None and request.workers is None:
         raise ConfigError("--cluster does not say how many workers draw; add --workers, such as the GPUs of its nodes")
-    check_volume(info, request.volume)
     if given.condition is not None and not config.has_condition:
         raise ConfigError(f"--condition has no use: {info.checkpoint} was trained without conditions; remove it")
     if request.rounds is not None and given.inpaint is None:
@@ -309,7 +307,6 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
             "--condition is missing, and the model was trained with conditions; name a volume, or add --guidance 0 to "
             "draw without"
         )
-    lay_out_network(config).check_size(request.batch_size, config.data.patch_size)
     factors = info.data.volumes[request.volume].condition_factors
     with Inputs(given, config.data, request.shape_zyx, factors) as inputs:
         if request.shape_zyx is not None and inputs.shape_zyx not in (None, request.shape_zyx):

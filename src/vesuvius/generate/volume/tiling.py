@@ -105,10 +105,13 @@ class Tiling:
         tiles is the product of one sum per axis, because the tiles form a grid; so the weight of a tile in the mean is
         a product of three of these.
         """
-        return tuple(
-            axis_shares(size, patch, starts)
-            for size, patch, starts in zip(self.shape_zyx, self.patch_zyx, self.starts, strict=True)
-        )
+        shares = []
+        for size, patch, starts in zip(self.shape_zyx, self.patch_zyx, self.starts, strict=True):
+            window, total = np.sin(np.pi * (np.arange(patch) + 0.5) / patch) ** 4, np.zeros(size)
+            for start in starts:
+                total[start : start + patch] += window
+            shares.append(np.array([window / total[start : start + patch] for start in starts]))
+        return tuple(shares)
 
     def weight(self, tile: int, box: Box) -> NDArray[np.float32]:
         """The weight of a tile in the mean, over a box inside it: float32 [Z, Y, X]."""
@@ -126,15 +129,6 @@ def axis_starts(size: int, patch: int, overlap: float) -> tuple[int, ...]:
     last = size - patch
     gaps = -(-last // max(1, int(patch * (1 - overlap))))
     return tuple(i * last // gaps for i in range(gaps + 1)) if gaps else (0,)
-
-
-def axis_shares(size: int, patch: int, starts: tuple[int, ...]) -> NDArray[np.float64]:
-    """A window per tile, divided by the sum of all at each voxel: [tiles, patch]."""
-    window = np.sin(np.pi * (np.arange(patch) + 0.5) / patch) ** 4
-    total = np.zeros(size)
-    for start in starts:
-        total[start : start + patch] += window
-    return np.array([window / total[start : start + patch] for start in starts])
 
 
 def shared_part(a: Box, b: Box) -> tuple[Box, tuple[slice, slice, slice], tuple[slice, slice, slice]]:
