@@ -103,17 +103,11 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
     volume, grey = info.data.volumes[request.volume], info.data.greys.volumes[request.volume]
     log.info(
         "sampling from %s, %s weights of step %d, %.1f M parameters, device %s, amp %s",
-        info.checkpoint,
-        request.weights,
-        info.step,
-        network.denoiser.parameters / 1e6,
-        network.device,
-        network.denoiser.amp,
+        *(info.checkpoint, request.weights, info.step, network.denoiser.parameters / 1e6),
+        *(network.device, network.denoiser.amp),
     )
-    batches = [
-        range(first, min(first + request.batch_size, request.count))
-        for first in range(0, request.count, request.batch_size)
-    ]
+    size, every = request.batch_size, range(request.count)
+    batches = [every[first : first + size] for first in every[::size]]
     done, cells, evaluations = itertools.count(1), list[MontageCell](), 0
 
     def step_done(step: int, x: Tensor) -> None:

@@ -82,10 +82,12 @@ class Inputs(AbstractContextManager["Inputs"]):
         self.volumes: dict[str, Volume] = volumes
         self.shape_zyx = shape_of(given.box) if given.box else whole
         self._origin = given.box[0] if given.box else (0, 0, 0)
-        # How the condition lies in the drawing; the other volumes have its voxels.
+        # How each lies in the drawing: the condition may be coarser, the other volumes have its voxels.
         self._alignments: dict[Volume, Alignment] = {}
-        if whole is not None and (condition := self.condition) is not None:
-            self._alignments[condition] = Alignment(whole, condition.shape_zyx, condition_factors)
+        for option, volume in volumes.items():
+            assert whole is not None
+            factors = condition_factors if option == "--condition" else ONES
+            self._alignments[volume] = Alignment(whole, volume.shape_zyx, factors)
 
     def __exit__(self, *_: object) -> None:
         for volume in self.volumes.values():
@@ -108,8 +110,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         found = {}
         for option, volume in self.volumes.items():
             assert self.shape_zyx is not None
-            box, alignment = box_at(self._origin, self.shape_zyx), self._alignments.get(volume)
-            box = alignment.array_box(box) if alignment else box
+            box = self._alignments[volume].array_box(box_at(self._origin, self.shape_zyx))
             found[option.strip("-")] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
         return found
 
@@ -122,8 +123,9 @@ class Inputs(AbstractContextManager["Inputs"]):
         volume = next(iter(self.volumes.values()), None)
         geometry = volume.geometry if volume is not None else None
         stored = own = geometry.voxel_size_um if geometry is not None else None
-        if stored is not None and volume is not None and (alignment := self._alignments.get(volume)):
-            own = triple(size / float(factor) for size, factor in zip(stored, alignment.factors, strict=True))
+        if stored is not None and volume is not None:
+            factors = self._alignments[volume].factors
+            own = triple(size / float(factor) for size, factor in zip(stored, factors, strict=True))
         z, y, x = scale = own or voxel_size_um or (1.0, 1.0, 1.0)
         oz, oy, ox = self._origin
         corner = (oz * z, oy * y, ox * x)
@@ -135,8 +137,8 @@ class Inputs(AbstractContextManager["Inputs"]):
 
     def read(self, volume: Volume, box: Box) -> NDArray[Any]:
         """Stored voxels, those of the condition upsampled.  Raises DataError."""
-        there, alignment = shifted(box, self._origin), self._alignments.get(volume)
-        voxels = alignment.read(there, volume.read) if alignment else volume.read(there)
+        there = shifted(box, self._origin)
+        voxels = self._alignments[volume].read(there, volume.read)
         if self._labels and volume is self.condition:
             check_labels(voxels, self._labels, volume.name, there)
         return voxels

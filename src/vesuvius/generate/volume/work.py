@@ -73,7 +73,7 @@ class VolumeJob:
 
     def batch(self, number: int) -> range:
         """The tiles of a batch."""
-        return range(number * self.batch_size, min((number + 1) * self.batch_size, self.tiling.tiles))
+        return range(self.tiling.tiles)[number * self.batch_size :][: self.batch_size]
 
     def batches(self, live: Blocks) -> int:
         """How many batches of tiles lie over some blocks."""
