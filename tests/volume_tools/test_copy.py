@@ -247,8 +247,10 @@ def test_a_copy_that_was_ended_goes_on_and_equals_an_uninterrupted_one(
         # In flight at the kill: the chunks that were being written, and those that were being fetched.
         assert len(twice) <= 3 * 4 * (1 if start[0] == 16 else 8)
 
-        command = copy_command(f"{server.url}/v.zarr", tmp_path / "whole" / "c.zarr", start)
-        fork_server.run(command, capture_output=True, check=True)
+        whole = CopyRequest(
+            ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "whole" / "c.zarr", start, (80, 80, 80), 2
+        )
+        copy_box(whole, QUICK)
     assert chunk_files(tmp_path / "c.zarr") == chunk_files(tmp_path / "whole" / "c.zarr")
 
 
