@@ -4,6 +4,7 @@ does to the process that decodes it."""
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -103,9 +104,10 @@ def test_a_chunk_that_kills_its_process_is_listed_like_any_other(tmp_path: Path)
     assert found.chunks == CHUNKS
 
 
-def test_a_store_that_goes_away_ends_it_and_the_next_one_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_store_that_goes_away_ends_it_and_the_next_one_goes_on_and_says_since_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(verify, "_CHUNKS_PER_TASK", 4)
     (tmp_path / "served").mkdir()
     path = write_array(tmp_path / "served" / "v.zarr", textured(SHAPE))
@@ -118,7 +120,9 @@ def test_a_store_that_goes_away_ends_it_and_the_next_one_goes_on(
             verified(address, on_progress=lambda figures: server.stop() if figures.done == 12 else None)
         server.start()
         (path / "0/0/0").write_bytes(sound)
+        assert "continuing" not in caplog.text
         found = verified(address)
+    assert f"continuing a verification that began on {found.since}: {found.before} of {CHUNKS}" in caplog.text
     assert 8 <= found.before < CHUNKS, "all but the task with the torn chunks"
     assert found.before + found.chunks == found.done == CHUNKS
     assert set(causes(found)) == {(0, 0, 3)}, "it is torn still, and the other one was restored"
