@@ -327,7 +327,7 @@ def test_every_patch_holds_enough_foreground_at_the_resolution_of_its_map(
 ) -> None:
     """A map of cells of 16 or 32 voxels that are all or nothing is exact, so the voxels can be held against it."""
     cell = 32 if source == "chunks" else 16
-    shape = (96, 128, 128) if source == "chunks" else (64, 96, 96)  # in cells of 32 the body needs the larger one
+    shape = (64, 96, 96) if source == "chunks" else (48, 64, 64)  # in cells of 32 the body needs the larger one
     coarse = blob((shape[0] // cell, shape[1] // cell, shape[2] // cell))
     mask = coarse.repeat(cell, 0).repeat(cell, 1).repeat(cell, 2)
     path = tmp_path / "v.zarr"

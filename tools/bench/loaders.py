@@ -33,7 +33,7 @@ from vesuvius.experiments.paired import compare_one_of
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
-from vesuvius.volumes.store.object_store import is_remote, open_store
+from vesuvius.volumes.store.objects import is_remote, open_store
 
 OURS = "vesuvius"
 PEERS = {"zarr-python": "zarr", "zarrs": "zarrs", "tensorstore": "tensorstore"}

@@ -13,7 +13,7 @@ from vesuvius.config import ArrayConfig
 from vesuvius.config.load import parse_config
 from vesuvius.errors import EXIT_OK, ConfigError, storage_errors
 from vesuvius.runlog.find_run import runs_root
-from vesuvius.volumes.store.object_store import is_remote, last_name
+from vesuvius.volumes.store.objects import is_remote, last_name
 
 
 @as_command

@@ -34,10 +34,8 @@ from vesuvius.volumes.format.axes import Axes, Names, find_axes
 from vesuvius.volumes.format.decode import ChunkDecoder
 from vesuvius.volumes.format.metadata import Level, Node, no_zarr_error, open_array, pick_level, read_node
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
-from vesuvius.volumes.key_form import check_keys
-from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks
-from vesuvius.volumes.store.object_store import is_remote
-from vesuvius.volumes.store.objects import ByteRange
+from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks, check_keys
+from vesuvius.volumes.store.objects import ByteRange, is_remote
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.voxels import Nan, Nonfinite, check_finite
 

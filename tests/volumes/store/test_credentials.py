@@ -18,7 +18,7 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.errors import RefusedError
 from vesuvius.volumes.store import credentials
 from vesuvius.volumes.store.credentials import find_signing
-from vesuvius.volumes.store.object_store import open_store
+from vesuvius.volumes.store.objects import open_store
 from vesuvius.volumes.store.source import Source
 
 DATE = "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT"

@@ -27,8 +27,7 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.errors import ClosedError, UnreadableChunkError
 from vesuvius.volumes.listing import list_chunks
 from vesuvius.volumes.store import retry
-from vesuvius.volumes.store.object_store import open_store
-from vesuvius.volumes.store.objects import ByteRange
+from vesuvius.volumes.store.objects import ByteRange, open_store
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
 

@@ -38,7 +38,7 @@ from vesuvius.training.forecast.run_plan import plan_run, ram_limit
 from vesuvius.training.forecast.start_log import step_range_s
 from vesuvius.training.step.step import AmpMode, choose_device, lay_out_network, parameter_count, resolve_amp
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
-from vesuvius.volumes.store.object_store import is_remote
+from vesuvius.volumes.store.objects import is_remote
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,44 @@
-"""Objects and parts of them; those that are files below a folder."""
+"""Objects and parts of them: files below a folder, or what lies behind a URL, by obstore.  Each is read once."""
 
 from __future__ import annotations
 
+import base64
 import itertools
+import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
-from vesuvius.volumes.errors import FetchError
+import obstore
+from obstore.exceptions import BaseError, GenericError
+from obstore.store import GCSStore, HTTPStore, S3Store
+
+from vesuvius.config import StoreConfig
+from vesuvius.errors import DataError
+from vesuvius.runlog.redact import redact
+from vesuvius.volumes.errors import (
+    BREAK_OFF,
+    BrokenOffError,
+    FetchError,
+    ProtocolError,
+    is_outage,
+    is_protocol_error,
+    reason,
+    status_of,
+)
+from vesuvius.volumes.store.credentials import Signing, find_signing
+
+log = logging.getLogger(__name__)
+
+_SCHEMES = ("http", "https", "s3", "gs")
+_LONGEST_REQUEST = 20  # times `timeout_s`, for a large object that keeps arriving
+
+_warned: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -103,3 +131,204 @@ def _raise_unless_gone(error: OSError) -> None:
     outage: a walk is not tried again, as it would begin anew."""
     if not isinstance(error, FileNotFoundError):
         raise OSError(str(error)) from error
+
+
+# ---- behind a URL
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address is a URL rather than a folder."""
+    return "://" in address
+
+
+def is_web(address: str) -> bool:
+    """Whether an address is a plain web server's, which cannot list."""
+    return address.startswith(("http://", "https://"))
+
+
+def shown_address(address: str) -> str:
+    """An address as messages name it: of web servers without user, password and query, which may be secrets."""
+    return redact(address, {}) if is_web(address) else address
+
+
+def last_name(address: str) -> str:
+    """The last segment of an address or of a folder's path."""
+    return shown_address(address).removesuffix("?***").rstrip("/").rpartition("/")[2]
+
+
+def open_store(address: str, config: StoreConfig, signing: Signing | None = None) -> obstore.store.ObjectStore:
+    """The obstore store of a URL.  No I/O but what `find_signing` does.
+
+    Keys of s3 and gs are taken literally: no character of theirs is special.  A web address is sent as it is written:
+    its query follows the name of each object, its user and password become a header.
+
+    Args:
+        signing: how requests to s3 and gs are signed; looked for where it is None.
+
+    Raises:
+        DataError: a scheme that is not supported, an address that is not one, or credentials that cannot be used.
+    """
+    scheme, _, rest = address.partition("://")
+    if scheme not in _SCHEMES:
+        raise DataError(
+            f"a volume is a folder or an address of {', '.join(_SCHEMES)}; got {address}; copy it to one of them"
+        )
+    options: dict[str, Any] = {
+        # Ours: the retries of obstore itself would neither be counted nor cover a body that breaks off.
+        "retry_config": {"max_retries": 0},
+        "client_options": {
+            "timeout": timedelta(seconds=_LONGEST_REQUEST * config.timeout_s),
+            "read_timeout": timedelta(seconds=config.timeout_s),
+            "connect_timeout": timedelta(seconds=min(config.timeout_s, 10)),
+            "allow_http": True,
+            "pool_max_idle_per_host": str(config.requests),
+        },
+    }
+    try:
+        if is_web(address):
+            path, question_mark, query = rest.replace("#", "%23").partition("?")
+            user, at, _ = path.partition("/")[0].rpartition("@")
+            if at:
+                authorization = "Basic " + base64.b64encode(unquote(user).encode()).decode()
+                options["client_options"]["default_headers"] = {"Authorization": authorization}
+            return HTTPStore(
+                f"{scheme}://{path.removeprefix(user + at).removesuffix('/')}{question_mark}{query}", **options
+            )
+        bucket, _, key = rest.partition("/")
+        if not bucket or "" in key.split("/")[:-1]:  # obstore would leave it out
+            raise ValueError("an empty name between two slashes" if bucket else "no bucket")
+        options |= (signing or find_signing(scheme, config.anonymous)).options
+        kind = S3Store if scheme == "s3" else GCSStore
+        return kind(bucket, prefix=key.removesuffix("/") or None, **options)
+    except (BaseError, ValueError) as error:
+        raise DataError(
+            f"Cannot open {shown_address(address)}: {reason(error)}; correct the address, or the AWS_* and GOOGLE_* "
+            "environment"
+        ) from error
+
+
+class RemoteStore:
+    """One store with a URL.  Its methods may be called from several threads, and try once.
+
+    Attributes:
+        signing: how requests are signed; empty where they never are.
+        can_list: whether the store can list its objects, which plain web servers cannot.
+    """
+
+    def __init__(self, address: str, config: StoreConfig) -> None:
+        self.can_list = not is_web(address)
+        scheme = address.partition("://")[0]
+        signing = find_signing(scheme, config.anonymous) if scheme in ("s3", "gs") else Signing("", {})
+        self.signing = signing.words
+        self._store = open_store(address, config, signing)
+        self._name = shown_address(address)
+        self._broken: set[str] = set()  # keys of bodies that broke off at the last try
+        self._has_suffixes: bool | None = None  # ranges from the end; None before one was asked for
+
+    def read(self, key: str, byte_range: ByteRange | None) -> Answer:
+        """An object, or a range of it.  Raises FetchError where the object ends before the range does."""
+        if byte_range is not None and byte_range.start < 0:
+            return self._read_end(key, byte_range)
+        answer = self._get(key, byte_range)
+        if byte_range is not None:
+            byte_range.check(answer.size)
+        return answer
+
+    def stamp(self, key: str) -> str | None:
+        """The stamp of an object.  Raises FileNotFoundError where there is no such object, else as `read`.
+
+        A GET of one byte, as reads are GETs: servers answer HEAD with 403, 404, 405 or 501 for what they deliver.
+        """
+        try:
+            return self._get(key, ByteRange(0, 1)).stamp
+        except (BaseError, ProtocolError) as error:
+            # An empty object has no first byte, and some servers know no ranges.
+            if status_of(error) not in (400, 416, 501) and not is_protocol_error(error):
+                raise
+        return _stamp(obstore.get(self._store, key).meta)  # the body is not read
+
+    def pages(self, prefix: str, after: str | None) -> Iterator[list[str]]:
+        """Keys below a prefix (whole path segments) in their order, page by page, from behind a key on."""
+        for batch in obstore.list(self._store, prefix, offset=after, chunk_size=1000):
+            yield [entry["path"] for entry in batch]
+
+    def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
+        """Keys and prefixes one segment below `prefix`."""
+        found = obstore.list_with_delimiter(self._store, prefix)
+        return [entry["path"] for entry in found["objects"]], list(found["common_prefixes"])
+
+    def _read_end(self, key: str, byte_range: ByteRange) -> Answer:
+        """The last bytes of an object, found by its size where the server does not count from the end.
+
+        Servers refuse such ranges with many statuses, 404 among them: before one has come, the other way's error is
+        the true one.
+        """
+        refused: Exception | None = None
+        if self._has_suffixes is not False:
+            try:
+                answer = self._get(key, byte_range)
+                self._has_suffixes = True
+                return answer
+            except (BaseError, FileNotFoundError, ProtocolError) as error:
+                if self._has_suffixes or (status_of(error) is None and is_outage(error, remote=True)):
+                    raise
+                refused = error
+        size = self._get(key, ByteRange(0, 1)).size
+        answer = self._get(key, ByteRange(max(size + byte_range.start, 0), size))
+        if refused is not None and not is_outage(refused, remote=True):  # those may pass: it is asked for again
+            self._has_suffixes = False
+            warn_once(
+                "%s does not send the last bytes of an object (%s): two requests are needed for each shard's index",
+                self._name,
+                reason(refused),
+            )
+        return answer
+
+    def _get(self, key: str, byte_range: ByteRange | None) -> Answer:
+        wanted: Any = None
+        match byte_range:
+            case ByteRange(start, int(stop)):
+                wanted = (start, stop)
+            case ByteRange(start):
+                wanted = {"suffix": -start} if start < 0 else {"offset": start}
+        try:
+            found = obstore.get(self._store, key, options={"range": wanted} if wanted else None)
+        except FileNotFoundError as error:
+            if status_of(error) == 405:  # obstore takes it for an absence
+                raise GenericError(str(error)) from None
+            raise
+        data, (start, stop) = self._body(key, found), found.range
+        if len(data) != stop - start:
+            raise ProtocolError(f"{len(data)} bytes where Content-Range promises {stop - start}")
+        return Answer(data, found.meta["size"], _stamp(found.meta), lasting=bool(found.meta["e_tag"]))
+
+    def _body(self, key: str, found: Any) -> bytes:
+        """Raises BrokenOffError for one that breaks off, if that of the last try did so too, else BaseError."""
+        data, in_parts = bytearray(), key in self._broken  # slower, and tells how much has come
+        try:
+            if not in_parts:
+                return bytes(found.bytes())
+            for part in found.stream(min_chunk_size=1):
+                data += part
+        except BaseError as error:
+            if not BREAK_OFF.search(str(error)):
+                raise
+            self._broken.add(key)
+            if in_parts:
+                raise BrokenOffError(len(data)) from error
+            raise
+        self._broken.discard(key)
+        return bytes(data)
+
+
+def warn_once(text: str, subject: str, *arguments: object) -> None:
+    """Log a warning about an address or a volume, unless this process has."""
+    if (text, subject) not in _warned:
+        _warned.add((text, subject))
+        log.warning(text, subject, *arguments)
+
+
+def _stamp(meta: Any) -> str | None:
+    """The ETag, or time of the last change (1970 where there is none) and size."""
+    changed_s = meta["last_modified"].timestamp()
+    return meta["e_tag"] or (f"{changed_s} {meta['size']}" if changed_s > 0 else None)

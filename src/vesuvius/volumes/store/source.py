@@ -21,8 +21,7 @@ from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import ClosedError, ProtocolError, ReplacedError, is_outage, reason, refusal, status_of
 from vesuvius.volumes.store.cache import open_cache
-from vesuvius.volumes.store.object_store import RemoteStore, is_remote, shown_address, warn_once
-from vesuvius.volumes.store.objects import ByteRange, LocalFiles
+from vesuvius.volumes.store.objects import ByteRange, LocalFiles, RemoteStore, is_remote, shown_address, warn_once
 from vesuvius.volumes.store.retry import Outage, Retrier
 
 T = TypeVar("T")
