@@ -103,31 +103,6 @@ def test_a_damaged_shard_index_takes_the_box_of_its_shard(tmp_path: Path, addres
     assert caught.value.box == ((0, 0, 64), (32, 32, 96)), "the chunk alone"
 
 
-# ---- fill values that are no numbers
-
-
-@pytest.mark.parametrize(("layout", "fill"), [("v2", np.nan), ("v3", -np.inf), ("v3-sharded", np.inf)])
-def test_absent_chunks_with_a_fill_value_that_is_no_number_come_as_0(
-    tmp_path: Path, address: Address, layout: str, fill: float
-) -> None:
-    path = tmp_path / "v.zarr"
-    voxels = textured((64, 64, 128), dtype="float32")
-    array = zarr.create_array(
-        str(path),
-        shape=voxels.shape,
-        chunks=(32, 32, 32),
-        dtype="float32",
-        **({"zarr_format": 2} | LAYOUTS[layout] | {"fill_value": fill}),
-    )
-    array[:32, :32] = voxels[:32, :32]
-    expected = np.zeros_like(voxels)
-    expected[:32, :32] = voxels[:32, :32]
-    volume = open_at(address(path))
-    assert volume.fill_value == 0.0
-    np.testing.assert_array_equal(volume.read(((0, 0, 0), voxels.shape)), expected)
-    np.testing.assert_array_equal(volume.read(((20, 20, 1), (50, 50, 99))), expected[20:50, 20:50, 1:99])
-
-
 # ---- the volume as a whole
 
 

@@ -45,16 +45,16 @@ def opened(path: Path, nan: Nan = "air") -> Volume:
     return open_volume(ArrayConfig(path=str(path)), nan=nan)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", ">f4"])
 @pytest.mark.parametrize("nan", ["air", -1000.0])
-@pytest.mark.parametrize("fill", [None, 7.0, np.nan])
+@pytest.mark.parametrize("fill", [None, 7.0, np.nan, -np.inf])
 def test_every_reader_of_voxels_meets_numbers_alone(tmp_path: Path, dtype: str, nan: Nan, fill: float | None) -> None:
     voxels = write_ct(tmp_path / "v.zarr", dtype, **({} if fill is None else {"fill_value": fill}))
     (tmp_path / "v.zarr/0/0/0").unlink()
     air = fill if fill == 7.0 else 0.0
     instead = air if nan == "air" else -1000.0
     expected = np.where(outside(), instead, voxels)
-    expected[:32, :32, :32] = instead if fill is not None and np.isnan(fill) else air
+    expected[:32, :32, :32] = instead if fill is not None and not np.isfinite(fill) else air
     volume = opened(tmp_path / "v.zarr", nan)
     for box in (WHOLE, ((3, 5, 7), (50, 60, 90))):
         part = tuple(slice(*pair) for pair in zip(*box, strict=True))

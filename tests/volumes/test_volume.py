@@ -257,10 +257,7 @@ def test_a_percentile_between_the_ends_of_the_dtype_does_not_overflow(dtype: str
     assert found == pytest.approx(0.75 * int(least) + 0.25 * int(most), rel=1e-6)
 
 
-def test_float16_is_not_rounded_to_float16() -> None:
+def test_percentiles_are_not_rounded_to_float16_and_bool_has_some() -> None:
     (found,) = percentiles(np.array([1024, 1025], np.float16), [30])
     assert found == pytest.approx(1024.3, abs=1e-4)  # float32 rounding; float16 has steps of 1 there
-
-
-def test_bool_has_percentiles() -> None:
     assert percentiles(np.array([False, True, True]), [0, 50, 100]) == (0.0, 1.0, 1.0)

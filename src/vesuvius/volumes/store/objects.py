@@ -87,8 +87,7 @@ class LocalFiles:
             if byte_range is None:
                 return Answer(file.read(), size)
             byte_range.check(size)
-            start = max(size + byte_range.start, 0) if byte_range.start < 0 else min(byte_range.start, size)
-            stop = size if byte_range.stop is None else byte_range.stop
+            start, stop, _ = slice(byte_range.start, byte_range.stop).indices(size)
             file.seek(start)
             return Answer(file.read(max(stop - start, 0)), size)
 
