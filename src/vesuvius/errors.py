@@ -3,6 +3,7 @@
 A message has three parts: the rule, the value received, what to change.
 """
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,3 +113,13 @@ def one_line(error: BaseException | str, limit: int = 200) -> str:
     """The text of an error without line breaks and terminal colours, shortened."""
     text = " ".join(_ANSI.sub("", str(error)).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+_warned = set[tuple[str, object]]()
+
+
+def warn_once(text: str, subject: object, *arguments: object) -> None:
+    """Log a warning about an address, a volume or a folder, unless this process has."""
+    if (text, subject) not in _warned:
+        _warned.add((text, subject))
+        logging.getLogger(__name__).warning(text, subject, *arguments)

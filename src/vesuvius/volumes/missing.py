@@ -23,11 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.errors import DataError
+from vesuvius.errors import DataError, warn_once
 from vesuvius.volumes.box import Box, box_along, chunk_ranges, format_box, slices, times, triple
 from vesuvius.volumes.chunks import ChunkGrid, KeyForm, ShardIndexError, key_form
 from vesuvius.volumes.errors import FetchError, RefusedError, UnreadableChunkError
-from vesuvius.volumes.store.objects import warn_once
 from vesuvius.volumes.store.source import Source
 
 log = logging.getLogger(__name__)

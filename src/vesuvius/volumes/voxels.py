@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,13 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.errors import DataError
+from vesuvius.errors import DataError, warn_once
 from vesuvius.volumes.box import Box, format_box
 
-log = logging.getLogger(__name__)
-
 _NAMED = 5
-_SAID: set[str] = set()
 
 Nan = Literal["air", "error", "keep"] | float
 """What NaN and infinity are read as: `data.nan`, or 'keep' for what is stored."""
@@ -32,13 +28,11 @@ class Nonfinite:
 
     def say(self) -> None:
         """Warn of them, once per volume and process."""
-        if self.volume not in _SAID:
-            _SAID.add(self.volume)
-            log.warning(
-                "%s holds NaN or infinity, %.2g %% of the voxels read so far; they are read as %g: set data.nan to "
-                "another number, or to error to treat them as damage",
-                *(self.volume, 100 * self.share, self.read_as),
-            )
+        text = (
+            "%s holds NaN or infinity, %.2g %% of the voxels read so far; they are read as %g: set data.nan to another "
+            "number, or to error to treat them as damage"
+        )
+        warn_once(text, self.volume, 100 * self.share, self.read_as)
 
 
 def check_finite(voxels: NDArray[Any]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import google_crc32c
 
 from vesuvius.config import StoreConfig
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, warn_once
 from vesuvius.runlog.files import nearest_existing
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,6 @@ _TRIMS_PER_LIMIT = 64  # while as many bytes as the limit are written
 _TOUCH_S = 60.0  # `get` marks an entry as used at most this often: a write of metadata for each read would cost more
 _PARTIAL = ".partial"
 _ABANDONED_S = 3600.0  # after which a file that is not complete is one of a process that has died
-
-_warned: set[Path] = set()
 
 
 def open_cache(config: StoreConfig) -> DiskCache | None:
@@ -153,13 +151,11 @@ class DiskCache:
         )
 
     def _warn_once(self, error: Exception) -> None:
-        if self.directory not in _warned:
-            _warned.add(self.directory)
-            log.warning(
-                "Cannot use %s for the disk cache: %s; the run continues without what cannot be kept; free space "
-                "there or change data.store.cache_dir (said once per process)",
-                *(self.directory, error),
-            )
+        text = (
+            "Cannot use %s for the disk cache: %s; the run continues without what cannot be kept; free space there or "
+            "change data.store.cache_dir (said once per process)"
+        )
+        warn_once(text, self.directory, error)
 
 
 def _crc(data: bytes) -> bytes:

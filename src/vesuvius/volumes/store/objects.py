@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from obstore.exceptions import BaseError, GenericError
 from obstore.store import GCSStore, HTTPStore, S3Store
 
 from vesuvius.config import StoreConfig
-from vesuvius.errors import DataError
+from vesuvius.errors import DataError, warn_once
 from vesuvius.runlog.redact import redact
 from vesuvius.volumes.errors import (
     BREAK_OFF,
@@ -33,12 +32,8 @@ from vesuvius.volumes.errors import (
 )
 from vesuvius.volumes.store.credentials import Signing, find_signing
 
-log = logging.getLogger(__name__)
-
 _SCHEMES = ("http", "https", "s3", "gs")
 _LONGEST_REQUEST = 20  # times `timeout_s`, for a large object that keeps arriving
-
-_warned: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -318,13 +313,6 @@ class RemoteStore:
             raise
         self._broken.discard(key)
         return bytes(data)
-
-
-def warn_once(text: str, subject: str, *arguments: object) -> None:
-    """Log a warning about an address or a volume, unless this process has."""
-    if (text, subject) not in _warned:
-        _warned.add((text, subject))
-        log.warning(text, subject, *arguments)
 
 
 def _stamp(meta: Any) -> str | None:

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from obstore.exceptions import BaseError, PermissionDeniedError
 
 from vesuvius.config import StoreConfig
-from vesuvius.errors import DataError
+from vesuvius.errors import DataError, warn_once
 from vesuvius.volumes.errors import ClosedError, ProtocolError, ReplacedError, is_outage, reason, refusal, status_of
 from vesuvius.volumes.store.cache import open_cache
-from vesuvius.volumes.store.objects import ByteRange, LocalFiles, RemoteStore, is_remote, shown_address, warn_once
+from vesuvius.volumes.store.objects import ByteRange, LocalFiles, RemoteStore, is_remote, shown_address
 from vesuvius.volumes.store.retry import Outage, Retrier
 
 T = TypeVar("T")
