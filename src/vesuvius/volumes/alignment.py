@@ -203,7 +203,7 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
     if kinds <= {"none", "default"} and not same and any(translated):
         raise _MisfitError("both have voxels of size 1 without a unit and begin at 0, but not one shape")
     if kinds <= {"none", "default"} or kinds == {"none", "scale"} or (same and kinds == {"default", "scale"}):
-        return _by_shape(*shapes, [v.name for v in (volume, array) if _kind(v) != "scale"])
+        return _by_shape(*shapes)
     found = _measured(there, here, *shapes)
     whole = all(map(fits, *shapes, found.factors))
     if "scale" in kinds and len(kinds) == 2 and not (whole and found.offsets == ZEROS):
@@ -263,12 +263,9 @@ def _factor(ratio: float, size: int, count: int) -> Fraction | None:
 def _offset(factor: Fraction, shift: float) -> Fraction:
     """Where an array begins, in voxels of the volume, as a whole number of voxels of the finer of the two.
 
-    A translation is that of corners or, by other writers, of the centres of first voxels: these differ by half the
-    difference of the voxels.  The reading that leaves the smaller rest is taken; if both leave the same, that of
-    corners, unless by centres both begin at one place.
-
-    Args:
-        shift: the difference of the translations, in voxels of the volume.
+    `shift`, the difference of the translations in voxels of the volume, is that of corners or, by other writers, of the
+    centres of first voxels: these differ by half the difference of the voxels.  The reading that leaves the smaller
+    rest is taken; if both leave the same, that of corners, unless by centres both begin at one place.
     """
     if factor < 1:
         return -_offset(1 / factor, -shift / float(factor)) * factor
@@ -278,14 +275,11 @@ def _offset(factor: Fraction, shift: float) -> Fraction:
     return Fraction(centre if gain > _EQUAL or (gain > -_EQUAL and centre == 0) else corner)
 
 
-def _by_shape(volume_zyx: Triple, array_zyx: Triple, lacking: list[str]) -> Alignment:
+def _by_shape(volume_zyx: Triple, array_zyx: Triple) -> Alignment:
     """Both begin and end together, by one whole factor along all axes whose sizes differ.  Raises _MisfitError.
 
     Sizes are ambiguous: 100 voxels become 4 by any factor from 21 to 33.  A power of two is preferred, as pyramids
     halve.
-
-    Args:
-        lacking: names of the volumes that give no scale.
     """
     sizes = list(zip(volume_zyx, array_zyx, strict=True))
     differing = [(size, count) for size, count in sizes if size != count]
@@ -297,5 +291,4 @@ def _by_shape(volume_zyx: Triple, array_zyx: Triple, lacking: list[str]) -> Alig
         raise _MisfitError(f"its shape is that of the volume divided by any of {', '.join(map(str, sorted(common)))}")
     factor = Fraction(min(common & _POWERS or common))
     factors = triple(Fraction(1) if size == count else factor for size, count in sizes)
-    caveat = f"by shape alone, as {' and '.join(lacking)} {'give' if len(lacking) > 1 else 'gives'} no scale"
-    return Alignment(volume_zyx, array_zyx, factors, caveat=caveat)
+    return Alignment(volume_zyx, array_zyx, factors, caveat="by shape alone, as not both of them give a scale")

@@ -62,22 +62,12 @@ def refusing_suffixes(status: str) -> Callable[[bytes, Asked], bytes]:
     return reply
 
 
-def refusing_head(status: str) -> Callable[[bytes, Asked], bytes]:
-    """And the ranges that would make it unnecessary."""
-
-    def reply(data: bytes, asked: Asked) -> bytes:
-        return answer(status, b"", "Content-Length: 0") if asked.method == "HEAD" else from_the_start(data, asked)
-
-    return reply
-
-
 READ_ALL_THE_SAME = {
     "suffix misread": from_the_start,
     "suffix ignored": lambda data, asked: (
         sized("200 OK", data) if asked.span is not None and asked.span[0] is None else served(data, asked)
     ),
     **{f"suffix {status}": refusing_suffixes(f"{status} No") for status in (400, 404, 416, 500, 501)},
-    "HEAD 405": refusing_head("405 No"),
 }
 
 
