@@ -29,6 +29,7 @@ from vesuvius.volumes.store.source import Source
 
 _MOST_CHUNKS = 2**40  # lists of a volume hold a byte for each, in memory that is taken as it is used
 _INNER = ("codecs", "index_codecs")  # of a shard
+_ONE_BYTE = ("u1", "i1", "b1", "uint8", "int8", "bool")
 _FILES = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
 _NAMED = 8  # arrays, or other names, that a message lists
 _MAGIC = {
@@ -128,7 +129,8 @@ def _normalised(document: dict[str, Any]) -> dict[str, Any]:
     """The same metadata in the spelling of zarr-python.  Raises as `_codecs`."""
     found = dict(document)
     if found.get("zarr_format") == 2:
-        found["dtype"] = _dtype_v2(found.get("dtype"))
+        if isinstance(dtype := found.get("dtype"), str) and (bare := dtype.lstrip("<>=|")) in _ONE_BYTE:
+            found["dtype"] = np.dtype(bare).str  # without a byte order, whatever is written
         if found.get("dimension_separator", "") is None:
             del found["dimension_separator"]
         return found
@@ -141,15 +143,6 @@ def _normalised(document: dict[str, Any]) -> dict[str, Any]:
         case {"name": str(name), **more} if not any(more.values()):
             found["data_type"] = name
     return found
-
-
-def _dtype_v2(dtype: Any) -> Any:
-    """One byte has no byte order, whatever is written."""
-    try:
-        parsed = np.dtype(dtype) if isinstance(dtype, str) else None
-    except TypeError:
-        return dtype
-    return parsed.str if parsed is not None and parsed.kind in "bui" and parsed.itemsize == 1 else dtype
 
 
 def _codecs(codecs: Any, axes: int) -> Any:
