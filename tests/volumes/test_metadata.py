@@ -142,10 +142,6 @@ def test_what_lies_in_place_of_metadata_is_named(tmp_path: Path, case: str, zarr
                 read(address)
 
 
-def test_a_null_for_consolidated_metadata_is_read_over(tmp_path: Path) -> None:
-    np.testing.assert_array_equal(read(changed(tmp_path / "v.zarr", 3, set_to(consolidated_metadata=None))), VOXELS)
-
-
 @pytest.mark.parametrize(
     ("zarr_format", "attributes"),
     [(2, {}), (3, None), (3, {"ome": None}), (3, {"ome": [1]}), (3, {"ome": {"multiscales": None}})],
@@ -164,9 +160,9 @@ def test_a_group_whose_attributes_name_no_image_is_said_to_be_none(
         read(tmp_path / "g")
 
 
-def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", VOXELS, 8)
-    (path / ".zarray").write_bytes(b"\xef\xbb\xbf" + (path / ".zarray").read_bytes())
+def test_a_null_for_consolidated_metadata_and_a_byte_order_mark_are_read_over(tmp_path: Path) -> None:
+    path = changed(tmp_path / "v.zarr", 3, set_to(consolidated_metadata=None))
+    (path / "zarr.json").write_bytes(b"\xef\xbb\xbf" + (path / "zarr.json").read_bytes())
     np.testing.assert_array_equal(read(path), VOXELS)
 
 
