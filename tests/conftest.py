@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,9 +84,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What a sample leaves out is long; full counts have more time than other tests.
 
     With a step that shares no factor with the lengths of a grid's axes, a sample has each value of each axis.
-    Tests with Ray come first, so that one process has them all.
+    Tests with Ray come first, then those with an S3 server, so that one process has them all.
     """
-    items.sort(key=lambda item: not _needs_ray(item))
+    items.sort(key=lambda item: (not _needs_ray(item), "s3_server" not in getattr(item, "fixturenames", ())))
     seen = Counter[str]()
     for item in items:
         if sample := item.get_closest_marker("sample"):
@@ -238,7 +239,16 @@ def _end_ray() -> None:
                 ours.append(process)
     assert len(ours) > 5, "raylet, head, their agents and readers"
     _ray.pop().close()
-    assert psutil.wait_procs(ours, timeout=30)[1] == []
+    assert wait_until_gone(ours, 30) == []
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that are still there after so many seconds; a zombie is gone."""
+    deadline = time.monotonic() + seconds
+    while processes and time.monotonic() < deadline:
+        time.sleep(0.1)
+        processes = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return processes
 
 
 def _needs_ray(item: pytest.Item) -> bool:

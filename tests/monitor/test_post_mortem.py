@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.moments import moments
-from tests.support.real_cgroup import real_cgroup
+from tests.support.real_cgroup import memory_cgroup_or_skip
 from tests.support.system_trees import write_machine, write_process, write_v2
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.post_mortem import (
@@ -338,7 +338,8 @@ def in_cgroup(cgroup: Path, code: str, *arguments: object) -> subprocess.Complet
 def test_a_run_that_the_kernel_really_kills_is_recognised_by_the_cgroup_s_count(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    with real_cgroup(LIMIT_BYTES) as cgroup:
+    with memory_cgroup_or_skip(LIMIT_BYTES) as group:
+        cgroup = group.path
         assert in_cgroup(cgroup, DYING, run).returncode == -9
         by_count = in_cgroup(cgroup, EXAMINE, run)  # as the next session in the same container finds it
     assert by_count.returncode == 0, by_count.stderr

@@ -12,7 +12,7 @@ import zarr
 from tests.conftest import textured, write_array
 from tests.runs.test_sample import PATCH, write_config
 from tests.stream.test_coarse_condition import upsampled
-from tests.support.runs import assert_same_weights, vesuvius_train
+from tests.support.runs import assert_same_weights, train_in
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
@@ -41,12 +41,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "fine": {"path": "scan.zarr", "condition": level_1},
         "explicit": {"path": "scan.zarr", "condition": {"path": "upsampled.zarr"}},
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        for name, volume in volumes.items():
-            config = write_config(place / f"{name}.yaml", [volume], {"validation": {"guard": 0}}, {})
-            assert vesuvius_train(config, "training.max_steps=2", "training.save_every=2") == 0
-    return place
+    return train_in(
+        place, *(write_config(place / f"{n}.yaml", [v], {"validation": {"guard": 0}}, {}) for n, v in volumes.items())
+    )
 
 
 @pytest.fixture(autouse=True)

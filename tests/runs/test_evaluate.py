@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.conftest import textured, write_array
 from tests.runs.test_sample import PATCH, write_config
-from tests.support.runs import vesuvius_train
+from tests.support.runs import train_in
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import evaluate, sample
 from vesuvius.generate.evaluate.patches import open_generated
@@ -31,11 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     half = {"condition_classes": 2, "validation": {"fraction": 0.4}}
     shown = write_config(place / "shown.yaml", volumes, half, {})
     whole = write_config(place / "all.yaml", [{"path": str(scan)}], {"validation": {"fraction": 0.0}}, {})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        for config in (shown, whole):
-            assert vesuvius_train(config, "training.max_steps=2", "training.save_every=2") == 0
-    return place
+    return train_in(place, shown, whole)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -131,17 +131,16 @@ def test_one_that_comes_late_does_not_end_what_is_left_to_do_after_the_stop() ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("nohup", [(), ("nohup",)])
 def test_ranks_save_where_torchrun_passes_the_signal_on_also_under_nohup(
-    tiny_config: WriteConfig, tmp_path: Path, nohup: Sequence[str]
+    tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     """torchrun listens to SIGHUP whatever it inherits, and would kill ranks that go on."""
     config = tiny_config(training={"epochs": 1000, "ranks": 1})
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "vesuvius.train")
+    torchrun = ("nohup", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "vesuvius.train")
     output = tmp_path / "output"
     with output.open("w") as out:
         process = subprocess.Popen(
-            [*nohup, *torchrun, "--config", str(config)], cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT
+            [*torchrun, "--config", str(config)], cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT
         )
     log = tmp_path / "runs/tiny/logs/train_full.log"
     while "Train step 2/" not in (log.read_text() if log.exists() else ""):

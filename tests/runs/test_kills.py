@@ -61,18 +61,14 @@ def test_fifty_kills_at_random_moments_change_no_bit_and_leave_no_unreadable_che
     assert figures.steps_redone > 0
 
 
-def kill_inside_saves(config: WriteConfig, cwd: Path, kills: int) -> None:
-    saving = _TRAINING | {"save_every": 1, "epochs": 1000, "validate_every": 0}
-    figures = kill_inside_save(config("saving", training=saving, model=_WIDER), cwd, kills, seed=2)
-    print(f"\ninside the save: {figures}", flush=True)
-    assert figures.inside_save == kills
-
-
 @pytest.mark.long
 def test_a_run_killed_inside_a_save_goes_on_from_the_checkpoint_before(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
-    kill_inside_saves(tiny_config, tmp_path, kills=1)
+    saving = _TRAINING | {"save_every": 1, "epochs": 1000, "validate_every": 0}
+    figures = kill_inside_save(tiny_config("saving", training=saving, model=_WIDER), tmp_path, kills=5, seed=2)
+    print(f"\ninside the save: {figures}", flush=True)
+    assert figures.inside_save == 5
 
 
 @pytest.mark.long

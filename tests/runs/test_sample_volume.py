@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import textured, write_array
 from tests.runs.test_sample import PATCH, write_config
-from tests.support.runs import vesuvius_train
+from tests.support.runs import train_in
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
@@ -42,10 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labels = write_group(place / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
     volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
     config = write_config(place / "shown.yaml", volumes, {"condition_classes": 2}, {})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        assert vesuvius_train(config, "training.max_steps=2", "training.save_every=2") == 0
-    return place
+    return train_in(place, config)
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import run_vesuvius
-from tests.stream.test_stream_end import wait_until_gone
+from tests.conftest import run_vesuvius, wait_until_gone
 from tests.support.chunk_server import ChunkServer
 from tests.support.kill_harness import Session, final_difference
 from tests.support.runs import WriteConfig, records_of, vesuvius_train

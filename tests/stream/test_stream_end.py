@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import textured, write_array
+from tests.conftest import textured, wait_until_gone, write_array
 from tests.support import fork_server
 
 IMPORTS = """
@@ -71,17 +70,6 @@ def descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that are still there after so many seconds; a zombie is gone."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        processes = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        if not processes:
-            break
-        time.sleep(0.1)
-    return processes
 
 
 def shared_memory() -> set[str]:

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import textured, write_array
+from tests.conftest import textured, wait_until_gone, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
 from tests.support import fork_server
 from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
@@ -100,17 +100,7 @@ def test_a_stream_that_nobody_closes_does_not_keep_the_interpreter(
     assert done.returncode == {"exit": 3, "error": 1}[end], done.stderr
     began, *children = done.stdout.split()
     assert ended - float(began) < 30, "two seconds where nobody else computes; it was 30 to 40, or for ever"
-    deadline = time.monotonic() + 30
-    while (left := [pid for pid in map(int, children) if not is_gone(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    assert wait_until_gone([psutil.Process(pid) for pid in map(int, children) if psutil.pid_exists(pid)], 30) == []
 
 
 @pytest.mark.usefixtures("ray_cluster")

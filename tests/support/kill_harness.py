@@ -8,9 +8,8 @@ import re
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,6 @@ class KillFigures:
         kills: so many processes were killed.
         before_first_step: of these, while they imported, looked at data and checkpoint or started readers.
         inside_save: of these, while a checkpoint was being written.
-        files_written: how many of the latter left which files, by the names of the files.
         steps_redone: optimizer steps that were made again, all together.
         seconds: from the first start to the last end.
     """
@@ -109,16 +107,8 @@ class KillFigures:
     kills: int = 0
     before_first_step: int = 0
     inside_save: int = 0
-    files_written: Counter[str] = field(default_factory=Counter)
     steps_redone: int = 0
     seconds: float = 0.0
-
-    def __str__(self) -> str:
-        left = "; ".join(f"{count} x {names}" for names, count in sorted(self.files_written.items()))
-        return (
-            f"{self.kills} kills: {self.before_first_step} before the first step, {self.inside_save} inside a save "
-            f"(left behind: {left or 'nothing'}); {self.steps_redone} steps redone; {self.seconds:.0f} s in all"
-        )
 
     def count(self, run: Path) -> None:
         """Take in what a kill has left.  Whatever is shown as a checkpoint must be whole."""
@@ -127,8 +117,6 @@ class KillFigures:
             assert (damage := find_damage(path)) is None, f"kill {self.kills} left {path} damaged: {damage}"
         if partial := partial_checkpoint(run):
             self.inside_save += 1
-            names = [path.name for path in partial.iterdir() if not path.name.startswith(".")]  # safetensors' own
-            self.files_written[", ".join(sorted(names)) or "no file"] += 1
             # Not to be taken for one of the next session, which may be killed before it deletes what is left.
             partial.rename(partial.with_name(f".partial-kill-{self.kills}-{partial.name.removeprefix('.partial-')}"))
 

@@ -52,15 +52,8 @@ def popen_in(directory: Path, command: Sequence[str], **options: Any) -> subproc
 
 
 @contextmanager
-def real_cgroup(limit_bytes: int | None = None) -> Iterator[Path]:
-    """The directory of a new cgroup, for a test, which is skipped where none can be made."""
-    with memory_cgroup_or_skip(limit_bytes) as group:
-        yield group.path
-
-
-@contextmanager
 def memory_cgroup_or_skip(limit_bytes: int | None = None) -> Iterator[MemoryCgroup]:
-    """As `memory_cgroup`; skips the test where none can be made."""
+    """A new cgroup for a test, which is skipped where none can be made."""
     with ExitStack() as held:
         try:
             group = held.enter_context(memory_cgroup(limit_bytes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,14 @@ def fork_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def vesuvius_train(config: Path, *arguments: str) -> int:
     return train.main(["--config", str(config), *arguments])
+
+
+def train_in(place: Path, *configs: Path) -> Path:
+    """Two steps of each; returns where their runs lie."""
+    with chdir(place):
+        for config in configs:
+            assert vesuvius_train(config, "training.max_steps=2", "training.save_every=2") == 0
+    return place
 
 
 def final_weights(name: str = "tiny") -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.real_cgroup import popen_in, real_cgroup
+from tests.support.real_cgroup import memory_cgroup_or_skip, popen_in
 from tests.support.system_trees import write_machine, write_process, write_v2
 from vesuvius.monitor.probes.system_sample import Watcher
 from vesuvius.runlog.units import GIB
@@ -125,7 +125,7 @@ def test_pinned_buffers_are_the_trainer_s_own_and_add_to_the_object_store() -> N
 
 
 def test_the_accounted_memory_is_the_cgroups() -> None:
-    with real_cgroup() as directory, obedient(directory) as parent:
+    with memory_cgroup_or_skip() as group, obedient(group.path) as parent:
         parent.tell(f"anon {100 * MIB}")
         parent.tell(f"child anon {100 * MIB}")
         file = parent.tell(f"open memfd {100 * MIB}")
