@@ -147,7 +147,9 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
     assert from_plain(Block, json.loads(json.dumps(asdict(first)))) == first
 
 
-def test_a_trainer_that_is_killed_or_held_costs_its_block_only(config: Config, trials: Path) -> None:
+def test_a_trainer_that_is_killed_or_held_costs_its_block_only_and_a_stop_leaves_no_process(
+    config: Config, trials: Path
+) -> None:
     setting = Setting.of(config)
     with TrialRunner(config, trials) as lab:
         with when_it_trains(trials / "000", lambda pid: os.kill(pid, signal.SIGKILL)):
@@ -165,6 +167,12 @@ def test_a_trainer_that_is_killed_or_held_costs_its_block_only(config: Config, t
         assert held.cause == "no result within 0 s"
         assert not psutil.pid_exists(pid)
 
+        with when_it_trains(trials / "002", lambda pid: lab.stop()), pytest.raises(TrialInterrupted):
+            lab.measure(setting, "run", _LONG_S, _HANG_S)
+        assert no_process_of(trials)
+        with pytest.raises(TrialInterrupted):
+            lab.measure(setting, "run", _LONG_S, _HANG_S)
+
 
 def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., Path], trials: Path) -> None:
     config = read_config(tiny_config(monitor={"ram_limit_gib": 0.2}))
@@ -172,15 +180,6 @@ def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., P
         block = lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
     assert block.ended == "guard"
     assert "near out of memory: monitor.ram_limit_gib: " in block.cause
-
-
-def test_stop_ends_the_block_in_hand_and_leaves_no_process(config: Config, trials: Path) -> None:
-    with TrialRunner(config, trials) as lab:
-        with when_it_trains(trials / "000", lambda pid: lab.stop()), pytest.raises(TrialInterrupted):
-            lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
-        assert no_process_of(trials)
-        with pytest.raises(TrialInterrupted):
-            lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
 
 
 def test_a_trainer_ends_by_itself_when_its_tune_is_killed(config: Config, trials: Path, tmp_path: Path) -> None:

@@ -144,18 +144,6 @@ DEADLY: tuple[Ended, ...] = ("guard", "gpu_memory", "killed")
 
 
 @dataclass(frozen=True)
-class Command:
-    """What to measure, for about how many seconds, and the readers that are to be in force."""
-
-    number: int
-    kind: BlockKind
-    seconds: float
-    workers: int
-    prefetch_factor: int
-    requests: int
-
-
-@dataclass(frozen=True)
 class Block:
     """A setting, what was measured, and how that ended."""
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from vesuvius.config import Config
 from vesuvius.errors import one_line
 from vesuvius.experiments.trainer import Trainer, next_number, trainer_config
-from vesuvius.experiments.tune.measurement import READER_KNOBS, Block, BlockKind, Command, Setting, trainer_knobs
+from vesuvius.experiments.tune.measurement import READER_KNOBS, Block, BlockKind, Setting, trainer_knobs
 from vesuvius.runlog.records import Record
 
 
@@ -74,15 +74,16 @@ class TrialRunner:
             trainer = self._trainer = Trainer(config, self._directory, self._lock_fd, takes_commands=True)
             self._in_force = force
         self._commands += 1
-        command = Command(self._commands, kind, seconds, force.workers, force.prefetch_factor, force.requests)
+        command = {"number": self._commands, "kind": kind, "seconds": seconds}
+        command |= {knob: getattr(force, knob) for knob in READER_KNOBS}
         results: list[Record] = []
 
         def take(record: Record) -> bool:
-            if record["kind"] == "block" and record["number"] == command.number:
+            if record["kind"] == "block" and record["number"] == command["number"]:
                 results.append(record)
             return bool(results)
 
-        trainer.tell(json.dumps(vars(command)))
+        trainer.tell(json.dumps(command))
         ended, cause = trainer.watch(take, limit_s, lambda: self._stopped)
         block = Block(setting, kind, ended, cause, time.monotonic() - began)
         if ended != "ok":

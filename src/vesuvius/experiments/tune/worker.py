@@ -23,7 +23,7 @@ import torch
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import EXIT_STOPPED
 from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_settled, sustained_s
-from vesuvius.experiments.tune.measurement import READER_KNOBS, Command, Setting
+from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
 from vesuvius.monitor.clock import HostClock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
@@ -49,6 +49,8 @@ _STEPS_MOST = 2_500  # of a piece
 _IDLE_CORES, _IDLE_OVER_S = 0.1, 1.1
 
 Figures = dict[str, Any]
+Command = dict[str, Any]
+"""`number`, `kind` (a `BlockKind`), `seconds` to measure, and the reader knobs that are to be in force."""
 
 
 class CommandPipe:
@@ -71,7 +73,7 @@ class CommandPipe:
         # Not `sys.stdin`: the interpreter cannot end while a thread reads from that.
         with open(0, "rb", buffering=0, closefd=False) as lines:
             for line in lines:
-                self._queue.put(Command(**json.loads(line)))
+                self._queue.put(json.loads(line))
         log.info("the tune has ended, and so does its trainer")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_ORPHAN_S)
@@ -109,23 +111,23 @@ class TuneWorker:
         try:
             while (command := self._commands.next(run.stop.wanted)) is not None:
                 self._bring_into_force(command)
-                match command.kind:
+                match command["kind"]:
                     case "run":
-                        figures = yield from self._run(command)
+                        figures = yield from self._run(command["seconds"])
                     case "readers":
-                        figures = self._readers(command)
+                        figures = self._readers(command["seconds"])
                     case "step":
-                        figures = self._step(command)
+                        figures = self._step(command["seconds"])
                 self._look()
                 ram_bytes = max(self._ram_bytes, self._loop.monitor.sample.used_bytes + self._rehearsal_bytes)
                 figures |= {"ram_bytes": ram_bytes, "vram_bytes": self._vram_bytes()}
-                run.metrics.write("block", number=command.number, figures=figures)
+                run.metrics.write("block", number=command["number"], figures=figures)
         except StreamInterrupted:
             return
 
     def _bring_into_force(self, command: Command) -> None:
         """Change the readers if they differ.  Raises ConfigError where that cannot be done, which ends this trainer."""
-        if (wanted := {knob: getattr(command, knob) for knob in READER_KNOBS}) != self._in_force:
+        if (wanted := {knob: command[knob] for knob in READER_KNOBS}) != self._in_force:
             self._loop.run.watchdog.expects("batch", "the readers to start")
             self._loop.feed.reconfigure(**wanted)
             self._loop.monitor.readers_changed()
@@ -139,7 +141,7 @@ class TuneWorker:
 
     # What is measured.
 
-    def _run(self, command: Command) -> Generator[None, None, Figures]:
+    def _run(self, seconds: float) -> Generator[None, None, Figures]:
         """Measure the loop itself.  The first time, it validates and saves before: memory peaks there."""
         loop, run, kernel_steps = self._loop, self._loop.run, 0
         if not self._rehearsed:
@@ -155,13 +157,13 @@ class TuneWorker:
         began, step = time.monotonic(), run.progress.step
         # A trainer that is slower than its readers never drains what is ready.
         while (made := run.progress.step - step) < kernel_steps or (
-            made < warmup.least_steps and time.monotonic() - began < command.seconds
+            made < warmup.least_steps and time.monotonic() - began < seconds
         ):
             yield
         self._reporter.report(wait=True)
         self._reporter.verdicts.restart(run.progress.step)
         began, totals, first = time.monotonic(), self._stream.reader_totals, run.progress.sample_index
-        length = BlockLength(batch, self._cycle, command.seconds)
+        length = BlockLength(batch, self._cycle, seconds)
         yield
         while not length.is_over(run.progress.sample_index - first, time.monotonic() - began):
             yield
@@ -177,7 +179,7 @@ class TuneWorker:
             text = f"data-bound: readers deliver {samples / figures['measured_s']:.3g} samples/s; more was read ahead"
         return figures | {"data_share": 1 - sustained * (1 - verdict.window.data_share), "text": text}
 
-    def _readers(self, command: Command) -> Figures:
+    def _readers(self, seconds: float) -> Figures:
         """Take batches as soon as they come, from the first that has to be waited for."""
         stream, progress, options = self._stream, self._loop.run.progress, self._stream.options
         self._fill()
@@ -186,19 +188,19 @@ class TuneWorker:
         while progress.sample_index < drained:
             self._take_batch()
         empty = stream.feeder_figures.ran_empty
-        while stream.feeder_figures.ran_empty == empty and time.monotonic() - began < command.seconds:
+        while stream.feeder_figures.ran_empty == empty and time.monotonic() - began < seconds:
             self._take_batch()
         began, totals, first = time.monotonic(), stream.reader_totals, progress.sample_index
-        length = BlockLength(options.batch_size, self._cycle, command.seconds)
+        length = BlockLength(options.batch_size, self._cycle, seconds)
         while not length.is_over(progress.sample_index - first, time.monotonic() - began):
             self._take_batch()
         return self._figures(totals, progress.sample_index - first, time.monotonic() - began)
 
-    def _step(self, command: Command) -> Figures:
+    def _step(self, seconds: float) -> Figures:
         """Make steps on one batch, once the readers have nothing to do."""
         loop, config, device = self._loop, self._loop.run.config, self._loop.run.device
         batch = self._take_batch()
-        self._wait_until_idle(command.seconds)
+        self._wait_until_idle(seconds)
 
         def steps(count: int) -> float:
             """Seconds of so many, until the device has done them."""
@@ -214,7 +216,7 @@ class TuneWorker:
             return time.monotonic() - began
 
         steps(KERNEL_STEPS)
-        piece = min(max(round(command.seconds / steps(1) / _PIECES), 1), _STEPS_MOST)
+        piece = min(max(round(seconds / steps(1) / _PIECES), 1), _STEPS_MOST)
         took = [steps(piece) for _ in range(_PIECES)]
         while len(took) < 4 * _PIECES and not is_settled(took):
             took.append(steps(piece))
