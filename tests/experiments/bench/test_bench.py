@@ -48,19 +48,14 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def interrupt_when_it_trains() -> threading.Thread:
-    def body() -> None:
-        give_up = time.monotonic() + _HANG_S
-        while time.monotonic() < give_up:
-            for metrics in Path("runs/tiny/benches").glob("*/cells/*/metrics.jsonl"):
-                if any(record["kind"] == "step" for record in read_records(metrics)):
-                    os.kill(os.getpid(), signal.SIGINT)
-                    return
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    return thread
+def interrupt_when_it_trains() -> None:
+    give_up = time.monotonic() + _HANG_S
+    while time.monotonic() < give_up:
+        files = Path("runs/tiny/benches").glob("*/cells/*/metrics.jsonl")
+        if any(record["kind"] == "step" for metrics in files for record in read_records(metrics)):
+            return os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)
+    return None
 
 
 def test_a_real_bench_with_a_cell_that_fails_interrupted_and_resumed(
@@ -73,7 +68,8 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_resumed(
         monkeypatch.setenv("VESUVIUS_TRAINING__ACCUMULATE_STEPS", "3")  # of the config, not of a cell
         return command.main([*asked, *more])
 
-    thread = interrupt_when_it_trains()
+    thread = threading.Thread(target=interrupt_when_it_trains)
+    thread.start()
     assert bench("--seconds", "1000") == EXIT_INTERRUPTED
     thread.join()
     folder = folder_of()

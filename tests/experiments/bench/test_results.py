@@ -138,7 +138,6 @@ def test_every_other_round_is_reversed_and_a_resumed_bench_measures_what_is_miss
     ledger = bench(None, StorageError(""), True)
     assert order == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1), (0, 2), (1, 2), (2, 2)]
     assert [each.session for each in ledger.results] == [1, 2, 2, 2, 3, 3, 3, 3, 3]
-    assert results_of(CELLS, ledger.results)[1].speed == results_of(CELLS, ledger.results)[1].speed
 
 
 def test_rates_from_before_and_after_an_interruption_are_no_pair() -> None:

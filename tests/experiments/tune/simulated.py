@@ -129,18 +129,8 @@ class Machine:
 
     def ram_bytes(self, setting: Setting, bias: tuple[float, ...] = (1.0,) * 4) -> int:
         """At its peak: the truth, or with a bias."""
-        parts = zip(
-            self.ram,
-            (
-                1.0,
-                setting.workers,
-                self.ahead(setting) * setting.train_batch_size,
-                setting.train_batch_size,
-            ),
-            bias,
-            strict=True,
-        )
-        return int(GIB * sum(size * count * off for size, count, off in parts))
+        counts = (1.0, setting.workers, self.ahead(setting) * setting.train_batch_size, setting.train_batch_size)
+        return int(GIB * sum(size * count * off for size, count, off in zip(self.ram, counts, bias, strict=True)))
 
     def vram_bytes(self, setting: Setting, bias: float = 1.0) -> int | None:
         """The same of a GPU: autocast halves a sample."""
@@ -151,16 +141,9 @@ class Machine:
 
     def trainer_s(self, setting: Setting) -> float:
         """Seconds of a sample when data are there."""
-        gains = [
-            self.faster.get(knob, 1.0)
-            for knob, on in (
-                ("amp", setting.amp != "off"),
-                ("compile", setting.compile),
-                ("channels_last", setting.channels_last),
-                ("cudnn_benchmark", setting.cudnn_benchmark),
-            )
-            if on
-        ]
+        on = {knob: getattr(setting, knob) for knob in ("compile", "channels_last", "cudnn_benchmark")}
+        on["amp"] = setting.amp != "off"
+        gains = [self.faster.get(knob, 1.0) for knob in on if on[knob]]
         return self.sample_s / math.prod(gains) + self.launch_s / setting.train_batch_size
 
     def reader_s(self, setting: Setting) -> tuple[float, float]:
@@ -247,11 +230,9 @@ class BiasedPlanner:
     machine: Machine
 
     def __call__(self, setting: Setting) -> Planned:
-        unplanned_bytes, vram_bytes = (
-            int(self.machine.unplanned_gib * GIB),
-            self.machine.vram_bytes(setting, self.machine.bias[3]),
-        )
-        ram_bytes = self.machine.ram_bytes(setting, self.machine.bias) - unplanned_bytes
+        machine, unplanned_bytes = self.machine, int(self.machine.unplanned_gib * GIB)
+        vram_bytes = machine.vram_bytes(setting, machine.bias[3])
+        ram_bytes = machine.ram_bytes(setting, machine.bias) - unplanned_bytes
         return Planned(ram_bytes, 0, None if vram_bytes is None else vram_bytes - unplanned_bytes)
 
 

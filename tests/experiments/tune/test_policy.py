@@ -26,16 +26,12 @@ from tests.experiments.tune.simulated import (
     tuned,
 )
 from vesuvius.experiments import Ended
-from vesuvius.experiments.tune.measurement import Block, BlockKind, Evidence, Knob, SearchSpace, Setting
-from vesuvius.experiments.tune.policy import Recommendation, conclude, policy
+from vesuvius.experiments.tune.measurement import Block, BlockKind, Evidence, Knob, Setting
+from vesuvius.experiments.tune.policy import conclude, policy
 from vesuvius.experiments.tune.search import SHOWN, Search
 
 DIES = BY_NAME["dies above a threshold"]
 every_machine = pytest.mark.parametrize("name", BY_NAME)
-
-
-def found_on(machine: Machine, space: SearchSpace | None = None) -> Recommendation:
-    return conclude(tune(machine, 0, space))
 
 
 def settings_of(search: Search) -> list[Setting]:
@@ -63,7 +59,13 @@ def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: fl
 @every_machine
 def test_a_tune_stays_within_memory_and_budget_repeats_itself_and_shows_what_it_writes(name: str) -> None:
     machine, (search, found) = BY_NAME[name], tuned(name)
-    check_bounds(machine, search)
+    for setting in settings_of(search):
+        assert machine.ram_bytes(setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
+        vram = machine.vram_bytes(setting)
+        assert vram is None or vram <= GUARD_SHARE * machine.vram_limit_gib * GIB
+        assert setting.global_batch == machine.source.global_batch
+    assert sum(block.seconds for block in search.blocks) <= 1800.0
+    assert {block.ended for block in search.blocks} <= ({"ok", "killed"} if machine is DIES else {"ok"})
     again = Search(machine.space(budget_s=1800.0), BiasedPlanner(machine), policy, search.blocks)
     assert again.cell is None, "the same blocks give the same questions"
     assert (again.asked, conclude(again)) == (search.asked, found)
@@ -74,16 +76,6 @@ def test_a_tune_stays_within_memory_and_budget_repeats_itself_and_shows_what_it_
         assert found.certainty == "sure"
         assert found.gain is not None
         assert found.gain.pairs >= SHOWN
-
-
-def check_bounds(machine: Machine, search: Search) -> None:
-    for setting in settings_of(search):
-        assert machine.ram_bytes(setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
-        vram = machine.vram_bytes(setting)
-        assert vram is None or vram <= GUARD_SHARE * machine.vram_limit_gib * GIB
-        assert setting.global_batch == machine.source.global_batch
-    assert sum(block.seconds for block in search.blocks) <= 1800.0
-    assert {block.ended for block in search.blocks} <= ({"ok", "killed"} if machine is DIES else {"ok"})
 
 
 def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> None:
@@ -160,7 +152,7 @@ def test_a_gain_of_one_block_is_recommended_as_likely_and_not_written() -> None:
     assert found.best.requests > machine.source.requests
     assert found.written == machine.source
     for budget_s in (300.0, 400.0, 600.0):  # enough to compare what was found with the baseline is kept
-        found = found_on(machine, machine.space(budget_s=budget_s))
+        found = conclude(tune(machine, 0, machine.space(budget_s=budget_s)))
         assert found.gain is not None
         assert found.gain.pairs >= SHOWN
         assert found.written == found.best
@@ -193,11 +185,11 @@ def test_on_a_busy_machine_and_a_slow_store_what_helps_is_found_and_nothing_slow
 def test_nothing_to_change_is_said_where_nothing_helps_and_what_more_time_may_settle(seed: int) -> None:
     """With a drift of 10 % three pairs hold gains of 20 % and more."""
     machine = Machine("fed", sample_s=0.4, source=replace(SOURCE, workers=1))
-    found = found_on(machine)
+    found = conclude(tune(machine))
     assert (found.certainty, found.best) == ("unchanged", machine.source)
     assert found.reason == "no change that was tried is worth it"
     knobs: tuple[Knob, ...] = ("workers", "prefetch_factor", "train_batch_size", "channels_last", "compile")
-    found = found_on(machine, replace(machine.space(), kept=knobs))
+    found = conclude(tune(machine, 0, replace(machine.space(), kept=knobs)))
     assert (found.certainty, found.reason) == ("unchanged", "there was nothing to try")
     for _, words in tune(drifting(machine, 0.10), seed).notes:
         if " not taken: " in words and " pairs)" in words:
