@@ -305,7 +305,7 @@ def test_a_rank_that_is_left_alone_of_several_waits_for_the_rank_0_of_before_and
 
     monkeypatch.setattr(run_dirs, "take_lock", take)
     if ranks == 1:
-        with pytest.raises(ConfigError, match="where another one is running: process"):
+        with pytest.raises(ConfigError, match="is in use by another process: process"):
             train_as_rank(request)
     else:
         assert train_as_rank(request) == 0
