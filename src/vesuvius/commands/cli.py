@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -151,9 +150,7 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
         log.error("interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
-        log.error(
-            "a bug in vesuvius, please report it: %s: %s\n%s", type(error).__name__, error, traceback.format_exc()
-        )
+        log.exception("a bug in vesuvius, please report it: %s: %s", type(error).__name__, error)
         return EXIT_ERROR
     finally:
         close_logs()

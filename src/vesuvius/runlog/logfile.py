@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,8 +57,18 @@ def log_to_terminal() -> None:
     package = logging.getLogger("vesuvius")
     package.setLevel(logging.INFO)
     package.propagate = False
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _log_thread_end
     if not any(isinstance(handler, _TerminalHandler) for handler in package.handlers):
         _add(_TerminalHandler())
+
+
+def _log_thread_end(failed: threading.ExceptHookArgs) -> None:
+    """A thread of a library that a full disk ends, as that of TensorBoard's writer, is one line, no traceback."""
+    if isinstance(failed.exc_value, OSError):
+        log.warning("thread %s ended: %s", failed.thread and failed.thread.name, failed.exc_value)
+    else:
+        threading.__excepthook__(failed)
 
 
 def close_logs() -> None:
