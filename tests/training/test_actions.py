@@ -345,13 +345,3 @@ def test_a_change_that_cannot_be_had_is_said_and_not_tried_again(loop: Callable[
     run.feed.reconfigure = half_done
     with pytest.raises(ConfigError, match="must answer"):
         run.hears(says("workers too few", "training.workers=3"))
-
-
-def test_nothing_changes_when_no_window_is_left_to_gain_by_it(loop: Callable[..., Loop]) -> None:
-    run = loop(max_steps=40)
-    run.progress.step = 31
-    run.hears(TOO_SMALL)
-    assert run.feed.changes == []
-    run.progress.step = 30
-    run.hears(TOO_SMALL)
-    assert len(run.feed.changes) == 1

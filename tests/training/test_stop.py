@@ -47,7 +47,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_ray_starts_stops_the_run_as_any_other(
     tiny_config: Callable[..., Path], tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -121,7 +121,6 @@ class Autotuner:
     def __init__(self, run: RunContext, job: ReaderJob) -> None:
         self._run = run
         self._acts = run.config.training.autotune == "act"
-        self._last_step = run.config.stop_step - run.config.monitor.verdict_every
         self._job = job
         self._verdict: Verdict | None = None
         self._refused: set[tuple[str, ...]] = set()  # overrides that were refused, and are not tried again
@@ -134,9 +133,9 @@ class Autotuner:
         """Nothing is left to do."""
 
     def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
-        """Make the change that the last verdict calls for; none without a new verdict or near the end."""
+        """Make the change that the last verdict calls for; none without a new verdict."""
         verdict, self._verdict = self._verdict, None
-        if verdict is None or not self._acts or self._run.progress.step > self._last_step:
+        if verdict is None or not self._acts:
             return
         before, changes = stream.options, changes_of(verdict.overrides, stream.options)
         if not changes or verdict.overrides in self._refused:
