@@ -14,7 +14,7 @@ from tests.conftest import STORED_AIR, textured, write_array
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
-from vesuvius.volume_tools import grey_statistics
+from vesuvius.volume_tools import info
 from vesuvius.volume_tools.info import VolumeFacts, codec_words, describe_volume, make_sidecar
 from vesuvius.volumes.volume import open_volume
 
@@ -24,7 +24,7 @@ QUICK = StoreConfig(outage_minutes=0)
 @pytest.fixture(autouse=True)
 def _small_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one chunk, whose grey values are then read whole."""
-    monkeypatch.setattr(grey_statistics, "_BOX_ZYX", (16, 16, 16))
+    monkeypatch.setattr(info, "_BOX_ZYX", (16, 16, 16))
 
 
 def look(path: object, level: int = 0, **options: Any) -> VolumeFacts:

@@ -16,7 +16,7 @@ from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volume_tools.copy import CopyRequest, copy_box
-from vesuvius.volume_tools.grey_statistics import grey_statistics
+from vesuvius.volume_tools.info import grey_statistics
 from vesuvius.volume_tools.verify import verify_volume
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.volume import Volume, open_volume

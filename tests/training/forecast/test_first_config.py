@@ -20,8 +20,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast import first_config as module
 from vesuvius.training.forecast.first_config import LEAST_WIDTH_UM, PRESETS, fitting_patch, level_for
-from vesuvius.volume_tools.grey_statistics import GreyStatistics
-from vesuvius.volume_tools.info import LevelFacts, Occupancy, VolumeFacts
+from vesuvius.volume_tools.info import GreyStatistics, LevelFacts, Occupancy, VolumeFacts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FULL: Triple = (72, 136, 136)
