@@ -152,10 +152,13 @@ def test_a_count_that_falls_or_of_another_cgroup_is_another_count() -> None:
 
 
 class TestReader:
-    end: dict[str, Any] = {  # noqa: RUF012 - nobody changes it
-        "pid": 11, "node": "", "exit_type": "SYSTEM_ERROR", "exit_detail": "Worker unexpectedly exits",
-        "exit_time": time.time(), "signal": None, "volume": None,
-    }  # fmt: skip
+    @property
+    def end(self) -> dict[str, Any]:
+        """Now, not when the tests were imported."""
+        return {
+            "pid": 11, "node": "", "exit_type": "SYSTEM_ERROR", "exit_detail": "Worker unexpectedly exits",
+            "exit_time": time.time(), "signal": None, "volume": None,
+        }  # fmt: skip
 
     def examine(self, **known: object) -> Death:
         return examine_reader(self.end | known, 144, session_record(), moments(time.time()))

@@ -63,31 +63,11 @@ class Popen(subprocess.Popen[Any]):
     """As `subprocess.Popen`, for a command that begins with `sys.executable`; forked from the server."""
 
     def _execute_child(  # type: ignore[override]
-        self,
-        args: Sequence[Any],
-        executable: Any,
-        preexec_fn: Any,
-        close_fds: bool,
-        pass_fds: Sequence[int],
-        cwd: Any,
-        env: Any,
-        startupinfo: Any,
-        creationflags: int,
-        shell: bool,
-        p2cread: int,
-        p2cwrite: int,
-        c2pread: int,
-        c2pwrite: int,
-        errread: int,
-        errwrite: int,
-        restore_signals: bool,
-        gid: Any,
-        gids: Any,
-        uid: Any,
-        umask: int,
-        start_new_session: bool,
-        process_group: int,
-    ) -> None:
+        self, args: Sequence[Any], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Sequence[int], cwd: Any,
+        env: Any, startupinfo: Any, creationflags: int, shell: bool, p2cread: int, p2cwrite: int, c2pread: int,
+        c2pwrite: int, errread: int, errwrite: int, *others: Any,
+    ) -> None:  # fmt: skip
+        *_, start_new_session, _ = others
         command = [os.fsdecode(os.fspath(word)) for word in args]
         assert command[0] == sys.executable, command
         assert command[1] in ("-m", "-c") or not command[1].startswith("-"), "options of the interpreter have no effect"
