@@ -63,15 +63,17 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
         certainty = "unchanged"
     elif gain and (gain.is_above(0.0) or (gain.low is None and gain.pairs >= SHOWN and gain.gain > SURE)):
         certainty = "sure"
-    reason = "nothing more to try"
-    if obstacle:
-        reason = f"{in_words(best, base)} cannot be recommended: {obstacle}"
-    elif certainty == "unchanged" and best != base and gain:
+    if certainty == "unchanged" and best != base and gain and not obstacle:
         reason = f"{in_words(best, base)} is not worth it: {gain.text}"
+    elif cut_short:
+        reason = cut_short
+    elif obstacle:
+        reason = f"{in_words(best, base)} cannot be recommended: {obstacle}"
     elif certainty == "unchanged":
         is_tried = any(block.setting != base for block in search.blocks)
         reason = "no change that was tried is worth it" if is_tried else "there was nothing to try"
-    reason = cut_short or reason
+    else:
+        reason = "nothing more to try"
     best = base if certainty == "unchanged" else best
     if not any(block.ended == "ok" for block in search.blocks) or search.memory.obstacle(best) is not None:
         return Recommendation("none", base, base, reason, complete=False)

@@ -47,6 +47,8 @@ def survey(
     """
     source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", local_ranks(config)
     cores = usable_cores(os.getpid()) / ranks
+    busy = psutil.cpu_percent(_OTHERS_OVER_S, percpu=True)  # before the tune starts anything
+    used = math.fsum(busy[core] for core in bound_cores() if core < len(busy)) / 100
     remote = any(volume.source.remote for volume in (*data.volumes, *data.conditions))
     return SearchSpace(
         source=source,
@@ -59,16 +61,9 @@ def survey(
         ram_limit_bytes=ram_left(config) // ranks,
         vram_limit_bytes=vram_left() if on_gpu else None,
         kept=(*keep, "cudnn_benchmark") if config.training.deterministic else tuple(keep),
-        others=_others(cores * ranks),
+        others=others_text(min(used, cores * ranks), cores * ranks),
         evidence=read_evidence(config),
     )
-
-
-def _others(cores: float) -> str:
-    """What runs on the machine before a tune starts anything, in words."""
-    busy = psutil.cpu_percent(_OTHERS_OVER_S, percpu=True)
-    used = math.fsum(busy[core] for core in bound_cores() if core < len(busy)) / 100
-    return others_text(min(used, cores), cores)
 
 
 def read_evidence(config: Config) -> Evidence | None:
