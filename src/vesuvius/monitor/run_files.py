@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +33,18 @@ class Tail:
 
     def lines(self) -> bytes:
         """The whole lines since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                return self._read(file.fileno())
-        except OSError:
-            return b""
-
-    def _read(self, descriptor: int) -> bytes:
-        now = os.fstat(descriptor)
-        if self._file is None:
-            self._offset = max(now.st_size - self._first_bytes, 0)
-        elif self._file != (now.st_dev, now.st_ino) or now.st_size < self._offset:
-            self._offset = 0
-        self._file = now.st_dev, now.st_ino
-        text = os.pread(descriptor, now.st_size - self._offset, self._offset)
-        whole = text.rfind(b"\n") + 1
-        self._offset += whole
-        return text[:whole]
+        with suppress(OSError), self._path.open("rb") as file:
+            now = os.fstat(file.fileno())
+            if self._file is None:
+                self._offset = max(now.st_size - self._first_bytes, 0)
+            elif self._file != (now.st_dev, now.st_ino) or now.st_size < self._offset:
+                self._offset = 0
+            self._file = now.st_dev, now.st_ino
+            text = os.pread(file.fileno(), now.st_size - self._offset, self._offset)
+            whole = text.rfind(b"\n") + 1
+            self._offset += whole
+            return text[:whole]
+        return b""
 
 
 def is_number(value: Any) -> bool:

@@ -78,10 +78,9 @@ class Verdict:
 
     def record(self) -> dict[str, Any]:
         """For metrics.jsonl, unrounded."""
-        names = ("compute_share", "data_share", "h2d_share", "host_share", "comm_share")
-        shares = {name: getattr(self.window, name) for name in names}
         words = {"bound": self.kind, "cause": self.cause, "text": self.text, "evidence": self.evidence}
-        return words | {"overrides": list(self.overrides), "advice": self.advice} | shares | asdict(self.window)
+        words |= {"overrides": list(self.overrides), "advice": self.advice}
+        return words | self.window.shares | asdict(self.window)
 
 
 def judge(window: Window, knobs: Knobs) -> Verdict:
@@ -114,17 +113,18 @@ class _Judgement:
 
     def verdict(self) -> Verdict:
         w = self.w
-        longest = max(w.data_share, w.h2d_share, w.host_share, w.comm_share)
-        if w.compute_share >= _COMPUTES_GOOD or longest <= _WAITS_GOOD:
+        computes, data, copies, host, ranks = w.shares.values()
+        longest = max(data, copies, host, ranks)
+        if computes >= _COMPUTES_GOOD or longest <= _WAITS_GOOD:
             return self._compute_bound()
         share = f"{_percent(longest)} of the time (good: below {_percent(_WAITS_GOOD, 0)})"
-        if longest == w.data_share:
+        if longest == data:
             return self._data_bound(f"waited for data {share}")
-        if longest == w.h2d_share:
+        if longest == copies:
             evidence = f"waited for copies to the device {share}, {w.delivered_bytes / w.steps / 1e6:.3g} MB a step"
             advice = "nothing to try: voxels travel in their stored dtype; check the GPU's link (nvidia-smi -q)"
             return self._found("transfer-bound", evidence, advice)
-        if longest == w.host_share:
+        if longest == host:
             return self._host_bound(f"the device waited for the host {share}")
         advice = "nothing to change here: see the log, below ranks/, of the rank that the step line calls slowest; "
         advice += "if all are alike the network is slow, and a larger training.accumulate_steps uses it less"
@@ -146,19 +146,18 @@ class _Judgement:
 
     def _compute_bound(self) -> Verdict:
         w, k = self.w, self.k
-        if k.on_gpu and w.gpu_busy is not None and w.gpu_busy < _LAUNCHING * w.compute_share:
-            return self._host_bound(
-                f"the GPU had work {_percent(w.compute_share)} of the time, but kernels ran only "
-                f"{_percent(w.gpu_busy)}: launching them is the limit"
-            )
+        computes, waits, *_ = w.shares.values()
+        if k.on_gpu and w.gpu_busy is not None and w.gpu_busy < _LAUNCHING * computes:
+            kernels = f"kernels ran only {_percent(w.gpu_busy)}: launching them is the limit"
+            return self._host_bound(f"the GPU had work {_percent(computes)} of the time, but {kernels}")
         gpu_s = w.forward_s + w.backward_s + w.optimizer_s
         parts = " ".join(
             f"{name} {_percent(part / gpu_s if gpu_s else 0.0, 0)}"
             for name, part in (("forward", w.forward_s), ("backward", w.backward_s), ("optimizer", w.optimizer_s))
         )
         evidence = (
-            f"computed {_percent(w.compute_share)} of the time (good: above {_percent(_COMPUTES_GOOD, 0)}; "
-            f"{parts}), waited for data {_percent(w.data_share)}"
+            f"computed {_percent(computes)} of the time (good: above {_percent(_COMPUTES_GOOD, 0)}; "
+            f"{parts}), waited for data {_percent(waits)}"
         )
         if not k.on_gpu:
             advice = "nothing to change: the device is a CPU"

@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vesuvius.threads import on_thread, stacks_of_threads
 
@@ -23,13 +22,12 @@ _JOIN_S = 1.0
 _WITHIN_S, _NEXT_AFTER_S = 5.0, 0.5
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """What the loop does."""
+class _Expected(NamedTuple):
+    """What the loop waits for, what that needs, and since when: what came before has come."""
 
-    what: str  # what is to come next
-    waiting_for: str | Callable[[], str]  # what that needs
-    since_s: float  # when the loop began to expect it: what came before has come
+    what: str
+    waiting_for: str | Callable[[], str]
+    since_s: float
 
 
 class Watchdog:

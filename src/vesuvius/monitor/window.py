@@ -62,24 +62,11 @@ class Window:
         return self.step_s - self.pause_s
 
     @property
-    def compute_share(self) -> float:
-        return (self.forward_s + self.backward_s + self.optimizer_s) / self.working_s
-
-    @property
-    def data_share(self) -> float:
-        return self.data_s / self.working_s
-
-    @property
-    def h2d_share(self) -> float:
-        return self.h2d_s / self.working_s
-
-    @property
-    def host_share(self) -> float:
-        return (self.other_s - self.pause_s) / self.working_s
-
-    @property
-    def comm_share(self) -> float:
-        return self.comm_s / self.working_s
+    def shares(self) -> dict[str, float]:
+        """Of the working time: `compute_share`, and what the device waited for; data first, as in a tie it decides."""
+        computing_s, host_s = self.forward_s + self.backward_s + self.optimizer_s, self.other_s - self.pause_s
+        waits = {"data": self.data_s, "h2d": self.h2d_s, "host": host_s, "comm": self.comm_s}
+        return {f"{name}_share": each / self.working_s for name, each in ({"compute": computing_s} | waits).items()}
 
     @property
     def held_up_s(self) -> float:

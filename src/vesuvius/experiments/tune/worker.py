@@ -177,7 +177,7 @@ class TuneWorker:
         sustained, text = working_s / figures["measured_s"], verdict.text
         if sustained < 1:
             text = f"data-bound: readers deliver {samples / figures['measured_s']:.3g} samples/s; more was read ahead"
-        return figures | {"data_share": 1 - sustained * (1 - verdict.window.data_share), "text": text}
+        return figures | {"data_share": 1 - sustained * (1 - verdict.window.shares["data_share"]), "text": text}
 
     def _readers(self, seconds: float) -> Figures:
         """Take batches as soon as they come, from the first that has to be waited for."""
