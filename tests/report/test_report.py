@@ -32,10 +32,9 @@ from vesuvius.monitor.post_mortem import Death, append_death
 from vesuvius.monitor.session import begin_session, end_session
 from vesuvius.report.content import NOT_KNOWN, RunReport
 from vesuvius.report.curves import Chart, banded, draw
-from vesuvius.report.model import build
+from vesuvius.report.model import build, comparison, named_apart
 from vesuvius.report.page import render_html
 from vesuvius.report.records import read_run
-from vesuvius.report.report import comparison, named_apart
 from vesuvius.runlog import units
 from vesuvius.runlog.units import quantile
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.runs import WriteConfig
 from vesuvius.commands.cli import say
 from vesuvius.config.load import dump_config, read_config
-from vesuvius.report.report import write_report
+from vesuvius.report.model import write_report
 from vesuvius.runlog.logfile import close_logs, open_log
 from vesuvius.runlog.redact import redact, redacted
 

@@ -26,7 +26,7 @@ def report(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     runs = [find_run(text) for text in args.runs]
-    from vesuvius.report.report import write_report  # imports numpy and matplotlib
+    from vesuvius.report.model import write_report  # imports numpy and matplotlib
 
     folder = write_report(runs, args.out, shlex.join(["vesuvius", "report", *argv]))
     say(str(folder / "report.html"))
