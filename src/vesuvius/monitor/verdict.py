@@ -78,7 +78,7 @@ class Verdict:
 
     def record(self) -> dict[str, Any]:
         """For metrics.jsonl, unrounded."""
-        words = {"bound": self.kind, "cause": self.cause, "text": self.text, "evidence": self.evidence}
+        words: dict[str, Any] = {"bound": self.kind, "cause": self.cause, "text": self.text, "evidence": self.evidence}
         words |= {"overrides": list(self.overrides), "advice": self.advice}
         return words | self.window.shares | asdict(self.window)
 
