@@ -17,7 +17,7 @@ from tests.conftest import textured
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.listing import list_chunks
+from vesuvius.volumes.occupancy import list_chunks
 from vesuvius.volumes.volume import Volume, open_volume
 
 SIZES = {"z": 20, "y": 24, "x": 28, "c": 2, "t": 3}

@@ -26,8 +26,8 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.chunks import ChunkGrid, Request
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.format.axes import Axes
-from vesuvius.volumes.listing import list_chunks
+from vesuvius.volumes.geometry import Axes
+from vesuvius.volumes.occupancy import list_chunks
 from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume

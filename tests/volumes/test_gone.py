@@ -18,8 +18,8 @@ from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.listing import list_chunks
 from vesuvius.volumes.missing import StoredChunks
+from vesuvius.volumes.occupancy import list_chunks
 from vesuvius.volumes.volume import Volume, open_volume
 
 SHAPE = (64, 64, 96)

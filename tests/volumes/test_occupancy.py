@@ -23,8 +23,15 @@ from vesuvius.config import ArrayConfig, DataConfig, ForegroundConfig, StoreConf
 from vesuvius.errors import DataError
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.volumes import occupancy
-from vesuvius.volumes.listing import SIDECAR, chunk_occupancy, list_chunks, sidecar_signature, write_sidecar
-from vesuvius.volumes.occupancy import coarse_map, foreground_map
+from vesuvius.volumes.occupancy import (
+    SIDECAR,
+    chunk_occupancy,
+    coarse_map,
+    foreground_map,
+    list_chunks,
+    sidecar_signature,
+    write_sidecar,
+)
 from vesuvius.volumes.volume import Volume, open_volume
 
 Voxels = np.ndarray[Any, Any]

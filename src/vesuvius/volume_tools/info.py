@@ -21,9 +21,8 @@ from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line, storage_errors
 from vesuvius.volumes.box import Box, box_along, triple
 from vesuvius.volumes.errors import FetchError, UnreadableChunkError
-from vesuvius.volumes.format.axes import Names
-from vesuvius.volumes.geometry import FloatTriple
-from vesuvius.volumes.listing import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
+from vesuvius.volumes.geometry import FloatTriple, Names
+from vesuvius.volumes.occupancy import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import percentiles
 

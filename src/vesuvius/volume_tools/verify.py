@@ -34,8 +34,8 @@ from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, tripl
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.format.metadata import metadata_hash
-from vesuvius.volumes.listing import Bools, list_objects, read_sidecar
 from vesuvius.volumes.missing import StoredChunks
+from vesuvius.volumes.occupancy import Bools, list_objects, read_sidecar
 from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, triple
 from vesuvius.volumes.errors import ClosedError, FetchError
-from vesuvius.volumes.format.axes import Axes
 from vesuvius.volumes.format.shards import Coords, Index, ShardForm
+from vesuvius.volumes.geometry import Axes
 from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
 

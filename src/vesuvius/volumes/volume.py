@@ -30,10 +30,9 @@ from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.box import Box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
-from vesuvius.volumes.format.axes import Axes, Names, find_axes
 from vesuvius.volumes.format.decode import ChunkDecoder
 from vesuvius.volumes.format.metadata import Level, Node, no_zarr_error, open_array, pick_level, read_node
-from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
+from vesuvius.volumes.geometry import Axes, FloatTriple, Geometry, Names, find_axes, space_of
 from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks, check_keys
 from vesuvius.volumes.store.objects import ByteRange, is_remote
 from vesuvius.volumes.store.source import Source

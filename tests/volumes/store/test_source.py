@@ -25,7 +25,7 @@ from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import ClosedError, UnreadableChunkError
-from vesuvius.volumes.listing import list_chunks
+from vesuvius.volumes.occupancy import list_chunks
 from vesuvius.volumes.store import retry
 from vesuvius.volumes.store.objects import ByteRange, open_store
 from vesuvius.volumes.store.source import Source
