@@ -128,9 +128,9 @@ def test_the_commit_of_a_run_is_that_of_the_checkout_that_the_package_lies_in(
     git("commit", "--quiet", "-m", "ours")
     commit = git("rev-parse", "HEAD")
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "ours/.venv/lib/python3.11/vesuvius/runlog/x.py"))
-    assert environment._commit() is None
+    assert environment._commit.__wrapped__() is None
     monkeypatch.setattr(environment, "__file__", str(ours))
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
-    assert environment._commit() == commit
+    assert environment._commit.__wrapped__() == commit
     ours.write_text("# changed")
-    assert environment._commit() == f"{commit}+"
+    assert environment._commit.__wrapped__() == f"{commit}+"
