@@ -373,7 +373,8 @@ def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
     assert drawn(tmp_path / "model", "--count", 1, "--weights", "model", checkpoint=newest).record["step"] == 10
     state, manifest = newest / "state.pt", newest / "manifest.json"
     whole, earlier = state.read_bytes(), json.loads(manifest.read_text())
-    del earlier["format"]
+    without = torch.load(older / "state.pt", weights_only=True)
+    del without["volumes"], earlier["format"]
     earlier["files"]["ema.safetensors"] = earlier["files"].pop("model.safetensors")
 
     def is_refused(message: str) -> None:
@@ -383,6 +384,8 @@ def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
     is_refused("a checkpoint must be unchanged since it was written; got model.safetensors has another checksum for ")
     state.write_bytes(whole[: len(whole) // 2])
     is_refused(f"for {state}; use another checkpoint")
+    torch.save(without, state)
+    is_refused("does not say what it was trained on (KeyError: 'volumes')")
     manifest.write_text(json.dumps(earlier))
     is_refused("step_00000010, written by an earlier version of vesuvius; use that version")
     manifest.unlink()

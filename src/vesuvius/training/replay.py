@@ -111,7 +111,7 @@ def replay(config: Config, number: int, overrides: Sequence[str] = ()) -> Iterat
     if checkpoint is None:
         raise ConfigError(f"{directory} has no checkpoint up to step {number}; give --replay a later step")
     state, device = load_checkpoint(checkpoint), choose_device()
-    facts, config = DataFacts.from_state(state), parse_stored(state["config"], overrides, str(checkpoint))
+    facts, config = DataFacts.from_state(state, checkpoint), parse_stored(state["config"], overrides, str(checkpoint))
     # Hooks must see every layer; one process computes the samples of all ranks.
     config = config.with_training(compile=False, workers=0)
     choose_kernels(device, config.training)

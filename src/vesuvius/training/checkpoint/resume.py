@@ -94,7 +94,7 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
     refused = [line for line in drift if line.startswith(OTHER_EXPERIMENT) and not line.startswith(DRAWS_SAMPLES)]
     if _without_paths(before["data"]["volumes"]) != _without_paths(now["data"]["volumes"]):
         refused += [line for line in drift if line.startswith("data.volumes")]
-    stored_voxels = _of_voxels(DataFacts.from_state(state).volumes, state["condition_dtype"])
+    stored_voxels = _of_voxels(DataFacts.from_state(state, path).volumes, state["condition_dtype"])
     refused += differences(stored_voxels, _of_voxels(trained_volumes(data), data.job.condition_dtype))
     if state["plan_hash"] != data.plan.hash:
         refused = _plan_changes(state["plan"], data.plan.describe()) + refused

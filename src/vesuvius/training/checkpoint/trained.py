@@ -81,15 +81,21 @@ class DataFacts:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Self:
-        """What `state_dict` returned."""
+    def from_state(cls, state: dict[str, Any], path: Path) -> Self:
+        """What `state_dict` returned.  Raises StorageError: `path`, where it was, is of a version that said less."""
         volumes = []
-        for stored in state["volumes"]:
-            known = {key.name: stored[key.name] for key in fields(TrainedVolume)}
-            known |= {key: triple(map(Fraction, stored[key])) for key in _LIE}
-            volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
-        greys, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys"))
-        return cls(tuple(volumes), GreyRanges(greys, conditions), Spectrum.from_state(state["spectrum"]))
+        try:
+            for stored in state["volumes"]:
+                known = {key.name: stored[key.name] for key in fields(TrainedVolume)}
+                known |= {key: triple(map(Fraction, stored[key])) for key in _LIE}
+                volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
+            greys, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys"))
+            return cls(tuple(volumes), GreyRanges(greys, conditions), Spectrum.from_state(state["spectrum"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageError(
+                f"{path} does not say what it was trained on ({type(error).__name__}: {one_line(error)}): it is from "
+                "an earlier version of vesuvius; use that version, or start a new run"
+            ) from error
 
 
 def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
@@ -106,8 +112,8 @@ def read_facts(path: Path, config: DataConfig) -> DataFacts | None:
     """What `write_facts` has kept for such a config; None where it is not there or not whole."""
     try:
         state = load_state(path)
-        return DataFacts.from_state(state) if state["config"] == _of_voxels(config) else None
-    except (StorageError, KeyError, TypeError, ValueError):
+        return DataFacts.from_state(state, path) if state["config"] == _of_voxels(config) else None
+    except (StorageError, KeyError, TypeError):
         return None
 
 
@@ -188,7 +194,7 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
             f"{error}\n(for a trained model, only keys that have an option of `vesuvius sample` can change: "
             "set or drop that option)"
         ) from error
-    return CheckpointInfo(checkpoint, state["step"], config, DataFacts.from_state(state))
+    return CheckpointInfo(checkpoint, state["step"], config, DataFacts.from_state(state, checkpoint))
 
 
 def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ def preflight(
     resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None
     facts = known if known and known.volumes == trained_volumes(data) else None
     if resumed:
-        facts = None if resumed.other_data else DataFacts.from_state(resumed.state)
+        facts = None if resumed.other_data else DataFacts.from_state(resumed.state, resumed.checkpoint)
     greys = facts.greys if facts else data.grey_ranges(config.data)
     spectrum = facts.spectrum if facts else measure_spectrum(data, config.data, greys)
     # Read once, before a run starts, so that nothing fails weeks later.  A dry run says where they would lie.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
     """(raw - low) / half - 1, each sample with its own figures.
 
     Low is subtracted before anything is rounded, so a small range far from 0 keeps its steps.  Dtypes that float32 does
-    not hold are computed in float64, which holds integers of 8 bytes up to 2^53.
+    not hold are computed in float64, and near differences of 8-byte integers, which float64 does not hold, as integers.
 
     Args:
         raw: [B, ...] in any stored dtype.
@@ -45,9 +45,14 @@ def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
         float32 of the shape of `raw`, on its device; within a few roundings of float32.
     """
     low, half = scales.T
-    exact = raw.dtype in _EXACT
+    exact, long = raw.dtype in _EXACT, raw.dtype in (torch.int64, torch.uint64)
     dtype, origin = (torch.float32, low.astype(np.float32).astype(np.float64)) if exact else (torch.float64, low)
+    origin = np.floor(low) if long else origin
     values = raw.to(dtype) - _per_sample(origin, dtype, raw)
+    if long:
+        bits = np.array([int(value) % 2**64 for value in origin], np.uint64).view(np.int64)
+        near = signed_view(raw) - _per_sample(bits, torch.int64, raw)  # modulo 2^64
+        values = torch.where(values.abs() < 2**62, near.double(), values)
     divisors, summands = (_per_sample(figures, dtype, raw) for figures in (half, (origin - low) / half - 1))
     # In place: first touch of fresh memory takes longer than the sums.
     return values.div_(divisors).add_(summands).float()
@@ -84,7 +89,7 @@ def signed_view(voxels: Tensor) -> Tensor:
     return voxels.view(_SIGNED[voxels.dtype]) if voxels.dtype in _SIGNED else voxels
 
 
-def _per_sample(figures: NDArray[np.float64], dtype: torch.dtype, raw: Tensor) -> Tensor:
+def _per_sample(figures: NDArray[Any], dtype: torch.dtype, raw: Tensor) -> Tensor:
     """[B, 1, 1, ...] or, of one figure for all, [1, 1, 1, ...] on the device of `raw`."""
     column = torch.from_numpy(np.ascontiguousarray(figures)).to(dtype).view(-1, *[1] * (raw.ndim - 1))
     return to_device(column, raw.device)
