@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_a_stop_reaches_rank_0_which_says_that_it_is_at_work(job: dict[str, Any]
     (job["place"] / "stop.json").write_text('[75, "SIGTERM"]')
     ray_train._follow(job["place"], stop, SimpleNamespace(wait=lambda _: next(times)))  # type: ignore[arg-type]
     assert stop.asked() == (75, "SIGTERM")
-    assert ray_train._read(job["place"] / "alive.json") > 0
+    assert ray_train._touched(job["place"] / "alive")
 
 
 NODES = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 64.0}]
@@ -138,7 +139,8 @@ def test_a_wait_for_ranks_is_said_and_ends_by_the_timeout_or_by_a_stop(
 
     def at_work(seconds: float) -> None:
         if seconds <= 1000:
-            (place / "alive.json").write_text(str(seconds))
+            (place / "alive").touch()
+            os.utime(place / "alive", (seconds, seconds))
 
     with pytest.raises(VesuviusError, match=r"no rank was at work for cluster.rank_timeout_minutes=30"):
         ray_train._wait(config, Waiting(monkeypatch, at_work), place, StopRequest(None))
@@ -150,7 +152,24 @@ def test_a_wait_for_ranks_is_said_and_ends_by_the_timeout_or_by_a_stop(
     with pytest.raises(VesuviusError, match="SIGTERM: no rank is at work, so nothing is saved") as ended:
         ray_train._wait(config, Waiting(monkeypatch), place, stop)
     assert ended.value.exit_code == EXIT_STOPPED
-    assert ray_train._read(place / "stop.json") == [EXIT_STOPPED, "SIGTERM"]
+    assert json.loads((place / "stop.json").read_bytes()) == [EXIT_STOPPED, "SIGTERM"]
+
+
+def test_a_command_that_was_stopped_with_its_ranks_gives_none_of_them_up(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by `docker pause`: rank 0 says a moment later that it is at work."""
+
+    def go_on(seconds: float) -> None:
+        if seconds == 40:
+            result._now += 7200
+        if seconds > 7250:
+            (job["place"] / "alive").touch()
+            result.set_result(SimpleNamespace(return_value=(0, "")))
+
+    result = Waiting(monkeypatch, go_on)
+    assert ray_train._wait(job["request"].config, result, job["place"], StopRequest(None)) == 0
+    assert "no rank has been at work for 7240 s" in caplog.text
 
 
 def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(job: dict[str, Any]) -> None:

@@ -45,8 +45,8 @@ _POLL_S = 0.5
 _LOOK_EVERY_S = 60.0
 _GROW_EVERY_S = 600.0
 _LEAST_STORE_BYTES = 2**28  # for what Ray itself needs
-# The notes: exit code and reason with which rank 0 is to stop; the time, by rank 0, and that it has started before.
-_STOP, _ALIVE, _STARTED = "stop.json", "alive.json", "started"
+# The notes: exit code and reason with which rank 0 is to stop; that it is at work, and that it has started before.
+_STOP, _ALIVE, _STARTED = "stop.json", "alive", "started"
 
 
 def train_with_ray(request: Request) -> int:
@@ -62,7 +62,8 @@ def train_with_ray(request: Request) -> int:
     if not request.resume:  # before a rank is lost, whose next start would resume what is there
         refuse_existing(run_dir(config))
     size = _store_bytes(config, ranks)
-    place = run_dir(config).path.absolute().parent / ".ray_train" / f"{config.name}-{os.getpid()}"
+    # By the time, as the number of a process may be that of one that was killed, and has left its notes.
+    place = run_dir(config).path.absolute().parent / ".ray_train" / f"{config.name}-{time.time_ns()}"
     with ExitStack() as opened:
         session = Session(config.cluster, config.training.workers * ranks, ranks, size)
         opened.callback(session.close)
@@ -178,16 +179,16 @@ def _restart_may_help(error: Exception) -> bool:
 def _follow(place: Path, stop: StopRequest, ended: threading.Event) -> None:
     """Until rank 0 has ended, say that it is at work, and obey the command."""
     while not ended.wait(2 * _POLL_S):
-        with suppress(OSError):  # the disk is full, or the command has ended
-            (place / _ALIVE).write_text(str(time.time()))
-        if asked := _read(place / _STOP):
-            stop.ask(*asked)
+        with suppress(OSError):  # the command has ended
+            (place / _ALIVE).touch()  # takes no room: the disk may be full
+        with suppress(OSError):
+            stop.ask(*json.loads((place / _STOP).read_bytes()))
 
 
-def _read(note: Path) -> Any:
-    """What another process has left; None where that is nothing."""
-    with suppress(OSError, ValueError):
-        return json.loads(note.read_bytes())
+def _touched(note: Path) -> int | None:
+    """When another process has; opened, as NFS may remember how a closed file was."""
+    with suppress(OSError), note.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime_ns
     return None
 
 
@@ -205,16 +206,17 @@ def _wait(config: Config, result: Future[Any], place: Path, stop: StopRequest) -
             result.exception(timeout=_POLL_S)
         _print_new(log_file)
         if not told and (asked := stop.asked()):
-            told = True
-            write_whole(place / _STOP, json.dumps(asked).encode())
-        now, before, alive = time.monotonic(), alive, _read(place / _ALIVE)
+            with suppress(OSError):  # a full disk: the next round tries again
+                write_whole(place / _STOP, json.dumps(asked).encode())
+                told = True
+        now, before, alive = time.monotonic(), alive, _touched(place / _ALIVE)
         if alive != before:
-            heard_s = now
-        elif now - max(heard_s, said_s) >= _LOOK_EVERY_S:
-            said_s = now
+            heard_s = said_s = now
+        elif now - said_s >= _LOOK_EVERY_S:
+            late_s, said_s = said_s - heard_s, now  # when it was last said: all may have been stopped together since
             if stop.wanted():
                 raise stop.error("no rank is at work, so nothing is saved; the last checkpoint is whole")
-            if now - heard_s > 60 * minutes:
+            if late_s >= 60 * minutes:
                 raise VesuviusError(
                     f"no rank was at work for cluster.rank_timeout_minutes={minutes:g}; see `ray status` for what the "
                     "cluster lacks, add nodes or lower cluster.min_ranks, and continue with --resume"
