@@ -61,6 +61,9 @@ def test_an_error_leaves_what_was_there_and_nothing_new(tmp_path: Path) -> None:
         (staged / "a").write_text("new")
         raise KeyboardInterrupt
     assert (out / "a").read_text() == "old"
+    with pytest.raises(StorageError), published_when_whole(out) as staged:
+        staged.rmdir()  # so that it cannot be moved to where the old one was
+    assert (out / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with published_when_whole(out) as staged:
         (staged / "b").write_text("new")

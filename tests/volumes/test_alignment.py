@@ -164,6 +164,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Any]] = {
     "it begins before and ends after": ({}, {"shape": (60, 90, 99), "translation": (-40, -8, -4)}, 1, (-10, -2, -1)),
     "a third of a voxel beside": ({}, {"translation": (41, 59, 81.3)}, 1, (10, 15, 20)),
     "half a voxel beside": ({}, {"shape": RAW, "translation": 2}, 1, 0),
+    "half a voxel beside, nearer to 0": ({}, {"shape": (60, 90, 99), "translation": (-42, -6, 6)}, 1, (-10, -1, 1)),
     "micrometers": ({}, {"scale": 0.004, "translation": (0.04, 0.06, 0.08), "unit": "micrometer"}, 1, (10, 15, 20)),
     "abbreviated units": ({"scale": 0.004, "unit": "um"}, {"unit": "nm", "translation": 40}, 1, 10),
     "twice as coarse": ({}, {"scale": 8, "translation": 0}, 2, 0),

@@ -116,6 +116,8 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
             staged.rename(out)
             flush_to_disk(out.parent)
         except BaseException:
+            if os.path.lexists(scratch / "old") and not os.path.lexists(out):
+                (scratch / "old").rename(out)
             # zarr writes the files of one call side by side and reports the first that fails: another may still appear,
             # and make its directory again.
             for _ in range(4):

@@ -270,7 +270,8 @@ def _offset(factor: Fraction, shift: float) -> Fraction:
     if factor < 1:
         return -_offset(1 / factor, -shift / float(factor)) * factor
     centred = shift - (float(factor) - 1) / 2
-    corner, centre = round(shift), round(centred)
+    # the nearest whole numbers; of two the one nearer to 0
+    corner, centre = (int(math.copysign(math.ceil(abs(v) - 0.5), v)) for v in (shift, centred))
     gain = abs(shift - corner) - abs(centred - centre)
     return Fraction(centre if gain > _EQUAL or (gain > -_EQUAL and centre == 0) else corner)
 
