@@ -17,7 +17,8 @@ _USER = re.compile(r"(?<=://)(?:[^/\s]*|[^/\s:@]+:[^/\n]{0,200})@")  # a passwor
 # Signatures and tokens have many names.  What ends a sentence stays.
 _QUERY = re.compile(r"(\bhttps?://[^\s?\"']*)\?[^\s\"']*?(?=[:;,.)]*(?:[\s\"']|$))", re.IGNORECASE)
 _SECRET = (
-    r"(?:SECRET|PASSW(?:OR)?D|TOKEN|API[_-]?KEY|ACCESS[_-]?KEY(?:[_-]ID)?|PRIVATE[_-]?KEY|CREDENTIALS?|SIGNATURE|AUTH)"
+    r"(?:SECRET(?:[_-]?KEY)?|PASSW(?:OR)?D|TOKEN|API[_-]?KEY|ACCESS[_-]?KEY(?:[_-]ID)?|PRIVATE[_-]?KEY|CREDENTIALS?|"
+    r"SIGNATURE|AUTH)"
 )
 _SECRET_NAME = re.compile(rf"(?:^|[_.-]){_SECRET}$|^{_SECRET}$", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(\b[\w.-]*{_SECRET}=)(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)", re.IGNORECASE)

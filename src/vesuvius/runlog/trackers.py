@@ -193,7 +193,8 @@ class Mlflow:
             mlflow.start_run(run_id=kept.read_text().strip())
         else:
             kept.write_text(mlflow.start_run(run_name=run).info.run_id)
-            mlflow.log_params(settings)
+            for first in range(0, len(settings), 100):  # it takes no more at once
+                mlflow.log_params(dict(list(settings.items())[first : first + 100]))
 
     def write(self, record: Record, figures: Mapping[str, float]) -> None:
         if figures:
