@@ -18,10 +18,10 @@ from matplotlib.patches import Rectangle
 from vesuvius.config import AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.mixing import Mixing
-from vesuvius.plan.plan import Plan
+from vesuvius.plan.plan import Plan, draw_pass
 from vesuvius.plan.split import split_volume
 
-SHAPE, PATCH, CHUNK = (256, 640, 640), (72, 136, 136), (128, 128, 128)
+SHAPE, PATCH, CHUNK = (512, 1024, 1024), (72, 136, 136), (128, 128, 128)
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#c05621", "#2f855a", "#a0aec0"
 
 
@@ -48,10 +48,9 @@ def _plan() -> Plan:
         patch_size=PATCH,
         augment=AugmentConfig(),
         validation=ValidationConfig(fraction=0),
-        regions_in_flight=8,
     )
     split = split_volume("v", SHAPE, PATCH, config.validation)
-    return make_plan(2, config, [plan_volume("v", split, SHAPE, CHUNK, "uint8", 1.0, config)])
+    return make_plan(3, config, [plan_volume("v", split, SHAPE, CHUNK, "uint8", 1.0, config)])
 
 
 def _draw_pass(axis: Any, plan: Plan, first_visit: int) -> None:
@@ -62,7 +61,7 @@ def _draw_pass(axis: Any, plan: Plan, first_visit: int) -> None:
         axis.plot([edge, edge], [0, SHAPE[1]], color=GREY, lw=0.8)
     visits = [plan.visit(first_visit + n) for n in range(volume.visits_per_pass)]
     visit = max(visits, key=lambda v: (v.cell[1][1] - v.cell[0][1]) * (v.cell[1][2] - v.cell[0][2]))
-    phases = plan._pass(0, first_visit // volume.visits_per_pass)[0]
+    phases, _ = draw_pass(plan.seed, 0, first_visit // volume.visits_per_pass, volume.cells, volume.positions)
     for y0, y1 in volume.cells.axes[1].cells(phases[1]):
         for x0, x1 in volume.cells.axes[2].cells(phases[2]):
             axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, ec=BLUE, lw=1))
@@ -74,7 +73,7 @@ def _draw_pass(axis: Any, plan: Plan, first_visit: int) -> None:
     axis.plot(starts[:, 2], starts[:, 1], ".", color=ORANGE, ms=4)
     _, y, x = starts[0]
     axis.add_patch(Rectangle((x, y), PATCH[2], PATCH[1], fill=False, ec=ORANGE, lw=1.6))
-    axis.annotate("a patch and its start", (x, y), (x - 20, y - 60), color=ORANGE, arrowprops={"arrowstyle": "-"})
+    axis.annotate("a patch and its start", (x, y), (x + 60, y + 240), color=ORANGE, arrowprops={"arrowstyle": "-"})
     axis.annotate("chunks", (4, SHAPE[1] - 8), color="#718096")
     axis.set(xlim=(-8, SHAPE[2] + 8), ylim=(SHAPE[1] + 8, -8), xlabel="x, voxels", ylabel="y, voxels", aspect="equal")
 

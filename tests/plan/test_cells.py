@@ -24,7 +24,7 @@ def test_a_walk_through_all_cells_meets_each_start_of_the_box_once(
     train: Triple, first: Triple, patch: Triple, chunk: Triple, wanted: int
 ) -> None:
     stop = tuple(f + t + p for f, t, p in zip(first, train, patch, strict=True))
-    cells = lay_cells((first, (stop[0], stop[1], stop[2])), patch, chunk, 1, 600, wanted)
+    cells = lay_cells((first, (stop[0], stop[1], stop[2])), patch, chunk, 600, wanted, 128)
     phases = cells.draw_phases(np.random.default_rng(sum(train)))
     share = np.zeros([t + 1 for t in train])
     for position in range(cells.starts):
@@ -67,8 +67,8 @@ def test_every_start_is_equally_likely_exactly(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "region", "chunks"),
     [
-        ("u8", (199, 263, 263), (2, 3, 3)),
-        ("u8 160^3", (287, 287, 287), (3, 3, 3)),
+        ("u8", (199, 391, 391), (2, 4, 4)),
+        ("chunks of 64^3", (199, 391, 391), (4, 7, 7)),
         ("4096^3, 64^3", (191, 191, 191), (2, 2, 2)),
     ],
 )
@@ -88,9 +88,9 @@ def test_regions_touch_as_few_chunks_as_their_size_allows(name: str, region: Tri
 def test_borders_move_from_pass_to_pass() -> None:
     cells, rng = planned(LAYOUTS["u8"]).cells, np.random.default_rng(0)
     borders = [{axis.cell_of(300, phase)[0] for phase in axis.phases} for axis in cells.axes]
-    assert [len(moved) for moved in borders] == [58, 122, 122]
+    assert [len(moved) for moved in borders] == [58, 244, 244]
     drawn = [cells.draw_phases(rng) for _ in range(2000)]
-    assert [len(set(axis)) for axis in zip(*drawn, strict=True)] == [58, 122, 122], "every one of them is drawn"
+    assert [len(set(axis)) for axis in zip(*drawn, strict=True)] == [58, 244, 244], "every one of them is drawn"
 
 
 def test_decoded_voxels_are_those_of_the_chunks_touched_on_average_over_all_starts() -> None:
@@ -109,12 +109,12 @@ def test_decoded_voxels_are_those_of_the_chunks_touched_on_average_over_all_star
 
 def test_regions_stay_within_their_memory_and_small_volumes_have_enough_cells() -> None:
     for layout in LAYOUTS.values():
-        limit = 2**28 // layout.options.get("regions_per_task", 8)
         cells = planned(layout).cells
         item = np.dtype(layout.dtype).itemsize
         if "region_size" not in layout.options:
-            assert item * math.prod(cells.region_zyx(layout.patch)) <= limit
-            assert cells.starts >= 64 * cells.largest or cells.longest_zyx == (1, 1, 1)
+            least = item * math.prod(5 * size // 4 for size in layout.patch)
+            assert item * math.prod(cells.region_zyx(layout.patch)) <= max(2**30 // 32, least)
+            assert cells.starts >= 32 * cells.largest or cells.longest_zyx == (1, 1, 1)
         if layout.shape == BIG:
             assert all(cell >= patch / 5 for cell, patch in zip(cells.longest_zyx, layout.patch, strict=True))
 

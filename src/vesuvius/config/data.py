@@ -99,15 +99,20 @@ class DataConfig(Section):
 
     volumes: tuple[VolumeConfig, ...] = Field(min_length=1, description="the zarr volumes to draw from")
     patch_size: SizeZYX = Field((72, 136, 136), description="voxels (z, y, x) of one training example")
+    stream_gib: float = Field(
+        1.0, gt=0, description="memory for the regions in flight, GiB; the size of regions, K and M follow from it"
+    )
     patches_per_region: PositiveInt | None = Field(
         None,
-        description="K, patches cut from each region read; null = 4 to 64, chosen to keep read amplification at 0.95; "
-        "1 = a region of its own for every patch",
+        description="K, patches cut from each region read; null = 1 to 128, by the size of a region; 1 = a region of "
+        "its own for every patch",
     )
     regions_in_flight: PositiveInt | None = Field(
-        None, description="M, regions that samples are mixed from, in the object store; null = 64, fewer beyond 1.5 GiB"
+        None, description="M, regions that samples are mixed from, in the object store; null = 32, or 24 to 64 that fit"
     )
-    regions_per_task: PositiveInt = Field(8, description="R, regions that a reader reads in one task")
+    regions_per_task: PositiveInt | None = Field(
+        None, description="R, regions that a reader reads in one task; null = 1 to 8, of 128 MiB together"
+    )
     region_size: SizeZYX | None = Field(None, description="voxels (z, y, x) read at once; null = from chunks and patch")
     min_foreground: float = Field(
         0.0, ge=0, le=1, description="minimum share of foreground in every patch; 0 = patches from everywhere"

@@ -12,15 +12,20 @@ Only the cheap phases are drawn.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from vesuvius.config import Triple
 from vesuvius.volumes.box import Box, box_along, triple
+
+DENSITY = 16.5
+"""The law of mixing, in a cell: how many patches of one visit cover a voxel that lies in the midst of its region."""
 
 # An average over all phases is taken over so many, evenly spaced.
 _PHASES_AVERAGED = 16
@@ -117,27 +122,36 @@ def region_of(cell: Box, patch_zyx: Triple) -> Box:
 
 
 def lay_cells(
-    train: Box, patch_zyx: Triple, chunk_zyx: Triple, voxel_bytes: int, region_bytes_max: int, cells_wanted: int
+    train: Box, patch_zyx: Triple, chunk_zyx: Triple, region_voxels_max: int, cells_wanted: int, patches_max: int
 ) -> Cells:
-    """Choose cells that make reading cheap and batches varied.
+    """The cells for which the fewest voxels are decoded per patch, and of equals the largest.
 
-    Per axis they are about as long as a patch or a chunk, whichever is longer; shorter where a region would exceed
-    `region_bytes_max`, or the volume would have fewer than `cells_wanted` cells.
+    Regions hold at most `region_voxels_max` voxels, and the volume has at least `cells_wanted` cells; where that is
+    impossible, each start is a cell.
 
     Args:
         train: the voxels that patches may cover.
-        voxel_bytes: bytes that a reader holds per voxel.
+        patches_max: most patches that may be cut from a region.
     """
     counts = [hi - lo - patch + 1 for lo, hi, patch in zip(*train, patch_zyx, strict=True)]
-    limits = [max(patch, chunk) for patch, chunk in zip(patch_zyx, chunk_zyx, strict=True)]
-    while True:
-        cells = Cells(triple(map(_lay_axis, train[0], counts, patch_zyx, chunk_zyx, limits)))
-        small = voxel_bytes * math.prod(cells.region_zyx(patch_zyx)) <= region_bytes_max
-        longest = cells.longest_zyx
-        if (small and cells.starts >= cells_wanted * cells.largest) or max(longest) == 1:
-            return cells
-        axis = max(range(3), key=lambda a: (longest[a] > 1, longest[a] / patch_zyx[a]))
-        limits[axis] = -(-longest[axis] // 2)
+    longest = [region_voxels_max * patch // math.prod(patch_zyx) for patch in patch_zyx]
+    axes = list(map(_lengths, train[0], counts, patch_zyx, chunk_zyx, longest))
+    best, least = [axis[0] for axis in axes], (math.inf, 0)
+    for choice in itertools.product(*axes):
+        region = math.prod(one.region for one in choice)
+        largest = math.prod(one.cells.length for one in choice)
+        if region <= region_voxels_max and largest * cells_wanted <= math.prod(counts):
+            decoded = math.prod(one.decoded for one in choice)
+            cost = decoded / min(patches_of(largest, patch_zyx), patches_max), -largest
+            if cost < least:
+                best, least = list(choice), cost
+    z, y, x = (one.cells for one in best)
+    return Cells((z, y, x))
+
+
+def patches_of(starts: int, patch_zyx: Triple) -> float:
+    """How many patches a cell of so many starts may give: so that those of a visit cover a voxel `DENSITY` times."""
+    return DENSITY * starts / math.prod(patch_zyx)
 
 
 def cells_of_region_size(train: Box, patch_zyx: Triple, region_zyx: Triple) -> Cells:
@@ -149,32 +163,37 @@ def cells_of_region_size(train: Box, patch_zyx: Triple, region_zyx: Triple) -> C
     return Cells(triple(axes))
 
 
-def _lay_axis(first: int, count: int, patch: int, chunk: int, limit: int) -> AxisCells:
-    """Cells of at most `limit` starts; one cell where that holds all."""
-    if count <= limit:
-        return AxisCells(first, count, count, (first,))
-    length, phases = _cheapest_cuts(patch, chunk, limit)
-    return AxisCells(first, count, length, phases)
+class _Length(NamedTuple):
+    """A length that the cells of an axis may have."""
+
+    cells: AxisCells
+    region: int  # voxels of a region
+    decoded: float  # voxels of the chunks that a region touches, on average
 
 
-@lru_cache(maxsize=256)
-def _cheapest_cuts(patch: int, chunk: int, limit: int) -> tuple[int, tuple[int, ...]]:
-    """The length of a cell, and the phases at which its regions touch the fewest chunks.
+@lru_cache(maxsize=64)
+def _lengths(first: int, count: int, patch: int, chunk: int, region_max: int) -> list[_Length]:
+    """The lengths to choose from, rising: whole chunks, parts of a chunk, and parts of the axis."""
+    halves = range(count.bit_length())
+    lengths = {1} | {-(-count >> n) for n in halves} | {chunk // n for n in range(2, chunk + 1) if chunk % n == 0}
+    lengths |= {chunk << n for n in halves} | {3 * chunk << n for n in halves} | {-(-chunk >> n) for n in halves}
+    possible = range(1, min(count, max(region_max - patch + 1, 1)) + 1)
+    return [_of_length(first, count, patch, chunk, length) for length in sorted(lengths) if length in possible]
 
-    The longest that is a whole number of chunks, or a whole part of one if that is not much shorter than the limit.
-    """
-    if limit >= chunk:
-        length = limit // chunk * chunk
-    else:
-        length = next(chunk // n for n in range(2, chunk + 1) if chunk % n == 0 and chunk // n <= limit)
-        length = length if 2 * length > limit else limit  # of a prime chunk the only part is 1
+
+def _of_length(first: int, count: int, patch: int, chunk: int, length: int) -> _Length:
+    """Cells of a length, at the phases at which their regions touch the fewest chunks."""
+    region = length + patch - 1
+    if length == count:
+        cells = AxisCells(first, count, count, (first,))
+        return _Length(cells, region, chunk * _chunks_touched(first, first + region, chunk))
     # Cells begin at all places of a chunk that equal the phase modulo this.
     alike = math.gcd(length, chunk)
     touched = [
-        sum(_chunks_touched(lo, lo + length + patch - 1, chunk) for lo in range(phase, chunk, alike))
-        for phase in range(alike)
+        sum(_chunks_touched(lo, lo + region, chunk) for lo in range(phase, chunk, alike)) for phase in range(alike)
     ]
-    return length, tuple(phase for phase in range(length) if touched[phase % alike] == min(touched))
+    phases = tuple(phase for phase in range(length) if touched[phase % alike] == min(touched))
+    return _Length(AxisCells(first, count, length, phases), region, min(touched) * alike)
 
 
 def _chunks_touched(lo: int, hi: int, chunk: int) -> int:

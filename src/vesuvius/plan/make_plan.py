@@ -10,34 +10,36 @@ import numpy as np
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import DataError
-from vesuvius.plan.cells import cells_of_region_size, lay_cells
+from vesuvius.plan.cells import cells_of_region_size, lay_cells, patches_of
 from vesuvius.plan.foreground import qualifying_starts
 from vesuvius.plan.mixing import GROUPS, Mixing
 from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.plan.split import Split
 from vesuvius.volumes.occupancy import ForegroundMap
 
-# Patches per region follow from the bytes decoded per byte of patch, within bounds.
-_READ_AMPLIFICATION = 0.95
-_PATCHES_PER_REGION = (4, 64)
-# The decoded regions of a task take at most so much.
-_TASK_BYTES = 2**28
-# Regions in flight by default: 64, fewer where they would take more than 1.5 GiB, at least one of each group.
-_REGIONS_IN_FLIGHT = 64
-_IN_FLIGHT_BYTES = 3 * 2**29
+# The law of mixing, between cells: with M regions in flight, positions of patches a batch of 8 apart correlate by at
+# most (8 / M)^2.  docs/plan.md says what other K and M cost in processor time and in loss.
+_REGIONS_WANTED = 32
+_REGIONS_IN_FLIGHT = (24, 64)
+# K follows from the size of a cell.  More, up to 64, where more bytes would be decoded than delivered.
+_PATCHES_PER_REGION = (1, 128)
+_READ_AMPLIFICATION, _PATCHES_PAYING = 0.95, 64
+# R: the decoded regions of a task take at most so much.
+_TASK_BYTES, _REGIONS_PER_TASK = 2**27, (1, 8)
 
 
 def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> Plan:
     """The plan of a run.  Pure."""
     patch = config.patch_size
-    region_bytes = max(math.prod(v.cells.region_zyx(patch)) * v.voxel_bytes for v in volumes)
-    fitting = max(min(_IN_FLIGHT_BYTES // region_bytes, _REGIONS_IN_FLIGHT) // GROUPS, 1) * GROUPS
-    patches = config.patches_per_region or _patches_per_region(patch, volumes)
+    largest = max(volumes, key=lambda volume: _region_bytes(volume, patch))
+    region_bytes = _region_bytes(largest, patch)
+    fitting = min(int(config.stream_gib * 2**30) // region_bytes, sum(volume.visits_per_pass for volume in volumes))
+    regions = config.regions_in_flight or _within(fitting, _REGIONS_IN_FLIGHT) // GROUPS * GROUPS
     return Plan(
         seed=seed,
         patch_zyx=patch,
-        mixing=Mixing(seed, config.regions_in_flight or fitting, patches),
-        regions_per_task=config.regions_per_task,
+        mixing=Mixing(seed, regions, config.patches_per_region or _patches_per_region(largest, patch)),
+        regions_per_task=config.regions_per_task or _within(_TASK_BYTES // region_bytes, _REGIONS_PER_TASK),
         augment=config.augment,
         volumes=tuple(volumes),
     )
@@ -57,8 +59,8 @@ def plan_volume(
 ) -> PlanVolume:
     """Partition the starts in the training box of a volume into cells (`cells.lay_cells`).  Pure.
 
-    R regions fit into 256 MiB, and the volume has at least as many cells as regions in flight where its starts
-    allow it.  `data.region_size` overrides both.
+    32 regions fit into `data.stream_gib`, except that a cell may always be a quarter as long as a patch, and the volume
+    has at least so many cells where its starts allow it.  `data.region_size` overrides both.
 
     Args:
         voxel_bytes: bytes that a reader holds per voxel; more than the dtype's where a condition is read as well.
@@ -76,9 +78,11 @@ def plan_volume(
     if config.region_size is not None:
         cells = cells_of_region_size(split.train, patch, config.region_size)
     else:
-        region_bytes_max = _TASK_BYTES // config.regions_per_task
-        wanted = config.regions_in_flight or _REGIONS_IN_FLIGHT
-        cells = lay_cells(split.train, patch, chunk_zyx, voxel_bytes, region_bytes_max, wanted)
+        wanted = config.regions_in_flight or _REGIONS_WANTED
+        voxels_max = int(config.stream_gib * 2**30) // (wanted * voxel_bytes)
+        voxels_max = max(voxels_max, math.prod(5 * size // 4 for size in patch))
+        patches_max = config.patches_per_region or _PATCHES_PER_REGION[1]
+        cells = lay_cells(split.train, patch, chunk_zyx, voxels_max, wanted, patches_max)
     planned = PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, voxel_bytes, cells)
     if foreground is None:
         return planned
@@ -93,8 +97,16 @@ def plan_volume(
     return replace(planned, foreground=found)
 
 
-def _patches_per_region(patch: Triple, volumes: Sequence[PlanVolume]) -> int:
-    """As many as bring the volume with the costliest regions to the target read amplification."""
-    low, high = _PATCHES_PER_REGION
-    decoded = max(volume.cells.decoded_voxels(patch, volume.chunk_zyx) for volume in volumes)
-    return min(max(math.ceil(decoded / (_READ_AMPLIFICATION * math.prod(patch))), low), high)
+def _region_bytes(volume: PlanVolume, patch: Triple) -> int:
+    return math.prod(volume.cells.region_zyx(patch)) * volume.voxel_bytes
+
+
+def _patches_per_region(volume: PlanVolume, patch: Triple) -> int:
+    decoded = volume.cells.decoded_voxels(patch, volume.chunk_zyx)
+    paying = min(math.ceil(decoded / (_READ_AMPLIFICATION * math.prod(patch))), _PATCHES_PAYING)
+    return _within(max(int(patches_of(volume.cells.largest, patch)), paying), _PATCHES_PER_REGION)
+
+
+def _within(value: int, bounds: tuple[int, int]) -> int:
+    low, high = bounds
+    return min(max(value, low), high)

@@ -171,7 +171,7 @@ class Plan:
         number, count = volume_of_slot(self.seed, tuple(volume.weight for volume in self.volumes), slot)
         volume = self.volumes[number]
         again, place = divmod(count, volume.visits_per_pass)
-        phases, first = _draw_pass(self.seed, number, again, volume.cells, volume.positions)
+        phases, first = draw_pass(self.seed, number, again, volume.cells, volume.positions)
         if attempt:
             anchor = self._drawn_start(number, (self.seed, _SUBSTITUTE, slot, attempt))
         else:
@@ -290,7 +290,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _draw_pass(seed: int, number: int, again: int, cells: Cells, positions: int) -> tuple[Triple, int]:
+def draw_pass(seed: int, number: int, again: int, cells: Cells, positions: int) -> tuple[Triple, int]:
     """The phases of pass `again` over a volume, and the position of its first visit, times the visits."""
     rng = np.random.default_rng((seed, _PASS, number, again))
     return cells.draw_phases(rng), int(rng.integers(positions))
