@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 # Chunks of a disk whose bytes are fetched while another one is decoded: enough to hide the latency of a network mount.
 _AHEAD = 4
+# Chunks whose voxels other threads decode while one is copied.
+_DECODED_AHEAD = 8
 # A damaged chunk is fetched again, past all caches, before it is quarantined.
 _TRIES = 3
 
@@ -142,6 +144,7 @@ class Volume:
         box: Box,
         out: NDArray[Any] | None = None,
         before: Callable[[Triple], None] = lambda chunk: None,
+        decoders: Executor | None = None,
     ) -> NDArray[Any]:
         """Read and decode a box; absent chunks come as the fill value.  Waits for as long as an outage may last.
 
@@ -151,6 +154,7 @@ class Volume:
         Args:
             out: where to, of the volume's dtype and the shape of the box; a new array by default.
             before: told of each chunk before it is decoded; what it raises ends the read.
+            decoders: threads that decode chunks ahead of the one that is copied, told or not; None = this one decodes.
 
         Returns:
             `out`, or an array of the stored dtype, shape stop - start.
@@ -165,11 +169,11 @@ class Volume:
         """
         out = np.empty(shape_of(box), self.dtype) if out is None else out
         try:
-            for chunk, fetch in self._fetches(box):
+            for chunk, load in self._loads(box, decoders):
                 covered = self.grid.box_of(chunk)
                 part = intersection(covered, box)
                 before(chunk)
-                voxels = self._chunk(chunk, box, fetch)
+                voxels = self._chunk(chunk, box, load)
                 into = out[slices(part, box[0])]
                 into[...] = self.fill_value if voxels is None else voxels[slices(part, covered[0])]
                 self._replace_nonfinite(into)
@@ -180,6 +184,38 @@ class Volume:
     def close(self) -> None:
         """End the threads that fetch."""
         self.source.close()
+
+    def _loads(self, box: Box, decoders: Executor | None) -> Iterator[tuple[Triple, Callable[[], NDArray[Any] | None]]]:
+        """The chunks of a box, each with what waits for its voxels."""
+        ahead: deque[tuple[Triple, Future[NDArray[Any] | None]]] = deque()
+        for chunk, fetch in self._fetches(box):
+            if decoders is None:
+                yield chunk, partial(self._load, fetch)
+                continue
+            ahead.append((chunk, self._start_decoding(fetch, decoders)))
+            if len(ahead) > _DECODED_AHEAD:
+                first, voxels = ahead.popleft()
+                yield first, voxels.result
+        yield from ((chunk, voxels.result) for chunk, voxels in ahead)
+
+    def _start_decoding(self, fetch: Callable[[], bytes | None], decoders: Executor) -> Future[NDArray[Any] | None]:
+        """Wait for the bytes here, as decoders never wait; an error comes when it is the chunk's turn."""
+        try:
+            data = fetch()
+        except Exception as error:
+            failed: Future[NDArray[Any] | None] = Future()
+            failed.set_exception(error)
+            return failed
+        return decoders.submit(self._load, lambda: data)
+
+    def _load(self, fetch: Callable[[], bytes | None]) -> NDArray[Any] | None:
+        """The voxels of a whole chunk as stored; None for an absent one."""
+        if (data := fetch()) is None:
+            return None
+        voxels = self._decode(data)
+        if self.nan == "error":
+            check_finite(voxels)
+        return voxels
 
     def _fetches(self, box: Box) -> Iterator[tuple[Triple, Callable[[], bytes | None]]]:
         """The chunks of a box, each with what waits for its bytes."""
@@ -215,20 +251,17 @@ class Volume:
         finally:
             self.wait_s += time.perf_counter() - started
 
-    def _chunk(self, chunk: Triple, box: Box, fetch: Callable[[], bytes | None]) -> NDArray[Any] | None:
+    def _chunk(self, chunk: Triple, box: Box, load: Callable[[], NDArray[Any] | None]) -> NDArray[Any] | None:
         """The voxels of a whole chunk, as stored but for the order of axes; None where it is air.
 
         A chunk that seems damaged is fetched again, past all caches.  Raises as `read`.
         """
         for tries_left in reversed(range(_TRIES)):
             try:
-                data = fetch()
-                if data is None:
+                voxels = load()
+                if voxels is None:
                     self.missing.check_absent(chunk, box)
                     return None
-                voxels = self._decode(data)
-                if self.nan == "error":
-                    check_finite(voxels)
                 self.missing.note_present(chunk)
                 return self._to_zyx(voxels)
             except (DataError, ClosedError):
@@ -247,7 +280,7 @@ class Volume:
                 self.source.count(retries=1)
                 self.metadata.check(at_once=True)  # of a volume that is gone no chunk is to blame
                 self.grid.forget(self.grid.box_of(chunk))
-                fetch = partial(self.grid.fetch, chunk, self.source.get)
+                load = partial(self._load, partial(self.grid.fetch, chunk, self.source.get))
         raise AssertionError("the last try returns or raises")
 
     def _to_zyx(self, voxels: NDArray[Any]) -> NDArray[Any]:

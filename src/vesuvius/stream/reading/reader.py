@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -29,6 +30,7 @@ from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.reading.notes import crashed_chunks, open_note
 from vesuvius.stream.reading.quarantine import DamagedBox, record_of
 from vesuvius.stream.reading.reader_figures import BlockReport, ReaderTotals
+from vesuvius.threads import on_thread
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -47,6 +49,9 @@ _ALIGNED = 64
 STAGED_BYTES_MAX = 64 * 2**20
 _SUBSTITUTES_TRIED = 100
 _PUBLISH_S = 1.0
+# With `workers: 0`: threads that decode, and blocks that are read while the cutter holds the regions in flight.
+_DECODERS = 4
+LOCAL_BLOCKS_AHEAD = 2
 _FETCHED = ("bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
 
 
@@ -122,12 +127,14 @@ class Reader:
     Args:
         ring: number of buffers, reused in turn: decoding into fresh memory costs twice as much.
         actor: the Ray actor whose process this is; '' without Ray.
+        threads: how many decode; with 1 the one that reads does.
     """
 
-    def __init__(self, job: ReaderJob, ring: int, actor: str = "") -> None:
+    def __init__(self, job: ReaderJob, ring: int, actor: str = "", threads: int = 1) -> None:
         self._job = job
         self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
         self._turn = 0
+        self._decoders = ThreadPoolExecutor(threads, "decode") if threads > 1 else None
         self._actor, self._began = actor, time.time()
         self._arrays = [_open_arrays(number, job) for number in range(len(job.data.volumes))]
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
@@ -182,6 +189,8 @@ class Reader:
         self._closed.set()
         for volume in self._opened:
             volume.close()
+        if self._decoders is not None:
+            self._decoders.shutdown(wait=False)
 
     @property
     def _block(self) -> Block:
@@ -230,7 +239,8 @@ class Reader:
         try:
             for place, (volume, alignment) in enumerate(self._arrays[number]):
                 out = regions_in(self._block, self._job, shape_of(box))[place]
-                alignment.read(box, partial(volume.read, before=partial(self._before, volume, box)), out)
+                read = partial(volume.read, decoders=self._decoders)
+                alignment.read(box, partial(read, before=partial(self._before, volume, box)), out)
                 if place and self._job.data.labels:
                     check_labels(out, self._job.data.labels, volume.name, box)
                 self._bytes_read += _decoded_bytes(volume, alignment.array_box(box))
@@ -306,23 +316,30 @@ class Reader:
 
 
 class LocalBlocks(Iterator[Block]):
-    """Blocks of consecutive tasks, read in this process (`workers: 0`).
+    """Blocks of consecutive tasks, read in this process (`workers: 0`), one ahead of the cutter.
 
-    Iterated on one thread; the methods, as of `ray/blocks.py: RayBlocks`, are called from another.
+    Reading and decoding have threads of their own: codecs and copies let go of the interpreter's lock.  Iterated on one
+    thread; the methods, as of `ray/blocks.py: RayBlocks`, are called from another.
     """
 
     tasks_left = 0
 
     def __init__(self, job: ReaderJob, first: int, stop: int) -> None:
-        self._reader = Reader(job, ring=job.plan.regions_in_flight + 1)  # the cutter holds those in flight
+        ring = job.plan.regions_in_flight + LOCAL_BLOCKS_AHEAD
+        self._reader = Reader(job, ring, threads=min(os.cpu_count() or 1, _DECODERS))
         self._blocks = self._read(job.tasks(first, stop))
+        self._next: Future[Block | None] = on_thread(next, self._blocks, None, name="reader")
 
     def _read(self, tasks: Iterator[Task]) -> Iterator[Block]:
         for task, ahead in pairwise(chain(tasks, [()])):
             yield from self._reader.blocks(task, ahead)
 
     def __next__(self) -> Block:
-        return next(self._blocks)
+        block = self._next.result()
+        if block is None:
+            raise StopIteration
+        self._next = on_thread(next, self._blocks, None, name="reader")
+        return block
 
     @property
     def outages(self) -> list[Outage]:

@@ -32,7 +32,7 @@ from vesuvius.stream.options import (
     store_ahead_bytes,
     store_need_bytes,
 )
-from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
+from vesuvius.stream.reading.reader import LOCAL_BLOCKS_AHEAD, STAGED_BYTES_MAX
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, MemoryPlan, largest_batch, leaner, plan_memory
 from vesuvius.training.forecast.preflight import checkpoint_sizes, fixed_count
@@ -203,7 +203,7 @@ def _readers(config: Config, data: PreparedData) -> list[RamPart]:
     # At least one region is staged whatever its size; bytes that compression saves are not counted on.
     staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
     if workers == 0:
-        blocks = (job.plan.regions_in_flight + 1) * job.block_bytes
+        blocks = (job.plan.regions_in_flight + LOCAL_BLOCKS_AHEAD) * job.block_bytes
         return [
             RamPart("trainer", "its reader", blocks + scratch + staged, "data.regions_in_flight or data.region_size")
         ]
