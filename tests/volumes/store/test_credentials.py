@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -165,13 +164,6 @@ def test_a_file_of_profiles_that_cannot_be_read_is_named_without_its_words(cache
         with pytest.raises(DataError, match=r"Cannot read the credentials of AWS: .*aws-credentials") as caught:
             find_signing("s3", None)
         assert "SECRET" not in str(caught.value)
-
-
-def test_without_boto3_a_refusal_names_it(s3_requests: OddServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "botocore.exceptions", None)
-    signing = find_signing("s3", None)
-    assert "no boto3, which reads profiles and roles: install it" in signing.words
-    assert signing.options == {"skip_signature": True}
 
 
 # ---- Google

@@ -1,7 +1,7 @@
 """With what requests to s3 and gs are signed: the default chain of credentials, and nothing where it ends empty.
 
-obstore knows keys, web identities and roles of containers from the environment; boto3, where it is installed, knows
-profiles and the roles of machines.
+obstore knows keys and web identities from the environment; boto3 knows profiles and the roles of containers and of
+machines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from vesuvius.errors import DataError, one_line
 
 _REREAD = timedelta(minutes=5)  # tools that renew a profile's keys write them into the same file
-_CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
 _UNSIGNED = {"skip_signature": True}
 
 
@@ -53,12 +52,8 @@ def _aws() -> Signing | str:
     """What was looked for, where nothing is found; so `_google`."""
     if name := _first_set("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
         return Signing(f"signed with {name} of the environment", {})
-    try:
-        from botocore.exceptions import BotoCoreError
-    except ImportError:
-        if name := _first_set(*_CONTAINER):
-            return Signing(f"signed with {name}", {})
-        return "no AWS_* in the environment, and no boto3, which reads profiles and roles: install it"
+    from botocore.exceptions import BotoCoreError  # takes a third of a second
+
     try:
         return _by_boto3() or "no AWS_* in the environment, and boto3 finds no profile and no role"
     except BotoCoreError as error:
