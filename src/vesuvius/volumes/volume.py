@@ -1,8 +1,8 @@
 """First stop of a patch: open one level of a zarr volume and read boxes of it.
 
 Reads zarr v2 and v3, sharded or not, OME-Zarr groups (levels looked up in their metadata) and bare arrays, from disk
-and from remote stores.  The bytes of chunks are fetched ahead (of remote stores those of whole regions) and decoded one
-by one, on the thread that reads.
+and from remote stores.  The bytes of chunks are fetched ahead (of remote stores those of whole regions).  Chunks are
+decoded on the thread that reads, or on several ahead of it.
 """
 
 from __future__ import annotations
