@@ -94,7 +94,8 @@ def test_a_stream_goes_on_at_any_sample(job: ReaderJob, first: int) -> None:
 
 def ragged_job(tmp_path: Path) -> ReaderJob:
     """Of regions of different sizes: Ray would merge short blocks and split long ones."""
-    job = make_job(write_array(tmp_path / "ragged.zarr", textured((70, 90, 101))), patches_per_region=5)
+    array = write_array(tmp_path / "ragged.zarr", textured((70, 90, 101)))
+    job = make_job(array, patches_per_region=5, regions_in_flight=64)
     sizes = {tuple(b - a for a, b in zip(*job.plan.visit(slot).region, strict=True)) for slot in range(50)}
     assert len(sizes) > 3
     return job

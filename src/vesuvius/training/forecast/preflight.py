@@ -45,6 +45,8 @@ _PER_CORE = 25
 _PER_READER = 35
 _RANK = 110  # another trainer, in a process of Ray's
 
+_SMALL_BYTES = 2**28  # decoded: a volume that costs little however it is read
+
 
 @dataclass(frozen=True)
 class Preflight:
@@ -172,9 +174,8 @@ def doubts(config: Config, data: PreparedData, world: int, cores: float) -> list
         )
     for number, (volume, planned) in enumerate(zip(data.volumes, plan.volumes, strict=True)):
         amplification = plan.read_amplification(number, world)
-        # A small volume is in the page cache soon, and has small regions so that there are enough to mix.
-        small = planned.visits_per_pass < 4 * plan.regions_in_flight
-        if amplification > 1 and not small:
+        # A small volume is in the page cache soon.
+        if amplification > 1 and math.prod(volume.shape_zyx) * planned.voxel_bytes > _SMALL_BYTES:
             found.append(
                 f"{amplification:.2f} bytes are decoded per byte of patch of {volume.name}, in chunks of "
                 f"{format_sizes(volume.chunk_zyx)}, each read by {plan.reads_per_region(world):.1f} ranks; raise "
