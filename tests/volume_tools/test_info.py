@@ -14,21 +14,15 @@ from tests.conftest import STORED_AIR, textured, write_array
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
-from vesuvius.volume_tools import info
 from vesuvius.volume_tools.info import VolumeFacts, codec_words, describe_volume, make_sidecar
 from vesuvius.volumes.volume import open_volume
 
 QUICK = StoreConfig(outage_minutes=0)
-
-
-@pytest.fixture(autouse=True)
-def _small_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one chunk, whose grey values are then read whole."""
-    monkeypatch.setattr(info, "_BOX_ZYX", (16, 16, 16))
+BOX = (16, 16, 16)  # one chunk, whose grey values are then read whole
 
 
 def look(path: object, level: int = 0, **options: Any) -> VolumeFacts:
-    return describe_volume(ArrayConfig(path=str(path), level=level), QUICK, **options)
+    return describe_volume(ArrayConfig(path=str(path), level=level), QUICK, box_zyx=BOX, **options)
 
 
 def write_pyramid(path: Path, voxels: np.ndarray[Any, Any], levels: int = 2, **options: Any) -> Path:

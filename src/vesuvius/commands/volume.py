@@ -22,7 +22,7 @@ from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.units import format_sizes, size_text
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
-from vesuvius.volume_tools.info import describe_volume, make_sidecar
+from vesuvius.volume_tools.info import BOX_ZYX, describe_volume, make_sidecar
 from vesuvius.volume_tools.partial import partial_path
 from vesuvius.volume_tools.phantom_zarr import MIN_SIZE_VOXELS, write_phantom
 from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
@@ -72,7 +72,9 @@ def _info(arguments: argparse.Namespace) -> int:
             }
     else:
         with redirect_stdout(sys.stderr):  # log lines about a listing; stdout holds the result alone
-            found_facts = describe_volume(_source(arguments), listing=arguments.list, places=arguments.places)
+            found_facts = describe_volume(
+                _source(arguments), listing=arguments.list, places=arguments.places, box_zyx=arguments.patch
+            )
         facts = asdict(found_facts)
         if not arguments.json:
             del facts["chosen"]  # it is among the levels
@@ -248,6 +250,10 @@ def _add_info(commands: Commands) -> None:
         nargs="?",
         metavar="OTHER",
         help="say only how this array, e.g. labels, lies in PATH: PATH or PATH@LEVEL; exit code 6 if it does not",
+    )
+    size = ",".join(map(str, BOX_ZYX))
+    info.add_argument(
+        "--patch", type=triple(1, size), default=BOX_ZYX, metavar="Z,Y,X", help=f"voxels of a box (default: {size})"
     )
     info.add_argument("--places", type=natural, default=16, help="boxes to sample grey values from (default: 16)")
     info.add_argument("--list", action="store_true", help="list the store to count its chunks, however long that takes")

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # Chunks or shards on a disk that are listed without being asked to: a few seconds.
 _LISTED_UNASKED = 500_000
 PERCENTILES = (0.5, 50.0, 99.5)
-_BOX_ZYX: Triple = (72, 136, 136)
+BOX_ZYX: Triple = (72, 136, 136)
 _DRAWS_PER_BOX = 16
 _BOXES_AHEAD = 4
 
@@ -104,7 +104,12 @@ class VolumeFacts:
 
 
 def describe_volume(
-    spec: ArrayConfig, store: StoreConfig = StoreConfig(), *, listing: bool = False, places: int = 16
+    spec: ArrayConfig,
+    store: StoreConfig = StoreConfig(),
+    *,
+    listing: bool = False,
+    places: int = 16,
+    box_zyx: Triple = BOX_ZYX,
 ) -> VolumeFacts:
     """Look at a volume.  Reads.
 
@@ -140,7 +145,7 @@ def describe_volume(
             chosen=levels[spec.level],
             codec=codec_words(volume.array),
             occupancy=occupancy,
-            grey=grey_statistics(volume, stored, places) if places else None,
+            grey=grey_statistics(volume, stored, places, box_zyx) if places else None,
         )
 
 
@@ -240,8 +245,8 @@ def _beside(volume: Volume) -> Path:
 # ---- grey values, from a fixed random sample of boxes where something is stored
 
 
-def grey_statistics(volume: Volume, stored: Bools | None, boxes: int) -> GreyStatistics:
-    """Read a few boxes of about the size of a large patch, and compute statistics of their voxels.
+def grey_statistics(volume: Volume, stored: Bools | None, boxes: int, box_zyx: Triple = BOX_ZYX) -> GreyStatistics:
+    """Read a few boxes of about this size, and compute statistics of their voxels.
 
     Args:
         stored: which chunks (or shards) are stored; None where unknown: then random chunks are looked up.
@@ -252,7 +257,7 @@ def grey_statistics(volume: Volume, stored: Bools | None, boxes: int) -> GreySta
     """
     chunks, tried = _sample_chunks(volume, stored, boxes)
     rng = np.random.default_rng((0, 1))
-    sample = [_box_in(volume, chunk, rng) for chunk in chunks]
+    sample = [_box_in(volume, chunk, box_zyx, rng) for chunk in chunks]
     material: list[NDArray[Any]] = []
     voxels = unreadable = 0
     for number, box in enumerate(sample):
@@ -310,10 +315,10 @@ def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
     return found, tried
 
 
-def _box_in(volume: Volume, chunk: Triple, rng: np.random.Generator) -> Box:
-    """A box of about `_BOX_ZYX` that costs little else to decode: part of a chunk, or whole chunks."""
+def _box_in(volume: Volume, chunk: Triple, box_zyx: Triple, rng: np.random.Generator) -> Box:
+    """A box of about this size that costs little else to decode: part of a chunk, or whole chunks."""
     ends = []
-    for i, edge, size, patch in zip(chunk, volume.chunk_zyx, volume.shape_zyx, _BOX_ZYX, strict=True):
+    for i, edge, size, patch in zip(chunk, volume.chunk_zyx, volume.shape_zyx, box_zyx, strict=True):
         lo, hi = i * edge, min((i + 1) * edge, size)
         if patch < hi - lo:
             lo = int(rng.integers(lo, hi - patch + 1))
