@@ -34,7 +34,14 @@ from vesuvius.stream.options import (
 )
 from vesuvius.stream.reading.reader import LOCAL_BLOCKS_AHEAD, STAGED_BYTES_MAX
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, MemoryPlan, largest_batch, leaner, plan_memory
+from vesuvius.training.forecast.memory_plan import (
+    CONTEXT_BYTES,
+    LARGEST_PLANNED_BATCH,
+    MemoryPlan,
+    largest_batch,
+    leaner,
+    plan_memory,
+)
 from vesuvius.training.forecast.preflight import checkpoint_sizes, fixed_count
 from vesuvius.training.step.device import pinned_bytes
 from vesuvius.training.step.step import choose_device, resolve_amp
@@ -112,7 +119,8 @@ class RunPlan:
             need = f"VRAM {size_text(step.vram_bytes)} planned of {size_text(self.vram_bytes)} ({self.whose})"
             peak = f"{size_text(step.peak_bytes)} at the peak of train_batch_size {step.batch}, amp {step.amp}"
             largest = largest_batch(self.config, self.vram_bytes)
-            lines.append(f"{need}: {peak}, and the reserve; the largest that fits is {largest}")
+            fits = f"{largest} or more" if largest == LARGEST_PLANNED_BATCH else largest
+            lines.append(f"{need}: {peak}, the rest for CUDA and fragmentation; the largest that fits is {fits}")
         return lines
 
     def problems(self) -> list[Problem]:
