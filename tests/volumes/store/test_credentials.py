@@ -166,6 +166,13 @@ def test_a_file_of_profiles_that_cannot_be_read_is_named_without_its_words(cache
         assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.parametrize("command", ["/no/such/program", "echo no JSON", "false"])
+def test_a_process_that_gives_no_credentials_is_an_error(cache_home: Path, command: str) -> None:
+    (cache_home / "aws-config").write_text(f"[default]\ncredential_process = {command}\n")
+    with pytest.raises(DataError, match=r"Cannot read the credentials of AWS: .*anonymous=true"):
+        find_signing("s3", None)
+
+
 # ---- Google
 
 

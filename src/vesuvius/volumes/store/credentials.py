@@ -56,7 +56,7 @@ def _aws() -> Signing | str:
 
     try:
         return _by_boto3() or "no AWS_* in the environment, and boto3 finds no profile and no role"
-    except BotoCoreError as error:
+    except (BotoCoreError, OSError, ValueError) as error:  # the latter of a `credential_process`
         raise DataError(
             f"Cannot read the credentials of AWS: {one_line(error)}; correct AWS_PROFILE or the files of the profile, "
             "export keys, or set data.store.anonymous=true"
@@ -66,12 +66,12 @@ def _aws() -> Signing | str:
 @functools.cache
 def _by_boto3() -> Signing | None:
     """Signing as boto3 says, which is asked once: it waits for the metadata service of a machine that has none."""
+    import boto3
     from obstore.auth.boto3 import Boto3CredentialProvider
 
-    try:
-        found = Boto3CredentialProvider(ttl=_REREAD)
-    except ValueError:  # there are none
+    if (session := boto3.Session()).get_credentials() is None:
         return None
+    found = Boto3CredentialProvider(session, ttl=_REREAD)
     kind, region = found.credentials.method, found.config.get("region")
     in_file = kind in ("shared-credentials-file", "config-file")  # read once by a session of boto3
     provider = (lambda: Boto3CredentialProvider(ttl=_REREAD)()) if in_file else found
