@@ -59,6 +59,13 @@ def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
     assert "1200, 3s ago; 95 % of steps take less than 2.91 s" in table
 
 
+def test_one_reader_alone_needs_no_sum_above_it() -> None:
+    rows = (Row("readers", "readers (1)", None, GIB, GIB), Row("reader", "reader 7", 7, GIB, GIB))
+    assert "readers (" in text(full())
+    assert "readers (" not in (table := text(replace(full(), rows=rows)))
+    assert cells(table, "reader 7") == ["reader 7", "1.00", "1.00"]
+
+
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_no_line_is_wider_than_the_terminal_and_nothing_is_lost(width: int) -> None:
     table = text(full(), width)

@@ -50,11 +50,12 @@ def _parts(found: Inspection) -> Table:
 
 
 def _shown(rows: Sequence[Row]) -> Iterator[Row]:
-    """The largest readers, and the rest of them as one row."""
-    left = [row for row in rows if row.part == "reader"][_SHOWN_READERS:]
+    """The largest readers, and the rest of them as one row; one alone needs no sum above it."""
+    readers = [row for row in rows if row.part == "reader"]
+    left = readers[_SHOWN_READERS:]
     for row in rows:
         if row not in left:
-            yield row
+            yield from [row] if row.part != "readers" or len(readers) > 1 else []
         elif row is left[-1]:
             yield Row("reader", f"{len(left)} more", None, sum(each.now_bytes or 0 for each in left))
 
