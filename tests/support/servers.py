@@ -29,6 +29,7 @@ def cache_home(cache_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path / "aws-credentials"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(path / "aws-config"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(path / "gcloud"))
     return path
 

@@ -185,3 +185,21 @@ def test_the_login_of_gcloud_is_used(cache_home: Path) -> None:
     signing = find_signing("gs", None)
     assert signing.words == f"signed with {login}"
     assert open_store("gs://bucket/v", StoreConfig()).config["application_credentials"] == str(login)
+
+
+@pytest.mark.parametrize("account", [b"robot@project", None])
+def test_a_machine_of_google_signs_with_its_service_account(
+    monkeypatch: pytest.MonkeyPatch, account: bytes | None
+) -> None:
+    monkeypatch.delenv("NO_GCE_CHECK")
+    credentials._has_service_account.cache_clear()
+
+    def reply(asked: Asked) -> bytes:
+        assert asked.headers["metadata-flavor"] == "Google"
+        return sized("200 OK", account) if account else sized("404 Not Found", b"")
+
+    with odd_server(reply) as server:
+        monkeypatch.setenv("GCE_METADATA_HOST", server.url.removeprefix("http://"))
+        signed = "skip_signature" not in find_signing("gs", None).options
+    credentials._has_service_account.cache_clear()
+    assert signed == (account is not None)

@@ -7,13 +7,16 @@ machines.
 from __future__ import annotations
 
 import functools
+import http.client
 import os
+import urllib.request
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vesuvius.errors import DataError, one_line
 
+_PROBE_S = 0.5  # a machine that is no Google one waits for so long, once per process
 _REREAD = timedelta(minutes=5)  # tools that renew a profile's keys write them into the same file
 _UNSIGNED = {"skip_signature": True}
 
@@ -87,8 +90,24 @@ def _google() -> Signing | str:
     login /= "application_default_credentials.json"
     if login.exists():
         return Signing(f"signed with {login}", {"application_credentials": str(login)})
-    hint = "set data.store.anonymous=false to sign with the machine's service account"
-    return f"no GOOGLE_* in the environment and no {login} ({hint})"
+    if os.environ.get("NO_GCE_CHECK", "").lower() != "true" and _has_service_account():
+        return Signing("signed with the machine's service account", {})
+    return f"no GOOGLE_* in the environment, no {login}, no service account of the machine"
+
+
+@functools.cache
+def _has_service_account() -> bool:
+    """Whether the metadata service of a Google machine, one hop away and past all proxies, knows of one."""
+    host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
+    url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/email"
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(
+            urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}), timeout=_PROBE_S
+        ) as answer:
+            return bool(answer.read(4096))
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 def _first_set(*names: str) -> str | None:
