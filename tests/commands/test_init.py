@@ -17,7 +17,7 @@ from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 from vesuvius.training.forecast import first_config
 from vesuvius.training.forecast.preflight import preflight
-from vesuvius.volume_tools.phantom_zarr import write_phantom
+from vesuvius.volume_tools.phantom import write_phantom
 
 
 @pytest.fixture(autouse=True)

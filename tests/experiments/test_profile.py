@@ -20,10 +20,10 @@ from tests.support.tiny import tiny_sections
 from vesuvius.commands import profile as command
 from vesuvius.config.load import parse_stored, read_config
 from vesuvius.errors import EXIT_DATA, EXIT_OK, EXIT_STOPPED
-from vesuvius.experiments.profile import Observed, Observer, build_profile, counted, profiled
+from vesuvius.experiments.profile import Observed, Observer, build_profile, profiled
 from vesuvius.monitor.verdict import judge
+from vesuvius.report.charts import work_parts
 from vesuvius.report.records import read_run
-from vesuvius.report.share import work_parts
 from vesuvius.runlog.records import read_records
 
 
@@ -57,7 +57,8 @@ def assert_parts_are_all_of_the_time(run: Path, page: str, first: int, last: int
     """Seconds against the steps' own clock: a part that is left out is seen, whatever the shares are divided by."""
     steps = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "step" and first <= r["step"] <= last]
     records = read_run(run)
-    parts = work_parts(records, counted(records, first - 1, last - first + 1), 1.0)
+    number_of = records.columns["step"]
+    parts = work_parts(records, (number_of >= first) & (number_of <= last), 1.0)
     work_s = math.fsum(step["step_s"] - step["pause_s"] for step in steps)
     assert math.fsum(part.total_s for part in parts) == pytest.approx(work_s, rel=1e-6)
     table = page.partition("Where the time went")[2].partition("\n\n")[0]

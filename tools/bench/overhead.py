@@ -197,9 +197,6 @@ class Between:
         """Call with the number of the step that was made."""
         self._call(self._progress.step)
 
-    def ended(self) -> None:
-        """Nothing is left to do."""
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write it as JSON where asked to."""

@@ -34,7 +34,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.experiments.paired import compare
 from vesuvius.experiments.tune.measurement import Setting, in_words
-from vesuvius.experiments.tune.runner import TrialRunner
+from vesuvius.experiments.tune.session import TrialRunner
 from vesuvius.runlog.records import from_plain
 
 WORKERS = (1, 2, 4, 8)

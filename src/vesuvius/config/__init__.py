@@ -13,11 +13,11 @@ from vesuvius.config.data import NormalizeConfig as NormalizeConfig
 from vesuvius.config.data import StoreConfig as StoreConfig
 from vesuvius.config.data import ValidationConfig as ValidationConfig
 from vesuvius.config.data import VolumeConfig as VolumeConfig
-from vesuvius.config.diffusion import DiffusionConfig as DiffusionConfig
-from vesuvius.config.diffusion import Prediction as Prediction
-from vesuvius.config.diffusion import SamplerMethod as SamplerMethod
 from vesuvius.config.experiment import ClusterConfig as ClusterConfig
 from vesuvius.config.experiment import Config as Config
-from vesuvius.config.model import ModelConfig as ModelConfig
 from vesuvius.config.section import Triple as Triple
+from vesuvius.config.training import DiffusionConfig as DiffusionConfig
+from vesuvius.config.training import ModelConfig as ModelConfig
+from vesuvius.config.training import Prediction as Prediction
+from vesuvius.config.training import SamplerMethod as SamplerMethod
 from vesuvius.config.training import TrainingConfig as TrainingConfig

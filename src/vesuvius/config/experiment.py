@@ -8,10 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field
 
 from vesuvius.config.data import DataConfig
-from vesuvius.config.diffusion import DiffusionConfig
-from vesuvius.config.model import ModelConfig
 from vesuvius.config.section import NonNegativeInt, PositiveInt, Section
-from vesuvius.config.training import TrainingConfig
+from vesuvius.config.training import DiffusionConfig, ModelConfig, TrainingConfig
 
 _LONGEST_NAME = 200  # bytes; a file's name has 255, some of them for an ending
 NEVER = 10**9  # more steps than a run ever has; a period of them never comes round

@@ -1,13 +1,70 @@
-"""`training.*`: the loop, its optimizer, checkpoints, validation and previews."""
+"""`model.*`, `training.*` and `diffusion.*`: the network, the loop that trains it, and the noise it learns from."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section
+from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX, Triple
+
+
+class ModelConfig(Section):
+    """The 3D U-Net, from tiny to the recipe."""
+
+    channels: tuple[PositiveInt, ...] = Field(
+        (128, 256, 512), min_length=1, description="channels of each level, finest first"
+    )
+    strides: tuple[SizeZYX, ...] | None = Field(
+        None,
+        description="downsampling factors (z, y, x), an entry from each level to the next; null = [2, 2, 2] throughout",
+    )
+    blocks_per_level: PositiveInt = Field(2, description="residual blocks per encoder level; one more in the decoder")
+    stem_stride: SizeZYX = Field((2, 2, 2), description="space-to-depth factor (z, y, x) of the stem; [1,1,1] = none")
+    full_res_channels: NonNegativeInt = Field(
+        64, description="channels of the full-resolution block at each end; 0 = none"
+    )
+    attention_heads: NonNegativeInt = Field(8, description="heads of self-attention at the lowest level; 0 = none")
+
+    @property
+    def level_strides_zyx(self) -> tuple[Triple, ...]:
+        """Downsampling factors from each level to the next."""
+        return ((2, 2, 2),) * (len(self.channels) - 1) if self.strides is None else self.strides
+
+    @property
+    def divisor_zyx(self) -> Triple:
+        """What each patch size must be a multiple of, so that every level divides evenly."""
+        z, y, x = (math.prod(factors) for factors in zip(self.stem_stride, *self.level_strides_zyx, strict=True))
+        return z, y, x
+
+    def size_problem(self, size_zyx: Triple) -> str | None:
+        """Why a patch of this size does not fit, with the nearest sizes that do; None where it fits."""
+        divisor = self.divisor_zyx
+        if not any(size % d for size, d in zip(size_zyx, divisor, strict=True)):
+            return None
+        below = [max(size // d, 1) * d for size, d in zip(size_zyx, divisor, strict=True)]
+        above = [-(-size // d) * d for size, d in zip(size_zyx, divisor, strict=True)]
+        nearest = " and ".join(dict.fromkeys(map(str, (below, above))))
+        thin = [axis for axis, size, d in zip("zyx", size_zyx, divisor, strict=True) if size < d]
+        keep = f"; or set model.stem_stride and model.strides to 1 along {', '.join(thin)}" if thin else ""
+        return (
+            f"data.patch_size must be a multiple of {list(divisor)} (model.stem_stride times model.strides); "
+            f"got {list(size_zyx)}; nearest that fit: {nearest}{keep}"
+        )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.strides is not None and len(self.strides) != len(self.channels) - 1:
+            yield (
+                f"strides must have one entry fewer than channels; got {len(self.strides)} for {len(self.channels)} "
+                "levels; change model.strides"
+            )
+        if self.attention_heads and self.channels[-1] % self.attention_heads:
+            yield (
+                f"the last of channels must be a multiple of attention_heads; got {self.channels[-1]} and "
+                f"{self.attention_heads}; change model.attention_heads"
+            )
 
 
 class TrainingConfig(Section):
@@ -79,3 +136,66 @@ class TrainingConfig(Section):
         decays = (self.ema_decay, *self.extra_ema_decays)
         if len(set(decays)) < len(decays):
             yield (f"each average must have a decay of its own; got {list(decays)}; change training.extra_ema_decays")
+
+
+Prediction = Literal["v", "eps", "x_0", "flow"]
+SamplerMethod = Literal["ddim", "ddpm", "dpmpp2m", "heun"]
+
+
+class DiffusionConfig(Section):
+    """Noise schedule, target, loss and sampler.  The timestep t counts from 0, the least noisy."""
+
+    timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(1000, description="noise levels of the schedule")
+    noise: Literal["edm", "cosine", "linear"] = Field(
+        "edm",
+        description="noise levels: edm = uniform in log-SNR, over the range that the data's power spectrum needs; "
+        "others = how alpha_bar falls with t",
+    )
+    sigma_min: float = Field(0.02, gt=0, description="smallest noise of edm, in standard deviations of the data")
+    sigma_max: float | None = Field(
+        None, gt=0, description="largest noise of edm; null = four times the largest amplitude of the measured spectrum"
+    )
+    prediction: Prediction = Field(
+        "v",
+        description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; flow = eps - x_0; eps needs "
+        "a sampler_clip",
+    )
+    min_snr_gamma: float | None = Field(
+        None,
+        gt=0,
+        description="cap on the loss weight by signal-to-noise ratio; null = none, and with edm as the spectrum gives",
+    )
+    condition_dropout: float = Field(
+        0.1, ge=0, lt=1, description="share of samples trained without their condition, for guidance; 0 = none"
+    )
+    sampler: SamplerMethod = Field("dpmpp2m", description="sampler; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)")
+    sampler_steps: PositiveInt = Field(
+        40,
+        description="steps per generated sample (rho = 7 for edm, else trailing); heun evaluates twice in all but one",
+    )
+    sampler_clip: float | None = Field(None, gt=0, description="limit of |x_0| in each step, model values; null = none")
+    sampler_guidance: float = Field(
+        1.0, ge=0, description="classifier-free guidance: 1 = the condition as it is, more = stronger, 0 = none"
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.sampler_steps > self.timesteps:
+            yield (
+                f"sampler_steps must not exceed timesteps; got {self.sampler_steps} of {self.timesteps}; "
+                "lower diffusion.sampler_steps"
+            )
+        if self.sigma_max is not None and self.sigma_max <= self.sigma_min:
+            yield (
+                f"sigma_max must be above sigma_min; got {self.sigma_max:g} and {self.sigma_min:g}; raise "
+                "diffusion.sigma_max or set it to null"
+            )
+        if self.noise == "edm" and self.prediction != "v":
+            yield (
+                f"edm has one prediction, what the best linear denoiser leaves of v; got {self.prediction}; set "
+                "diffusion.prediction=v or diffusion.noise=cosine"
+            )
+        if self.noise == "edm" and self.min_snr_gamma is not None:
+            yield (
+                f"min_snr_gamma weighs cosine and linear noise; got {self.min_snr_gamma:g} with edm, whose "
+                "weights follow from the spectrum; set diffusion.min_snr_gamma=null"
+            )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from vesuvius import __version__
 from vesuvius.config.describe import flatten
@@ -22,15 +22,9 @@ from vesuvius.runlog.records import JsonLines, from_plain, read_records
 from vesuvius.runlog.redact import redacted
 from vesuvius.training.stop import restore_handlers, stop_signals
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    T = TypeVar("T", bound=DataclassInstance)
-else:
-    T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")  # a dataclass
 _OF_OTHERS = (ConnectionError, TimeoutError, BlockingIOError)  # of the network, or of a process that cannot start
 
 
@@ -100,8 +94,7 @@ class Ledger(Generic[T]):
     def read(cls, path: Path, what: str, kind: type[T]) -> Self:
         """Continue a ledger on disk, whose results are of one dataclass.
 
-        Raises:
-            ConfigError: it is missing, or not of this version.
+        Raises ConfigError: it is missing, or not of this version.
         """
         try:
             records = read_records(path)
@@ -137,7 +130,7 @@ class Ledger(Generic[T]):
     def add(self, result: T) -> None:
         """Append a result.  Raises OSError."""
         self.results.append(result)
-        self._write("result", session=self.session, result=asdict(result))
+        self._write("result", session=self.session, result=asdict(result))  # type: ignore[call-overload]
 
     def _write(self, kind: str, **figures: Any) -> None:
         self._file = self._file or JsonLines(self._path)

@@ -25,11 +25,11 @@ from vesuvius.errors import EXIT_OK, VesuviusError
 from vesuvius.experiments.steady import Warmup
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
+from vesuvius.report.charts import work_parts
 from vesuvius.report.content import RunReport, Table
 from vesuvius.report.model import build
 from vesuvius.report.page import made_by, new_folder, write_page
 from vesuvius.report.records import RunRecords, figure, read_run
-from vesuvius.report.share import work_parts
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.stream.stream import PatchStream
@@ -91,9 +91,6 @@ class Observer:
         """Keep the verdict on the steps that count, not on those before or after, nor of a run that is stopped."""
         if self._counting:
             self._observed.verdict = verdict
-
-    def ended(self) -> None:
-        """Nothing is left to do."""
 
     def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
         """Do what comes before the next step."""
@@ -200,7 +197,8 @@ def build_profile(
     """
     assert observed.verdict is not None, "all steps were made"
     verdict, after, last = observed.verdict, observed.warm_steps, observed.warm_steps + asked
-    chosen = counted(records, after, asked)
+    number_of = records.columns["step"]
+    chosen = (number_of > after) & (number_of <= last)
     only = replace(
         records,
         columns={name: column[chosen] for name, column in records.columns.items()},
@@ -237,9 +235,3 @@ def build_profile(
         previews=(),
         parts_note=_NOTE,
     )
-
-
-def counted(records: RunRecords, after: int, steps: int) -> Any:
-    """Which of the recorded steps count: so many after one."""
-    number_of = records.columns["step"]
-    return (number_of > after) & (number_of <= after + steps)

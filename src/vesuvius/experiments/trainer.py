@@ -87,8 +87,7 @@ class Trainer:
     def watch(self, take: Callable[[Record], bool], limit_s: float, stopping: Callable[[], bool]) -> tuple[Ended, str]:
         """Give `take` each new record until it returns true; else close it, and say how it ended and why, in a line.
 
-        Raises:
-            TrialInterrupted: `stopping` came true; it is closed.
+        Raises TrialInterrupted: `stopping` came true; it is closed.
         """
         began = time.monotonic()
         try:

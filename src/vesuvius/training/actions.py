@@ -129,9 +129,6 @@ class Autotuner:
         """Keep a verdict for the next `act`."""
         self._verdict = verdict
 
-    def ended(self) -> None:
-        """Nothing is left to do."""
-
     def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
         """Make the change that the last verdict calls for; none without a new verdict."""
         verdict, self._verdict = self._verdict, None

@@ -44,9 +44,6 @@ class Tuner(Protocol):
     def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
         """Change what is to be changed now."""
 
-    def ended(self) -> None:
-        """Take note that no step will follow."""
-
 
 class TrainingLoop:
     """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due.
@@ -113,7 +110,6 @@ class TrainingLoop:
                             if saves:
                                 self.milestones.save()
                 reporter.finish()
-                tuner.ended()
                 self.milestones.save()  # written while the readers end: a scheduler may not allow time for both in turn
             except Exception as error:
                 self._settle(reporter, error)

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vesuvius.diffusion.network.norm import norm_silu_conv
+from vesuvius.diffusion.network.layers import norm_silu_conv
 
 GROUPS = 4
 LAYOUTS = pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=["czyx", "zyxc"])

@@ -24,7 +24,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.experiments.trainer import TrialInterrupted, trainer_config
 from vesuvius.experiments.tune.measurement import Block, Setting
-from vesuvius.experiments.tune.runner import TrialRunner
+from vesuvius.experiments.tune.session import TrialRunner
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import from_plain, read_records
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
@@ -189,7 +189,7 @@ import sys
 from pathlib import Path
 from vesuvius.config.load import read_config
 from vesuvius.experiments.tune.measurement import Setting
-from vesuvius.experiments.tune.runner import TrialRunner
+from vesuvius.experiments.tune.session import TrialRunner
 config = read_config(Path(sys.argv[1]))
 with TrialRunner(config, Path(sys.argv[2])) as lab:
     lab.measure(Setting.of(config), "run", 3600.0, 3600.0)

@@ -18,9 +18,8 @@ from vesuvius.diffusion.schedule import Schedule, edm_betas, x_0_and_eps
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate.drawing import Watch
 from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.passes import Pass, advanced, block_noise, corrected
 from vesuvius.generate.volume.ray_workers import ray_workers
-from vesuvius.generate.volume.tiling import Tiling, shared_part
+from vesuvius.generate.volume.tiling import Pass, Tiling, advanced, block_noise, corrected, shared_part
 from vesuvius.generate.volume.work import Blocks, Sampling, VolumeJob, Work, live_blocks, this_process
 from vesuvius.volumes.box import Box, shape_of, slices
 

@@ -28,8 +28,7 @@ from tests.generate.volume.fields import (
 )
 from vesuvius.config import Triple
 from vesuvius.diffusion.sampler import sample
-from vesuvius.generate.volume.passes import passes_of
-from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.generate.volume.tiling import Tiling, passes_of
 from vesuvius.volumes.box import slices
 
 PATCH, SHAPE, STEPS = (1, 6, 6), (1, 24, 24), 40

@@ -35,8 +35,7 @@ from vesuvius.generate.drawing import SamplingStoppedError, Watch
 from vesuvius.generate.volume import ray_workers
 from vesuvius.generate.volume.draw import state_bytes
 from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.passes import START, STEP, block_noise, passes_of
-from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.generate.volume.tiling import START, STEP, Tiling, block_noise, passes_of
 from vesuvius.generate.volume.work import Sampling, State, VolumeJob, forget_unflushed, live_blocks
 from vesuvius.volumes.box import slices
 

@@ -10,8 +10,7 @@ import pytest
 from tests.monitor.memory.simulated import MB, healthy_series, sample
 from vesuvius.monitor.memory.guard import Guard, Order
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit
-from vesuvius.monitor.memory.risk import Exhaustion, Level, Risk, RiskWatch
-from vesuvius.monitor.memory.trend import Trend
+from vesuvius.monitor.memory.risk import Exhaustion, Level, Risk, RiskWatch, Trend
 from vesuvius.runlog.units import GIB
 
 LIMITS = Limits(ray_share=0.95)

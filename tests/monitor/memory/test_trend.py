@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.monitor.memory.simulated import MB, healthy_series
-from vesuvius.monitor.memory.trend import PeakSeries, slope_of
+from vesuvius.monitor.memory.risk import PeakSeries, slope_of
 
 
 def _fed(values, begin_s: float = 1e9) -> PeakSeries:

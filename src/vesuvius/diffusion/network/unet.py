@@ -23,9 +23,10 @@ from vesuvius.diffusion.network.layers import (
     TimestepEmbedding,
     ZeroConv3d,
     depth_to_space,
+    layout_of,
     space_to_depth,
+    with_channels_last_strides,
 )
-from vesuvius.diffusion.network.norm import layout_of, with_channels_last_strides
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.errors import ConfigError
 

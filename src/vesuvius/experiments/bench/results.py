@@ -75,8 +75,7 @@ class Result:
 def parse_axis(text: str) -> Axis:
     """`training.workers=0,1,2`; commas in brackets, braces and quotes are part of a value.
 
-    Raises:
-        ConfigError: there is no key, no value, or a value is there twice.
+    Raises ConfigError: there is no key, no value, or a value is there twice.
     """
     key, equals, rest = (part.strip() for part in text.partition("="))
     listed = f"[{rest}]"

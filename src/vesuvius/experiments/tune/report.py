@@ -150,8 +150,7 @@ def block_line(number_of: int, block: Block) -> str:
 def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
     """The lines of `--dry-run`: limits, budget, and the planned memory of what may be tried.
 
-    Raises:
-        ConfigError: the config does not fit.
+    Raises ConfigError: the config does not fit.
     """
     memory, source = PredictedMemory(space, planner, ()), space.source
     if obstacle := memory.obstacle(source):

@@ -97,9 +97,6 @@ class TuneWorker:
         """Keep a verdict: it ends a `run`."""
         self._verdict = verdict
 
-    def ended(self) -> None:
-        """Nothing is left to do."""
-
     def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
         """Do what comes before the next step."""
         self._look()
@@ -233,8 +230,7 @@ class TuneWorker:
     def _between(self) -> None:
         """What the loop does between two steps for the memory guard, and a look at the memory.
 
-        Raises:
-            StreamInterrupted: the run is to stop.
+        Raises StreamInterrupted: the run is to stop.
         """
         if self._loop.run.stop.wanted():
             raise StreamInterrupted

@@ -24,7 +24,7 @@ from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, published_when_whole
 from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
 from vesuvius.report.content import Picture, RunReport, Table
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.page import FOLDER, new_folder, write_page
+from vesuvius.report.page import FOLDER, made_by, new_folder, write_page
 from vesuvius.runlog.records import finite
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -133,8 +133,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(judgement)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
         picture = _montage(staged, {"generated": generated.values, "real": real.held_out.values}, config.name)
-        made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
-        write_page(staged, NAME, [report], made, [picture])
+        write_page(staged, NAME, [report], made_by(request.command), [picture])
     return folder, f"{table.text}\n\n{verdict(judgement)}"
 
 

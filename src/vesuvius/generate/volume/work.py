@@ -32,8 +32,17 @@ from vesuvius.diffusion.sampler import Estimate
 from vesuvius.errors import NonFiniteError
 from vesuvius.generate.drawing import Watch
 from vesuvius.generate.volume.field import Field, mapped, write_renamed
-from vesuvius.generate.volume.passes import START, STEP, Pass, advanced, block_noise, corrected, passes_of
-from vesuvius.generate.volume.tiling import Tiling, shared_part
+from vesuvius.generate.volume.tiling import (
+    START,
+    STEP,
+    Pass,
+    Tiling,
+    advanced,
+    block_noise,
+    corrected,
+    passes_of,
+    shared_part,
+)
 from vesuvius.runlog.files import boot_id, flush_to_disk, write_whole
 from vesuvius.volumes.box import Box, format_box, shape_of
 

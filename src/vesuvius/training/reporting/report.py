@@ -68,8 +68,7 @@ class RankNews:
     def take(self, told: Sequence[Mapping[str, Any]]) -> None:
         """On rank 0, record the times of all ranks, and what the others have quarantined.
 
-        Raises:
-            DataError: more places than `data.max_quarantined` are damaged, over all ranks.
+        Raises DataError: more places than `data.max_quarantined` are damaged, over all ranks.
         """
         self._quarantine([record for one in told[1:] for record in one["quarantined"]])
         times = [one["times"] for one in told]
