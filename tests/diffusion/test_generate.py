@@ -87,25 +87,6 @@ def test_each_sample_meets_its_own_condition() -> None:
     assert not torch.equal(both[:1], _generate(config, [0], condition=_shown(-0.2)))
 
 
-@pytest.mark.parametrize(
-    ("method", "calls", "guidance", "times"), [("ddim", 6, 0.0, 1), ("dpmpp2m", 6, 2.0, 2), ("heun", 11, 1.0, 1)]
-)
-def test_evaluations_are_counted_as_the_network_is_called(
-    method: SamplerMethod, calls: int, guidance: float, times: int
-) -> None:
-    called = 0
-
-    def denoise(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        nonlocal called
-        called += 1
-        return _wavy(x_t, t, condition)
-
-    config = _config(method, sampler_guidance=guidance)
-    schedule, shown = Schedule.from_config(config), _shown(0.1, 0.2)
-    _, evaluations = generate(denoise, schedule, config, 0, [0, 1], SHAPE, "cpu", condition=shown)
-    assert evaluations == called == calls * times
-
-
 def _noise_of_each_step(purpose: Purpose) -> Tensor:
     """What two samples were made from, the noise at the start and of the three noisy steps: [8, voxels]."""
     shape, config = (1, 16, 16, 16), DiffusionConfig(noise="cosine", sampler="ddpm", sampler_steps=4, prediction="x_0")

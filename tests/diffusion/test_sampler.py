@@ -62,23 +62,6 @@ def _size(x: Tensor) -> float:
     return max(1.0, x.abs().max().item())
 
 
-# --- DDPM -------------------------------------------------------------------------------------------------------
-
-
-@given(falling)
-def test_ddpm_step_parity_with_the_posterior_of_ho_et_al(levels: tuple[NoiseLevel, NoiseLevel]) -> None:
-    here, there = levels
-    row = ddim_step(here, there, 1.0)
-    # Ho et al. 2020, eq. 7, with beta = 1 - ab/ab': mean of q(x' | x, x_0) in terms of x_0 and x, and its variance.
-    beta = 1 - here.alpha**2 / there.alpha**2
-    of_x_0 = there.alpha * beta / here.sigma**2
-    of_x = here.alpha / there.alpha * there.sigma**2 / here.sigma**2
-    # 1e-9: the reference loses digits in beta, which is at least 2e-5 here, and in sigma^2, at least 1e-4.
-    assert row.x_0 == pytest.approx(of_x_0 + of_x * here.alpha, rel=1e-9)
-    assert row.eps == pytest.approx(of_x * here.sigma, rel=1e-9)
-    assert row.noise**2 == pytest.approx(there.sigma**2 / here.sigma**2 * beta, rel=1e-9)
-
-
 # --- DDIM ------------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +104,7 @@ def test_ddim_step_parity_with_equations_12_and_16(levels: tuple[NoiseLevel, Noi
     # 1e-9: the reference loses digits where alpha_bar is near 1 (1e-4) and where the levels are close (2e-5).
     assert row.noise == pytest.approx(r, rel=1e-9, abs=1e-12)
     assert row.eps == pytest.approx(math.sqrt(max(0.0, 1 - ab_there - r**2)), rel=1e-9, abs=1e-9)
+    assert step_table(levels, "ddpm") == (ddim_step(here, there, 1.0),), "DDPM's own posterior"
 
 
 # --- DPM-Solver++(2M) ------------------------------------------------------------------------------------------------
