@@ -1,7 +1,7 @@
 """Records as TensorBoard's own reader, Weights & Biases and MLflow get them; what fails, hangs or dies ends no run.
 
-A package of a few lines stands for each of the latter two, which are large (60 and 20 MB, and their dependencies); the
-tests against the real ones run where these are installed.
+A package of a few lines stands for W&B, which is large (60 MB and its dependencies); the test against the real MLflow
+runs where that is installed.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def test_events_that_cannot_be_written_are_one_warning(tmp_path: Path, caplog: p
 
 
 # Writes each call into the file `calls` beside it; does first what the file `fault` there says.
-FAKE = """
+FAKE_WANDB = """
 import json, os, sys, time
 from pathlib import Path
 HERE = Path(__file__).parent
@@ -225,17 +225,12 @@ def note(*call):
     exec(fault.read_text() if fault.exists() else "")
     with open(HERE / "calls", "a") as out:
         out.write(json.dumps(call) + "\\n")
-"""
-FAKE_WANDB = (
-    FAKE
-    + """
 class Run:
     def log(self, figures): note("log", figures)
     def define_metric(self, *of, **by): note("define_metric", of, by)
     def finish(self, exit_code): note("finish", exit_code)
 def init(**how): note("init", how); return Run()
 """
-)
 
 
 @pytest.fixture

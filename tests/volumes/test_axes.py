@@ -121,18 +121,9 @@ def metadata(said_by: str, order: str) -> tuple[dict[str, Any] | None, dict[str,
     return None, {"zarr_format": 2, "attributes": {"_ARRAY_DIMENSIONS": list(order)}}
 
 
-SAID_BY = [
-    "0.3",
-    "0.4",
-    "0.5",
-    "0.6",
-    "dimension_names",
-    "dimension_names of a group's array",
-    "xarray",
-]
-
-
-@pytest.mark.parametrize("said_by", SAID_BY)
+@pytest.mark.parametrize(
+    "said_by", ["0.3", "0.4", "0.5", "0.6", "dimension_names", "dimension_names of a group's array", "xarray"]
+)
 def test_any_order_of_the_axes_is_read_as_zyx(tmp_path: Path, said_by: str) -> None:
     for order in ["zyx", "xyz", "yzx", "zcyx", "xtyzc"]:
         attributes, options = metadata(said_by, order)
@@ -276,12 +267,11 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(tmp_path: Path, kind: st
     assert text.count("; ") >= 2, "rule, value and remedy"
 
 
-def test_names_of_group_and_array_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+def test_names_of_group_and_array_that_contradict_each_other_are_refused_and_a_name_of_its_own_is_not(
+    tmp_path: Path,
+) -> None:
     write_group(tmp_path / "v.zarr", "zyx", multiscale("zyx", "0.5"), names=["x", "y", "z"])
     with pytest.raises(DataError, match="must agree; got z, y, x and x, y, z in"):
         open_at(tmp_path / "v.zarr")
-
-
-def test_a_dimension_with_a_name_of_its_own_does_not_contradict_the_group(tmp_path: Path) -> None:
-    stored = write_group(tmp_path / "v.zarr", "zyx", multiscale("zyx", "0.5"), names=["slice", "y", "x"])
-    np.testing.assert_array_equal(open_at(tmp_path / "v.zarr").read(BOX), stored[3:18, 5:24, 6:20])
+    stored = write_group(tmp_path / "own.zarr", "zyx", multiscale("zyx", "0.5"), names=["slice", "y", "x"])
+    np.testing.assert_array_equal(open_at(tmp_path / "own.zarr").read(BOX), stored[3:18, 5:24, 6:20])
