@@ -164,7 +164,7 @@ def the_machine_is_measured_once() -> Iterator[None]:
     """It stays the same: half a second of CPU for each run, dry run and sampling."""
     measured = {
         "training.forecast.start_log": ("convolution_flops_s",),
-        "runlog.environment": ("installed_version", "_commit"),
+        "runlog.run_dir": ("installed_version", "_commit"),
     }
     with pytest.MonkeyPatch.context() as patch:
         for module_name, functions in measured.items():

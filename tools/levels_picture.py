@@ -19,8 +19,7 @@ import matplotlib.pyplot as plt
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.levels import NoiseLevel, sampling_levels
-from vesuvius.diffusion.sampler import sample
+from vesuvius.diffusion.sampler import NoiseLevel, sample, sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 

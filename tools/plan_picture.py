@@ -16,10 +16,9 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from vesuvius.config import AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
-from vesuvius.plan.make_plan import make_plan, plan_volume
-from vesuvius.plan.mixing import Mixing
+from vesuvius.plan.make_plan import make_plan, plan_volume, split_volume
+from vesuvius.plan.order import Mixing
 from vesuvius.plan.plan import Plan, draw_pass
-from vesuvius.plan.split import split_volume
 
 SHAPE, PATCH, CHUNK = (512, 1024, 1024), (72, 136, 136), (128, 128, 128)
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#c05621", "#2f855a", "#a0aec0"

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, Prediction
-from vesuvius.diffusion.estimate import NetworkEstimate
-from vesuvius.diffusion.levels import NoiseLevel
-from vesuvius.diffusion.preconditioning import Condition
+from vesuvius.diffusion.estimate import Condition, NetworkEstimate
+from vesuvius.diffusion.sampler import NoiseLevel
 
 SHAPE = (3, 1, 2, 4, 5)
 LEVEL = NoiseLevel(700, 0.6, 0.8)

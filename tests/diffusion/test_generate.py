@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, ModelConfig, SamplerMethod
-from vesuvius.diffusion.estimate import generate
-from vesuvius.diffusion.levels import trailing_levels
+from vesuvius.diffusion.estimate import Condition, generate
 from vesuvius.diffusion.network.unet import build_unet
-from vesuvius.diffusion.preconditioning import Condition
 from vesuvius.diffusion.randomness import Purpose, sample_noise
-from vesuvius.diffusion.sampler import step_table
+from vesuvius.diffusion.sampler import step_table, trailing_levels
 from vesuvius.diffusion.schedule import Schedule
 
 SHAPE = (1, 4, 4, 4)

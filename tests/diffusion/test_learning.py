@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, ModelConfig, SamplerMethod
-from vesuvius.diffusion.estimate import generate
-from vesuvius.diffusion.loss import loss_per_sample
+from vesuvius.diffusion.estimate import Condition, generate, predict
 from vesuvius.diffusion.network.unet import build_unet
-from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.randomness import sample_noise, stratified_timesteps
-from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import Spectrum
 
 # A patch is dark or bright as a whole, and each of its voxels deviates from that by itself.

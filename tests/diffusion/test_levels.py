@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.levels import CLEAN, NoiseLevel, trailing_levels, trailing_timesteps
+from vesuvius.diffusion.sampler import CLEAN, NoiseLevel, trailing_levels, trailing_timesteps
 from vesuvius.diffusion.schedule import Schedule
 
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from vesuvius.config import DiffusionConfig, Prediction
-from vesuvius.diffusion.loss import loss_per_sample
-from vesuvius.diffusion.schedule import Schedule, cosine_betas
+from vesuvius.diffusion.schedule import Schedule, cosine_betas, loss_per_sample
 
 SHAPE = (6, 2, 3, 4, 5)
 TIMES = torch.tensor([0, 100, 268, 500, 900, 999])

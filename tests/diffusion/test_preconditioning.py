@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.levels import rho_levels
-from vesuvius.diffusion.loss import loss_per_sample
-from vesuvius.diffusion.preconditioning import kept, predict, split
-from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.estimate import kept, predict, split
+from vesuvius.diffusion.sampler import rho_levels
+from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import AXES, Spectrum
 
 SHAPE = (6, 8, 9)

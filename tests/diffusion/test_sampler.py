@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, Prediction, SamplerMethod
-from vesuvius.diffusion.estimate import NetworkEstimate
-from vesuvius.diffusion.levels import CLEAN, NoiseLevel, trailing_levels
-from vesuvius.diffusion.preconditioning import Condition
+from vesuvius.diffusion.estimate import Condition, NetworkEstimate
 from vesuvius.diffusion.sampler import (
+    CLEAN,
     Estimate,
+    NoiseLevel,
     ddim_step,
     sample,
     step_table,
+    trailing_levels,
 )
 from vesuvius.diffusion.schedule import Schedule
 

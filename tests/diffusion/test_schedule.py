@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.conftest import REPOSITORY
 from vesuvius.config import DiffusionConfig
 from vesuvius.config.load import read_config
-from vesuvius.diffusion.levels import CLEAN, sampling_levels
+from vesuvius.diffusion.sampler import CLEAN, sampling_levels
 from vesuvius.diffusion.schedule import (
     Prediction,
     Schedule,

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.levels import CLEAN, NoiseLevel, rho_levels, sampling_levels
-from vesuvius.diffusion.sampler import sample
+from vesuvius.diffusion.sampler import CLEAN, NoiseLevel, rho_levels, sample, sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.plan.plan import Augmentation

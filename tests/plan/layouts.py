@@ -9,9 +9,8 @@ import torch
 
 from vesuvius.config import AugmentConfig, DataConfig, Triple, ValidationConfig, VolumeConfig
 from vesuvius.plan.foreground import patch_sum
-from vesuvius.plan.make_plan import make_plan, plan_volume
+from vesuvius.plan.make_plan import make_plan, plan_volume, split_volume
 from vesuvius.plan.plan import Plan, PlanVolume
-from vesuvius.plan.split import split_volume
 from vesuvius.volumes.occupancy import ForegroundMap
 
 

@@ -14,7 +14,7 @@ from tests.plan.layouts import BIG, LAYOUTS, Layout, planned
 from vesuvius.config import Triple, ValidationConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.cells import AxisCells, Cells, cells_of_region_size, lay_cells, region_of
-from vesuvius.plan.split import split_volume
+from vesuvius.plan.make_plan import split_volume
 
 sizes = st.tuples(*[st.integers(1, 14)] * 3)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vesuvius.plan.mixing import Mixing
+from vesuvius.plan.order import Mixing
 
 mixings = st.builds(Mixing, st.integers(0, 3), st.integers(1, 70), st.integers(1, 70))
 

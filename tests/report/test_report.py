@@ -29,10 +29,9 @@ from vesuvius.errors import EXIT_NO_RUN, EXIT_OK
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.post_mortem import Death, append_death
 from vesuvius.monitor.session import begin_session, end_session
-from vesuvius.report.content import NOT_KNOWN, RunReport
 from vesuvius.report.curves import Chart, banded, draw
 from vesuvius.report.model import build, comparison, named_apart
-from vesuvius.report.page import render_html
+from vesuvius.report.page import NOT_KNOWN, RunReport, render_html
 from vesuvius.report.records import read_run
 from vesuvius.runlog import units
 from vesuvius.runlog.units import quantile

@@ -15,7 +15,7 @@ import pytest
 
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.runlog import environment
+from vesuvius.runlog import run_dir as environment
 from vesuvius.runlog.run_dir import RunDir, run_dir
 
 
@@ -115,7 +115,7 @@ def test_the_commit_of_a_run_is_that_of_the_checkout_that_the_package_lies_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repository around the environment that the package is installed in is not its own, nor is that of a hook."""
-    ours = tmp_path / "ours/src/vesuvius/runlog/environment.py"
+    ours = tmp_path / "ours/src/vesuvius/runlog/run_dir.py"
     ours.parent.mkdir(parents=True)
     ours.write_text("# ours")
 

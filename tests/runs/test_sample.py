@@ -35,9 +35,8 @@ from vesuvius import __version__
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import read_config
-from vesuvius.diffusion.estimate import generate
+from vesuvius.diffusion.estimate import Condition, generate, predict
 from vesuvius.diffusion.network.unet import build_unet
-from vesuvius.diffusion.preconditioning import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate import sampling

@@ -30,10 +30,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vesuvius.commands.cli import triple
 from vesuvius.config import Config, ModelConfig, Triple
-from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.network.unet import UNet
 from vesuvius.diffusion.randomness import Purpose, sample_noise, stratified_timesteps
-from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.fixed_patches import read_fixed_patches

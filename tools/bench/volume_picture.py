@@ -22,15 +22,15 @@ import zarr
 from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, Triple
-from vesuvius.diffusion.levels import sampling_levels
+from vesuvius.diffusion.sampler import sampling_levels
 from vesuvius.generate.drawing import DrawRequest, Network
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
 from vesuvius.generate.volume.inputs import GivenVolumes
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
-from vesuvius.training.validation.pictures import GAP as GAP_PX
-from vesuvius.training.validation.pictures import PAPER, MontageCell, draw_grid
+from vesuvius.training.validation.preview import GAP as GAP_PX
+from vesuvius.training.validation.preview import PAPER, MontageCell, draw_grid
 from vesuvius.volumes.box import Box, shape_of, slices
 
 BOX: Box = ((0, 0, 0), (64, 256, 256))

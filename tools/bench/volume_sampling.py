@@ -19,10 +19,8 @@ import torch
 
 from vesuvius.config import Triple
 from vesuvius.config.load import read_config
-from vesuvius.diffusion.estimate import NetworkEstimate
-from vesuvius.diffusion.levels import sampling_levels
-from vesuvius.diffusion.preconditioning import Condition, predict
-from vesuvius.diffusion.sampler import Estimate
+from vesuvius.diffusion.estimate import Condition, NetworkEstimate, predict
+from vesuvius.diffusion.sampler import Estimate, sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.generate.drawing import Watch
 from vesuvius.generate.volume.tiling import Tiling

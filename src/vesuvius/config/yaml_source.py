@@ -29,8 +29,7 @@ add_core_scalars(_CoreLoader)
 def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True) -> Any:
     """The values of a text that stands at `path`: fresh dicts, lists and scalars; None where there is none.
 
-    Raises:
-        ConfigError: begins with the source and, if it `has_lines`, the line.
+    Raises ConfigError: begins with the source and, if it `has_lines`, the line.
     """
     count = 0
 

@@ -15,8 +15,8 @@ from typing import Literal
 from vesuvius.monitor.memory.limits import Limits, tightest
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.system_sample import sample_system
-from vesuvius.runlog.environment import installed_version
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing, take_lock
+from vesuvius.runlog.run_dir import installed_version
 from vesuvius.runlog.units import GIB, size_text
 
 DISTRIBUTION = "vesuvius-diffusion"

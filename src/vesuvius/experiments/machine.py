@@ -14,7 +14,7 @@ from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.report.model import commit_text
-from vesuvius.runlog.environment import describe_environment
+from vesuvius.runlog.run_dir import describe_environment
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.run_plan import plan_run

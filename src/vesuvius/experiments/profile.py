@@ -26,9 +26,8 @@ from vesuvius.experiments.steady import Warmup
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.report.charts import work_parts
-from vesuvius.report.content import RunReport, Table
 from vesuvius.report.model import build
-from vesuvius.report.page import made_by, new_folder, write_page
+from vesuvius.report.page import RunReport, Table, made_by, new_folder, write_page
 from vesuvius.report.records import RunRecords, figure, read_run
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration

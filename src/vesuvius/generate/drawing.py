@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius import __version__
-from vesuvius.diffusion.estimate import NetworkEstimate
-from vesuvius.diffusion.preconditioning import Condition
+from vesuvius.diffusion.estimate import Condition, NetworkEstimate
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, GpuMemoryError, VesuviusError

@@ -80,11 +80,7 @@ class QualifyingStarts:
         return start if inside and self.qualifies(start) else None
 
     def draw(self, rng: np.random.Generator) -> Triple:
-        """A start, uniform over those that qualify.
-
-        Raises:
-            DataError: none in 2^20 draws.
-        """
+        """A start, uniform over those that qualify.  Raises DataError: none in 2^20 draws."""
         for _ in range(_DRAWS_MAX):
             start = self.at(int(rng.integers(self.positions)))
             if start is not None:

@@ -4,7 +4,7 @@ Every start in the training box (with a foreground map: every start that qualifi
 volumes come in proportion to their weights.  A volume's starts are partitioned into cells (`cells.py`).  A pass takes
 starts at equal distances on a walk through all cells, from a random first one, in a random order, and visits their
 cells: each in proportion to the starts it owns, and hardly ever twice.  The region of a visited cell is read once, and
-K patches are cut from it at starts that are uniform in the cell.  Patches of M regions are mixed (`mixing.py`).
+K patches are cut from it at starts that are uniform in the cell.  Patches of M regions are mixed (`order.py`).
 
 The order of samples depends only on the seed, the `data` section and the volumes' metadata, not on batches, workers or
 ranks.
@@ -25,11 +25,10 @@ import numpy as np
 from vesuvius.config import AugmentConfig, Triple
 from vesuvius.plan.cells import Cells, region_of
 from vesuvius.plan.foreground import QualifyingStarts, starts_within
-from vesuvius.plan.mixing import GROUPS, Mixing
-from vesuvius.plan.order import permuted, volume_of_slot
+from vesuvius.plan.order import GROUPS, Mixing, permuted, volume_of_slot
 from vesuvius.volumes.box import Box, box_at, triple
 
-# Second word of every random seed here (`order.py` has 2, `mixing.py` 6): keeps draws for different purposes
+# Second word of every random seed here (`order.py` has 2 and 6): keeps draws for different purposes
 # independent.
 _ORDER, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 3, 4, 5, 7, 8, 9
 # Steps of a lattice that fills a box evenly (Roberts' R3 sequence: powers of the root of x^4 = x + 1).

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.report.content import TimePart
 from vesuvius.report.curves import Chart, Series, banded, chart, wants_log
+from vesuvius.report.page import TimePart
 from vesuvius.report.records import Column, RunRecords, figure
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import GIB, quantile

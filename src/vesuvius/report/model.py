@@ -14,9 +14,18 @@ import numpy as np
 
 from vesuvius.config.describe import flatten
 from vesuvius.report.charts import build_charts, split_time
-from vesuvius.report.content import NOT_KNOWN, PARTS_NOTE, RunReport, Table, filled
 from vesuvius.report.curves import Chart
-from vesuvius.report.page import FOLDER, made_by, new_folder, write_page
+from vesuvius.report.page import (
+    FOLDER,
+    NOT_KNOWN,
+    PARTS_NOTE,
+    RunReport,
+    Table,
+    filled,
+    made_by,
+    new_folder,
+    write_page,
+)
 from vesuvius.report.records import Column, RunRecords, figure, read_run
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import RunDir

@@ -1,7 +1,8 @@
-"""The run directory `runs/<name>/`: where each file is, and how it begins."""
+"""The run directory `runs/<name>/`: where each file is, how it begins, and what env.json says of the machine."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -9,6 +10,8 @@ import platform
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,9 +23,55 @@ from typing import Any
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_source
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.runlog.environment import describe_environment
 from vesuvius.runlog.files import take_lock, write_whole
 from vesuvius.runlog.find_run import runs_root
+from vesuvius.runlog.redact import redacted
+
+_PACKAGES = (
+    "vesuvius-diffusion", "torch", "ray", "zarr", "numcodecs", "numpy", "pydantic", "safetensors", "tensorboard",
+)  # fmt: skip
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, machine and command line, for env.json."""
+    import torch  # takes seconds: who only asks where a run is need not wait for it
+
+    return {
+        "command": redacted([sys.executable, *sys.argv]),
+        "directory": os.getcwd(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "torch_threads": torch.get_num_threads(),
+        "packages": {name: installed_version(name) for name in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this package's own checkout, with '+' where files differ; None where it is installed or unknown."""
+    checkout = Path(__file__).resolve().parents[3]
+    if not (repository := checkout / ".git").exists():
+        return None
+    command = ["git", f"--git-dir={repository}", f"--work-tree={checkout}"]  # within a hook, GIT_DIR is of another one
+    command += ["describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
 
 log = logging.getLogger(__name__)
 

@@ -81,8 +81,7 @@ class Cutter:
     def patches(self) -> Generator[Patch]:
         """The patches in the order of the samples.  A region is dropped in the round after its last patch.
 
-        Raises:
-            StreamOrderError: a block is missing or out of order.
+        Raises StreamOrderError: a block is missing or out of order.
         """
         plan = self._job.plan
         try:

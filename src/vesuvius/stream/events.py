@@ -65,8 +65,7 @@ class EventRecorder:
     def quarantine(self, record: dict[str, Any]) -> None:
         """Record damage, once for each place.
 
-        Raises:
-            DataError: more places are damaged than `data.max_quarantined`.
+        Raises DataError: more places are damaged than `data.max_quarantined`.
         """
         if (place := damaged_box(record, len(self._data.volumes))) in self.damaged:
             return

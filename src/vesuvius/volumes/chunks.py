@@ -209,8 +209,7 @@ class ChunkGrid:
     def absent(self, box: Box) -> list[Triple]:
         """The chunks of a box that are not stored.  Asks the store once per chunk or shard.
 
-        Raises:
-            Exception: as `shard_index`.
+        Raises Exception: as `shard_index`.
         """
         shards = self._by_object(box)
         if self.shard_zyx is None:
@@ -337,8 +336,7 @@ class Staging:
     def fetch(self, key: str, byte_range: ByteRange | None) -> bytes | None:
         """As `Source.get`; waits for what is being fetched.
 
-        Raises:
-            ClosedError: another thread has closed the source.
+        Raises ClosedError: another thread has closed the source.
         """
         with self._lock:
             future, _ = self._staged.get((key, byte_range), (None, 0))

@@ -76,8 +76,7 @@ class ForegroundMap:
 def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> ForegroundMap | None:
     """The map that `data.min_foreground` is measured on; None where that is 0.  Reads, and logs progress.
 
-    Raises:
-        DataError: the listing, the coarse level or the mask cannot be read, or does not fit the volume.
+    Raises DataError: the listing, the coarse level or the mask cannot be read, or does not fit the volume.
     """
     if config.min_foreground == 0:
         return None
@@ -176,8 +175,7 @@ def chunk_occupancy(volume: Volume, max_damaged: int = 0) -> Bools:
 def read_sidecar(volume: Volume) -> Bools | None:
     """The occupancy beside the array, if there is one.
 
-    Raises:
-        DataError: it is damaged, out of date, or not of this volume.
+    Raises DataError: it is damaged, out of date, or not of this volume.
     """
     key = f"{volume.array.path}/{SIDECAR}".lstrip("/")
     try:
@@ -285,8 +283,7 @@ def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
 def list_objects(volume: Volume) -> Bools:
     """Which chunks, or of a sharded array which shards, the store lists; reads no shard.
 
-    Raises:
-        DataError: the store cannot list, or on a disk a folder of chunks is a broken link or a file.
+    Raises DataError: the store cannot list, or on a disk a folder of chunks is a broken link or a file.
     """
     grid = volume.grid
     occupancy = np.zeros(grid.object_counts_zyx, bool)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import Triple
-from vesuvius.diffusion.levels import NoiseLevel, rho_levels
-from vesuvius.diffusion.sampler import Estimate
+from vesuvius.diffusion.sampler import Estimate, NoiseLevel, rho_levels
 from vesuvius.diffusion.schedule import Schedule, edm_betas, x_0_and_eps
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate.drawing import Watch

@@ -27,9 +27,8 @@ from tests.generate.volume.fields import (
     tiled,
     work_of,
 )
-from vesuvius.diffusion.levels import NoiseLevel
 from vesuvius.diffusion.randomness import Purpose, torch_generator
-from vesuvius.diffusion.sampler import sample
+from vesuvius.diffusion.sampler import NoiseLevel, sample
 from vesuvius.errors import NonFiniteError, VesuviusError
 from vesuvius.generate.drawing import SamplingStoppedError, Watch
 from vesuvius.generate.volume import ray_workers

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conftest import REPOSITORY
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
-from vesuvius.diffusion.preconditioning import Condition
+from vesuvius.diffusion.estimate import Condition
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB

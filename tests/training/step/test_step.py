@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vesuvius.config import Config
-from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.estimate import predict
 from vesuvius.diffusion.randomness import condition_kept, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vesuvius.training.validation.pictures import (
+from vesuvius.training.validation.preview import (
     GAP,
     HEADING,
     PAPER,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.training.step.test_step import make_config, make_step, train
 from vesuvius.config import Config, DiffusionConfig
-from vesuvius.diffusion.preconditioning import Condition
+from vesuvius.diffusion.estimate import Condition
 from vesuvius.diffusion.randomness import Purpose, sample_noise, validation_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum

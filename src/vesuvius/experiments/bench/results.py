@@ -12,7 +12,7 @@ import yaml
 from vesuvius.errors import ConfigError
 from vesuvius.experiments import Ended
 from vesuvius.experiments.paired import Comparison, compare_one_of
-from vesuvius.report.content import RunReport, Table, filled
+from vesuvius.report.page import RunReport, Table, filled
 from vesuvius.runlog.units import format_percent, number, quantile, size_text
 
 Axis = tuple[str, tuple[str, ...]]

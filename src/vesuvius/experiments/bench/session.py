@@ -23,11 +23,9 @@ from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figure
 from vesuvius.experiments.machine import describe_machine, facts_of_this_place, planned_bytes, ram_left, vram_left
 from vesuvius.experiments.steady import SteadyState, Warmup
 from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
-from vesuvius.report.content import RunReport
-from vesuvius.report.page import made_by, new_folder, write_page
-from vesuvius.runlog.environment import describe_environment
+from vesuvius.report.page import RunReport, made_by, new_folder, write_page
 from vesuvius.runlog.records import Record, finite
-from vesuvius.runlog.run_dir import BENCHES, run_dir
+from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration, number, size_text
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data

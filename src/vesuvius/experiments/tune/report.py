@@ -21,7 +21,7 @@ from vesuvius.experiments.tune.measurement import Block, Planner, SearchSpace, S
 from vesuvius.experiments.tune.policy import Recommendation, does_not_fit
 from vesuvius.experiments.tune.predict import ENDED_BY, PredictedMemory, Risk
 from vesuvius.experiments.tune.search import KINDS, SHOWN, Search
-from vesuvius.report.content import RunReport, Table, filled
+from vesuvius.report.page import RunReport, Table, filled
 from vesuvius.runlog.units import format_duration, format_percent, number, size_text
 
 MARK = "Written by vesuvius tune"

@@ -22,14 +22,13 @@ from vesuvius.generate.evaluate.figures import COPIES, Figure, Judgement, judge
 from vesuvius.generate.evaluate.patches import RealSource, generated_set, open_generated
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, published_when_whole
 from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
-from vesuvius.report.content import Picture, RunReport, Table
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.page import FOLDER, made_by, new_folder, write_page
+from vesuvius.report.page import FOLDER, Picture, RunReport, Table, made_by, new_folder, write_page
 from vesuvius.runlog.records import finite
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
-from vesuvius.training.validation.pictures import MontageCell, draw_grid, magnification, middle_slice
+from vesuvius.training.validation.preview import MontageCell, draw_grid, magnification, middle_slice
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES
 from vesuvius.volume_tools.partial import check_record, finished_record
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.diffusion.levels import sampling_levels
+from vesuvius.diffusion.sampler import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, StorageError, storage_errors
 from vesuvius.generate.drawing import DrawRequest, Network, OnProgress, Watch, checked_checkpoint, described, gpu_memory

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.config import SamplerMethod, Triple
-from vesuvius.diffusion.levels import NoiseLevel
 from vesuvius.diffusion.randomness import Purpose, torch_generator
-from vesuvius.diffusion.sampler import Coefficients, combined, step_table
+from vesuvius.diffusion.sampler import Coefficients, NoiseLevel, combined, step_table
 from vesuvius.diffusion.schedule import x_0_and_eps
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes

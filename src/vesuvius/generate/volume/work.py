@@ -27,8 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.config import SamplerMethod
-from vesuvius.diffusion.levels import NoiseLevel
-from vesuvius.diffusion.sampler import Estimate
+from vesuvius.diffusion.sampler import Estimate, NoiseLevel
 from vesuvius.errors import NonFiniteError
 from vesuvius.generate.drawing import Watch
 from vesuvius.generate.volume.field import Field, mapped, write_renamed

@@ -212,8 +212,7 @@ class Reader:
     def _fill(self, visit: Visit) -> Visit:
         """Read the region of a visit into the block, or that of a substitute; returns which.
 
-        Raises:
-            DataError: none of the substitutes can be read.
+        Raises DataError: none of the substitutes can be read.
         """
         for attempt in range(_SUBSTITUTES_TRIED + 1):
             instead = self._job.plan.visit(visit.slot, attempt) if attempt else visit

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import DataError
-from vesuvius.plan.make_plan import make_plan, plan_volume
+from vesuvius.plan.make_plan import Split, make_plan, plan_volume
 from vesuvius.plan.plan import Plan, PlanVolume
-from vesuvius.plan.split import Split
 from vesuvius.stream.start.prepare import KINDS, PreparedData
 from vesuvius.volumes.errors import UnreadableChunkError
 

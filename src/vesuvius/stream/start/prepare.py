@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, NormalizeConfig, Triple
 from vesuvius.errors import DataError
-from vesuvius.plan.make_plan import make_plan, plan_volume
+from vesuvius.plan.make_plan import Split, make_plan, plan_volume, split_volume
 from vesuvius.plan.plan import Plan
-from vesuvius.plan.split import Split, split_volume
 from vesuvius.runlog.progress import Progress, with_progress
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.volumes.alignment import Alignment, align, log_alignment
@@ -131,8 +130,7 @@ class PreparedData:
     def grey_ranges(self, config: DataConfig) -> GreyRanges:
         """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
 
-        Raises:
-            DataError: a range must be estimated, and all sampled voxels are air or equal, or labels are of no class.
+        Raises DataError: a range must be estimated, and all sampled voxels are air or equal, or labels are of no class.
         """
 
         if config.condition_classes:

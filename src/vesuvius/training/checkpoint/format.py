@@ -44,8 +44,7 @@ _MOST_LOOKS = 10
 def load_checkpoint(path: Path, *, verified: bool = False) -> dict[str, Any]:
     """The state of a whole checkpoint, on the CPU.  `verified`: `newest_checkpoint` has just read and found it whole.
 
-    Raises:
-        StorageError: a file is missing, or is not the one that was written.
+    Raises StorageError: a file is missing, or is not the one that was written.
     """
     if not verified:
         check_files(path)
@@ -128,8 +127,7 @@ def step_of(path: Path) -> int:
 def find_damage(path: Path, names: Sequence[str] | None = None) -> str | None:
     """What is wrong with a checkpoint, or with its files of these names; None where nothing is.  Reads them.
 
-    Raises:
-        StorageError: it may not be read, or was written by another version.
+    Raises StorageError: it may not be read, or was written by another version.
     """
     try:
         with readable():

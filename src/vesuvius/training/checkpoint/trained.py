@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vesuvius.config import Config, DataConfig, Triple
 from vesuvius.config.load import parse_stored
-from vesuvius.diffusion.preconditioning import Condition, predict
+from vesuvius.diffusion.estimate import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import ConfigError, StorageError, one_line

@@ -29,7 +29,7 @@ from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import dump_set_keys
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.monitor.probes.cores import usable_cores
-from vesuvius.plan.split import split_volume
+from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import GIB, format_percent, format_sizes, gib
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData, prepare_data

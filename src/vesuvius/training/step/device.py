@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.diffusion.preconditioning import Condition
+from vesuvius.diffusion.estimate import Condition
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.monitor.clock import StepClock
 from vesuvius.plan.plan import Augmentation

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.diffusion.preconditioning import Condition
+from vesuvius.diffusion.estimate import Condition
 
 if TYPE_CHECKING:  # else a training step alone (`tools/gpu_check.py`) would need what reads volumes
     from vesuvius.stream.start.prepare import GreyRange

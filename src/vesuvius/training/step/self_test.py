@@ -41,8 +41,7 @@ class Convolution:
 def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode, backward: bool = True) -> None:
     """Test the convolutions of the network of `config` in 16 bits; takes about two forward and backward passes.
 
-    Raises:
-        ConfigError: a result or gradient is wrong beyond rounding or not a number, or torch would not use cuDNN.
+    Raises ConfigError: a result or gradient is wrong beyond rounding or not a number, or torch would not use cuDNN.
     """
     if amp == "off":
         return

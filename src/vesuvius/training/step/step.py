@@ -21,19 +21,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vesuvius.config import Config, TrainingConfig
-from vesuvius.diffusion.estimate import Denoise
-from vesuvius.diffusion.loss import loss_per_sample
+from vesuvius.diffusion.estimate import Condition, Denoise, kept, predict
 from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
-from vesuvius.diffusion.preconditioning import Condition, kept, predict
 from vesuvius.diffusion.randomness import condition_kept, sample_noise
-from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.errors import ConfigError
 from vesuvius.monitor.clock import Timed, untimed
 from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.step.gradient_sync import GradientSync
 from vesuvius.training.step.grey_values import to_device
-from vesuvius.training.step.optimizer import MovingAverage, average_decays, load_averages, make_optimizer
+from vesuvius.training.step.optimizer import GradientSync, MovingAverage, average_decays, load_averages, make_optimizer
 
 AmpMode = Literal["off", "bf16", "fp16"]
 

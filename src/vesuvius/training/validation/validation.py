@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.config import Config, DataConfig
-from vesuvius.diffusion.estimate import Denoise
-from vesuvius.diffusion.loss import loss_per_sample
-from vesuvius.diffusion.preconditioning import Condition
+from vesuvius.diffusion.estimate import Condition, Denoise
 from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
-from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_training_patches

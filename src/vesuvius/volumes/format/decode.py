@@ -37,8 +37,7 @@ class ChunkDecoder:
     def __call__(self, data: bytes) -> NDArray[Any]:
         """The voxels of a chunk, all of it, in stored order; may be read-only.
 
-        Raises:
-            Exception: the bytes are damaged.  Codecs raise whatever they like.
+        Raises Exception: the bytes are damaged. Codecs raise whatever they like.
         """
         return self._chain.decode(data)
 

@@ -54,8 +54,7 @@ class Node:
 def read_node(source: Source, path: str) -> Node | None:
     """Metadata at a path below an address; None where there are none.  One round trip.
 
-    Raises:
-        DataError: they are no JSON object; as `Source.get`.
+    Raises DataError: they are no JSON object; as `Source.get`.
     """
     keys = [f"{path}/{name}".lstrip("/") for name in _FILES]
     try:
@@ -77,8 +76,7 @@ def read_node(source: Source, path: str) -> Node | None:
 def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
     """The array that metadata describe; its chunks are read elsewhere.  No I/O.
 
-    Raises:
-        DataError: zarr-python or this program cannot read it.
+    Raises DataError: zarr-python or this program cannot read it.
     """
     dtype = node.document.get("data_type", node.document.get("dtype"))
     cause, remedy = "", "correct them, or convert the volume"

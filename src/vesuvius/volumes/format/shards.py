@@ -46,8 +46,7 @@ class ShardForm:
     def parse(self, data: bytes) -> Index:
         """The index in these bytes of a shard; zarr takes 100 times as long.
 
-        Raises:
-            ValueError: it is not of the form that the metadata promise, or does not match its checksum.
+        Raises ValueError: it is not of the form that the metadata promise, or does not match its checksum.
         """
         if len(data) != self.index_bytes:
             raise ValueError(f"a shard's index has {self.index_bytes} bytes; got {len(data)}")
@@ -58,8 +57,7 @@ class ShardForm:
     def range_in(self, index: Index, place: Coords) -> ByteRange | None:
         """The bytes of a shard that hold the chunk at a place; None where it is absent.
 
-        Raises:
-            ValueError: the entry leads to no bytes, or into the index.
+        Raises ValueError: the entry leads to no bytes, or into the index.
         """
         offset, size = (int(v) for v in index[place])
         if offset == size == _ABSENT:

@@ -154,8 +154,7 @@ class Source:
     def list_keys(self, prefix: str) -> Iterator[str]:
         """Keys below a prefix (whole path segments), in any order; on a disk also those of folders, some perhaps twice.
 
-        Raises:
-            DataError: the store cannot list, or access is refused, if only to one folder.
+        Raises DataError: the store cannot list, or access is refused, if only to one folder.
         """
         pages: Iterator[Iterable[str]] | None = None
         last: str | None = None
