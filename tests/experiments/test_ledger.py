@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def begun(path: Path, blocks: list[Block] = BLOCKS) -> None:
-    with Ledger[Block](path, "tune", ASKED) as ledger:
+    with closing(Ledger[Block](path, "tune", ASKED)) as ledger:
         ledger.begin()
         for block in blocks:
             ledger.add(block)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vesuvius.monitor.run_files import Tail
+from vesuvius.runlog.records import Tail
 
 
 def line(time: float, kind: str = "step", **figures: Any) -> str:

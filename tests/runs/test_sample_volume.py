@@ -27,7 +27,7 @@ from vesuvius.generate.drawing import OnProgress, SamplingStoppedError
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
 from vesuvius.generate.volume.inputs import GivenVolumes
 from vesuvius.generate.volume.work import Work
-from vesuvius.volume_tools.pyramid import halve
+from vesuvius.volume_tools.partial import halve
 from vesuvius.volumes.volume import open_volume
 
 SHAPE = (12, 24, 24)

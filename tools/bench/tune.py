@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -169,7 +169,7 @@ def _settings(config: Config) -> list[Setting]:
 
 def _measure(config: Config, setting: Setting) -> float:
     """Samples per second of the whole run, in a trainer of its own."""
-    with TrialRunner(config, Path("runs/bench_tune/grid")) as lab:
+    with closing(TrialRunner(config, Path("runs/bench_tune/grid"))) as lab:
         block = lab.measure(setting, "run", _SECONDS, _LIMIT_S)
     if block.ended != "ok":
         raise SystemExit(f"a setting of the grid must be measured; got {block.ended}: {block.cause}")

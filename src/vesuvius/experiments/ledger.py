@@ -70,7 +70,7 @@ def signals_to(stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
 
 
 class Ledger(Generic[T]):
-    """The results of a tune or a bench, on disk: a new ledger, or an earlier one with `read`.  A context manager.
+    """The results of a tune or a bench, on disk: a new ledger, or an earlier one with `read`.
 
     A new one is appended to what an earlier one has left in its file.
 
@@ -136,10 +136,8 @@ class Ledger(Generic[T]):
         self._file = self._file or JsonLines(self._path)
         self._file.write(kind, **figures)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 

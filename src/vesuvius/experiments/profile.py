@@ -23,7 +23,6 @@ from vesuvius.config import Config
 from vesuvius.config.experiment import NEVER, trial_config
 from vesuvius.errors import EXIT_OK, VesuviusError
 from vesuvius.experiments.steady import Warmup
-from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.report.charts import work_parts
 from vesuvius.report.model import build
@@ -31,13 +30,11 @@ from vesuvius.report.page import RunReport, Table, made_by, new_folder, write_pa
 from vesuvius.report.records import RunRecords, figure, read_run
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration
-from vesuvius.stream.stream import PatchStream
 from vesuvius.training.loop import TrainingLoop, Tuner
 from vesuvius.training.ranks.part import one_rank
 from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.request import Request
 from vesuvius.training.run import train
-from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.step import parameter_count
 
 FOLDER = "profiles"
@@ -91,7 +88,7 @@ class Observer:
         if self._counting:
             self._observed.verdict = verdict
 
-    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+    def act(self, *_: object) -> None:
         """Do what comes before the next step."""
         next(self._script, None)
 

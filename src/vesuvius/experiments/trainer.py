@@ -22,8 +22,7 @@ from vesuvius.config.load import dump_config
 from vesuvius.errors import EXIT_GPU_MEMORY, EXIT_GUARD, EXIT_INTERRUPTED, VesuviusError, one_line
 from vesuvius.experiments import Ended
 from vesuvius.monitor.post_mortem import headline, record_run_death
-from vesuvius.monitor.run_files import Tail
-from vesuvius.runlog.records import Record
+from vesuvius.runlog.records import Record, Tail
 
 _OOM_SCORE = "500"  # makes the kernel's OOM killer prefer it to other processes
 _GONE_WITHIN_S = 10.0  # SIGKILL works at once, unless a process waits in the kernel for a disk or a driver

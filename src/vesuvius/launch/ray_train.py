@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line, storage_errors
-from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.logfile import close_logs, silence
+from vesuvius.runlog.records import Tail
 from vesuvius.runlog.run_dir import refuse_existing, run_dir
 from vesuvius.stream.options import StreamOptions, check_store, reads_here, store_bytes
 from vesuvius.stream.ray.session import Session

@@ -19,10 +19,9 @@ from vesuvius.monitor.probes.cgroup import read_cgroup
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.probes.system_sample import read_machine
 from vesuvius.monitor.recent import MemorySample, read_recent
-from vesuvius.monitor.run_files import Tail
 from vesuvius.monitor.session import SessionRecord, is_alive, pid_namespace, read_session
 from vesuvius.runlog.files import boot_id
-from vesuvius.runlog.records import JsonLines, read_plain
+from vesuvius.runlog.records import JsonLines, Tail, read_plain
 from vesuvius.runlog.units import format_time, gib, size_text
 
 Moments = Sequence[MemorySample]

@@ -41,7 +41,7 @@ class Tuner(Protocol):
     def take(self, verdict: Verdict) -> None:
         """Take note of a verdict."""
 
-    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor, /) -> None:
         """Change what is to be changed now."""
 
 

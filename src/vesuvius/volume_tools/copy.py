@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volume_tools.partial import PartialCopy, is_finished, open_partial
-from vesuvius.volume_tools.pyramid import Pyramid, multiscale
+from vesuvius.volume_tools.partial import PartialCopy, Pyramid, is_finished, multiscale, open_partial
 from vesuvius.volumes.box import Box, box_at, chunk_ranges, is_inside, shape_of, shifted
 from vesuvius.volumes.errors import OutageError, UnreadableChunkError
 from vesuvius.volumes.format.metadata import metadata_hash

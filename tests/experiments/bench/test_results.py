@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def test_every_other_round_is_reversed_and_a_resumed_bench_measures_what_is_miss
 
         ledger: Ledger[Measurement]
         ledger = Ledger.read(path, "bench", Measurement) if resume else Ledger(path, "bench", {})
-        with ledger:
+        with closing(ledger):
             if not resume:
                 ledger.begin()
             measure_rounds(ledger, 3, 3, measure)
@@ -160,10 +161,10 @@ def test_what_failed_is_measured_again_in_a_later_session(tmp_path: Path) -> Non
         is_late = cell == 1 and len(seen) < 4
         return Measurement(cell, round, "timeout" if is_late else "ok", samples_s=0.0 if is_late else 10.0)
 
-    with Ledger[Measurement](path, "bench", {}) as ledger:
+    with closing(Ledger[Measurement](path, "bench", {})) as ledger:
         ledger.begin()
     for _ in range(3):
-        with Ledger.read(path, "bench", Measurement) as ledger:
+        with closing(Ledger.read(path, "bench", Measurement)) as ledger:
             measure_rounds(ledger, 2, 2, measure)
             ends.append((len(seen), results_of(CELLS[:2], ledger.results)[1].cause))
     assert ends == [(3, "timeout: "), (5, ""), (5, "")]

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
     config = config.model_copy(update={"data": config.data.model_copy(update={"regions_in_flight": 16})})
     setting = Setting.of(config)
     deeper, other = replace(setting, prefetch_factor=4), replace(setting, train_batch_size=4, accumulate_steps=1)
-    with TrialRunner(config, trials) as lab:
+    with closing(TrialRunner(config, trials)) as lab:
         first = lab.measure(setting, "run", 0.2, _HANG_S)
         assert (first.ended, first.cause) == ("ok", "")
         pid, run = pid_of(trials / "000"), trials / "000"
@@ -151,7 +151,7 @@ def test_a_trainer_that_is_killed_or_held_costs_its_block_only_and_a_stop_leaves
     config: Config, trials: Path
 ) -> None:
     setting = Setting.of(config)
-    with TrialRunner(config, trials) as lab:
+    with closing(TrialRunner(config, trials)) as lab:
         with when_it_trains(trials / "000", lambda pid: os.kill(pid, signal.SIGKILL)):
             killed = lab.measure(setting, "run", _LONG_S, _HANG_S)
         assert killed.ended == "killed"
@@ -176,7 +176,7 @@ def test_a_trainer_that_is_killed_or_held_costs_its_block_only_and_a_stop_leaves
 
 def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., Path], trials: Path) -> None:
     config = read_config(tiny_config(monitor={"ram_limit_gib": 0.2}))
-    with TrialRunner(config, trials) as lab:
+    with closing(TrialRunner(config, trials)) as lab:
         block = lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
     assert block.ended == "guard"
     assert "near out of memory: monitor.ram_limit_gib: " in block.cause
@@ -186,12 +186,13 @@ def test_a_trainer_ends_by_itself_when_its_tune_is_killed(config: Config, trials
     (tmp_path / "config.yaml").write_text(dump_config(config))
     script = """
 import sys
+from contextlib import closing
 from pathlib import Path
 from vesuvius.config.load import read_config
 from vesuvius.experiments.tune.measurement import Setting
 from vesuvius.experiments.tune.session import TrialRunner
 config = read_config(Path(sys.argv[1]))
-with TrialRunner(config, Path(sys.argv[2])) as lab:
+with closing(TrialRunner(config, Path(sys.argv[2]))) as lab:
     lab.measure(Setting.of(config), "run", 3600.0, 3600.0)
 """
     tune = fork_server.Popen([sys.executable, "-c", script, str(tmp_path / "config.yaml"), str(trials)])
@@ -206,7 +207,7 @@ with TrialRunner(config, Path(sys.argv[2])) as lab:
 
 
 def test_what_no_trainer_can_begin_with_says_why(config: Config, trials: Path) -> None:
-    with TrialRunner(config, trials) as lab:
+    with closing(TrialRunner(config, trials)) as lab:
         invalid = lab.measure(replace(Setting.of(config), train_batch_size=0), "run", 1.0, _HANG_S)
         assert invalid.ended == "failed"
         assert "training.train_batch_size Input should be greater than or equal to 1" in invalid.cause

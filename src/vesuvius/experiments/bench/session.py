@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -87,7 +88,7 @@ def bench(request: BenchRequest) -> tuple[int, RunReport | None]:
         log.info("%d cells, %d rounds; %s", len(configs), request.rounds, folder)
         if max(map(_ranks_of, configs)) > 1 and choose_device().type == "cpu":  # as many threads for each rank
             os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // max(map(_ranks_of, configs)), 1)))
-        with ledger, signals_to(lambda: None) as came:
+        with closing(ledger), signals_to(lambda: None) as came:
 
             def measure(cell: int, round: int) -> Measurement:
                 stopping, where = (

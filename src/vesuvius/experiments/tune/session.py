@@ -12,9 +12,10 @@ import math
 import shlex
 import signal
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -67,7 +68,7 @@ _LEDGER = "ledger.jsonl"
 
 
 class TrialRunner:
-    """Measures settings in one trainer, started anew only where the network's side of them changes.  A context manager.
+    """Measures settings in one trainer, started anew only where the network's side of them changes.
 
     Args:
         config: of the tune.
@@ -81,12 +82,6 @@ class TrialRunner:
         self._in_force = Setting.of(config)
         self._commands = 0
         self._stopped = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
 
     def stop(self) -> None:
         """Give up the block in hand: `measure` kills the trainer and raises TrialInterrupted, now and from now on.
@@ -115,7 +110,7 @@ class TrialRunner:
                 config = trainer_config(force.applied_to(self._config), next_number(self._directory))
             except ValidationError as error:
                 return Block(setting, kind, "failed", one_line(error, 400), 0.0)
-            self._end()
+            self.close()
             trainer = self._trainer = Trainer(config, self._directory, self._lock_fd, takes_commands=True)
             self._in_force = force
         self._commands += 1
@@ -139,7 +134,8 @@ class TrialRunner:
         block = replace(block, **result["figures"])
         return block if force == setting else replace(block, ram_bytes=None)
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """End the trainer."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             trainer.close()
@@ -180,7 +176,7 @@ def tune(request: TuneRequest) -> int:
         if not request.resume:
             ledger.begin()
         trials = TrialRunner(one_rank(request.config), directory / "trials", lock_fd=lock_fd)
-        with ledger, trials as runner, signals_to(runner.stop) as came:
+        with closing(ledger), closing(trials) as runner, signals_to(runner.stop) as came:
             log.info("tuning %s on %s", request.source, machine_words())
             _warn_of_neighbours(request.config, space)
             search, why = Search(space, planner, policy, ledger.results), ""

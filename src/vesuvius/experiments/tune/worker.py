@@ -25,16 +25,14 @@ from vesuvius.errors import EXIT_STOPPED
 from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_settled, sustained_s
 from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
 from vesuvius.monitor.clock import HostClock
-from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.reading.reader_figures import ReaderTotals
-from vesuvius.stream.stream import PatchStream
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.reporting.report import StepReporter
-from vesuvius.training.step.device import DeviceBatch, DeviceFeed, synchronize
+from vesuvius.training.step.device import DeviceBatch, synchronize
 from vesuvius.training.step.step import learning_rate
 
 log = logging.getLogger(__name__)
@@ -97,7 +95,7 @@ class TuneWorker:
         """Keep a verdict: it ends a `run`."""
         self._verdict = verdict
 
-    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+    def act(self, *_: object) -> None:
         """Do what comes before the next step."""
         self._look()
         next(self._script, None)

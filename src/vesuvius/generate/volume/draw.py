@@ -44,8 +44,15 @@ from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
 from vesuvius.training.step.step import choose_device
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import PartialCopy, is_begun, is_finished, open_partial, partial_path
-from vesuvius.volume_tools.pyramid import Pyramid, multiscale
+from vesuvius.volume_tools.partial import (
+    PartialCopy,
+    Pyramid,
+    is_begun,
+    is_finished,
+    multiscale,
+    open_partial,
+    partial_path,
+)
 from vesuvius.volumes.box import Box, triple
 
 log = logging.getLogger(__name__)

@@ -24,9 +24,8 @@ from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between, sample_system
 from vesuvius.monitor.recent import MemorySample, read_recent
-from vesuvius.monitor.run_files import Tail, is_number
 from vesuvius.monitor.session import SessionRecord, find_pid, is_alive, read_session
-from vesuvius.runlog.records import Record
+from vesuvius.runlog.records import Record, Tail, is_number
 from vesuvius.runlog.units import format_duration, format_time, quantile, size_text
 
 State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
