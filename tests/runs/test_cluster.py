@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -180,8 +178,6 @@ def test_readers_of_two_ranks_run_on_a_node_beside_them_and_deliver_what_one_ran
         nodes.shutdown()
     assert len(trainers) == len(readers) == 1
     assert trainers | readers == raylets
-    logs = [(part / "logs/train_full.log").read_text() for part in parts]
-    assert [set(re.findall(r"readers: (.*)", log)) for log in logs] == [{f"1 on {platform.node()} (no GPU)"}] * 2
     whole = {"workers": 0, "accumulate_steps": 2}
     with Session(tiny_config("one", training=plain | whole), tmp_path, "name=one", module="records") as one:
         assert one.end() == 0, one.text()
