@@ -51,11 +51,8 @@ def _at(angle: float) -> NoiseLevel:
     return NoiseLevel(angle, math.cos(angle), math.sin(angle))
 
 
-def _falling(angle_pair: tuple[float, float]) -> tuple[NoiseLevel, NoiseLevel]:
-    return _at(max(angle_pair)), _at(min(angle_pair))
-
-
-falling = st.tuples(angles, angles).filter(lambda pair: abs(pair[0] - pair[1]) > 1e-3).map(_falling)
+pairs = st.tuples(angles, angles).filter(lambda pair: abs(pair[0] - pair[1]) > 1e-3)
+falling = pairs.map(lambda pair: (_at(max(pair)), _at(min(pair))))
 
 
 def _size(x: Tensor) -> float:

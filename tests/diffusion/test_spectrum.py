@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +110,7 @@ def test_the_sampler_of_edm_gives_every_mode_its_variance_back(exponent: int) ->
     assert 0.9 < share_of_variance(10.0**exponent, to_the_largest, config) < 1.1
 
 
-def test_levels_fall_by_equal_steps_of_the_seventh_root_and_each_t_has_its_noise() -> None:
+def test_levels_fall_by_equal_steps_of_the_seventh_root_from_the_first_t_to_the_last() -> None:
     config = DiffusionConfig(noise="edm", sigma_max=80.0, sigma_min=0.02)
     schedule = Schedule.from_config(config, spectrum_up_to(100.0))
     *levels, last = rho_levels(schedule, 20)
@@ -120,10 +119,6 @@ def test_levels_fall_by_equal_steps_of_the_seventh_root_and_each_t_has_its_noise
     assert noise[[0, -1]] == pytest.approx([80.0, 0.02])
     np.testing.assert_allclose(np.diff(noise ** (1 / 7)), (0.02 ** (1 / 7) - 80 ** (1 / 7)) / 19, rtol=1e-9)
     assert (levels[0].t, levels[-1].t) == (999, 0)
-    table = np.sqrt(1 / schedule.alpha_bar_64 - 1)
-    for level, sigma in zip(levels, noise, strict=True):
-        below, above = math.floor(level.t), math.ceil(level.t)
-        assert table[below] * (1 - 1e-9) <= sigma <= table[above] * (1 + 1e-9)
     assert all(a.sigma > b.sigma for a, b in pairwise([*levels, last]))
 
 
@@ -152,22 +147,15 @@ def test_the_schedule_standardises_and_the_others_do_not() -> None:
     assert (cosine.mean, cosine.std) == (0.0, 1.0)
 
 
-AUGMENTS = [
-    {"flip": True, "turn": False},
-    {"flip": False, "turn": True},
-    {"flip": True, "turn": True},
-]
-
-
-@pytest.mark.parametrize("augment", AUGMENTS)
-def test_the_augmented_spectrum_is_that_of_all_augmented_patches(augment: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("flip", "turn"), [(True, False), (False, True), (True, True)])
+def test_the_augmented_spectrum_is_that_of_all_augmented_patches(flip: bool, turn: bool) -> None:
     """Patches tilted against all axes: a mean over too few symmetries, or about another origin, is not that of all."""
     white = patches_of(red((4, 6, 6)), 2, (4, 6, 6))
     patches = 2 + white + white.roll((1, 1), (1, 2)) + white.roll((1, 2), (2, 3))
-    flips = list(itertools.product((False, True), repeat=3)) if augment["flip"] else [(False,) * 3]
-    every = [Augmentation(*one) for one in itertools.product(flips, range(4 if augment["turn"] else 1))]
+    flips = list(itertools.product((False, True), repeat=3)) if flip else [(False,) * 3]
+    every = [Augmentation(*one) for one in itertools.product(flips, range(4 if turn else 1))]
     values = [model_values(patches, [one] * 2, np.array([[-1.0, 1.0]] * 2))[:, 0] for one in every]
-    expected, found = Spectrum.of(torch.cat(values)), Spectrum.of(patches).augmented(**augment)
+    expected, found = Spectrum.of(torch.cat(values)), Spectrum.of(patches).augmented(flip=flip, turn=turn)
     assert (found.mean, found.std) == pytest.approx((expected.mean, expected.std), rel=1e-5)
     np.testing.assert_allclose(found.power, expected.power, rtol=1e-4, atol=1e-6)
     assert np.abs(Spectrum.of(patches).power / found.power - 1).max() > 0.1, "these patches have a direction"

@@ -164,17 +164,12 @@ def computing(gpu: FakeGpu, clock: StepClock, part: Part, seconds: float) -> Non
         gpu.compute(seconds)
 
 
-def one_step(*works: Work) -> StepTimes:
-    gpu = FakeGpu()
-    clock = CudaClock(gpu.event, lambda: gpu.host)
-    run_step(gpu, clock, *works)
-    (times,) = clock.finished(wait=True)
-    return times
-
-
 def test_a_gap_is_copy_then_wait_then_other_with_its_pause() -> None:
     work = Work(pause=5.0, wait=2.0, launch=0.5, copy=0.25, forward=1.0, backward=2.0, optimizer=0.5)
-    times = one_step(work)
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    run_step(gpu, clock, work)
+    (times,) = clock.finished(wait=True)
     assert times.step_s == 11.0, "the copy runs while the host launches"
     assert (times.forward_s, times.backward_s, times.optimizer_s) == (1.0, 2.0, 0.5)
     assert (times.h2d_s, times.data_s) == (0.25, 2.0)

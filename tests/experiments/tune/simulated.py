@@ -43,8 +43,8 @@ class Disturbance:
     Attributes:
         drift: standard deviation of its speed, as a share; it wanders with a time constant of `drift_s`.
         noise: standard deviation of a step's time, as a share, correlated over `correlated_steps`.
-        stalls_s: mean seconds between stalls of `stall_s`; infinite = none.
-        neighbour_s: mean seconds between visits of another program, of `visit_s` each, that slow it down by 30 %.
+        stalls_s: mean seconds between stalls of 3 s; infinite = none.
+        neighbour_s: mean seconds between visits of another program, of 20 s each, that slow it down by 30 %.
     """
 
     drift: float = 0.0
@@ -52,9 +52,7 @@ class Disturbance:
     noise: float = 0.02
     correlated_steps: float = 50.0
     stalls_s: float = math.inf
-    stall_s: float = 3.0
     neighbour_s: float = math.inf
-    visit_s: float = 20.0
 
 
 QUIET = Disturbance()
@@ -79,10 +77,8 @@ class Machine:
         ram: GiB of what always is there, a reader, a sample ahead, a sample of the micro-batch.
         vram: GiB of what always is there, and a sample.
         bias: the planner's bytes for each of these parts, for one true byte.
-        unplanned_gib: of RAM and VRAM that the planner does not know.
         dies_at_workers: a kill that nobody could foresee.
         disturbance: of its speed.
-        ram_noise: standard deviation of a measured peak.
     """
 
     name: str
@@ -105,10 +101,8 @@ class Machine:
     ram_limit_gib: float = 120.0
     vram_limit_gib: float = 80.0
     bias: tuple[float, float, float, float] = (1.0, 0.8, 0.75, 0.8)
-    unplanned_gib: float = 0.5
     dies_at_workers: int | None = None
     disturbance: Disturbance = QUIET
-    ram_noise: float = 0.005
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -158,10 +152,8 @@ class Machine:
             return 1 / (1 / readers + 1 / trainer)
         processors = self.cores / (self.decode_s + self.trainer_cores_s)
         smooth = sum(limit**-12 for limit in (readers, trainer, processors)) ** (-1 / 12)
-        return (1 - self._bursts(setting)) / (1 / smooth + self.beside * self.trainer_s(setting))
-
-    def _bursts(self, setting: Setting) -> float:
-        return self.burst / (self.burst + self.ahead(setting))
+        bursts = self.burst / (self.burst + self.ahead(setting))
+        return (1 - bursts) / (1 / smooth + self.beside * self.trainer_s(setting))
 
     def ahead(self, setting: Setting) -> int:
         """Batches put together ahead."""
@@ -230,7 +222,7 @@ class BiasedPlanner:
     machine: Machine
 
     def __call__(self, setting: Setting) -> Planned:
-        machine, unplanned_bytes = self.machine, int(self.machine.unplanned_gib * GIB)
+        machine, unplanned_bytes = self.machine, GIB // 2
         vram_bytes = machine.vram_bytes(setting, machine.bias[3])
         ram_bytes = machine.ram_bytes(setting, machine.bias) - unplanned_bytes
         return Planned(ram_bytes, 0, None if vram_bytes is None else vram_bytes - unplanned_bytes)
@@ -287,15 +279,15 @@ class SimulatedRunner:
             piece_s = n * step_s * math.exp(d.drift * self._drift + d.noise * self._noise)
             now_s = self.now_s + total_s
             if now_s >= self._visited_until_s and self._rng.random() < piece_s / d.neighbour_s:
-                self._visited_until_s = now_s + self._rng.exponential(d.visit_s)
+                self._visited_until_s = now_s + self._rng.exponential(20.0)
             piece_s *= 1.3 if now_s < self._visited_until_s else 1.0
-            total_s += piece_s + d.stall_s * self._rng.poisson(piece_s / d.stalls_s)
+            total_s += piece_s + 3.0 * self._rng.poisson(piece_s / d.stalls_s)
         return total_s
 
     def _block(self, setting: Setting, kind: BlockKind, steps: int, measured_s: float, seconds: float) -> Block:
         machine, samples = self._machine, steps * setting.global_batch
         reader_s, decode_s = machine.reader_s(setting)
-        peak = machine.ram_bytes(setting) * (1 + machine.ram_noise * self._rng.standard_normal())
+        peak = machine.ram_bytes(setting) * (1 + 0.005 * self._rng.standard_normal())
         return Block(
             setting,
             kind,

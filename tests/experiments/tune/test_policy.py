@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 
@@ -242,26 +241,17 @@ def test_knobs_that_are_to_be_kept_are_turned_by_no_block(name: str, kept: tuple
         assert not set(kept) & setting.changes(machine.source).keys()
 
 
-class EndsBadly(SimulatedRunner):
-    """A machine on which some blocks end badly."""
-
-    def __init__(self, machine: Machine, bad: Callable[[Setting, BlockKind], bool], ended: Ended = "guard") -> None:
-        super().__init__(machine, 0)
-        self.bad, self.ended = bad, ended
-
-    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
-        block = super().measure(setting, kind, seconds, limit_s)
-        return Block(setting, kind, self.ended, "so", 20.0) if self.bad(setting, kind) else block
-
-
 @pytest.mark.parametrize("ended", ["guard", "timeout", "failed"])
 def test_what_ends_badly_when_it_is_confirmed_is_not_taken(ended: Ended) -> None:
     machine = BY_NAME["switches matter"]
 
-    def bad(setting: Setting, kind: BlockKind) -> bool:
-        return kind == "run" and setting != machine.source
+    class EndsBadly(SimulatedRunner):
+        def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
+            block = super().measure(setting, kind, seconds, limit_s)
+            is_bad = kind == "run" and setting != machine.source
+            return Block(setting, kind, ended, "so", 20.0) if is_bad else block
 
-    search = tune(machine, lab=EndsBadly(machine, bad, ended))
+    search = tune(machine, lab=EndsBadly(machine, 0))
     found = conclude(search)
     assert found.best == found.written == machine.source
     assert found.certainty == "unchanged"
