@@ -95,7 +95,7 @@ def test_a_patch_must_suit_the_model_and_the_nearest_sizes_are_named() -> None:
     )
 
 
-def test_a_home_directory_and_a_file_address_are_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_directory_in_any_key_and_a_file_address_are_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     for path, folder in {
         "~/v.zarr": "/home/somebody/v.zarr",
@@ -106,11 +106,7 @@ def test_a_home_directory_and_a_file_address_are_folders(monkeypatch: pytest.Mon
         "file://localhost/data/v.zarr": "/data/v.zarr",
     }.items():
         assert ArrayConfig(path=path).path == folder
-
-
-def test_every_key_that_is_a_path_may_begin_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys that come later too: those whose name says that they are one."""
-    monkeypatch.setenv("HOME", "/home/somebody")
+    # Any key that is a path, also one that comes later: those whose name says that they are one.
     named = [key for key, _ in iter_keys() if key.endswith(("path", "_dir", "_from", "folder", "file"))]
     assert {"data.volumes[].mask.path", "data.store.cache_dir", "training.init_from"} <= set(named)
     text = MINIMAL + "      mask: {path: m}\n      condition: {path: c}\n  min_foreground: 0.1\n"
