@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -305,11 +304,11 @@ def test_a_run_of_2000_steps_fits_a_small_page(tmp_path: Path) -> None:
     assert f"to {max(losses):#.3g}".removesuffix(".") in page.text
 
 
-def session_file(run: Path, ended: bool, exit_code: int | None = 0) -> None:
-    """As a session leaves it that has ended, or was killed."""
+def session_file(run: Path, exit_code: int | None) -> None:
+    """As a session leaves it that has ended, or was killed (None)."""
     record = begin_session(run / "session.json", "tiny", 1, Limits())
-    if ended:
-        end_session(run / "session.json", record, exit_code or 0)
+    if exit_code is not None:
+        end_session(run / "session.json", record, exit_code)
     else:
         content = json.loads((run / "session.json").read_text())
         (run / "session.json").write_text(json.dumps(content | {"pid": 2**22 + 1}))
@@ -329,7 +328,7 @@ def test_of_a_run_that_is_over_the_cause_comes_first_and_no_time_is_left(
     records = [run_start(), step(1), step(2, steps=10, eta_s=12_900.0), verdict(2)]
     records += [] if exit_code is None else [run_end(2, BEGAN + 9, exit_code, cause)]
     run = write_run(tmp_path / "tiny", records)
-    session_file(run, exit_code is not None, exit_code)
+    session_file(run, exit_code)
     for of in ("guard", "ray"):
         append_death(run / "post_mortem.jsonl", Death(BEGAN, "run", 1, 1, of, (), (), ""))  # type: ignore[arg-type]
     report = reported(run)
@@ -338,10 +337,6 @@ def test_of_a_run_that_is_over_the_cause_comes_first_and_no_time_is_left(
     assert report.facts["time left"] == "none: the run is over, 8 steps before its last one"
     for page in (page_of(report).text, report.text):
         assert page.index(words[:20]) < page.index("data-bound")
-
-
-def changed(first: int, *lines: str) -> dict[str, Any]:
-    return run_start(first, 2, BEGAN + first + 0.5) | {"drift": list(lines)}
 
 
 @pytest.mark.parametrize(
@@ -358,7 +353,8 @@ def test_figures_of_time_are_of_the_steps_with_the_last_settings_and_say_which(
 ) -> None:
     """20 steps of 0.5 s, then 20 of 2 s in a session of its own."""
     slow = {"step_s": 2.0, "data_s": 1.6}
-    records = [run_start(), *(step(n) for n in range(1, 21)), changed(20, *lines)]
+    again = run_start(20, 2, BEGAN + 20.5) | {"drift": list(lines)}
+    records = [run_start(), *(step(n) for n in range(1, 21)), again]
     records += [step(n, time=BEGAN + n + 1, **slow) for n in range(21, 41)]
     report = reported(write_run(tmp_path / "tiny", records))
     window = report.facts["figures of time"]

@@ -75,14 +75,10 @@ RECORDS: list[dict[str, Any]] = [
 ]
 
 
-def text_of(port: int | None, host: str = "127.0.0.1") -> str:
-    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())
-
-
 def fetched(port: int | None, host: str = "127.0.0.1") -> dict[tuple[str, str], float]:
     """Samples by name and the label beside `run`."""
-    families = list(text_string_to_metric_families(text_of(port, host)))
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
     samples = [sample for family in families for sample in family.samples]
     assert all(sample.labels["run"] == "exp" for sample in samples)
     return {(s.name, "".join(v for k, v in s.labels.items() if k != "run")): s.value for s in samples}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +195,9 @@ class Interrupted(Exception):  # noqa: N818 - it stands for a kill, which is no 
     """Ends a copy in the middle, in this process."""
 
 
-def interrupt_after(chunks: int) -> Callable[[CopyFigures], None]:
-    def on_progress(figures: CopyFigures) -> None:
-        if figures.done >= chunks:
-            raise Interrupted
-
-    return on_progress
+def interrupt(figures: CopyFigures) -> None:
+    if figures.done >= 9:
+        raise Interrupted
 
 
 def copy_command(url: str, out: Path, start: Triple) -> list[str]:
@@ -242,7 +239,8 @@ def test_a_copy_that_was_ended_goes_on_and_equals_an_uninterrupted_one(
                 open_volume(ArrayConfig(path=str(tmp_path / "c.zarr.partial" / unfinished)))
 
         done = fork_server.run(command, capture_output=True, text=True, check=True)
-        twice = [path for path, count in chunks_fetched(server).items() if count > 1 and stored(served, path)]
+        fetched = chunks_fetched(server).items()
+        twice = [path for path, count in fetched if count > 1 and (served / path.lstrip("/")).exists()]
         (before,) = re.findall(r"^before +(\d+)$", done.stdout, re.M)
         assert 0 < int(before) < 125 + 27, "the second process found what was done"
         # In flight at the kill: the chunks that were being written, and those that were being fetched.
@@ -253,10 +251,6 @@ def test_a_copy_that_was_ended_goes_on_and_equals_an_uninterrupted_one(
         )
         copy_box(whole, QUICK)
     assert chunk_files(tmp_path / "c.zarr") == chunk_files(tmp_path / "whole" / "c.zarr")
-
-
-def stored(served: Path, path: str) -> bool:
-    return (served / path.lstrip("/")).exists()
 
 
 def test_a_process_that_ends_just_before_or_after_the_rename_does_no_harm(
@@ -299,7 +293,7 @@ def test_another_box_into_the_same_place_and_a_source_that_has_changed_are_refus
         copy_box(CopyRequest(**request), QUICK)
     else:
         with pytest.raises(Interrupted):
-            copy_box(CopyRequest(**request), QUICK, interrupt_after(9))
+            copy_box(CopyRequest(**request), QUICK, interrupt)
     for other in OTHERS:
         words = rf"started with; got {next(iter(other))} .* \(there: .*choose another name"
         with pytest.raises(ConfigError, match=words):

@@ -191,12 +191,6 @@ def test_a_web_server_without_a_sidecar_cannot_give_a_plan(server: ChunkServer, 
 # ---- coarse levels and masks
 
 
-def empty_volume(path: Path, shape: tuple[int, ...]) -> Volume:
-    """A volume of one chunk."""
-    zarr.create_array(str(path), shape=shape, dtype="uint8", chunks=(32, 32, 32), fill_value=0)[0, 0, 0] = 1
-    return opened(path)
-
-
 def counted_by_hand(coarse: Voxels, threshold: float, merged: tuple[int, ...]) -> Voxels:
     """The share of each cell of `merged` coarse voxels that is above the threshold, in 255ths, halves upwards."""
     counts = [-(-size // m) for size, m in zip(coarse.shape, merged, strict=True)]
@@ -230,9 +224,9 @@ def test_a_coarse_map_is_the_share_of_voxels_above_the_threshold(
     shape = tuple(factor * size - (factor - 1 if not floor else 1 - factor) for size in sizes)
     coarse = textured(sizes, seed=seed)
     monkeypatch.setattr(occupancy, "_BLOCK_BYTES", 8**3)  # many blocks, not one
-    found = coarse_map(
-        empty_volume(path / "fine", shape), opened(write_array(path / "coarse", coarse, 7)), threshold, patch
-    )
+    fine = zarr.create_array(str(path / "fine"), shape=shape, dtype="uint8", chunks=(32, 32, 32), fill_value=0)
+    fine[0, 0, 0] = 1  # a volume of one chunk
+    found = coarse_map(opened(path / "fine"), opened(write_array(path / "coarse", coarse, 7)), threshold, patch)
     merged = tuple(max(p // (4 * factor), 1) for p in patch)
     assert found.cell_zyx == tuple(m * factor for m in merged)
     expected = counted_by_hand(coarse, threshold, merged)

@@ -201,13 +201,6 @@ def _leaking(rate: float, step_s: float, slack_s: float, begin_s: int) -> Machin
     return machine
 
 
-def _seconds_left_at_exit(machine: Machine, rate: float) -> float:
-    ordered_s, order = machine.orders[-1]
-    assert order.rung == "exit"
-    held = machine.workers * 2 * GIB + machine.prefetch * machine.batch_bytes
-    return (RAY_GIB * GIB - machine.trainer(ordered_s) - held) / rate
-
-
 def test_exit_comes_a_step_before_exhaustion_for_leaks_that_last_long_enough():
     """Long enough: 45 s to be seen, and two steps and 15 s to act; what is faster nobody can answer.
 
@@ -219,7 +212,10 @@ def test_exit_comes_a_step_before_exhaustion_for_leaks_that_last_long_enough():
         if (machine := _leaking(rate, step_s, rng.uniform(0.0, 200.0), int(rng.integers(100, 401)))) is None:
             continue
         assert machine.killed_s is None
-        assert _seconds_left_at_exit(machine, rate) > step_s
+        ordered_s, order = machine.orders[-1]
+        assert order.rung == "exit"
+        held = machine.workers * 2 * GIB + machine.prefetch * machine.batch_bytes
+        assert (RAY_GIB * GIB - machine.trainer(ordered_s) - held) / rate > step_s, "left at the exit"
         tried += 1
 
 

@@ -74,16 +74,6 @@ PAIRS = {"bool": "int8", "int16": "int32", "uint32": "int64", "int64": "bool", "
 def test_patches_and_labels_of_any_dtype_and_order_of_axes_are_those_that_the_plan_names(
     tmp_path: Path, dtype: str
 ) -> None:
-    check_patches_and_labels(tmp_path, dtype, workers=0)
-
-
-@pytest.mark.long  # tests/stream holds that readers deliver what is read here
-@pytest.mark.usefixtures("ray_cluster")
-def test_readers_deliver_the_patches_and_labels_that_the_plan_names(tmp_path: Path) -> None:
-    check_patches_and_labels(tmp_path, "int16", workers=1)
-
-
-def check_patches_and_labels(tmp_path: Path, dtype: str, workers: int) -> None:
     """From the store to the device: the scan is stored x, c, y, z, its labels y, x, z."""
     scan = (textured((96, 80, 72)) - 100).astype(np.int8).astype("float64")
     if dtype.startswith("u") or dtype == "bool":
@@ -109,7 +99,7 @@ def check_patches_and_labels(tmp_path: Path, dtype: str, workers: int) -> None:
             "condition_classes": 3,
         }
     )
-    data, options = prepare_data(0, config), StreamOptions(8, workers=workers)
+    data, options = prepare_data(0, config), StreamOptions(8, workers=0)
     feed = DeviceFeed(CPU, options, data.job, [GreyRange(-100, 100)], Conditioner(range(3), [], CPU))
     with feed.open():
         batch = feed.next(HostClock())
