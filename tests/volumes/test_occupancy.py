@@ -369,5 +369,5 @@ def test_the_largest_scroll_is_planned_in_little_memory(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     peak_bytes, regions, prepared_s, total_s = map(float, done.stdout.split())
     print(f"{peak_bytes / 2**30:.2f} GiB, {regions:.0f} regions, planned in {prepared_s:.1f} s, {total_s:.1f} s in all")
-    assert 9e6 < regions < 12e6
+    assert 2.2e6 < regions < 2.7e6, "a quarter of 9.6 million"
     assert peak_bytes < 1.5e9
