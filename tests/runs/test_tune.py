@@ -57,10 +57,7 @@ class SimulatedTrainers(SimulatedRunner):
         machine = Machine("launches", Setting.of(config), on_gpu=False, sample_s=0.01, launch_s=0.1)
         super().__init__(replace(machine, ram=(0.3, 0.1, 0.01, 0.02)), seed=0)
 
-    def __enter__(self) -> SimulatedTrainers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         pass
 
     def stop(self) -> None:
