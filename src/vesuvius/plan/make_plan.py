@@ -17,6 +17,16 @@ from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.volumes.box import Box, format_box, shape_of, triple
 from vesuvius.volumes.occupancy import ForegroundMap
 
+# The law of mixing, between cells: with M regions in flight, positions of patches a batch of 8 apart correlate by at
+# most (8 / M)^2.
+_REGIONS_WANTED = 32
+_REGIONS_IN_FLIGHT = (24, 64)
+# K follows from the size of a cell.  More, up to 64, where more bytes would be decoded than delivered.
+_PATCHES_PER_REGION = (1, 128)
+_READ_AMPLIFICATION, _PATCHES_PAYING = 0.95, 64
+# R: the decoded regions of a task take at most so much.
+_TASK_BYTES, _REGIONS_PER_TASK = 2**27, (1, 8)
+
 
 @dataclass(frozen=True)
 class Split:
@@ -69,17 +79,6 @@ def split_volume(
 
 def _replace(zyx: Triple, axis: int, value: int) -> Triple:
     return triple(value if a == axis else old for a, old in enumerate(zyx))
-
-
-# The law of mixing, between cells: with M regions in flight, positions of patches a batch of 8 apart correlate by at
-# most (8 / M)^2.  docs/plan.md says what other K and M cost in processor time and in loss.
-_REGIONS_WANTED = 32
-_REGIONS_IN_FLIGHT = (24, 64)
-# K follows from the size of a cell.  More, up to 64, where more bytes would be decoded than delivered.
-_PATCHES_PER_REGION = (1, 128)
-_READ_AMPLIFICATION, _PATCHES_PAYING = 0.95, 64
-# R: the decoded regions of a task take at most so much.
-_TASK_BYTES, _REGIONS_PER_TASK = 2**27, (1, 8)
 
 
 def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> Plan:
