@@ -13,8 +13,3 @@ os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
 os.environ.setdefault("grpc_proxy", "")
 # Ray starts its workers at nice 15: on a machine that is busy with anything else the readers would starve.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# Readers keep the memory that they decode into: by default glibc returns each buffer of megabytes to the kernel, which
-# has to clear it again page by page.
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
-os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**27))
-os.environ.setdefault("MALLOC_TOP_PAD_", str(2**24))
