@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _EVERY_S = 5.0
+_LAST_LINE_S = 1.0  # longest wait for a line that is being written
 
 
 class Progress:
@@ -32,7 +33,8 @@ class Progress:
         self._started = self._counted_from = time.monotonic()
         self._has_said = False
         self._closed = threading.Event()
-        threading.Thread(target=self._say_at_times, name="progress", daemon=True).start()
+        self._thread = threading.Thread(target=self._say_at_times, name="progress", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Self:
         return self
@@ -57,6 +59,7 @@ class Progress:
     def end(self) -> None:
         """Close it, and say what it came to, if anything was said before."""
         self.close()
+        self._thread.join(_LAST_LINE_S)  # its last line comes before this one
         if self._has_said:
             took = format_duration(time.monotonic() - self._started)
             log.info("%s: done, %d%s in %s", self._what, self._count, self._size, took)
