@@ -192,8 +192,9 @@ def _of_length(first: int, count: int, patch: int, chunk: int, length: int) -> _
     touched = [
         sum(_chunks_touched(lo, lo + region, chunk) for lo in range(phase, chunk, alike)) for phase in range(alike)
     ]
-    phases = tuple(phase for phase in range(length) if touched[phase % alike] == min(touched))
-    return _Length(AxisCells(first, count, length, phases), region, min(touched) * alike)
+    fewest = min(touched)
+    phases = tuple(phase for phase in range(length) if touched[phase % alike] == fewest)
+    return _Length(AxisCells(first, count, length, phases), region, fewest * alike)
 
 
 def _chunks_touched(lo: int, hi: int, chunk: int) -> int:
