@@ -29,7 +29,7 @@ from vesuvius.stream.options import (
     check_cluster,
     check_store,
 )
-from vesuvius.stream.ray import blocks as ray_stream
+from vesuvius.stream.ray import regions as ray_stream
 from vesuvius.stream.ray.watch import exit_of
 from vesuvius.stream.reading.reader import Reader, ReaderJob
 from vesuvius.stream.start.prepare import prepare_data

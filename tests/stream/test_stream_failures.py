@@ -24,9 +24,9 @@ from vesuvius.stream import events
 from vesuvius.stream import stream as stream_module
 from vesuvius.stream.cutter import Cutter, Patch, StreamOrderError, WaitTime
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.ray import blocks, private, watch
+from vesuvius.stream.ray import private, regions, watch
 from vesuvius.stream.ray import session as ray_session
-from vesuvius.stream.reading.reader import Block, Reader
+from vesuvius.stream.reading.reader import Block, Reader, region_in
 from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
 
 
@@ -34,7 +34,7 @@ def test_a_reconfigure_that_fails_does_not_look_like_the_end(volume: Path, monke
     with open_stream(make_job(volume)) as stream:
         next(stream)
         with monkeypatch.context() as broken:
-            broken.setattr(stream_module, "LocalBlocks", refuse)
+            broken.setattr(stream_module, "LocalRegions", refuse)
             with pytest.raises(ConfigError, match="no readers today"):
                 stream.reconfigure(prefetch_factor=3)
         for _ in range(2):
@@ -107,10 +107,10 @@ def test_a_stream_that_nobody_closes_does_not_keep_the_interpreter(
 def test_one_death_too_many_during_a_hand_over_is_said_as_such(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch interrupts the executions while the next one is being made: the old one then ends without an error, and
     the new one, where it is missed, goes on with other blocks than the next."""
-    segments: list[blocks.Segment] = []
+    segments: list[regions.Segment] = []
     while_the_second_is_made: list[Callable[[], None]] = []
 
-    class Segment(blocks.Segment):
+    class Segment(regions.Segment):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             segments.append(self)
@@ -122,8 +122,8 @@ def test_one_death_too_many_during_a_hand_over_is_said_as_such(volume: Path, mon
         def next_block(self) -> Block | None:
             return None if self._handle.closed and self is segments[0] else super().next_block()
 
-    monkeypatch.setattr(blocks, "Segment", Segment)
-    monkeypatch.setattr(blocks, "TASKS_PER_SEGMENT", 6)
+    monkeypatch.setattr(regions, "Segment", Segment)
+    monkeypatch.setattr(regions, "TASKS_PER_SEGMENT", 6)
     monkeypatch.setattr(events, "DEATHS_MAX", 0)
     with open_stream(make_job(volume), workers=1) as stream:
         source: Any = stream._source
@@ -227,7 +227,8 @@ def cut(volume: Path, change: Change) -> list[Patch]:
     reader = Reader(job, ring=2)
     blocks = [block.copy() for task in job.tasks(0, 96) for block in reader.blocks(task)]
     reader.close()
-    return list(Cutter(job, iter(change(blocks)), lambda report: None, WaitTime(), 0, 96).patches())
+    regions = (region_in(block, job) for block in change(blocks))
+    return list(Cutter(job, regions, lambda report: None, WaitTime(), 0, 96).patches())
 
 
 @pytest.mark.parametrize(

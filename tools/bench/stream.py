@@ -14,10 +14,12 @@ import hashlib
 import json
 import time
 
+import numpy as np
 import psutil
 
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 
@@ -29,14 +31,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("volume")
     parser.add_argument("--workers", type=int, default=0, help="readers; 0 = this process (default: %(default)s)")
+    parser.add_argument("--resident", action="store_true", help="keep the volume in memory, and time after its pass")
     parser.add_argument("--batches", type=int, default=400, help="that are timed (default: %(default)s)")
     args = parser.parse_args()
     began = time.perf_counter()
     data = DataConfig(volumes=(VolumeConfig(path=args.volume),), patch_size=_PATCH)
-    with PatchStream(prepare_data(0, data).job, StreamOptions(_BATCH, args.workers)) as stream:
+    job = prepare_data(0, data).job
+    resident = Resident(job) if args.resident else None
+    warm_up = 2 * job.plan.slots_of_pass * job.plan.patches_per_region // _BATCH if resident else _WARM_UP
+    ring = [np.empty((_BATCH, *_PATCH), job.dtype) for _ in range(3)]  # as a trainer with a GPU has it
+    with PatchStream(job, StreamOptions(_BATCH, args.workers), buffers=ring, resident=resident) as stream:
         seen = hashlib.sha256(next(stream).patches.tobytes())
         first_s = time.perf_counter() - began
-        for _ in range(_WARM_UP):
+        for _ in range(warm_up):
             next(stream)
         cpu, wall = _cpu_s(), time.perf_counter()
         for _ in range(args.batches):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
 from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX
 
@@ -101,6 +101,11 @@ class DataConfig(Section):
     patch_size: SizeZYX = Field((72, 136, 136), description="voxels (z, y, x) of one training example")
     stream_gib: float = Field(
         1.0, gt=0, description="memory for the regions in flight, GiB; the size of regions, K and M follow from it"
+    )
+    resident: Literal["auto"] | NonNegativeFloat = Field(
+        "auto",
+        description="keep the volumes decoded in memory from their first pass on, once for all ranks of a machine: "
+        "auto = where they fit and pay; a number = up to so many GiB; 0 = never",
     )
     patches_per_region: PositiveInt | None = Field(
         None,

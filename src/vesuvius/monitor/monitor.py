@@ -60,6 +60,7 @@ class LoopStatus:
     readers_here: frozenset[int] = frozenset()
     workers: int | None = None  # readers that there are now
     can_shrink: bool = False  # whether there are readers or batches ahead to do without
+    can_drop: bool = False  # whether volumes are kept in memory
 
 
 class Monitor:
@@ -224,7 +225,9 @@ class Monitor:
         with self._judging:
             self.risk = risk = self._watch.add(sample)
             if self._mode == "act":
-                self.order = self._guard.judge(time.monotonic(), risk, told.step_s, told.can_shrink, told.readers)
+                self.order = self._guard.judge(
+                    time.monotonic(), risk, told.step_s, told.can_shrink, told.readers, told.can_drop
+                )
             order = self.order
         if self._mode != "off" and risk.level > before:
             text = f"risk of an out of memory kill {risk.level.name}: {risk.reason}"

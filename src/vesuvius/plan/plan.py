@@ -144,6 +144,12 @@ class Plan:
         return max(math.prod(volume.cells.region_zyx(self.patch_zyx)) for volume in self.volumes)
 
     @property
+    def slots_of_pass(self) -> int:
+        """Slots until each volume has been passed over once."""
+        weights = sum(volume.weight for volume in self.volumes)
+        return max(math.ceil(volume.visits_per_pass * weights / volume.weight) for volume in self.volumes)
+
+    @property
     def map_bytes(self) -> int:
         """Memory of the foreground maps."""
         return sum(volume.foreground.nbytes for volume in self.volumes if volume.foreground)

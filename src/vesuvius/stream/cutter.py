@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from vesuvius.errors import VesuviusError
 from vesuvius.plan.plan import Sample, Visit
-from vesuvius.stream.reading.reader import Block, ReaderJob, head_of, regions_in
+from vesuvius.stream.reading.reader import ReaderJob, Region
 from vesuvius.stream.reading.reader_figures import BlockReport
-from vesuvius.volumes.box import shape_of, slices
+from vesuvius.stream.reading.resident import Resident
+from vesuvius.volumes.box import slices
 
 
 class StreamOrderError(VesuviusError):
-    """Blocks or samples came in another order than the plan's: nothing may be trained on them."""
+    """Regions or samples came in another order than the plan's: nothing may be trained on them."""
 
 
 class WaitTime:
@@ -48,13 +49,14 @@ Patch = tuple[Sample, list[NDArray[Any]]]
 
 
 class Cutter:
-    """Turns the blocks of `job.tasks(first, stop)` into the patches of samples first <= i < stop.
+    """Turns the regions of `job.tasks(first, stop)` into the patches of samples first <= i < stop.
 
     Holds the regions in flight, at most M of the plan.
 
     Args:
-        on_report: called with the reader's report in each block.
-        starved: counts the time spent waiting for blocks.
+        on_report: called with the reader's report of each region.
+        starved: counts the time spent waiting for regions.
+        resident: where regions are kept, and patches are cut from.
 
     Attributes:
         index: of the sample that is cut next.
@@ -63,14 +65,16 @@ class Cutter:
     def __init__(
         self,
         job: ReaderJob,
-        blocks: Iterator[Block],
+        regions: Iterator[Region],
         on_report: Callable[[BlockReport], None],
         starved: WaitTime,
         first: int,
         stop: int,
+        resident: Resident | None = None,
     ) -> None:
         self._job = job
-        self._blocks = blocks
+        self._regions = regions
+        self._resident = resident
         self._on_report = on_report
         self._starved = starved
         self._indices = range(first + job.rank, stop, job.world)
@@ -81,7 +85,7 @@ class Cutter:
     def patches(self) -> Generator[Patch]:
         """The patches in the order of the samples.  A region is dropped in the round after its last patch.
 
-        Raises StreamOrderError: a block is missing or out of order.
+        Raises StreamOrderError: a region is missing or out of order.
         """
         plan = self._job.plan
         try:
@@ -92,7 +96,7 @@ class Cutter:
                     del self._in_flight[oldest]
                 slot = plan.mixing.slot_of(index)
                 while slot not in self._in_flight:
-                    self._take_block(slot)
+                    self._take_region(slot)
                 visit, regions = self._in_flight[slot]
                 sample = plan.sample_of(visit, index)
                 part = slices(sample.box, visit.region[0])
@@ -100,18 +104,18 @@ class Cutter:
         finally:
             self._in_flight.clear()  # views into the object store: held, they would keep it full
 
-    def _take_block(self, wanted: int) -> None:
-        """Take in the next block; blocks come in rising order of their slots."""
+    def _take_region(self, wanted: int) -> None:
+        """Take in the next region; they come in rising order of their slots."""
         with self._starved:
-            block = next(self._blocks, None)
-        if block is None:
+            region = next(self._regions, None)
+        if region is None:
             raise StreamOrderError(f"the readers ended before slot {wanted} came; report this as a bug")
-        head = head_of(block)
-        visit = head.visit
+        visit = region.visit
         if not self._last_slot < visit.slot <= wanted:
             raise StreamOrderError(
                 f"slot {visit.slot} came after {self._last_slot}, where {wanted} is needed; report this as a bug"
             )
         self._last_slot = visit.slot
-        self._on_report(head.report)
-        self._in_flight[visit.slot] = visit, regions_in(block, self._job, shape_of(visit.region))
+        if region.report is not None:
+            self._on_report(region.report)
+        self._in_flight[visit.slot] = visit, region.voxels if self._resident is None else self._resident.take(region)

@@ -14,7 +14,7 @@ from vesuvius.stream.reading.reader import ReaderJob
 
 log = logging.getLogger(__name__)
 
-EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured"]
+EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured", "resident"]
 
 DEATHS_MAX = 32  # readers that are replaced in one session
 _EVENTS_KEPT = 10_000
@@ -60,7 +60,7 @@ class EventRecorder:
     def record(self, kind: EventKind, text: str, fields: Any) -> None:
         """Record and log an event."""
         self.events.append(StreamEvent(kind, text, dict(fields)))
-        log.log(logging.INFO if kind == "reconfigured" else logging.ERROR, "%s", text)
+        log.log(logging.INFO if kind in ("reconfigured", "resident") else logging.ERROR, "%s", text)
 
     def quarantine(self, record: dict[str, Any]) -> None:
         """Record damage, once for each place.

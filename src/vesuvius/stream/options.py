@@ -35,6 +35,7 @@ class StreamOptions:
     prefetch_factor: int = 2  # batches assembled ahead per worker (or for this process with `workers: 0`)
     requests: int | None = None  # in flight per reader on remote stores; None = as the job's store section says
     cluster: ClusterConfig = ClusterConfig()  # where Ray runs
+    resident: bool = True  # whether a resident copy that the stream was given is used
 
     def __post_init__(self) -> None:
         least = {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "requests": 1}
@@ -60,6 +61,7 @@ class StreamChanges(TypedDict, total=False):
     workers: int
     prefetch_factor: int
     requests: int
+    resident: bool
 
 
 def reads_here(cluster: ClusterConfig, world: int) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, DataError, one_line
+from vesuvius.plan.plan import Task
 from vesuvius.stream.cutter import Cutter, StreamOrderError
 from vesuvius.stream.events import EventRecorder
 from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederFigures, check_rings
@@ -29,14 +31,16 @@ from vesuvius.stream.options import (
     store_bytes,
     store_is_there,
 )
-from vesuvius.stream.reading.reader import LocalBlocks, ReaderJob
+from vesuvius.stream.reading.local import LocalRegions, LocalThenRay, Regions
+from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
+from vesuvius.stream.reading.resident import Resident
 
 if TYPE_CHECKING:
-    from vesuvius.stream.ray.blocks import RayBlocks  # Ray is not needed with workers: 0
-    from vesuvius.stream.ray.session import Session
+    from vesuvius.stream.ray.session import Session  # Ray is not needed with workers: 0
 
 _ENDLESS = 2**62
+_WINDOWS_WITHOUT_RAY = 4
 _open = set["PatchStream"]()
 
 
@@ -54,16 +58,19 @@ class PatchStream(Iterator[Batch]):
         quarantined: `quarantined` of an earlier stream over the same volumes; these places are not tried again.
         interrupted: asked several times a second while a batch is waited for; where it says yes, `next` raises
             StreamInterrupted, and the stream stays where it was.
+        resident: a copy of the volumes in memory to fill and to cut from, which the stream closes.  Once it holds them
+            the readers end; where they are so small that it soon does, none are started.
 
     Attributes:
-        options: the current ones; `reconfigure` changes them.
+        options: the current ones; `reconfigure` and a resident copy change them.
         events: what happened so far, the last 10,000; the caller may take them out.
         quarantined: a record for each damaged place; regions that touch one are replaced.
         readers: figures of each living reader process by pid.
 
     Raises:
         DataError: on opening or iterating, where a volume cannot be read or too many regions cannot.
-        ConfigError: on opening, where /dev/shm is too small or the Ray cluster does not answer.
+        ConfigError: on opening, where /dev/shm is too small; on iterating, where Ray does not start, or its cluster
+            does not answer.
     """
 
     def __init__(
@@ -77,9 +84,13 @@ class PatchStream(Iterator[Batch]):
         condition_buffers: Sequence[NDArray[Any]] = (),
         quarantined: Sequence[dict[str, Any]] = (),
         interrupted: Callable[[], bool] = lambda: False,
+        resident: Resident | None = None,
     ) -> None:
         _check_place(first, stop, job.world)
         self._job = job
+        self._resident = resident
+        if resident is not None and job.plan.slots_of_pass <= _WINDOWS_WITHOUT_RAY * job.plan.regions_in_flight:
+            options = replace(options, workers=0)
         self.options = options
         self._next_sample = first
         self._stop = _ENDLESS if stop is None else stop
@@ -90,7 +101,7 @@ class PatchStream(Iterator[Batch]):
         self.events, self.quarantined = self._events.events, self._events.quarantined
         self.readers = self._readers.living
         self._session: Session | None = None
-        self._source: LocalBlocks | RayBlocks | None = None
+        self._source: Regions | None = None
         self._replaced: Callable[[str, int, str], None] | None = None  # told of readers that died
         self._feeder: Feeder | None = None
         self._clock = FeederClock()
@@ -115,6 +126,8 @@ class PatchStream(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._failure is not None:
             raise self._failure
+        if self._resident is not None and self._resident.suffices and self.options.workers:
+            self._end_readers()
         if self._feeder is None:
             raise StopIteration
         batch = self._feeder.next_batch()
@@ -139,9 +152,8 @@ class PatchStream(Iterator[Batch]):
             self._close_readers()
         finally:
             _open.discard(self)
-            if self._session is not None:
-                self._session.close()
-                self._session = None
+            self._drop_resident()
+            self._end_session()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream, as plain data: enough to continue with any workers, prefetch or cache.
@@ -208,6 +220,8 @@ class PatchStream(Iterator[Batch]):
             check_store(self._job, options)
         self.options = options
         self._close_readers()
+        if not options.resident:
+            self._drop_resident()
         if buffers is not None:
             self._buffers, self._delivered, self._held = (buffers, condition_buffers), 0, []
         self._open_readers()
@@ -231,6 +245,11 @@ class PatchStream(Iterator[Batch]):
         """Bytes of private memory of each reader process, by pid, as last reported."""
         readers = self.readers.copy().items()
         return {pid: figures.rss_anon_bytes for pid, figures in readers if figures.rss_anon_bytes is not None}
+
+    @property
+    def has_resident(self) -> bool:
+        """Whether volumes are kept in memory."""
+        return self._resident is not None
 
     @property
     def reader_deaths(self) -> int:
@@ -273,7 +292,8 @@ class PatchStream(Iterator[Batch]):
         self._readers.clear()
         try:
             self._source = self._open_source(job)
-            cutter = Cutter(job, self._source, self._take_report, self._clock.starved, self._next_sample, self._stop)
+            place = self._next_sample, self._stop
+            cutter = Cutter(job, self._source, self._take_report, self._clock.starved, *place, self._resident)
             layout, ahead = job.batch_layout(self.options.batch_size), batches_ahead(self.options)
             ring = self._buffers, self._delivered, self._held
             self._feeder = Feeder(layout, cutter, self._clock, ahead, *ring, self._interrupted)
@@ -295,25 +315,49 @@ class PatchStream(Iterator[Batch]):
             source.close()
         self._feeder = self._source = None
 
-    def _open_source(self, job: ReaderJob) -> LocalBlocks | RayBlocks:
-        options = self.options
+    def _open_source(self, job: ReaderJob) -> Regions:
+        options, tasks = self.options, job.tasks(self._next_sample, self._stop)
         if options.workers == 0:
-            return LocalBlocks(job, self._next_sample, self._stop)
+            return LocalRegions(job, tasks, self._resident)
+        if self._session is not None and not self._fits(options):
+            self._end_session()
+        if self._session is None and not store_is_there():
+            check_store(job, options)
+            return LocalThenRay(job, tasks, self._resident, partial(self._start_ray, job))
+        return self._start_ray(job, tasks)
+
+    def _start_ray(self, job: ReaderJob, tasks: Iterable[Task]) -> Regions:
         # Ray takes a second to import and is not needed with workers: 0
-        from vesuvius.stream.ray.blocks import RayBlocks
+        from vesuvius.stream.ray.regions import RayRegions
         from vesuvius.stream.ray.session import Session
 
-        if self._session is not None and not self._fits(options):
+        options = self.options
+        if self._session is None:
+            self._session = Session(options.cluster, options.workers, job.world, store_bytes(job, options))
+        regions = RayRegions(job, tasks, options, partial(self._events.record, "spill"), self._reader_died)
+        self._replaced = regions.replaced
+        return regions
+
+    def _end_readers(self) -> None:
+        """All that is needed is in memory: go on without readers and Ray."""
+        began = time.monotonic()
+        self._close_readers()
+        self._end_session()
+        self.options = replace(self.options, workers=0)
+        self._open_readers()
+        where = f"from sample {self._next_sample} on patches are cut from the volumes in memory"
+        text = f"{where}; the readers ended in {time.monotonic() - began:.1f} s"
+        self._events.record("resident", text, {"sample": self._next_sample})
+
+    def _end_session(self) -> None:
+        if self._session is not None:
             self._session.close()
             self._session = None
-        if self._session is None:
-            if not store_is_there():
-                check_store(job, options)
-            self._session = Session(options.cluster, options.workers, job.world, store_bytes(job, options))
-        on_spill = partial(self._events.record, "spill")
-        blocks = RayBlocks(job, self._next_sample, self._stop, options, on_spill, self._reader_died)
-        self._replaced = blocks.replaced
-        return blocks
+
+    def _drop_resident(self) -> None:
+        if self._resident is not None:
+            self._resident.close()
+            self._resident = None
 
     def _fits(self, options: StreamOptions) -> bool:
         """Whether the Ray in use has room for readers of these options."""
@@ -323,7 +367,7 @@ class PatchStream(Iterator[Batch]):
     def _take_report(self, report: BlockReport) -> None:
         """On the feeder's thread."""
         # Blocks come in order: once one of the next execution does, readers of the last one have no more to read.
-        died = self._readers.take(report, max(self.options.workers, 1))
+        died = self._readers.take(report, self.options.workers)
         if died is not None and self._replaced is not None:
             self._replaced(report.actor, *died)
         for record in report.quarantined:

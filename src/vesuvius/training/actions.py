@@ -1,9 +1,9 @@
 """What changes the readers between two steps: the memory guard and, with `training.autotune: act`, a verdict.
 
-The stream is closed and reopened at the next sample: no batch changes.  When memory gets short, the run halves the
-prefetch and drops a reader once, then saves and exits with code 4; readers that leak are started anew; where it is
-others whose memory grows, it saves and goes on.  No verdict raises anything while memory is short, or where memory for
-it is not left before the guard would take it back.
+The stream is closed and reopened at the next sample: no batch changes.  When memory gets short, the run lets go
+of the volumes that it keeps in memory, then halves the prefetch and drops a reader once, then saves and exits with code
+4; readers that leak are started anew; where it is others whose memory grows, it saves and goes on.  No verdict raises
+anything while memory is short, or where memory for it is not left before the guard would take it back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from vesuvius.errors import EXIT_GUARD, ConfigError
 from vesuvius.monitor.memory.guard import Order, Rung
@@ -74,6 +75,7 @@ class GuardActions:
             readers=stream.reader_memory() if workers else {},
             readers_here=stream.readers_here(),
             workers=workers,
+            can_drop=stream.has_resident,
             can_shrink=(smaller.workers, smaller.prefetch_factor) != (workers, self._options.prefetch_factor),
         )
         return saves
@@ -98,11 +100,14 @@ class GuardActions:
         return replace(self._options, workers=workers, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
 
     def _reopen(self, order: Order, feed: DeviceFeed) -> None:
-        leaks = order.rung == "restart"
-        options = self._options if leaks else self._smaller()
+        options = self._smaller() if order.rung == "shrink" else self._options
         changes: StreamChanges = {"workers": options.workers, "prefetch_factor": options.prefetch_factor}
         text = ", ".join(f"training.{key}={value}" for key, value in changes.items())
-        text = "restarts the readers, which leak" if leaks else text
+        if order.rung == "restart":
+            text = "restarts the readers, which leak"
+        if order.rung == "drop":
+            changes = {"workers": self._run.config.training.workers, "resident": False}
+            text = "lets go of the volumes in memory and reads them again (data.resident=0)"
         log.warning("memory guard: before memory runs out: %s: %s", text, order.reason)
         self._record(order.rung, order.reason, **changes)
         began = time.monotonic()
@@ -110,7 +115,7 @@ class GuardActions:
         self._options = feed.stream.options
         log.info("memory guard: readers restarted in %.1f s", time.monotonic() - began)
 
-    def _record(self, rung: Rung, reason: str, **changes: int) -> None:
+    def _record(self, rung: Rung, reason: str, **changes: Any) -> None:
         self._run.metrics.write("event", event="guard", step=self._run.progress.step, text=reason, rung=rung, **changes)
 
 

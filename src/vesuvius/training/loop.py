@@ -10,12 +10,13 @@ from typing import Protocol
 import numpy as np
 
 from vesuvius.diffusion.randomness import stratified_timesteps
-from vesuvius.errors import NonFiniteError
+from vesuvius.errors import NonFiniteError, one_line
 from vesuvius.monitor.clock import StepClock, make_clock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.actions import Autotuner, GuardActions
 from vesuvius.training.checkpoint.save import CheckpointWriter
@@ -87,6 +88,7 @@ class TrainingLoop:
             stop=progress.sample_index + (config.stop_step - progress.step) * config.global_batch,
             quarantined=progress.quarantined,
             interrupted=self._gives_up,
+            resident=self._open_resident(),
         ) as stream:
             clock, news = make_clock(self.run.device), RankNews(self.run)
             self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.feed)
@@ -117,6 +119,22 @@ class TrainingLoop:
             finally:
                 self._record_events(stream)
                 watchdog.expects("end of the readers", "them to end")
+
+    def _open_resident(self) -> Resident | None:
+        """The copy of the volumes that the ranks of this machine share; None where none is kept."""
+        if not self.run.checked.resident_bytes:
+            return None
+        ranks = self.run.ranks
+        try:
+            if ranks.local_rank > 0:
+                return Resident(self.job, ranks.of_first_here())
+            resident = Resident(self.job)
+            ranks.tell_here(resident.address)
+        except OSError as error:
+            log.warning("the volumes are not kept in memory: %s", one_line(error))
+            ranks.tell_here("")
+            return None
+        return resident
 
     def _next_step(self, clock: StepClock, news: RankNews, reporter: StepReporter) -> bool:
         """Make one step, unless the run is to end before it; returns whether it was made.  Raises RankError."""

@@ -30,7 +30,7 @@ from vesuvius.training.checkpoint.resume import is_finished, restore
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
-from vesuvius.training.forecast.run_plan import gpu_memory_error, is_gpu_memory_error
+from vesuvius.training.forecast.run_plan import gpu_memory_error, is_gpu_memory_error, resident_bytes
 from vesuvius.training.forecast.start_log import log_ranks, start_lines
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.part import Part, launched_ranks, part_of
@@ -163,6 +163,7 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
         return EXIT_OK
     known = None if facts is None else read_facts(facts, config.data)
     checked = preflight(config, request.resume, checkpoint, request.allow_drift, ranks_here=ranks_here, known=known)
+    checked = replace(checked, resident_bytes=resident_bytes(config, checked.data))
     if facts is not None and (known is None or known.volumes != checked.facts.volumes):
         with contextlib.suppress(OSError):  # they save time, no more
             write_facts(facts, config.data, checked.facts)

@@ -18,9 +18,9 @@ from tests.stream.test_stream import collect, open_stream
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.plan.plan import Task
 from vesuvius.stream.reading.quarantine import damaged_box
-from vesuvius.stream.reading.reader import Reader, ReaderJob, head_of, regions_in
+from vesuvius.stream.reading.reader import Reader, ReaderJob, region_in
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.volumes.box import intersects, shape_of
+from vesuvius.volumes.box import intersects
 
 SHAPE, SHARD, CHUNK = (96, 96, 96), 48, 16
 
@@ -73,10 +73,10 @@ def read(reader: Reader, job: ReaderJob, task: Task) -> tuple[Slots, list[dict[s
     found: Slots = {}
     records = []
     for slot, block in zip(task, reader.blocks(task), strict=True):
-        head = head_of(block)
-        voxels = regions_in(block, job, shape_of(head.visit.region))
-        found[slot] = head.visit, b"".join(part.tobytes() for part in voxels)
-        records += head.report.quarantined
+        region = region_in(block, job)
+        assert region.report is not None
+        found[slot] = region.visit, b"".join(part.tobytes() for part in region.voxels)
+        records += region.report.quarantined
     return found, records
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, largest_share, shrinking_helps, used_share
 from vesuvius.monitor.memory.risk import Level, Risk
 
-Rung = Literal["save", "restart", "shrink", "exit"]
+Rung = Literal["save", "drop", "restart", "shrink", "exit"]
 
 _SHOWS_S = 10.0  # until readers that were started anew show in the memory, at the earliest
 _TREND_S = 45.0  # until growth is known again after that: readers start and fill buffers, then six windows of 5 s
@@ -24,8 +24,8 @@ _SAVED_S = 300.0  # and the least time between two of these
 class Order:
     """What the loop is to do after the current step."""
 
-    # save a checkpoint and go on; start the readers anew, as they are; go on with half the prefetch and a reader fewer;
-    # or save and exit
+    # save a checkpoint and go on; let go of the volumes in memory, and read them again; start the readers anew, as they
+    # are; go on with half the prefetch and a reader fewer; or save and exit
     rung: Rung
     reason: str  # the figures that make it necessary, for people
 
@@ -33,11 +33,11 @@ class Order:
 class Guard:
     """Orders one smaller set of readers, then the exit; readers that leak are started anew instead, whenever they do.
 
-    The readers are changed where memory stands at `shrink_at`, if there is time to exit should that not help; those
-    that leak also where growth leaves just time for it.  Exit is ordered where memory stands at `exit_at`, or growth
-    leaves two steps and the time to save.  The guard counts what the run has a hand in (`Risk.ours`).  Where others
-    bring a kill near, a checkpoint is saved and the run goes on: its end would leave them as they are, and the next
-    start would find the same.
+    Where memory stands at `shrink_at`, first of all the volumes go that are kept in memory, if there are any.  The
+    readers are changed there if there is time to exit should that not help; those that leak also where growth leaves
+    just time for it.  Exit is ordered where memory stands at `exit_at`, or growth leaves two steps and the time to
+    save.  The guard counts what the run has a hand in (`Risk.ours`).  Where others bring a kill near, a checkpoint is
+    saved and the run goes on: its end would leave them as they are, and the next start would find the same.
 
     One thread at a time may call it.
     """
@@ -51,7 +51,13 @@ class Guard:
         self._saved_s, self._saved_at = -math.inf, -math.inf  # a checkpoint was last ordered for others, at what share
 
     def judge(
-        self, time_s: float, risk: Risk, step_s: float, can_shrink: bool, readers: Collection[int] = ()
+        self,
+        time_s: float,
+        risk: Risk,
+        step_s: float,
+        can_shrink: bool,
+        readers: Collection[int] = (),
+        can_drop: bool = False,
     ) -> Order | None:
         """What is to be done now, again and again until it was carried out, an exit is needed, or the risk is LOW.
 
@@ -60,6 +66,7 @@ class Guard:
             step_s: how long the longest recent step took: so late may an order be carried out.
             can_shrink: whether there are readers or batches ahead to do without.
             readers: pids of the readers.
+            can_drop: whether volumes are kept in memory.
         """
         helped = [killer for killer in risk.ours if shrinking_helps(killer, self._limits)]
         if risk.level is Level.LOW:
@@ -69,7 +76,7 @@ class Guard:
             return self._save(time_s, risk, helped)
         grows = risk.exhaustion is not None and risk.own_grows and risk.ours[0] in helped
         left_s = risk.exhaustion.within_s if grows and risk.exhaustion else math.inf
-        rung = self._rung(time_s, helped, left_s, step_s, can_shrink, _leaks(risk, readers))
+        rung = self._rung(time_s, helped, left_s, step_s, can_shrink, _leaks(risk, readers), can_drop)
         if rung and (self._order is None or self._order.rung == "save" or rung == "exit" != self._order.rung):
             self._order = Order(rung, risk.reason)
         return self._order or self._save(time_s, risk, helped)
@@ -84,7 +91,14 @@ class Guard:
         self._order, self._carried_out_s = None, time_s
 
     def _rung(
-        self, time_s: float, helped: Sequence[MemoryLimit], left_s: float, step_s: float, can_shrink: bool, leaks: bool
+        self,
+        time_s: float,
+        helped: Sequence[MemoryLimit],
+        left_s: float,
+        step_s: float,
+        can_shrink: bool,
+        leaks: bool,
+        can_drop: bool,
     ) -> Rung | None:
         share = largest_share(helped, self._limits)
         exit_s = 2 * step_s + _SAVE_S  # an order is seen after the current step, and the step after it may be as long
@@ -94,6 +108,8 @@ class Guard:
         if not shows:
             return None
         is_full = share >= self._limits.shrink_at
+        if is_full and can_drop:
+            return "drop"
         if leaks and left_s > exit_s + step_s and (is_full or left_s <= exit_s + 2 * step_s + 2 * _SHOWS_S):
             return "restart"
         # While the trend starts over nothing is known of growth that goes on.

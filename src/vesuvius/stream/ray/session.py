@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -75,7 +75,7 @@ class Session:
         if not ray.is_initialized():
             try:
                 Session._held.enter_context(authenticated(config.address))
-                start_ray(config, self._cpus, store_bytes)
+                Session._held.enter_context(_started(config, self._cpus, store_bytes))
             except BaseException:
                 Session._held.close()
                 raise
@@ -99,6 +99,15 @@ class Session:
             _join_data_threads()
             Session._hangs = not _shut_down()
             Session._held.close()
+
+
+@contextmanager
+def _started(config: ClusterConfig, cpus: int, store_bytes: int) -> Iterator[None]:
+    """As `start_ray`, on a thread that lasts as long as the context: Ray's daemons die with the thread that made them
+    (PR_SET_PDEATHSIG)."""
+    with ThreadPoolExecutor(1, "ray") as thread:
+        thread.submit(start_ray, config, cpus, store_bytes).result()
+        yield
 
 
 def _cpus(workers: int, ranks: int) -> int:

@@ -13,10 +13,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.reading.notes import crashed_chunks, open_note
 from vesuvius.stream.reading.quarantine import DamagedBox, record_of
 from vesuvius.stream.reading.reader_figures import BlockReport, ReaderTotals
-from vesuvius.threads import on_thread
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -49,9 +47,6 @@ _ALIGNED = 64
 STAGED_BYTES_MAX = 64 * 2**20
 _SUBSTITUTES_TRIED = 100
 _PUBLISH_S = 1.0
-# With `workers: 0`: threads that decode, and blocks that are read while the cutter holds the regions in flight.
-_DECODERS = 4
-LOCAL_BLOCKS_AHEAD = 2
 _FETCHED = ("bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
 
 
@@ -98,6 +93,15 @@ class ReaderJob:
 
 
 @dataclass(frozen=True)
+class Region:
+    """What the reader of a visit delivers."""
+
+    visit: Visit
+    voxels: list[NDArray[Any]]  # of its region (Z, Y, X), and of the region's condition where there is one
+    report: BlockReport | None = None  # None where nothing was read
+
+
+@dataclass(frozen=True)
 class BlockHead:
     """What a block holds: the region of a visit, and the reader's report."""
 
@@ -105,13 +109,13 @@ class BlockHead:
     report: BlockReport
 
 
-def head_of(block: Block) -> BlockHead:
-    """The head of a block."""
+def region_in(block: Block, job: ReaderJob) -> Region:
+    """What a block holds, as views of it."""
     head: BlockHead = pickle.loads(block[:HEAD_BYTES].data)
-    return head
+    return Region(head.visit, voxels_in(block, job, shape_of(head.visit.region)), head.report)
 
 
-def regions_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[Any]]:
+def voxels_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[Any]]:
     """Views of a block: the region (Z, Y, X), and that of the condition where there is one."""
     views, offset = [], HEAD_BYTES
     for dtype in job.dtypes:
@@ -184,6 +188,10 @@ class Reader:
         """Of the stores that do not answer at the moment.  Any thread may ask."""
         return [outage for volume in self._opened if (outage := volume.source.outage) is not None]
 
+    def is_damaged(self, visit: Visit) -> bool:
+        """Whether its region touches known damage."""
+        return self._is_damaged((visit.volume, visit.region))
+
     def close(self) -> None:
         """End the threads that fetch."""
         self._closed.set()
@@ -234,24 +242,33 @@ class Reader:
             if staged:
                 self._unstage(key)
             return False
-        started = time.perf_counter()
         try:
-            for place, (volume, alignment) in enumerate(self._arrays[number]):
-                out = regions_in(self._block, self._job, shape_of(box))[place]
-                read = partial(volume.read, decoders=self._decoders)
-                alignment.read(box, partial(read, before=partial(self._before, volume, box)), out)
-                if place and self._job.data.labels:
-                    check_labels(out, self._job.data.labels, volume.name, box)
-                self._bytes_read += _decoded_bytes(volume, alignment.array_box(box))
+            self.read(number, box, voxels_in(self._block, self._job, shape_of(box)))
         except UnreadableChunkError as error:
             self._unstage(key)
             self._quarantine(number, error)
             return False
+        return True
+
+    def read(self, number: int, box: Box, out: list[NDArray[Any]]) -> None:
+        """Read a box of volume `number`, and of its condition if it has one, into arrays of its shape (Z, Y, X).
+
+        Raises:
+            UnreadableChunkError: a chunk of it is damaged.
+            DataError: a chunk is missing and must not be.
+        """
+        started = time.perf_counter()
+        try:
+            for (volume, alignment), voxels in zip(self._arrays[number], out, strict=True):
+                read = partial(volume.read, decoders=self._decoders)
+                alignment.read(box, partial(read, before=partial(self._before, volume, box)), voxels)
+                if voxels is not out[0] and self._job.data.labels:
+                    check_labels(voxels, self._job.data.labels, volume.name, box)
+                self._bytes_read += _decoded_bytes(volume, alignment.array_box(box))
         finally:
             self._decode_s += time.perf_counter() - started
             if self._note is not None:
                 self._note.chunk(None, None)
-        return True
 
     def _before(self, volume: Volume, box: Box, chunk: Triple) -> None:
         """Note a chunk that is decoded next.  Raises UnreadableChunkError for one that has crashed two readers."""
@@ -276,11 +293,11 @@ class Reader:
         self._found.append(record_of(number, error))
 
     def _write_head(self, visit: Visit) -> None:
-        head = pickle.dumps(BlockHead(visit, self._report()))
+        head = pickle.dumps(BlockHead(visit, self.report()))
         assert len(head) <= HEAD_BYTES, f"a head must fit into {HEAD_BYTES} bytes; got {len(head)}"
         self._block[: len(head)] = np.frombuffer(head, np.uint8)
 
-    def _report(self) -> BlockReport:
+    def report(self) -> BlockReport:
         """What was done and found since the last one."""
         self._blocks += 1
         before, self._reported = self._reported, self._totals()
@@ -312,45 +329,6 @@ class Reader:
         """Note which store does not answer, on a thread of its own: the reading one waits then."""
         while self._note is not None and not self._closed.wait(_PUBLISH_S):
             self._note.outage(min(self.outages, key=lambda outage: outage.since, default=None))
-
-
-class LocalBlocks(Iterator[Block]):
-    """Blocks of consecutive tasks, read in this process (`workers: 0`), one ahead of the cutter.
-
-    Reading and decoding have threads of their own: codecs and copies let go of the interpreter's lock.  Iterated on one
-    thread; the methods, as of `ray/blocks.py: RayBlocks`, are called from another.
-    """
-
-    tasks_left = 0
-
-    def __init__(self, job: ReaderJob, first: int, stop: int) -> None:
-        ring = job.plan.regions_in_flight + LOCAL_BLOCKS_AHEAD
-        self._reader = Reader(job, ring, threads=min(os.cpu_count() or 1, _DECODERS))
-        self._blocks = self._read(job.tasks(first, stop))
-        self._next: Future[Block | None] = on_thread(next, self._blocks, None, name="reader")
-
-    def _read(self, tasks: Iterator[Task]) -> Iterator[Block]:
-        for task, ahead in pairwise(chain(tasks, [()])):
-            yield from self._reader.blocks(task, ahead)
-
-    def __next__(self) -> Block:
-        block = self._next.result()
-        if block is None:
-            raise StopIteration
-        self._next = on_thread(next, self._blocks, None, name="reader")
-        return block
-
-    @property
-    def outages(self) -> list[Outage]:
-        """Of the stores that do not answer at the moment."""
-        return self._reader.outages
-
-    def interrupt(self) -> None:
-        """Make a waiting `next` end soon, with any error."""
-        self._reader.close()
-
-    def close(self) -> None:
-        """Nothing more to end once nobody iterates."""
 
 
 _RegionKey = tuple[int, Box]  # volume number and region

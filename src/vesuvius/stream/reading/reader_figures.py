@@ -72,13 +72,17 @@ class Readers:
         """Add a report; returns pid and node of the process that died, where two of an actor have reported.
 
         Args:
-            most: actors that read at once; those that have not reported for longest are over.
+            most: actors that read at once; those that have not reported for longest are over.  0 = this process reads;
+                where it does so only until actors do, it is none of the readers.
         """
+        if most and not report.actor:
+            self.totals = self.totals.plus(report.done)
+            return None
         mine = report.began, report.pid
         # Blocks come in the order of the plan: those of a process may come after those of the one that replaced it.
         older, newer = sorted((mine, self._newest.pop(report.actor, mine)))
         self._newest[report.actor] = newer
-        while len(self._newest) > most:
+        while len(self._newest) > max(most, 1):
             self.living.pop(self._newest.pop(next(iter(self._newest)))[1], None)
         gone = self.living.pop(older[1], None) if older != newer else None
         if mine == newer:

@@ -61,6 +61,7 @@ class Preflight:
     parameters: int  # trainable weights of the network
     checkpoint_bytes: int  # size of one checkpoint on disk, estimated
     free_bytes: int  # free space where the run directory is or will be
+    resident_bytes: int = 0  # of the volumes, where they are kept decoded in memory
 
 
 def for_other_ranks(checked: Preflight) -> Preflight:

@@ -32,7 +32,9 @@ from vesuvius.stream.options import (
     store_ahead_bytes,
     store_need_bytes,
 )
-from vesuvius.stream.reading.reader import LOCAL_BLOCKS_AHEAD, STAGED_BYTES_MAX
+from vesuvius.stream.reading.local import REGIONS_AHEAD
+from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
+from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import (
     CONTEXT_BYTES,
@@ -58,6 +60,7 @@ _CUDA_HOST_BYTES = 2 * GIB  # CUDA's context, cuDNN and cuBLAS; assumed
 _STORE_HOLES = 0.125
 
 _WARN_SHARE = 0.8
+_RESIDENT_SHARE = 0.5
 _NOT_HERE = "--vram-gib"
 
 # cuBLAS and cuDNN, and torch for pinned memory, report the same without torch's own class.
@@ -182,7 +185,29 @@ def plan_ram(config: Config, data: PreparedData, gpu: bool) -> tuple[RamPart, ..
     """Host memory of all ranks here, or of one in a cluster of any size.  Raises as `plan_run`."""
     ranks, parts = local_ranks(config), [*_readers(config, data), *_trainer(config, data, gpu), *_network(config, gpu)]
     parts = [part if part.once else replace(part, size_bytes=part.size_bytes * ranks) for part in parts]
+    parts.append(RamPart("volumes", "decoded", resident_bytes(config, data), "data.resident", once=True))
     return tuple(part for part in parts if part.size_bytes)
+
+
+def resident_bytes(config: Config, data: PreparedData) -> int:
+    """Memory of the volumes where the run keeps them decoded; else 0.
+
+    By itself it does where that and what reads them leave half of the free memory to the rest, and the first pass is
+    over before half of the run is.
+    """
+    need, wanted = Resident.size_bytes(data.job), config.data.resident
+    if wanted != "auto":
+        return need if need <= wanted * GIB else 0
+    limit, ranks = ram_limit(config.monitor.ram_limit_gib), local_ranks(config)
+    readers = ranks * sum(part.size_bytes for part in _readers(config, data))
+    if need + readers > _RESIDENT_SHARE * (limit.limit_bytes - limit.used_bytes):
+        return 0
+    return need if 2 * first_pass_samples(data) <= config.stop_step * config.global_batch else 0
+
+
+def first_pass_samples(data: PreparedData) -> int:
+    """Samples after which each volume has been passed over once."""
+    return data.plan.slots_of_pass * data.plan.patches_per_region
 
 
 def local_ranks(config: Config) -> int:
@@ -211,7 +236,7 @@ def _readers(config: Config, data: PreparedData) -> list[RamPart]:
     # At least one region is staged whatever its size; bytes that compression saves are not counted on.
     staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
     if workers == 0:
-        blocks = (job.plan.regions_in_flight + LOCAL_BLOCKS_AHEAD) * job.block_bytes
+        blocks = (job.plan.regions_in_flight + REGIONS_AHEAD) * job.block_bytes
         return [
             RamPart("trainer", "its reader", blocks + scratch + staged, "data.regions_in_flight or data.region_size")
         ]

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -18,11 +19,12 @@ from vesuvius.errors import ConfigError
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration, format_sizes, gib, size_text
+from vesuvius.stream.reading.resident import Resident
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.preflight import Preflight, doubts, preflight
-from vesuvius.training.forecast.run_plan import RunPlan, local_ranks, plan_run
+from vesuvius.training.forecast.run_plan import RunPlan, first_pass_samples, local_ranks, plan_run, resident_bytes
 from vesuvius.training.ranks.part import Part
 from vesuvius.training.step.device import synchronize
 from vesuvius.training.step.step import AmpMode, autocast, choose_device, resolve_amp
@@ -93,8 +95,18 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
         *lines,
         f"plan       {plan.hash}, {plan.regions_in_flight} regions in flight ({memory}), {plan.patches_per_region} "
         "patches from each",
+        *_resident_lines(config, checked),
         f"diffusion  noise {config.diffusion.noise}: sigma {sigmas}; the data: mean {spectrum.mean:.3g}, {spread}",
     ]
+
+
+def _resident_lines(config: Config, checked: Preflight) -> list[str]:
+    """Whether the volumes are kept in memory, and from when on they are not read any more."""
+    need, data = size_text(Resident.size_bytes(checked.data.job)), checked.data
+    if not checked.resident_bytes:
+        return [f"  resident no: the volumes decoded are {need}"] if config.data.resident else []
+    step = math.ceil(first_pass_samples(data) / config.global_batch)
+    return [f"  resident the volumes decoded, {need}, after about step {step}: then nothing is read any more"]
 
 
 def log_ranks(config: Config, part: Part) -> None:
@@ -121,6 +133,7 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     stop = f", stops at {config.stop_step}" if config.stop_step < config.horizon_steps else ""
     steps = f"{training.epochs} x {training.steps_per_epoch} = {config.horizon_steps}{stop}"
     yield f"run        {directory.path}, steps {steps}"
+    checked = replace(checked, resident_bytes=resident_bytes(config, checked.data))
     lines = start_lines(config, checked, world, resume and directory.exists())
     yield from (line for level, line in lines if level == logging.INFO)
     plan, done = plan_run(config, checked.data, vram_gib), checked.resumed.step if checked.resumed else 0

@@ -99,6 +99,16 @@ class Ranks:
         count = int(self._get(_START, 0, to, max(self.timeout_s, _PREFLIGHT_S)))
         return pickle.loads(b"".join(self._get(f"{_START}/{number}", 0, to) for number in range(count)))
 
+    def tell_here(self, value: str) -> None:
+        """On the first rank of each machine, hand a text to the others there, which wait for it in `of_first_here`."""
+        if self._store is not None and self.local_rank == 0:
+            self._store.set(f"here/{self.rank}", value)
+
+    def of_first_here(self) -> str:
+        """On the others, return what the first rank of this machine hands over.  Raises RankError."""
+        first = self.rank - self.local_rank  # launchers number the ranks machine by machine
+        return self._get(f"here/{first}", first, "open its data").decode()
+
     def agree(self, asked: Asked, tell: Mapping[str, Any]) -> tuple[Stop | None, list[Mapping[str, Any]]]:
         """Exchange, before a step, whether to stop, and what rank 0 is to know.
 

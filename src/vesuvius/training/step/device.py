@@ -25,6 +25,7 @@ from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.feeder import HELD, Batch
 from vesuvius.stream.options import StreamChanges, StreamOptions, batches_ahead
 from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.step.grey_values import Conditioner, grey_scales, normalised, signed_view
@@ -71,6 +72,7 @@ class DeviceFeed:
         stop: int | None = None,
         quarantined: Sequence[dict[str, Any]] = (),
         interrupted: Callable[[], bool] = lambda: False,
+        resident: Resident | None = None,
     ) -> Iterator[PatchStream]:
         """The stream that `next` draws from, closed at the end; arguments and errors as of `PatchStream`."""
         with PatchStream(
@@ -82,6 +84,7 @@ class DeviceFeed:
             condition_buffers=self._ring.condition_buffers if self._ring else (),
             quarantined=quarantined,
             interrupted=interrupted,
+            resident=resident,
         ) as self._stream:
             try:
                 yield self._stream

@@ -1,11 +1,11 @@
-"""Blocks read by Ray actors: a chain of ordered Ray Data executions."""
+"""Regions read by Ray actors: a chain of ordered Ray Data executions."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,13 @@ from typing import Any
 import ray
 
 from vesuvius.errors import DataError, VesuviusError
+from vesuvius.plan.plan import Task
 from vesuvius.stream.options import TASKS_PER_SEGMENT, StreamOptions
 from vesuvius.stream.ray.segment import ReaderLostError, Segment
 from vesuvius.stream.ray.watch import ReaderWatch
+from vesuvius.stream.reading.local import Regions
 from vesuvius.stream.reading.notes import forget_notes
-from vesuvius.stream.reading.reader import Block, ReaderJob
+from vesuvius.stream.reading.reader import Block, ReaderJob, Region, region_in
 from vesuvius.threads import on_thread
 from vesuvius.volumes.store.retry import Outage
 
@@ -28,10 +30,10 @@ log = logging.getLogger(__name__)
 _END_S = 8.0
 
 
-class RayBlocks(Iterator[Block]):
-    """The blocks of all tasks from sample `first` on, in order, read by `options.workers` Ray actors.
+class RayRegions(Regions):
+    """The regions of tasks, in order, read by `options.workers` Ray actors.
 
-    Blocks are read-only views into the object store: copy out of them and drop them.
+    They are read-only views into the object store: copy out of them and drop them.
 
     Args:
         on_spill: called from a thread of its own with a line and figures where Ray wrote objects to disk.
@@ -41,8 +43,7 @@ class RayBlocks(Iterator[Block]):
     def __init__(
         self,
         job: ReaderJob,
-        first: int,
-        stop: int,
+        tasks: Iterable[Task],
         options: StreamOptions,
         on_spill: Callable[[str, dict[str, Any]], None],
         on_death: Callable[[str, dict[str, Any]], DataError | None],
@@ -54,7 +55,7 @@ class RayBlocks(Iterator[Block]):
         self._job = job = replace(job, notes_dir=str(notes))
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
         self._options = options
-        self._tasks = job.tasks(first, stop)
+        self._tasks = iter(tasks)
         self._segments: list[Segment] = []  # the present one, and the next one where it has started
         self._failure: DataError | None = None
         self._interrupted = False
@@ -77,7 +78,7 @@ class RayBlocks(Iterator[Block]):
         """Another process of the actor delivers blocks: report the death of this one."""
         self._watch.died(actor, pid, node)
 
-    def __next__(self) -> Block:
+    def __next__(self) -> Region:
         try:
             block = self._next()
         except (VesuviusError, StopIteration) as error:
@@ -88,7 +89,7 @@ class RayBlocks(Iterator[Block]):
             raise
         if self._failure is not None:  # and another execution may continue, after blocks that are lost
             raise self._failure
-        return block
+        return region_in(block, self._job)
 
     def _next(self) -> Block:
         while self._segments:

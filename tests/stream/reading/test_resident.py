@@ -1,0 +1,193 @@
+"""Volumes kept in memory: the same batches and the same damage as without, and nothing is read once all is there."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import textured, write_array
+from tests.stream.test_stream import make_job
+from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
+from vesuvius.stream import stream as stream_module
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.reading.resident import Resident
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
+from vesuvius.volumes.box import box_along
+
+SMALL: Any = {"patch_size": (16, 32, 32), "patches_per_region": 8, "regions_in_flight": 8}
+Seen = list[tuple[int, bytes]]
+
+
+def take(stream: PatchStream, batches: int) -> Seen:
+    """Indices, patches and conditions of the next batches."""
+    taken = [next(stream) for _ in range(batches)]
+    return [
+        (b.indices[0], b.patches.tobytes() + (b.condition.tobytes() if b.condition is not None else b"")) for b in taken
+    ]
+
+
+def batches_of_passes(job: ReaderJob, passes: int, batch: int = 4) -> int:
+    return passes * job.plan.slots_of_pass * job.plan.patches_per_region // batch
+
+
+def plain(folder: Path) -> ReaderJob:
+    return make_job(write_array(folder / "v.zarr", textured((70, 90, 101))), **SMALL)
+
+
+def torn(folder: Path) -> ReaderJob:
+    array = write_array(folder / "v.zarr", textured((96, 128, 128)))
+    (array / "1/1/1").write_bytes(b"torn")
+    (array / "2/3/0").write_bytes(b"torn")
+    return make_job(array, **SMALL)
+
+
+def foreground(folder: Path) -> ReaderJob:
+    voxels = textured((96, 128, 128))
+    voxels[:, :64, :64] = 0
+    array = write_array(folder / "v.zarr", voxels)
+    return make_job(array, **SMALL, min_foreground=0.5)
+
+
+def nan_and_coarse_condition(folder: Path) -> ReaderJob:
+    voxels = textured((96, 128, 128), dtype="float32")
+    voxels[20:50, 10:90, 60:] = np.nan
+    one = write_array(folder / "v.zarr", voxels)
+    labels = write_array(folder / "l.zarr", textured((48, 64, 64), seed=1), chunk=20)
+    (labels / "1/1/2").write_bytes(b"torn")
+    spec = VolumeConfig(path=str(one), condition=ArrayConfig(path=str(labels)))
+    data = DataConfig(volumes=(spec,), **SMALL)
+    return prepare_data(0, data).job
+
+
+def two_volumes(folder: Path) -> ReaderJob:
+    paths = [write_array(folder / f"{n}.zarr", textured((60, 70 + 20 * n, 80), seed=n)) for n in range(2)]
+    volumes = tuple(VolumeConfig(path=str(path), weight=1 + n) for n, path in enumerate(paths))
+    data = DataConfig(volumes=volumes, **SMALL)
+    return prepare_data(0, data).job
+
+
+CASES = [plain, torn, foreground, nan_and_coarse_condition, two_volumes]
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_batches_and_quarantine_are_those_of_a_stream_that_reads(
+    make: Callable[[Path], ReaderJob], tmp_path: Path
+) -> None:
+    job = make(tmp_path)
+    count = batches_of_passes(job, 3)
+    with PatchStream(job, StreamOptions(4, 0)) as reading:
+        expected, places = take(reading, count), reading.quarantined
+    with PatchStream(job, StreamOptions(4, 0), resident=Resident(job)) as stream:
+        assert take(stream, count) == expected
+        assert stream.quarantined == places
+        assert stream.reader_totals.bytes_read < reading.reader_totals.bytes_read * 0.6
+        state = stream.state_dict()
+    with (
+        PatchStream(job, StreamOptions(4, 0)) as reading,
+        PatchStream(job, StreamOptions(4, 0), resident=Resident(job)) as stream,
+    ):
+        reading.load_state_dict(state)
+        stream.load_state_dict(state)
+        assert take(stream, 30) == take(reading, 30), "also from there on, with the damage that is known"
+
+
+def test_once_all_is_there_nothing_is_read(tmp_path: Path) -> None:
+    job = plain(tmp_path)
+    with PatchStream(job, StreamOptions(4, 0)) as reading:
+        expected = take(reading, batches_of_passes(job, 8))
+    with PatchStream(job, StreamOptions(4, 0), resident=Resident(job)) as stream:
+        seen = take(stream, batches_of_passes(job, 6))
+        shutil.rmtree(job.data.volumes[0].path)
+        assert seen + take(stream, batches_of_passes(job, 2)) == expected
+
+
+@pytest.fixture
+def large_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers are started however small a volume is."""
+    monkeypatch.setattr(stream_module, "_WINDOWS_WITHOUT_RAY", 0)
+
+
+@pytest.mark.parametrize("make", [torn, nan_and_coarse_condition])
+@pytest.mark.usefixtures("ray_cluster", "large_volumes")
+def test_readers_fill_it_and_end(make: Callable[[Path], ReaderJob], tmp_path: Path) -> None:
+    job = make(tmp_path)
+    count = batches_of_passes(job, 6)
+    with PatchStream(job, StreamOptions(4, 0)) as reading:
+        expected, places = take(reading, count), reading.quarantined
+    with PatchStream(job, StreamOptions(4, 2), resident=Resident(job)) as stream:
+        assert take(stream, 1) == expected[:1]
+        assert stream.options.workers == 2
+        assert take(stream, count - 1) == expected[1:]
+        assert stream.options.workers == stream.readers_with_work == stream.blocks_ahead == 0
+        assert [event.kind for event in stream.events if event.kind != "quarantine"] == ["resident"]
+        assert sorted(map(str, stream.quarantined)) == sorted(map(str, places))
+
+
+def test_ranks_of_a_machine_fill_one_copy(tmp_path: Path) -> None:
+    job = two_volumes(tmp_path)
+    ranks = [replace(job, rank=rank, world=2) for rank in range(2)]
+    count = batches_of_passes(job, 2, batch=8)
+    expected, alone = list[Seen](), 0
+    for one in ranks:
+        with PatchStream(one, StreamOptions(4, 0), resident=Resident(one)) as stream:
+            expected.append(take(stream, count))
+            alone += stream.reader_totals.bytes_read
+    first = Resident(ranks[0])
+    copies = [first, Resident(ranks[1], first.address)]
+    with ExitStack() as opened:
+        streams = [
+            opened.enter_context(PatchStream(one, StreamOptions(4, 0), resident=copy))
+            for one, copy in zip(ranks, copies, strict=True)
+        ]
+        turns = [[take(stream, 1)[0] for stream in streams] for _ in range(count)]
+        together = sum(stream.reader_totals.bytes_read for stream in streams)
+    assert [list(seen) for seen in zip(*turns, strict=True)] == expected
+    assert together < 0.7 * alone
+
+
+def test_a_copy_of_another_process_that_is_gone_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="/proc/1234567/fd/3"):
+        Resident(plain(tmp_path), "/proc/1234567/fd/3")
+
+
+def in_use() -> Iterator[str]:
+    return (line for line in Path("/proc/self/maps").read_text().splitlines() if "vesuvius-resident" in line)
+
+
+def test_it_is_dropped_between_two_batches(tmp_path: Path) -> None:
+    job = plain(tmp_path)
+    with PatchStream(job, StreamOptions(4, 0)) as reading:
+        expected = take(reading, 60)
+    with PatchStream(job, StreamOptions(4, 0), resident=Resident(job)) as stream:
+        seen = take(stream, 30)
+        assert stream.has_resident
+        assert any(in_use())
+        stream.reconfigure(resident=False)
+        assert not stream.has_resident
+        assert not any(in_use())
+        assert seen + take(stream, 30) == expected
+    with PatchStream(job, StreamOptions(4, 0), resident=Resident(job)) as stream:
+        take(stream, 1)
+    assert not any(in_use())
+
+
+def test_every_brick_is_whole_in_the_region_of_some_cell(tmp_path: Path) -> None:
+    """Also where patches are smaller than bricks, and where a volume ends within one: else it would never be full."""
+    for patch in ((1, 16, 16), (5, 31, 31), (8, 40, 40)):
+        job: Any = make_job(write_array(tmp_path / f"{patch[1]}.zarr", textured((70, 90, 101))), patch_size=patch)
+        resident, volume = Resident(job), job.plan.volumes[0]
+        voxels = [np.zeros(1, np.uint8)]
+        for cell in itertools.product(*(axis.cells(axis.phases[0]) for axis in volume.cells.axes)):
+            ends = zip(cell, patch, strict=True)
+            resident.keep(0, box_along((lo, hi - 1 + size) for (lo, hi), size in ends), voxels)
+        assert resident._volumes[0]._there.all()
