@@ -164,6 +164,16 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     (hungry(full_s=5.0), {}, "workers too few", "training.workers=4", ""),  # it could have saved 5 s of 60
     # the trainer reads itself
     (hungry(decode_s=97.0, reader_cores=None), {"workers": 0}, "workers too few", "training.workers=2", ""),
+    # volumes in memory
+    (hungry(decode_s=97.0, reader_cores=None), {"workers": 0, "resident": True}, "first pass", "", "is not read again"),
+    (window(data_s=40.0, cut_s=9.0), {"workers": 0, "resident": True}, "cutting", "", ""),
+    (
+        window(other_s=30.0),
+        {"workers": 0, "resident": True, "compile": False},
+        "host-bound",
+        "training.compile=true",
+        "",
+    ),
     (hungry(decode_s=97.0, reader_cores=None, idle_cores=0.2), {"workers": 0}, "decoding", "", ""),
     (far(read_s=90.0, decode_s=5.0), {"workers": 0}, "store latency", "data.store.requests=32", ""),
     # fewer tasks than readers; more readers than processors

@@ -82,6 +82,7 @@ class NotedFeed:
     refuses: str = ""
     changes: list[dict[str, int]] = field(default_factory=list)
     memory_of_batch: int = 4096
+    has_resident: bool = False
     readers: dict[int, ReaderFigures] = field(
         default_factory=lambda: {pid: ReaderFigures(rss_anon_peak_bytes=100 * MIB * pid) for pid in (1, 2, 3)}
     )
@@ -186,6 +187,17 @@ def test_readers_that_leak_are_started_anew_as_they_are(loop: Callable[..., Loop
     remedy = run.guard.ended("the machine")[1]
     assert "training.workers=1 and training.prefetch_factor=1 are already the least" in remedy
     assert [event["rung"] for event in run.events] == ["restart", "exit"]
+
+
+def test_volumes_in_memory_are_dropped_and_the_readers_start_again(loop: Callable[..., Loop]) -> None:
+    run = loop(workers=3, prefetch_factor=4)
+    run.feed.options, run.feed.has_resident = replace(run.feed.options, workers=0), True  # they ended when it was full
+    run.step()
+    assert run.monitor.told.can_drop
+    assert not run.step(Order("drop", "near out of memory"))
+    assert run.feed.changes == [{"workers": 3, "resident": False}]
+    assert [(event["rung"], event["resident"]) for event in run.events] == [("drop", False)]
+    assert (run.monitor.obeyed, run.monitor.told.workers) == (1, 3)
 
 
 def test_for_the_growth_of_others_a_checkpoint_is_saved_and_nothing_else_is_done(loop: Callable[..., Loop]) -> None:

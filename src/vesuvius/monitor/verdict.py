@@ -18,6 +18,7 @@ Cause = Literal[
     "prefetch too small",
     "cutting",
     "handing over",
+    "first pass",
     "workers too few",
     "decoding",
     "reading",
@@ -193,7 +194,7 @@ class _Judgement:
         """Launching kernels one by one, logging, or another thread of the trainer holds the interpreter."""
         w, k = self.w, self.k
         overrides: tuple[str, ...] = ()
-        if k.on_gpu and k.workers == 0 and not k.memory_is_short:
+        if k.on_gpu and k.workers == 0 and not k.resident and not k.memory_is_short:
             overrides = ("training.workers=2",)
         elif k.on_gpu:
             overrides = self._larger_micro_batch() if k.compile else ("training.compile=true",)
@@ -232,6 +233,9 @@ class _Judgement:
     def _readers_too_slow(self, waited: str) -> Verdict:
         """The feeder had nothing to cut: what were the readers doing?"""
         w, k = self.w, self.k
+        if k.resident:
+            advice = "nothing to change: what has been read once stays in memory, and is not read again"
+            return self._data("first pass", f"{waited}, what memory does not hold yet was read", advice)
         if w.working_readers is not None and w.working_readers < _WITH_WORK * k.workers:
             evidence = f"{waited}, {w.working_readers:.3g} of {k.workers} readers had a task on average"
             fewer = "a lower data.regions_per_task or data.patches_per_region makes more of them"

@@ -111,4 +111,5 @@ class Knobs:
     requests: int
     cached: bool  # whether `data.store.cache_dir` is set
     threads: int | None = None  # that a trainer on a CPU computes with; None = not known
+    resident: bool = False  # whether the trainer reads the rest of volumes that it keeps in memory, without readers
     memory_is_short: bool = False  # more readers or batches ahead are out of the question

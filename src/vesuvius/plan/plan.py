@@ -35,6 +35,7 @@ _ORDER, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 3, 4, 5, 7,
 _LATTICE = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
 _VERSION = 2
 _COUNTED_SLOTS = 256
+_WINDOWS_OF_SMALL = 4
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,11 @@ class Plan:
         """Slots until each volume has been passed over once."""
         weights = sum(volume.weight for volume in self.volumes)
         return max(math.ceil(volume.visits_per_pass * weights / volume.weight) for volume in self.volumes)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a pass is over so soon that processes to read it would hardly have started."""
+        return self.slots_of_pass <= _WINDOWS_OF_SMALL * self.regions_in_flight
 
     @property
     def map_bytes(self) -> int:

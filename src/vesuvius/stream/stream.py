@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vesuvius.stream.ray.session import Session  # Ray is not needed with workers: 0
 
 _ENDLESS = 2**62
-_WINDOWS_WITHOUT_RAY = 4
 _open = set["PatchStream"]()
 
 
@@ -89,7 +88,7 @@ class PatchStream(Iterator[Batch]):
         _check_place(first, stop, job.world)
         self._job = job
         self._resident = resident
-        if resident is not None and job.plan.slots_of_pass <= _WINDOWS_WITHOUT_RAY * job.plan.regions_in_flight:
+        if resident is not None and job.plan.is_small:
             options = replace(options, workers=0)
         self.options = options
         self._next_sample = first

@@ -230,8 +230,10 @@ def _risk(share: float, left_s: float | None = None, level: Level = Level.WARN, 
     return Risk(level, f"at {share:.0%}", (killer,), trend, exhaustion, {7: trend} if trend else {})
 
 
-def _rung(guard: Guard, time_s: float, risk: Risk, step_s: float = 3.0, can_shrink: bool = True, readers=()):
-    order = guard.judge(time_s, risk, step_s, can_shrink, readers)
+def _rung(
+    guard: Guard, time_s: float, risk: Risk, step_s: float = 3.0, can_shrink: bool = True, readers=(), can_drop=False
+):
+    order = guard.judge(time_s, risk, step_s, can_shrink, readers, can_drop)
     return order and order.rung
 
 
@@ -251,6 +253,17 @@ def _rung(guard: Guard, time_s: float, risk: Risk, step_s: float = 3.0, can_shri
 )
 def test_what_a_risk_calls_for(risk: Risk, can_shrink: bool, rung: str | None):
     assert _rung(Guard(LIMITS), 0, risk, can_shrink=can_shrink) == rung
+
+
+def test_volumes_in_memory_go_before_readers_and_the_run():
+    guard, full = Guard(LIMITS), _risk(0.855)
+    assert _rung(guard, 0, _risk(0.835), can_drop=True) is None
+    assert _rung(guard, 1, full, can_drop=True) == "drop"
+    assert _rung(guard, 2, _risk(0.6, 45.0), readers={7}, can_drop=True) == "drop", "until it was carried out"
+    guard.carried_out(3)
+    assert [_rung(guard, s, full) for s in (4, 14)] == [None, "shrink"]
+    guard.carried_out(15)
+    assert [_rung(guard, s, full) for s in (16, 30)] == [None, None], "once"
 
 
 def test_readers_that_leak_are_started_anew_while_there_is_time_as_often_as_they_do():

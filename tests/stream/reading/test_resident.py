@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import make_job
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
-from vesuvius.stream import stream as stream_module
+from vesuvius.plan import plan
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.resident import Resident
@@ -114,7 +114,7 @@ def test_once_all_is_there_nothing_is_read(tmp_path: Path) -> None:
 @pytest.fixture
 def large_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers are started however small a volume is."""
-    monkeypatch.setattr(stream_module, "_WINDOWS_WITHOUT_RAY", 0)
+    monkeypatch.setattr(plan, "_WINDOWS_OF_SMALL", 0)
 
 
 @pytest.mark.parametrize("make", [torn, nan_and_coarse_condition])

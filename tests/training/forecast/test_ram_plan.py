@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,13 @@ from vesuvius.config.load import read_config
 from vesuvius.monitor.memory.limits import MemoryLimit
 from vesuvius.runlog.units import GIB, size_text
 from vesuvius.stream.options import StreamOptions, store_ahead_bytes, store_bytes, store_need_bytes
+from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast import run_plan
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.run_plan import RamPart, RunPlan, plan_run
 from vesuvius.training.step.step import lay_out_network, parameter_count
+from vesuvius.volumes.box import shape_of
 
 MIB = 2**20
 STEP = "training.train_batch_size and raise training.accumulate_steps"
@@ -159,3 +162,23 @@ def test_ranks_of_one_machine_take_their_memory_each_and_one_copy_of_a_checkpoin
     assert part(three, "copy of a checkpoint") == part(one, "copy of a checkpoint")
     assert "by 3 ranks on this machine" in three.lines()[0]
     assert "ranks" not in planned("training.ranks=3", "cluster.address=HEAD:6379")[2].lines()[0]
+
+
+@pytest.mark.usefixtures("some_network")
+def test_volumes_are_kept_where_they_fit_and_are_passed_over_twice(
+    planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, data, plan = planned("training.epochs=1000", "training.ranks=2")
+    need = Resident.size_bytes(data.job)
+    assert need > sum(math.prod(shape_of(split.train)) for split in data.splits)
+    assert part(plan, "decoded") == need, "once for both ranks"
+    assert f"volumes {size_text(need)}" in plan.lines()[0]
+    assert part(planned("training.epochs=1000", "data.resident=0")[2], "decoded") == 0
+    assert part(planned("training.epochs=1")[2], "decoded") == 0, "most of it would be read once"
+    assert part(planned("training.epochs=1", "data.resident=1")[2], "decoded") == need
+    assert part(planned("training.epochs=1000", "data.resident=0.0001")[2], "decoded") == 0
+    kept = {"training.epochs=1000", "training.workers=0"}
+    reading = sum(p.size_bytes for p in planned(*kept)[2].parts if p.name == "its reader")
+    for free, expected in ((2 * (need + reading), need), (2 * (need + reading) - 2, 0)):
+        monkeypatch.setattr(run_plan, "ram_limit", lambda _, free=free: replace(limit(free + 5), used_bytes=5))
+        assert part(planned(*kept)[2], "decoded") == expected

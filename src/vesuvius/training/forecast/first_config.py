@@ -34,7 +34,7 @@ from vesuvius.runlog.units import GIB, format_percent, format_sizes, gib
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.run_plan import plan_run, ram_limit
+from vesuvius.training.forecast.run_plan import plan_run, ram_limit, resident_bytes
 from vesuvius.training.forecast.start_log import step_range_s
 from vesuvius.training.step.step import AmpMode, choose_device, lay_out_network, parameter_count, resolve_amp
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
@@ -72,6 +72,7 @@ PRESETS = {
 _BATCH = 8
 _STEP_S = {"cuda": 4.0, "cpu": 2.0}  # longest step
 _READERS = {"cuda": 6, "cpu": 2}  # at most, and half as many again of a remote store
+_CORES_WITHOUT_READERS = 2
 _RUN_S = 0.9 * 1800  # of half an hour; validations, previews and checkpoints take the rest
 _RAM_SHARE = 0.4  # of the limit, for a step on a CPU
 _PATCHES: tuple[Triple, ...] = (
@@ -111,8 +112,13 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
         found = _data(volume, patch, held_out, everywhere=True)
         data = prepare_data(0, found.with_store(cache_dir=None))
     config = Config(name=name, seed=0, data=found, training=training, model=_model(preset, patch))
-    workers = (n for n in range(training.workers, 0, -1) if _fits(config.with_training(workers=n), data))
-    config = config.with_training(workers=next(workers, 0))  # 0 reads without Ray
+    # Without readers the trainer decodes on four threads, and Ray takes no memory and no start.
+    alone = not is_remote(spec.path) and usable_cores(os.getpid()) <= _CORES_WITHOUT_READERS
+    if not alone and not (resident_bytes(config, data) and data.plan.is_small):
+        fitting = (n for n in range(training.workers, 0, -1) if _fits(config.with_training(workers=n), data))
+        config = config.with_training(workers=next(fitting, 0))
+    else:
+        config = config.with_training(workers=0)
     gpu = "no GPU"
     if device.type == "cuda":
         gpu = f"{torch.cuda.get_device_name(device)} with {gib(torch.cuda.mem_get_info(device)[0])} GiB free"
@@ -294,7 +300,8 @@ def _text(config: Config, said: dict[str, str], volume: VolumeFacts) -> str:
         "data.min_foreground": "at least half of each patch lies in stored chunks",
         "data.validation": "the volume is too small to hold out a part",
         "training.accumulate_steps": f"{config.global_batch} patches a step; only the product of both matters",
-        "training.workers": "reader processes; 0 = the trainer reads: memory or /dev/shm is too small for Ray",
+        "training.workers": "reader processes; 0 = the trainer reads: best on two processors, for a small volume, and "
+        "where memory or /dev/shm is too small for Ray",
         "training.epochs": f"{said['run']} here; to continue, raise epochs and add --resume",
         "training.lr_schedule": "needs no horizon: a longer run continues as if planned from the start",
         "model": said["model"],

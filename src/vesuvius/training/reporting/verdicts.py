@@ -20,7 +20,6 @@ from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.verdict import Verdict, judge
 from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.units import quantile
-from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.request import RunContext
 
@@ -140,7 +139,7 @@ class Verdicts:
 
     def _judge(self) -> None:
         run = self._run
-        verdict = judge(self._window(), _knobs(run, self._options, self._machine.memory_is_short()))
+        verdict = judge(self._window(), _knobs(run, self._stream, self._machine.memory_is_short()))
         command = f"; to find the best setting: {run.directory.tune_command}" if verdict.overrides else ""
         log.info("%s%s", verdict.line(self._step, run.config.stop_step), command)
         run.metrics.write("verdict", step=self._step, **verdict.record())
@@ -191,9 +190,9 @@ class Verdicts:
         return _mean([math.fsum(found) for found in seen if found])
 
 
-def _knobs(run: RunContext, options: StreamOptions, memory_is_short: bool) -> Knobs:
+def _knobs(run: RunContext, stream: PatchStream, memory_is_short: bool) -> Knobs:
     """The present settings; the readers' come from the stream, as the memory guard or autotune may change them."""
-    store = run.config.data.store
+    store, options = run.config.data.store, stream.options
     return Knobs(
         **{name: getattr(run.config.training, name) for name in _SWITCHES},
         on_gpu=run.device.type == "cuda",
@@ -202,6 +201,7 @@ def _knobs(run: RunContext, options: StreamOptions, memory_is_short: bool) -> Kn
         requests=options.requests or store.requests,
         cached=store.cache_dir is not None,
         threads=torch.get_num_threads(),
+        resident=stream.has_resident and options.workers == 0,
         memory_is_short=memory_is_short,
     )
 
