@@ -270,8 +270,7 @@ class Plan:
         The starts of a visit are a lattice, shifted by a uniform vector and wrapped: each is uniform in the cell, and
         together they are spread over it.
         """
-        seed = (self.seed, _START, visit.slot, visit.attempt)
-        shifts = np.random.default_rng(seed).integers(*visit.cell).tolist()
+        shifts = _shifts((self.seed, _START, visit.slot, visit.attempt), visit.cell)
         turn = self.mixing.turn_of(index)
         start = triple(
             lo + (shift - lo + int(turn * step % 1 * (hi - lo))) % (hi - lo)
@@ -298,6 +297,12 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
+
+
+@lru_cache(maxsize=256)
+def _shifts(seed: tuple[int, ...], cell: Box) -> Triple:
+    """What moves the lattice of a visit."""
+    return triple(np.random.default_rng(seed).integers(*cell).tolist())
 
 
 @lru_cache(maxsize=64)
