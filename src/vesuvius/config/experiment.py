@@ -56,7 +56,8 @@ class MonitorConfig(Section):
     exit_at: Share = Field(
         0.92,
         description="share of the memory limit at which the guard saves and exits (Ray kills readers at 0.95); in "
-        "proportion, the log warns from 0.80 on, and from 0.84 on it halves the prefetch and stops a reader, once",
+        "proportion, the log warns from 0.80 on, and from 0.84 on it drops volumes kept in "
+        "memory, then halves the prefetch and stops a reader, once",
     )
 
 
