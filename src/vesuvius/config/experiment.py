@@ -168,7 +168,8 @@ def without_listeners(config: Config) -> Config:
 def trial_config(
     config: Config, name: str, training: Mapping[str, Any], monitor: Mapping[str, Any] | None = None, **keys: Any
 ) -> Config:
-    """Return the config of a trial run: it starts afresh, saves nothing and notifies nobody.
+    """Return the config of a trial run: it starts afresh, saves nothing and notifies nobody.  What its readers deliver
+    is measured, so it keeps no volumes in memory.
 
     Args:
         training, monitor: what else differs in these sections.
@@ -181,4 +182,5 @@ def trial_config(
     changed["training"] |= {"max_hours": None, "resume": "never", "init_from": None, "autotune": "off"}
     changed["training"] |= {"save_every": NEVER, "keep_every": None, "preview_every": 0} | dict(training)
     changed["monitor"] |= monitor or {}
+    changed["data"]["resident"] = 0
     return Config.model_validate(changed)

@@ -260,3 +260,9 @@ def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time
     search = tune(machine)
     assert (conclude(search).best.workers > 0) == (workers > 0)
     assert (max(setting.workers for setting in settings_of(search)) == 0) == (workers == 0)
+
+
+@pytest.mark.parametrize(("beside", "workers"), [(2.0, 0), (0.0, 1)])
+def test_readers_go_where_what_they_take_from_the_trainer_is_more_than_they_bring(beside: float, workers: int) -> None:
+    machine = Machine("small", decode_s=0.04, sample_s=0.2, beside=beside, source=replace(SOURCE, workers=1))
+    assert conclude(tune(machine)).best.workers == workers

@@ -31,6 +31,7 @@ _NEAR = 0.25  # a gain this near to the knee is measured in turn
 _MOST_DEATHS = 3  # after which readers are raised no more
 _COMPILE_SHARE = 0.15  # of the budget that the first compilation may take
 _WAITS = 0.05  # share of the time that a fed trainer may wait
+_FEW_READERS = 2
 _MOST_RIVALS = 6
 
 
@@ -101,6 +102,7 @@ def policy(search: Search) -> Asks[None]:
     if block is None:
         return search.note("confirm", search.why_failed)
     yield from _smooth(search)
+    yield from _without_readers(search)
     if search.best != search.base:
         found = yield from search.in_turn((search.best, "run"), (search.base, "run"), "confirm", pairs=search.with_base)
         if found is None:
@@ -230,6 +232,15 @@ def _smooth(search: Search) -> Asks[None]:
         search.adopt(rival, found, "delivery", "whole run", SURE)
         if found is None:
             return
+
+
+def _without_readers(search: Search) -> Asks[None]:
+    """Where few readers are enough, try none: on a small machine Ray may take more than they bring."""
+    best = search.best
+    none = replace(best, workers=0)
+    if 0 < best.workers <= _FEW_READERS and "workers" not in search.space.kept and not search.memory.obstacle(none):
+        found = yield from search.in_turn((none, "run"), (best, "run"), "delivery")
+        search.adopt(none, found, "delivery", "whole run", SURE)
 
 
 def does_not_fit(obstacle: str) -> str:

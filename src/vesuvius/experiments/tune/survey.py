@@ -100,7 +100,11 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
 
 
 def planner_of(config: Config, data: PreparedData) -> Planner:
-    """Predicts the memory of each setting of a config of one rank; each takes up to seconds, and is kept."""
+    """Predicts the memory of each setting of a config of one rank; each takes up to seconds, and is kept.
+
+    Without volumes in memory: these give way to readers.
+    """
+    config = config.model_copy(update={"data": config.data.model_copy(update={"resident": 0})})
 
     @cache
     def planned(setting: Setting) -> Planned:

@@ -124,7 +124,7 @@ def write_facts(path: Path, config: DataConfig, facts: DataFacts) -> None:
 
 def _of_voxels(config: DataConfig) -> str:
     """What of a config the facts follow from; not how voxels are fetched."""
-    return config.model_dump_json(exclude={"store"})
+    return config.model_dump_json(exclude={"store", "resident"})
 
 
 @dataclass(frozen=True, eq=False)
