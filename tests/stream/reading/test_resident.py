@@ -18,6 +18,7 @@ from tests.stream.test_stream import make_job
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.plan import plan
 from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reading.local import LocalRegions
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import prepare_data
@@ -152,7 +153,7 @@ def test_ranks_of_a_machine_fill_one_copy(tmp_path: Path) -> None:
         turns = [[take(stream, 1)[0] for stream in streams] for _ in range(count)]
         together = sum(stream.reader_totals.bytes_read for stream in streams)
     assert [list(seen) for seen in zip(*turns, strict=True)] == expected
-    assert together < 0.7 * alone
+    assert together < 0.85 * alone
 
 
 def test_a_copy_of_another_process_that_is_gone_is_an_os_error(tmp_path: Path) -> None:
@@ -191,3 +192,19 @@ def test_every_brick_is_whole_in_the_region_of_some_cell(tmp_path: Path) -> None
             ends = zip(cell, patch, strict=True)
             resident.keep(0, box_along((lo, hi - 1 + size) for (lo, hi), size in ends), voxels)
         assert resident._volumes[0]._there.all()
+
+
+@pytest.mark.usefixtures("large_volumes")
+def test_regions_that_are_read_here_while_ray_starts_do_not_end_the_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were missing, though they are there when they come."""
+    job, asked = plain(tmp_path), list[int]()
+    monkeypatch.setattr(PatchStream, "_start_ray", lambda self, job, tasks: LocalRegions(job, tasks, self._resident))
+    with PatchStream(job, StreamOptions(4, 2), resident=Resident(job)) as stream:
+        for _ in range(batches_of_passes(job, 4)):
+            next(stream)
+            asked.append(stream.options.workers)
+    first_pass = batches_of_passes(job, 1)
+    assert set(asked[: first_pass // 2]) == {2}
+    assert asked[-1] == 0

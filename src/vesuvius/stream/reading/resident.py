@@ -89,9 +89,9 @@ class Resident:
     def take(self, region: Region) -> list[NDArray[Any]]:
         """Views of a region that has come, which is copied in where it is not there yet."""
         copy, box = self._volumes[region.visit.volume], region.visit.region
-        self._came.append(copy.missing(box) is not None)
-        if self._came[-1]:
+        if is_missing := copy.missing(box) is not None:
             copy.keep(box, region.voxels)
+        self._came.append(is_missing or region.kept)
         return copy.views(box)
 
     def close(self) -> None:

@@ -102,11 +102,15 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
 
 def _resident_lines(config: Config, checked: Preflight) -> list[str]:
     """Whether the volumes are kept in memory, and from when on they are not read any more."""
-    need, data = size_text(Resident.size_bytes(checked.data.job)), checked.data
-    if not checked.resident_bytes:
-        return [f"  resident no: the volumes decoded are {need}"] if config.data.resident else []
-    step = math.ceil(first_pass_samples(data) / config.global_batch)
-    return [f"  resident the volumes decoded, {need}, after about step {step}: then nothing is read any more"]
+    if config.data.resident == 0:
+        return []
+    need, first_pass = size_text(Resident.size_bytes(checked.data.job)), first_pass_samples(checked.data)
+    if checked.resident_bytes:
+        step = math.ceil(first_pass / config.global_batch)
+        return [f"  resident {need} of decoded volumes after about step {step}: from then on nothing is read"]
+    passes = config.stop_step * config.global_batch / first_pass
+    short = f"the run makes only {passes:.1g} passes over the volumes"
+    return [f"  resident no: {short if passes < 2 else f'{need} of decoded volumes do not fit into memory'}"]
 
 
 def log_ranks(config: Config, part: Part) -> None:
