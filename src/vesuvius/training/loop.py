@@ -127,8 +127,8 @@ class TrainingLoop:
         ranks = self.run.ranks
         try:
             if ranks.local_rank > 0:
-                return Resident(self.job, ranks.of_first_here())
-            resident = Resident(self.job)
+                return Resident(self.job, ranks.of_first_here(), ranks.local_world)
+            resident = Resident(self.job, sharers=ranks.local_world)
             ranks.tell_here(resident.address)
         except OSError as error:
             log.warning("the volumes are not kept in memory: %s", one_line(error))

@@ -195,16 +195,13 @@ def test_every_brick_is_whole_in_the_region_of_some_cell(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("large_volumes")
-def test_regions_that_are_read_here_while_ray_starts_do_not_end_the_readers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They were missing, though they are there when they come."""
+def test_readers_end_after_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, asked = plain(tmp_path), list[int]()
     monkeypatch.setattr(PatchStream, "_start_ray", lambda self, job, tasks: LocalRegions(job, tasks, self._resident))
     with PatchStream(job, StreamOptions(4, 2), resident=Resident(job)) as stream:
         for _ in range(batches_of_passes(job, 4)):
             next(stream)
             asked.append(stream.options.workers)
-    first_pass = batches_of_passes(job, 1)
-    assert set(asked[: first_pass // 2]) == {2}
+    before = (job.plan.slots_of_pass - job.plan.regions_in_flight) * job.plan.patches_per_region // 4
+    assert 0.7 * before < asked.count(2) <= batches_of_passes(job, 1)
     assert asked[-1] == 0

@@ -97,7 +97,7 @@ class LocalRegions(Regions):
                 return None
             resident.keep(visit.volume, missing, voxels)
             report = self._reader.report()
-        return Region(visit, resident.views(visit), report, kept=report is not None)
+        return Region(visit, resident.views(visit), report)
 
     def __next__(self) -> Region:
         region = self._next.result()

@@ -99,7 +99,6 @@ class Region:
     visit: Visit
     voxels: list[NDArray[Any]]  # of its region (Z, Y, X), and of the region's condition where there is one
     report: BlockReport | None = None  # None where nothing was read
-    kept: bool = False  # whether some of it was read into the resident copy just now
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import gc
 import math
 import mmap
 import os
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -31,12 +30,13 @@ class Resident:
     Args:
         job: whose regions it holds.
         address: of the copy of another process on this machine; None makes a new one.
+        sharers: ranks that fill it together.
 
     Raises:
         OSError: there is no memory for it, or no copy at this address.
     """
 
-    def __init__(self, job: ReaderJob, address: str | None = None) -> None:
+    def __init__(self, job: ReaderJob, address: str | None = None, sharers: int = 1) -> None:
         layout = [_layout(job, volume) for volume in job.plan.volumes]
         size = sum(_padded(part) for parts in layout for part in parts)
         # A file without a name in memory: it ends with the last process that holds it, however that ends, and no limit
@@ -50,7 +50,7 @@ class Resident:
             os.close(self._file)
             raise
         self._volumes: list[_Copy] = []
-        self._came = deque[bool](maxlen=job.plan.regions_in_flight)  # whether each of the last regions was missing
+        self._taken, self._sharers, self._slots_of_pass = 0, sharers, job.plan.slots_of_pass
         start = 0
         for volume, parts in zip(job.plan.volumes, layout, strict=True):
             views = []
@@ -71,8 +71,8 @@ class Resident:
 
     @property
     def suffices(self) -> bool:
-        """Whether, of as many regions as are in flight, seven of eight were there before they came."""
-        return len(self._came) == self._came.maxlen and 8 * sum(self._came) <= len(self._came)
+        """Whether the ranks of this machine have passed over the volumes once: what is missing yet is little."""
+        return self._taken * self._sharers >= self._slots_of_pass
 
     def missing(self, visit: Visit) -> Box | None:
         """The box of what is missing of the region of a visit, and may exceed it a little; None where all is there."""
@@ -89,9 +89,9 @@ class Resident:
     def take(self, region: Region) -> list[NDArray[Any]]:
         """Views of a region that has come, which is copied in where it is not there yet."""
         copy, box = self._volumes[region.visit.volume], region.visit.region
-        if is_missing := copy.missing(box) is not None:
+        if copy.missing(box) is not None:
             copy.keep(box, region.voxels)
-        self._came.append(is_missing or region.kept)
+        self._taken += 1
         return copy.views(box)
 
     def close(self) -> None:

@@ -202,12 +202,14 @@ def resident_bytes(config: Config, data: PreparedData) -> int:
     readers = ranks * sum(part.size_bytes for part in _readers(config, data))
     if need + readers > _RESIDENT_SHARE * (limit.limit_bytes - limit.used_bytes):
         return 0
-    return need if 2 * first_pass_samples(data) <= config.stop_step * config.global_batch else 0
+    return need if 2 * first_pass_samples(config, data) <= config.stop_step * config.global_batch else 0
 
 
-def first_pass_samples(data: PreparedData) -> int:
-    """Samples after which each volume has been passed over once."""
-    return data.plan.slots_of_pass * data.plan.patches_per_region
+def first_pass_samples(config: Config, data: PreparedData) -> int:
+    """Samples of the run after which the ranks of each machine have passed over each volume once."""
+    ranks, here = config.training.ranks, local_ranks(config)
+    machines = 1 if ranks == "auto" else -(-ranks // here)
+    return machines * data.plan.slots_of_pass * data.plan.patches_per_region
 
 
 def local_ranks(config: Config) -> int:

@@ -104,7 +104,7 @@ def _resident_lines(config: Config, checked: Preflight) -> list[str]:
     """Whether the volumes are kept in memory, and from when on they are not read any more."""
     if config.data.resident == 0:
         return []
-    need, first_pass = size_text(Resident.size_bytes(checked.data.job)), first_pass_samples(checked.data)
+    need, first_pass = size_text(Resident.size_bytes(checked.data.job)), first_pass_samples(config, checked.data)
     if checked.resident_bytes:
         step = math.ceil(first_pass / config.global_batch)
         return [f"  resident {need} of decoded volumes after about step {step}: from then on nothing is read"]
