@@ -14,7 +14,7 @@ import pytest
 import torch
 import zarr
 
-from vesuvius.config import ArrayConfig, Config, Triple
+from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, Triple, VolumeConfig
 from vesuvius.config.load import parse_config
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
@@ -146,3 +146,26 @@ def test_the_level_is_the_finest_whose_patch_shows_enough_of_a_sheet(um: float, 
     level = level_for(volume(levels=6, um=um), wanted)
     assert wanted[1] * um * 2**level >= LEAST_WIDTH_UM
     assert level == 0 or wanted[1] * um * 2 ** (level - 1) < LEAST_WIDTH_UM
+
+
+@pytest.mark.parametrize(
+    ("cores", "remote", "kept", "small", "workers"),
+    [
+        (2, False, False, False, 0),
+        (2, True, False, False, 6),  # they wait for the store
+        (8, False, False, False, 6),
+        (8, False, True, True, 0),
+        (8, False, True, False, 6),
+        (8, False, False, True, 6),  # it is read again and again
+    ],
+)
+def test_readers_are_started_where_they_are_faster_than_threads(
+    cores: int, remote: bool, kept: bool, small: bool, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "usable_cores", lambda pid: cores)
+    monkeypatch.setattr(module, "resident_bytes", lambda config, data: int(kept))
+    monkeypatch.setattr(module, "_fits", lambda config, data: config.training.workers <= 6)
+    data = DataConfig(volumes=(VolumeConfig(path="any"),))
+    config = Config(name="any", data=data, training=TrainingConfig(workers=8))
+    found: Any = SimpleNamespace(plan=SimpleNamespace(is_small=small))
+    assert module._workers(config, found, remote) == workers

@@ -112,13 +112,7 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
         found = _data(volume, patch, held_out, everywhere=True)
         data = prepare_data(0, found.with_store(cache_dir=None))
     config = Config(name=name, seed=0, data=found, training=training, model=_model(preset, patch))
-    # Without readers the trainer decodes on four threads, and Ray takes no memory and no start.
-    alone = not is_remote(spec.path) and usable_cores(os.getpid()) <= _CORES_WITHOUT_READERS
-    if not alone and not (resident_bytes(config, data) and data.plan.is_small):
-        fitting = (n for n in range(training.workers, 0, -1) if _fits(config.with_training(workers=n), data))
-        config = config.with_training(workers=next(fitting, 0))
-    else:
-        config = config.with_training(workers=0)
+    config = config.with_training(workers=_workers(config, data, is_remote(spec.path)))
     gpu = "no GPU"
     if device.type == "cuda":
         gpu = f"{torch.cuda.get_device_name(device)} with {gib(torch.cuda.mem_get_info(device)[0])} GiB free"
@@ -269,6 +263,16 @@ def _data(volume: VolumeFacts, patch: Triple, held_out: bool, everywhere: bool =
     if spec.select:
         drawn_from = drawn_from.model_copy(update={"select": spec.select})
     return DataConfig(volumes=(drawn_from,), patch_size=patch, **keys)
+
+
+def _workers(config: Config, data: PreparedData, remote: bool) -> int:
+    """Readers: as many as fit, up to those of the config.  None, as Ray takes memory and time to start, where threads of
+    the trainer read as fast: on two processors, and for a volume that memory soon holds."""
+    if not remote and usable_cores(os.getpid()) <= _CORES_WITHOUT_READERS:
+        return 0
+    if resident_bytes(config, data) and data.plan.is_small:
+        return 0
+    return next((n for n in range(config.training.workers, 0, -1) if _fits(config.with_training(workers=n), data)), 0)
 
 
 def _fits(config: Config, data: PreparedData) -> bool:
