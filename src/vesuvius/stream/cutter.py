@@ -82,6 +82,11 @@ class Cutter:
         self._last_slot = -1
         self.index = first + job.rank
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether patches are views of memory that stays as it is."""
+        return self._resident is not None
+
     def patches(self) -> Generator[Patch]:
         """The patches in the order of the samples.  A region is dropped in the round after its last patch.
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from queue import Empty, SimpleQueue
@@ -24,6 +25,7 @@ from vesuvius.volumes.store.retry import Outage
 HELD = 2
 _POLL_S = 0.2
 _JOIN_S = 1.0
+_COPIERS = 2
 
 
 class StreamInterrupted(Exception):  # noqa: N818 - no error: the way out of a wait
@@ -118,6 +120,9 @@ class Feeder:
         self._layout, self._batch_size = layout, layout[0][0][0]
         self._cutter = cutter
         self._patches = cutter.patches()
+        # Patches of regions that stay where they are, as memory answers several threads sooner; others are copied before
+        # the next one is cut.
+        self._copiers = ThreadPoolExecutor(_COPIERS, "cut") if cutter.is_resident else None
         self._clock = clock
         self._rings = [itertools.islice(itertools.cycle(ring), delivered % max(len(ring), 1), None) for ring in rings]
         size = min([HELD + ahead, *(len(ring) for ring in rings if ring)])
@@ -201,6 +206,8 @@ class Feeder:
             self._ready.put(error)
         finally:
             self._patches.close()  # lets go of the regions
+            if self._copiers is not None:
+                self._copiers.shutdown()
 
     def _next(self) -> Batch | None:
         arrays = [
@@ -208,12 +215,18 @@ class Feeder:
             for ring, (shape, dtype) in zip(self._rings, self._layout, strict=False)
         ]
         samples: list[Sample] = []
+        copies: list[Future[None]] = []
         for sample, views in itertools.islice(self._patches, self._batch_size):
             if self._stopped.is_set():
                 return None
             for array, voxels in zip(arrays, views, strict=True):
-                array[len(samples)] = voxels
+                if self._copiers is None:
+                    array[len(samples)] = voxels
+                else:
+                    copies.append(self._copiers.submit(np.copyto, array[len(samples)], voxels))
             samples.append(sample)
+        for copy in copies:
+            copy.result()
         if not samples:
             return None
         patches, *conditions = (array[: len(samples)] for array in arrays)

@@ -266,8 +266,8 @@ def _data(volume: VolumeFacts, patch: Triple, held_out: bool, everywhere: bool =
 
 
 def _workers(config: Config, data: PreparedData, remote: bool) -> int:
-    """Readers: as many as fit, up to those of the config.  None, as Ray takes memory and time to start, where threads of
-    the trainer read as fast: on two processors, and for a volume that memory soon holds."""
+    """Readers: as many as fit, up to those of the config.  None, as Ray takes memory and time to start, where threads
+    of the trainer read as fast: on two processors, and for a volume that memory soon holds."""
     if not remote and usable_cores(os.getpid()) <= _CORES_WITHOUT_READERS:
         return 0
     if resident_bytes(config, data) and data.plan.is_small:
