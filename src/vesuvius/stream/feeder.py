@@ -120,8 +120,8 @@ class Feeder:
         self._layout, self._batch_size = layout, layout[0][0][0]
         self._cutter = cutter
         self._patches = cutter.patches()
-        # Patches of regions that stay where they are, as memory answers several threads sooner; others are copied before
-        # the next one is cut.
+        # Of regions that stay where they are two threads copy patches, as memory answers them sooner; others are copied
+        # before the next patch is cut.
         self._copiers = ThreadPoolExecutor(_COPIERS, "cut") if cutter.is_resident else None
         self._clock = clock
         self._rings = [itertools.islice(itertools.cycle(ring), delivered % max(len(ring), 1), None) for ring in rings]
