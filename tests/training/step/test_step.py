@@ -315,6 +315,19 @@ def test_a_saved_and_loaded_step_goes_on_bit_by_bit() -> None:
     torch.testing.assert_close(second.state_dict(), straight.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_loaded_step_goes_on_with_the_weight_decay_of_its_own_config(optimizer: str) -> None:
+    """With all moments, and on what is decayed alone: nothing else would train as a step whose decay was raised."""
+    before, now = (make_config(train_batch_size=4, optimizer=optimizer, weight_decay=decay) for decay in (0.01, 0.5))
+    raised, loaded = make_step(before), make_step(now)
+    train(raised, before, steps=3)
+    loaded.load_state_dict(copy.deepcopy(raised.state_dict()))
+    for group in raised.optimizer.param_groups:
+        group["weight_decay"] *= 50
+    assert train(raised, before, steps=2) == train(loaded, now, steps=2)
+    torch.testing.assert_close(weights(loaded), weights(raised), rtol=0, atol=0)
+
+
 def test_a_run_that_starts_from_given_weights_has_them_in_every_average() -> None:
     config = make_config(train_batch_size=2, extra_ema_decays=(0.5,))
     first, second = make_step(config), make_step(config)

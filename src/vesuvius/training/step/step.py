@@ -259,9 +259,11 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, of any number of ranks."""
+        """Take over what `state_dict` gave, of any number of ranks; the rest, such as weight decay, is the config's."""
         self.network.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        moments, own = state["optimizer"], self.optimizer.state_dict()["param_groups"]
+        groups = [mine | {"params": saved["params"]} for mine, saved in zip(own, moments["param_groups"], strict=True)]
+        self.optimizer.load_state_dict({"state": moments["state"], "param_groups": groups})
         self._lay_out_moments()
         if self.amp == "fp16" and state["scaler"]:  # empty where the run has not used fp16 so far
             self.scaler.load_state_dict(state["scaler"])
