@@ -33,6 +33,8 @@ Triple = tuple[int, int, int]
 Library = Literal["zarr-python", "zarrs", "tensorstore"]
 Figures = dict[str, float | None]
 Batches = Generator[NDArray[Any], None, None]
+Box = tuple[slice, ...]
+Reads = Callable[[Box], Callable[[], NDArray[Any]]]
 
 PREFETCH = 2
 SEED = 0
@@ -71,18 +73,37 @@ def run_feed(feed: Feed, seconds: float) -> Figures:
         first_batch_s = time.perf_counter() - started
         for batch in itertools.islice(batches, feed.warmup_batches):
             touch(batch)
-        patches, begun = 0, time.perf_counter()
+        patches, cpu_s, begun = 0, tree_cpu_s(), time.perf_counter()
         while (elapsed_s := time.perf_counter() - begun) < seconds:
             for batch in itertools.islice(batches, feed.round_batches):
                 touch(batch)
                 patches += len(batch)
+        cpu_s = tree_cpu_s() - cpu_s
         workers = [rss_anon_bytes(pid) for pid in feed.worker_pids()]
-    return {"samples_s": patches / elapsed_s, "start_s": first_batch_s, "worker_bytes": max(workers, default=None)}
+    return {
+        "samples_s": patches / elapsed_s,
+        "cpu_ms": 1e3 * cpu_s / patches,
+        "start_s": first_batch_s,
+        "worker_bytes": max(workers, default=None),
+    }
 
 
 def touch(batch: NDArray[Any]) -> int:
     """Read one voxel of every plane (y, x) of a batch."""
     return int(batch[..., 0, 0].sum())
+
+
+def tree_cpu_s() -> float:
+    """CPU seconds of this process and of all that live below it (Linux)."""
+    parents, ticks = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)], ticks[int(folder.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    tree = {os.getpid()}
+    while below := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= below
+    return sum(ticks[pid] for pid in tree) / os.sysconf("SC_CLK_TCK")
 
 
 def rss_anon_bytes(pid: int) -> int:
@@ -100,6 +121,11 @@ def open_array(setup: Setup) -> Any:
     return node[attributes.get("ome", attributes)["multiscales"][0]["datasets"][setup.level]["path"]]
 
 
+def place_of(setup: Setup, array: Any) -> str:
+    """The path or the address of the array of a level."""
+    return "/".join(part for part in (setup.volume.rstrip("/"), array.path) if part)
+
+
 def store_of(setup: Setup) -> Any:
     """The store of an address of http(s), s3 or gs, which takes the usual AWS_* and GOOGLE_* environment."""
     from obstore.store import from_url
@@ -107,6 +133,12 @@ def store_of(setup: Setup) -> Any:
 
     unsigned: dict[str, Any] = {"skip_signature": True} if setup.unsigned else {}
     return ObjectStore(from_url(setup.volume, client_options={"allow_http": True}, **unsigned), read_only=True)
+
+
+def random_box(rng: np.random.Generator, shape_zyx: Triple, patch_zyx: Triple) -> Box:
+    """The slices of a patch anywhere in a volume."""
+    start_zyx = rng.integers(0, np.subtract(shape_zyx, patch_zyx) + 1).tolist()
+    return tuple(slice(s, s + p) for s, p in zip(start_zyx, patch_zyx, strict=True))
 
 
 class UniformPatches(IterableDataset[torch.Tensor]):
@@ -118,19 +150,17 @@ class UniformPatches(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         worker = get_worker_info()
         rng = np.random.default_rng((SEED, worker.id if worker else 0))
-        shape_zyx, read = self._open()
-        high = np.subtract(shape_zyx, self._setup.patch_zyx) + 1
+        shape_zyx, read = self.open()
         pending: deque[Callable[[], NDArray[Any]]] = deque()
         while True:
-            start = rng.integers(0, high).tolist()
-            pending.append(read(tuple(slice(s, s + p) for s, p in zip(start, self._setup.patch_zyx, strict=True))))
+            pending.append(read(random_box(rng, shape_zyx, self._setup.patch_zyx)))
             if len(pending) == (self._setup.batch if self._library == "tensorstore" else 1):
                 yield torch.from_numpy(pending.popleft()())
 
-    def _open(self) -> tuple[Triple, Callable[[tuple[slice, ...]], Callable[[], NDArray[Any]]]]:
+    def open(self) -> tuple[Triple, Reads]:
         """The shape, and a function that begins to read a box and returns one that waits for its voxels."""
         if self._library == "tensorstore":
-            array = _open_tensorstore(self._setup)
+            array = open_tensorstore(self._setup)
             return array.shape, lambda box: array[box].read().result
         blosc.set_nthreads(1)
         if self._library == "zarrs":
@@ -139,12 +169,12 @@ class UniformPatches(IterableDataset[torch.Tensor]):
         return array.shape, lambda box: functools.partial(array.__getitem__, box)
 
 
-def _open_tensorstore(setup: Setup) -> Any:
-    """Without a cache, with one data-copy thread per worker."""
+def open_tensorstore(setup: Setup, threads: int = 1, cache_bytes: int = 0) -> Any:
+    """By default with one data-copy thread, for one of several processes, and without a cache of decoded chunks."""
     import tensorstore
 
     array = open_array(setup)
-    place = "/".join(part for part in (setup.volume.rstrip("/"), array.path) if part) + "/"
+    place = place_of(setup, array) + "/"
     driver = {2: "zarr", 3: "zarr3"}[array.metadata.zarr_format]
     kvstore: Any = place if "://" in place else {"driver": "file", "path": place}
     if place.startswith("s3://"):
@@ -152,8 +182,10 @@ def _open_tensorstore(setup: Setup) -> Any:
         kvstore = {"driver": "s3", "bucket": bucket, "path": path}
         kvstore |= {"endpoint": address} if (address := os.environ.get("AWS_ENDPOINT_URL")) else {}
         kvstore |= {"aws_credentials": {"type": "anonymous"}} if setup.unsigned else {}
-    context = {"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 1}}
-    return tensorstore.open({"driver": driver, "kvstore": kvstore, "context": context}, open=True, read=True).result()
+    context = {"cache_pool": {"total_bytes_limit": cache_bytes}, "data_copy_concurrency": {"limit": threads}}
+    # "open": what was cached since is not compared with the disk at each read, which is the default
+    spec = {"driver": driver, "kvstore": kvstore, "context": context, "recheck_cached_data": "open"}
+    return tensorstore.open(spec, open=True, read=True).result()
 
 
 class LoaderFeed:

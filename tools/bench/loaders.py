@@ -31,8 +31,10 @@ from vesuvius.config.load import dump_config, read_config
 from vesuvius.experiments.bench.results import speed_words
 from vesuvius.experiments.paired import compare_one_of
 from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
+from vesuvius.training.forecast.run_plan import first_pass_samples, resident_bytes
 from vesuvius.volumes.store.objects import is_remote, open_store
 
 OURS = "vesuvius"
@@ -43,20 +45,27 @@ _DEMAND = 2 / 3
 
 
 class OurFeed:
-    """`PatchStream` into a ring of three buffers, as a trainer with a GPU has it."""
+    """`PatchStream` into a ring of three buffers, as a trainer with a GPU has it.
+
+    Where the run would keep the volumes in memory (`data.resident`), the warm-up is two passes over them.
+    """
 
     def __init__(self, config: Config) -> None:
-        self._job = job = prepare_data(config.seed, config.data).job
+        data = prepare_data(config.seed, config.data)
+        self._job = job = data.job
+        self.resident = config.data.resident != 0 and resident_bytes(config, data) > 0
         self._options = options = StreamOptions.from_config(config.training, config.cluster)
         tasks = math.lcm(job.plan.samples_per_task, options.batch_size) // options.batch_size
         self.round_batches = max(options.workers, 1) * tasks  # whole tasks of each reader
-        self.warmup_batches = max(2 * self.round_batches, -(-job.plan.regions_in_flight // options.batch_size))
+        warmup = 2 * first_pass_samples(data) if self.resident else job.plan.regions_in_flight
+        self.warmup_batches = max(2 * self.round_batches, -(-warmup // options.batch_size))
         self._stream: PatchStream | None = None
 
     def batches(self) -> Batches:
         shape = (self._options.batch_size, *self._job.plan.patch_zyx)
         ring = [np.empty(shape, self._job.dtype) for _ in range(3)]
-        with PatchStream(self._job, self._options, buffers=ring) as self._stream:
+        resident = Resident(self._job) if self.resident else None
+        with PatchStream(self._job, self._options, buffers=ring, resident=resident) as self._stream:
             for batch in self._stream:
                 yield batch.patches
 
@@ -86,7 +95,7 @@ def measure(system: str, config: Config, seconds: float) -> Figures:
     feed = OurFeed(config)
     figures = run_feed(feed, seconds)
     batches_s = (figures["samples_s"] or math.nan) / config.training.train_batch_size
-    return figures | {"wait_share": feed.wait(batches_s, seconds)}
+    return figures | {"wait_share": feed.wait(batches_s, seconds), "resident": float(feed.resident)}
 
 
 def setup_of(config: Config, seconds: float) -> Setup:
@@ -139,8 +148,18 @@ def run_rounds(loaders: dict[str, list[str]], rounds: int, seconds: float, folde
                 del found[name]
                 continue
             found[name].append(json.loads(result.read_text()))
-            print(f"round {number + 1} of {rounds}: {name}: {found[name][-1]['samples_s']:.4g} patches/s", flush=True)
+            print(f"round {number + 1} of {rounds}: {name}: {figures_words(found[name][-1:])}", flush=True)
     return found
+
+
+def figures_words(rounds: list[Figures]) -> str:
+    """The median patches/s, CPU and largest worker of some rounds."""
+    words = {"samples_s": "{:.4g} patches/s", "cpu_ms": "CPU {:.3g} ms a patch", "worker_bytes": "worker {:.0f} MiB"}
+    parts = []
+    for key, form in words.items():
+        if known := [value for each in rounds if (value := each.get(key)) is not None]:
+            parts.append(form.format(median(known) / (2**20 if key == "worker_bytes" else 1)))
+    return ", ".join(parts + ["resident"] * bool(rounds and rounds[-1].get("resident")))
 
 
 def main() -> None:
@@ -164,12 +183,12 @@ def main() -> None:
         loaders = commands(config, source, args.seconds, args.peer)
         found = run_rounds(loaders, args.rounds, args.seconds, Path(folder))
     base, *others = found.items()
-    print(f"\n{base[0]}: median {median(each['samples_s'] or 0 for each in base[1]):.4g} patches/s")
+    print(f"\n{base[0]}: median {figures_words(base[1])}")
     for name, figures in others:
         pairs = [(a["samples_s"] or 1.0, b["samples_s"] or 1.0) for a, b in zip(figures, base[1], strict=False)]
-        wait = [each["wait_share"] for each in figures if each.get("wait_share") is not None]
+        wait = [share for each in figures if (share := each.get("wait_share")) is not None]
         print(
-            f"{name}: median {median(each['samples_s'] or 0 for each in figures):.4g} patches/s, "
+            f"{name}: median {figures_words(figures)}, "
             f"{speed_words(compare_one_of(pairs, len(others)))} as {base[0]}"
             + (f", data wait {100 * median(wait):.1f} %" if wait else "")
         )
