@@ -21,7 +21,7 @@ from vesuvius.diffusion.estimate import Condition
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
-from vesuvius.training.forecast.memory_plan import Footprint, TracedStep, _traced_step, largest_batch, plan_memory
+from vesuvius.training.forecast.memory_plan import Footprint, TracedStep, largest_batch, plan_memory, traced_step
 from vesuvius.training.forecast.preflight import checkpoint_sizes
 from vesuvius.training.step.step import AmpMode, TrainStep, build_network, lay_out_network, parameter_count
 
@@ -113,7 +113,7 @@ def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
     ids=["default", "plain", "no_stem"],
 )
 def test_a_batch_that_is_not_traced_is_planned_as_its_own_trace_would_be(config: Config, amp: AmpMode) -> None:
-    step = _traced_step(config, amp)
+    step = traced_step(config, amp)
     assert step.plan(7) == step.trace(7)
 
 

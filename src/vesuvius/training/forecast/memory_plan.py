@@ -16,7 +16,8 @@ import logging
 import re
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Self
@@ -50,7 +51,7 @@ _OF_A_STEP = ("channels_last", "recompute_norm", "checkpoint_levels", "determini
 
 _aten = torch.ops.aten
 # torch counts attention in CUDA's kernels only; the CPU's has the same first arguments and the same products.
-_FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
+FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
     _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         _aten._scaled_dot_product_flash_attention_backward
@@ -130,7 +131,7 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
     """
     batch = batch or config.training.train_batch_size
     lay_out_network(config).check_size(batch, config.data.patch_size)
-    plan = _traced_step(config, amp).plan(batch)
+    plan = traced_step(config, amp).plan(batch)
     return replace(plan, flops_per_step=plan.flops_per_step * config.training.accumulate_steps)
 
 
@@ -140,7 +141,7 @@ def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -
     One more does not fit, or reaches the limit of 2^31 elements a tensor or `LARGEST_PLANNED_BATCH`.
     `accumulate_steps` stays.
     """
-    step = _traced_step(config, amp)
+    step = traced_step(config, amp)
     batches = range(1, min(indexable_batch(config), LARGEST_PLANNED_BATCH) + 1)
     return bisect_right(batches, vram_bytes, key=lambda batch: step.plan(batch).vram_bytes)
 
@@ -157,7 +158,7 @@ def leaner(config: Config) -> str:
     return f"{lean}add training.checkpoint_levels, or lower model.channels"
 
 
-def _traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
+def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
     """By what a step's memory and operations follow from, so that equal steps are traced once."""
     training, data, device = config.training, config.data, choose_device()
     if amp is None:
@@ -215,21 +216,29 @@ class TracedStep:
 
     def _trace(self, batch: int) -> MemoryPlan:
         """The plan of one micro-batch, with the operations of this one alone."""
-        step, training, footprint = self._step, self._config.training, self._footprint
-        patch_size, channels = self._config.data.patch_size, self._config.condition_channels
-        with self._fake, footprint:
-            if training.accumulate_steps > 1:  # the gradient of earlier micro-batches lives through the forward pass
+        footprint = self._footprint
+        with self.entered() as step:
+            if self._config.training.accumulate_steps > 1:  # earlier gradients live through the forward pass
                 _give_gradients(step)
             footprint.restart()
-            # Noising, forward and backward pass of a batch as `DeviceFeed` delivers it.
-            condition = torch.empty(batch, channels, *patch_size) if channels else None
-            x_0 = torch.empty(batch, 1, *patch_size)
-            step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64), condition)
-            del x_0, condition
+            self.accumulate(batch)
             # Before the update: Muon's products, below 3 % for a large model, come once a step, not once a micro-batch.
             flops = footprint.flops
-            step.apply(training.lr)
+            step.apply(self._config.training.lr)
         return MemoryPlan(batch, step.amp, flops, tuple(footprint.history), tuple(footprint.convolution_bytes))
+
+    @contextmanager
+    def entered(self) -> Iterator[TrainStep]:
+        """Within: what is done with the step is followed, and computes nothing."""
+        with self._fake, self._footprint:
+            yield self._step
+
+    def accumulate(self, batch: int) -> None:
+        """Noising, forward and backward pass of a batch as `DeviceFeed` delivers it; within `entered`."""
+        patch_size, channels = self._config.data.patch_size, self._config.condition_channels
+        condition = torch.empty(batch, channels, *patch_size) if channels else None
+        x_0 = torch.empty(batch, 1, *patch_size)
+        self._step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64), condition)
 
 
 class _FakeUNet(UNet):
@@ -293,7 +302,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
                 self._follow(leaf)
         if func._overloadpacket is _aten.convolution:
             self.convolution_bytes.append(args[0].nbytes + out.nbytes)
-        if count := _FLOPS.get(func._overloadpacket):
+        if count := FLOPS.get(func._overloadpacket):
             self.flops += count(*args, **kwargs, out_val=out)
         return out
 

@@ -1,0 +1,150 @@
+"""What a training step costs a GPU, counted without one: operations, bytes that kernels move, launches, a roofline.
+
+    python tools/bench/step_cost.py --config configs/exp001_full.yaml [--batch 8] [--amp bf16] [key.path=value ...]
+
+One micro-batch (noising, forward, backward) and one update (clipping, optimizer, averages) run eagerly on fake tensors
+(`training/forecast/memory_plan.py`), and every ATen operation counts as a kernel that reads its inputs and writes its
+outputs once; views are none.  What a fused kernel (`training.compile`) would save is not seen, nor are a kernel's own
+copies, such as cuDNN's of another memory order.  A CPU's fake tensors: attention and autocast of norms differ on CUDA.
+
+The roofline gives each kernel the larger of operations over the peak and bytes over the bandwidth, from data sheets:
+the least that a step takes; MFU is the share of that time in which the peak would do its convolutions and products.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vesuvius.config.load import read_config
+from vesuvius.training.forecast.memory_plan import FLOPS, traced_step
+
+# Dense bf16 operations a second, and bytes a second of the memory, from NVIDIA's data sheets.
+GPUS = {"A100-80": (312e12, 2.04e12), "H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
+_KINDS = {
+    "convolution": ("convolution", "convolution_backward"),
+    "product": ("mm", "bmm", "addmm", "baddbmm", "_scaled_dot_product_"),
+    "norm": ("native_group_norm", "native_layer_norm", "var_mean", "_fused_rms_norm"),
+    "cast": ("_to_copy", "to"),
+    "copy": ("copy_", "clone", "contiguous", "cat", "stack", "_foreach_copy_", "constant_pad_nd"),
+    "add": ("add", "add_", "sub", "sum", "mean"),
+    "fill": ("zeros", "zeros_like", "zero_", "fill_", "full", "ones_like", "full_like", "_foreach_zero_"),
+}
+_NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "detach")
+_SYNCS = ("_local_scalar_dense", "nonzero", "item", "is_nonzero")
+
+
+@dataclass
+class Cost:
+    """Of the kernels of one kind."""
+
+    kernels: int = 0
+    moved_bytes: int = 0
+    flops: int = 0
+    roofline_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(GPUS, 0.0))
+
+
+class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Counts every operation while it is entered, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kinds: defaultdict[str, Cost] = defaultdict(Cost)
+        self.syncs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._overloadpacket.__name__
+        self.syncs += name in _SYNCS
+        read = _tensors((args, kwargs))
+        written = _tensors(out) or (_tensors(args[:1]) if func._schema.is_mutable else [])  # foreach returns nothing
+        if written and not func.is_view and name not in _NO_KERNEL:
+            self._count(name, func, args, kwargs, out, sum(t.nbytes for t in (*read, *written)))
+        return out
+
+    def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -> None:
+        kind = next((kind for kind, names in _KINDS.items() if _is_one_of(name, names)), "pointwise")
+        count = FLOPS.get(func._overloadpacket)
+        flops = count(*args, **kwargs, out_val=out) if count else 0
+        cost = self.kinds[kind]
+        cost.kernels, cost.moved_bytes, cost.flops = (
+            cost.kernels + 1,
+            cost.moved_bytes + moved_bytes,
+            cost.flops + flops,
+        )
+        for gpu, (peak, bandwidth) in GPUS.items():
+            cost.roofline_s[gpu] += max(flops / peak, moved_bytes / bandwidth)
+
+    @property
+    def kernels(self) -> int:
+        return sum(cost.kernels for cost in self.kinds.values())
+
+    @property
+    def flops(self) -> int:
+        return sum(cost.flops for cost in self.kinds.values())
+
+    @property
+    def other_bytes(self) -> int:
+        """Moved by all but convolutions and products."""
+        return sum(cost.moved_bytes for kind, cost in self.kinds.items() if kind not in ("convolution", "product"))
+
+    def seconds(self, gpu: str) -> float:
+        return sum(cost.roofline_s[gpu] for cost in self.kinds.values())
+
+
+def _is_one_of(name: str, names: Iterable[str]) -> bool:
+    return any(name == each or (each.endswith("_") and each != name and name.startswith(each)) for each in names)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def count(path: Path, overrides: list[str], batch: int | None, amp: Any) -> tuple[Costs, Costs, int, int]:
+    """Costs of a micro-batch and of an update, the patches of the former, and the micro-batches of a step."""
+    config = read_config(path, overrides)
+    batch = batch or config.training.train_batch_size
+    traced, micro_batch, update = traced_step(config, amp), Costs(), Costs()
+    with traced.entered() as step:
+        with micro_batch:
+            traced.accumulate(batch)
+        with update:
+            step.apply(config.training.lr)
+    return micro_batch, update, batch, config.global_batch // batch
+
+
+def main() -> None:
+    """Print two tables and a line for each GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--batch", type=int, help="patches of a micro-batch (default: the config's)")
+    parser.add_argument("--amp", choices=("bf16", "fp16", "off"), default="bf16")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    micro_batch, update, batch, pieces = count(args.config, args.overrides, args.batch, args.amp)
+    for what, costs in ((f"a micro-batch of {batch}", micro_batch), ("an update", update)):
+        print(f"\n| {what} | kernels | GB moved | TFLOP |\n| --- | --- | --- | --- |")
+        for kind, cost in sorted(costs.kinds.items(), key=lambda item: -item[1].moved_bytes):
+            print(f"| {kind} | {cost.kernels} | {cost.moved_bytes / 1e9:.3g} | {cost.flops / 1e12:.3g} |")
+        print(f"| all | {costs.kernels} | - | {costs.flops / 1e12:.3g} |")
+    print(f"\nbytes besides convolutions and products: {micro_batch.other_bytes / batch / 1e9:.3g} GB a patch")
+    print(f"host synchronisations: {pieces * micro_batch.syncs + update.syncs} a step")
+    flops = pieces * micro_batch.flops
+    for gpu, (peak, _) in GPUS.items():
+        least_s = pieces * micro_batch.seconds(gpu) + update.seconds(gpu)
+        print(f"{gpu}: at least {1e3 * least_s:.0f} ms a step of {pieces} x {batch}, MFU {flops / peak / least_s:.0%}")
+
+
+if __name__ == "__main__":
+    main()
