@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import make_job
@@ -23,7 +24,8 @@ from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
-from vesuvius.volumes.box import box_along
+from vesuvius.volumes.box import Box, box_along, slices
+from vesuvius.volumes.volume import Volume
 
 SMALL: Any = {"patch_size": (16, 32, 32), "patches_per_region": 8, "regions_in_flight": 8}
 Seen = list[tuple[int, bytes]]
@@ -205,3 +207,35 @@ def test_readers_end_after_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = (job.plan.slots_of_pass - job.plan.regions_in_flight) * job.plan.patches_per_region // 4
     assert 0.7 * before < asked.count(2) <= batches_of_passes(job, 1)
     assert asked[-1] == 0
+
+
+def test_what_lies_beside_a_region_concerns_it_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be known damage, which may crash who decodes it, or labels that no patch holds."""
+    voxels = textured((70, 90, 101))
+    write_array(tmp_path / "v.zarr", voxels)
+    write_array(tmp_path / "l.zarr", np.ones_like(voxels))
+    spec = VolumeConfig(path=str(tmp_path / "v.zarr"), condition=ArrayConfig(path=str(tmp_path / "l.zarr")))
+    job = prepare_data(0, DataConfig(volumes=(spec,), condition_classes=2, **SMALL)).job
+    resident = Resident(job)
+    visits = ((visit, resident.missing(visit)) for visit in map(job.plan.visit, itertools.count()))
+    visit, read_for_it = next((v, missing) for v, missing in visits if missing and missing[1][0] > v.region[1][0])
+    stop = read_for_it[1][0]
+    labels: Any = zarr.open_array(str(tmp_path / "l.zarr"))
+    labels[stop - 1] = 9  # of no class
+    seen, read = list[int](), Volume.read
+
+    def noted(self: Volume, box: Box, *rest: Any, **more: Any) -> Any:
+        seen.append(box[1][0])
+        return read(self, box, *rest, **more)
+
+    monkeypatch.setattr(Volume, "read", noted)
+    for known in (frozenset[Any](), frozenset({(0, ((stop - 1, 0, 0), (stop, 90, 101)))})):
+        seen.clear()
+        one = replace(job, quarantined=known)
+        regions = LocalRegions(one, [(visit.slot,)], Resident(one))
+        (region,) = regions
+        regions.interrupt()
+        assert region.visit == visit
+        assert np.array_equal(region.voxels[0], voxels[slices(visit.region)])
+        assert (region.voxels[1] == 1).all()
+        assert (stop in seen) == (not known)

@@ -15,12 +15,13 @@ from typing import TypeGuard
 
 import numpy as np
 
+from vesuvius.errors import DataError
 from vesuvius.plan.plan import Task, Visit
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob, Region, region_in
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.threads import on_thread
-from vesuvius.volumes.box import shape_of
-from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.box import intersection, shape_of
+from vesuvius.volumes.errors import OutageError
 from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)
@@ -85,19 +86,25 @@ class LocalRegions(Regions):
         return block
 
     def _resident_region(self, visit: Visit, resident: Resident) -> Region | None:
-        """The region as views of the copy; None where it touches damage."""
-        if self._reader.is_damaged(visit):
+        """The region as views of the copy; None where it cannot be read, which reading it as a block says."""
+        if self._reader.is_damaged(visit.volume, visit.region):
             return None
-        report = None
-        if (missing := resident.missing(visit)) is not None:
-            voxels = [np.empty(shape_of(missing), dtype) for dtype in self._job.dtypes]
+        if (missing := resident.missing(visit)) is None:
+            return Region(visit, resident.views(visit))
+        # What lies beside the region is read for later ones, but nothing that is wrong there concerns this one.
+        for box in dict.fromkeys((missing, intersection(missing, visit.region))):
+            if self._reader.is_damaged(visit.volume, box):
+                continue
+            voxels = [np.empty(shape_of(box), dtype) for dtype in self._job.dtypes]
             try:
-                self._reader.read(visit.volume, missing, voxels)
-            except UnreadableChunkError:  # of the region or of what lies beside it
-                return None
-            resident.keep(visit.volume, missing, voxels)
-            report = self._reader.report()
-        return Region(visit, resident.views(visit), report)
+                self._reader.read(visit.volume, box, voxels)
+            except OutageError:
+                raise
+            except DataError:
+                continue
+            resident.keep(visit.volume, box, voxels)
+            return Region(visit, resident.views(visit), self._reader.report())
+        return None
 
     def __next__(self) -> Region:
         region = self._next.result()

@@ -188,9 +188,9 @@ class Reader:
         """Of the stores that do not answer at the moment.  Any thread may ask."""
         return [outage for volume in self._opened if (outage := volume.source.outage) is not None]
 
-    def is_damaged(self, visit: Visit) -> bool:
-        """Whether its region touches known damage."""
-        return self._is_damaged((visit.volume, visit.region))
+    def is_damaged(self, number: int, box: Box) -> bool:
+        """Whether a box of volume `number` touches known damage."""
+        return self._is_damaged((number, box))
 
     def close(self) -> None:
         """End the threads that fetch."""
