@@ -100,6 +100,7 @@ class PatchStream(Iterator[Batch]):
         self.events, self.quarantined = self._events.events, self._events.quarantined
         self.readers = self._readers.living
         self._session: Session | None = None
+        self._starting_ray = threading.Lock()
         self._source: Regions | None = None
         self._replaced: Callable[[str, int, str], None] | None = None  # told of readers that died
         self._feeder: Feeder | None = None
@@ -233,6 +234,8 @@ class PatchStream(Iterator[Batch]):
             return "the readers to start or stop"
         workers, source = self.options.workers, self._source
         readers = f"{workers} readers" if workers else "no readers: the trainer reads"
+        if workers and self._session is None:
+            readers = f"Ray, which has {workers} readers, is starting"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
     def readers_here(self) -> frozenset[int]:
@@ -331,8 +334,13 @@ class PatchStream(Iterator[Batch]):
         from vesuvius.stream.ray.session import Session
 
         options = self.options
-        if self._session is None:
-            self._session = Session(options.cluster, options.workers, job.world, store_bytes(job, options))
+        with self._starting_ray:  # where the stream was changed meanwhile, the start of before may go on
+            if self._session is None:
+                self._session = Session(options.cluster, options.workers, job.world, store_bytes(job, options))
+            if self._closed:
+                if threading.main_thread().is_alive():  # else Ray ends with the interpreter
+                    self._end_session()
+                raise ConfigError("the stream was closed while Ray started")
         regions = RayRegions(job, tasks, options, partial(self._events.record, "spill"), self._reader_died)
         self._replaced = regions.replaced
         return regions

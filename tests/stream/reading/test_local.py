@@ -19,6 +19,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import Task
 from vesuvius.stream.reading.local import LocalRegions, LocalThenRay, Regions
 from vesuvius.stream.reading.reader import ReaderJob, Region
+from vesuvius.threads import on_thread
 
 FIRST, STOP = 150, 1000  # of the samples; in the midst of a window
 
@@ -75,23 +76,74 @@ def test_a_start_that_fails_is_said_with_the_next_region(job: ReaderJob) -> None
     regions.close()
 
 
-_CLOSES_AT_ONCE = """
-import sys
+def test_what_has_started_after_the_end_of_a_stream_reads_nothing(job: ReaderJob) -> None:
+    """Nor is it asked for regions: it may be ending."""
+    may_start, given, asked = threading.Event(), list[Task](), list[int]()
+
+    class Started(LocalRegions):
+        def __next__(self) -> Region:
+            asked.append(1)
+            return super().__next__()
+
+    def start(tasks: Iterator[Task]) -> Regions:
+        may_start.wait(30)
+        given.extend(tasks)
+        return Started(job, iter([(0,)]))
+
+    regions = opened(job, STOP, start)
+    waiting = on_thread(slots, regions, name="batches")
+    while regions._local is not None:
+        time.sleep(0.01)
+    regions.interrupt()
+    may_start.set()
+    assert len(waiting.result(30)) == 10, "those of the first window, in whole tasks"
+    assert (given, asked) == ([], [])
+    regions.close()
+
+
+_CLOSES = """
+import sys, time
 from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reading import local
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 
+said = []
+
+def interrupted():
+    if said or stream._source._local is None and stream._clock.starved.waiting:
+        said.append(stream.waiting_for())
+    return bool(said)
+
+when, local._RAY_STARTS_S = sys.argv[2], float(sys.argv[3])
 data = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), patch_size=(8, 16, 16), regions_in_flight=8)
-with PatchStream(prepare_data(0, data).job, StreamOptions(batch_size=4, workers=1)) as stream:
+with PatchStream(
+    prepare_data(0, data).job, StreamOptions(batch_size=4, workers=1), interrupted=interrupted
+) as stream:
     print(next(stream).indices.tolist())
+    try:
+        while when == "waiting":
+            next(stream)
+    except StreamInterrupted:
+        print(said[0].partition("(")[2])
 """
 
 
-def test_a_stream_may_be_closed_while_ray_starts(volume: Path) -> None:
-    """Nothing of Ray is left, and the process ends."""
+@pytest.mark.parametrize(
+    ("when", "waits_s", "says"),
+    [("at once", 100, ""), ("waiting", 100, ""), ("waiting", 0.1, "Ray has not started within 0.1 s")],
+)
+def test_a_stream_may_be_closed_while_ray_starts(when: str, waits_s: float, says: str, volume: Path) -> None:
+    """Nothing of Ray is left, and the process ends, also where it goes on before Ray has started, or while a batch is
+    waited for."""
     mark = f"closes-{time.time_ns()}"
-    command, environment = [sys.executable, "-c", _CLOSES_AT_ONCE, str(volume)], os.environ | {MARK: mark}
+    command = [sys.executable, "-c", _CLOSES, str(volume), when, str(waits_s)]
+    environment = os.environ | {MARK: mark}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1, 2, 3]\n", "")
+    waiting = "Ray, which has 1 readers, is starting)\n" if when == "waiting" else ""
+    assert (done.returncode, done.stdout) == (0, f"[0, 1, 2, 3]\n{waiting}")
+    assert done.stderr.startswith(says)
+    assert done.stderr.count("\n") == bool(says)
     assert not bearers_of(mark)

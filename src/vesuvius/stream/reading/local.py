@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from typing import TypeGuard
 
 import numpy as np
@@ -150,7 +150,14 @@ class LocalThenRay(Regions):
         tasks = iter(tasks)
         own, later = _first_window(tasks, job.plan.regions_in_flight)
         self._local: LocalRegions | None = LocalRegions(job, own, resident)
-        self._ray = on_thread(start, chain([later], tasks), name="ray-start") if later else None
+        self._interrupted = False
+        self._ray = (
+            on_thread(start, self._unless_interrupted(chain([later], tasks)), name="ray-start") if later else None
+        )
+
+    def _unless_interrupted(self, tasks: Iterable[Task]) -> Iterator[Task]:
+        """The tasks; none once it is clear that nobody takes what they bring."""
+        return takewhile(lambda _: not self._interrupted, tasks)
 
     def __next__(self) -> Region:
         if self._ray is not None and self._ray.done():
@@ -161,7 +168,10 @@ class LocalThenRay(Regions):
             self._local = None
         if self._ray is None:
             raise StopIteration
-        return next(self._ray.result())
+        ray = self._ray.result()
+        if self._interrupted:  # while Ray started: its readers are being ended
+            raise StopIteration
+        return next(ray)
 
     @property
     def tasks_left(self) -> int:
@@ -175,6 +185,7 @@ class LocalThenRay(Regions):
         return (local.outages if local else []) + (ray.result().outages if _is_there(ray) else [])
 
     def interrupt(self) -> None:
+        self._interrupted = True
         if (local := self._local) is not None:
             local.interrupt()
         if _is_there(self._ray):
