@@ -34,7 +34,7 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.forecast.run_plan import first_pass_samples, resident_bytes
+from vesuvius.training.forecast.run_plan import resident_bytes
 from vesuvius.volumes.store.objects import is_remote, open_store
 
 OURS = "vesuvius"
@@ -57,7 +57,8 @@ class OurFeed:
         self._options = options = StreamOptions.from_config(config.training, config.cluster)
         tasks = math.lcm(job.plan.samples_per_task, options.batch_size) // options.batch_size
         self.round_batches = max(options.workers, 1) * tasks  # whole tasks of each reader
-        warmup = 2 * first_pass_samples(data) if self.resident else job.plan.regions_in_flight
+        two_passes = 2 * job.plan.slots_of_pass * job.plan.patches_per_region
+        warmup = two_passes if self.resident else job.plan.regions_in_flight
         self.warmup_batches = max(2 * self.round_batches, -(-warmup // options.batch_size))
         self._stream: PatchStream | None = None
 
