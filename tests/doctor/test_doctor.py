@@ -93,10 +93,12 @@ def test_a_torch_a_gpu_or_a_cudnn_that_does_not_fit_is_caught(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100")
     for version, level in ((91002, "fail"), (91500, "ok"), (90701, "ok")):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        found = examination.look_at_gpus(config_of("x", amp="bf16"))
-        remedy = "" if level == "ok" else "set training.channels_last=true or install cuDNN 9.15 or newer"
+        found = examination.look_at_gpus(config_of("x", amp="bf16", channels_last=False))
+        remedy = "" if level == "ok" else "set training.channels_last=auto or install cuDNN 9.15 or newer"
         assert (found.level, found.remedy) == (level, remedy)
     assert found.value == "NVIDIA A100, cuDNN 90701, amp bf16"
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert examination.look_at_gpus(config_of("x", amp="bf16")).level == "ok", "channels last by itself"
 
 
 def test_a_ray_that_does_not_start_is_ended_with_all_that_it_has_started(

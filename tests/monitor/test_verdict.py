@@ -92,7 +92,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     # the device computes
     (window(), {"amp": "off", "compile": False}, "compute-bound", "training.amp=auto", ""),
     (window(), {"compile": False, "channels_last": False}, "compute-bound", "training.compile=true", ""),
-    (window(), {"channels_last": False}, "compute-bound", "training.channels_last=true", ""),
+    (window(), {"channels_last": False}, "compute-bound", "training.channels_last=auto", ""),
     (window(), {"cudnn_benchmark": False}, "compute-bound", "training.cudnn_benchmark=true", ""),
     (window(), {"cudnn_benchmark": False, "deterministic": True}, "compute-bound", "", ""),
     (window(vram_share=None), {"on_gpu": False}, "compute-bound", "", "nothing to change: the device is a CPU"),

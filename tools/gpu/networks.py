@@ -101,7 +101,7 @@ def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, noise: str = "cosi
                 "patch_size": patch_zyx,
                 "augment": {"turn": patch_zyx[1] == patch_zyx[2]},
             },
-            "training": {"train_batch_size": batch, **spec.switches, **training},
+            "training": {"train_batch_size": batch, "channels_last": False, **spec.switches, **training},
             "diffusion": {"noise": noise},
             "model": model,
         }

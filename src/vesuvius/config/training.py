@@ -87,7 +87,9 @@ class TrainingConfig(Section):
     amp: Literal["auto", "off", "bf16", "fp16"] = Field(
         "auto", description="autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"
     )
-    channels_last: bool = Field(False, description="weights and activations in channels_last_3d memory order")
+    channels_last: bool | Literal["auto"] = Field(
+        "auto", description="weights and activations in channels_last_3d memory order; auto = on a GPU in 16 bits"
+    )
     recompute_norm: bool = Field(
         True, description="recompute norms and SiLU in the backward pass instead of keeping them: same numbers"
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from vesuvius.config import Config
+from vesuvius.config import Config, TrainingConfig
 from vesuvius.doctor import host
 from vesuvius.doctor.host import Finding, Level
 from vesuvius.errors import one_line
@@ -198,7 +198,7 @@ def look_at_gpus(config: Config | None) -> Finding:
     import torch
 
     from vesuvius.training.step.self_test import cudnn_problem
-    from vesuvius.training.step.step import resolve_amp
+    from vesuvius.training.step.step import lies_channels_last, resolve_amp
 
     if not torch.cuda.is_available():
         with Gpus(within_s=5.0) as gpus:
@@ -208,8 +208,9 @@ def look_at_gpus(config: Config | None) -> Finding:
         remedy = "install a torch whose CUDA the driver supports (`nvidia-smi` names it), or a newer driver"
         return Finding("fail", f"{seen}, but a torch that cannot use it", remedy)
     device = torch.device("cuda")
-    amp = resolve_amp("auto" if config is None else config.training.amp, device)
-    if problem := cudnn_problem(device, amp, config is not None and config.training.channels_last):
+    training = TrainingConfig() if config is None else config.training
+    amp = resolve_amp(training.amp, device)
+    if problem := cudnn_problem(device, amp, lies_channels_last(training, device)):
         value, _, remedy = problem.rpartition("; ")
         return Finding("fail", value, remedy)
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -22,7 +22,7 @@ from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, Denoiser, check_weights, read_checkpoint_info
 from vesuvius.training.step.grey_values import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
-from vesuvius.training.step.step import choose_device, lay_out_network
+from vesuvius.training.step.step import choose_device, lay_out_network, lies_channels_last
 from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Network:
         config, data = self.info.config, self.info.data
         self.schedule = Schedule.from_config(config.diffusion, data.spectrum).to(self.device)
         self.denoiser = Denoiser(self.info, request.weights, self.schedule, self.device)
-        if problem := cudnn_problem(self.device, self.denoiser.amp, config.training.channels_last):
+        if problem := cudnn_problem(self.device, self.denoiser.amp, lies_channels_last(config.training, self.device)):
             log.warning("sampling will be slow: %s", problem)
         check_kernels(config, request.batch_size, self.device, self.denoiser.amp, backward=False)
         self._volume = request.volume

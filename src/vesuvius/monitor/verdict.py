@@ -178,7 +178,7 @@ class _Judgement:
         off = (
             ("training.amp=auto", k.amp == "off"),
             ("training.compile=true", not k.compile),
-            ("training.channels_last=true", not k.channels_last),
+            ("training.channels_last=auto", not k.channels_last),
             ("training.cudnn_benchmark=true", not k.cudnn_benchmark and not k.deterministic),
         )
         return next(((override,) for override, is_off in off if is_off), None) or self._larger_micro_batch()

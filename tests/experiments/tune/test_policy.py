@@ -107,6 +107,8 @@ def test_switches_are_tried_only_where_they_may_be() -> None:
     tried = {knob for setting in settings_of(search) for knob in setting.changes(machine.source)}
     assert tried.isdisjoint({"amp", "cudnn_benchmark", "channels_last"})
     assert "compile" in tried
+    by_itself = Machine("by itself", sample_s=0.4, source=replace(SOURCE, channels_last="auto"))
+    assert {setting.channels_last for setting in settings_of(tune(by_itself, 0))} == {"auto"}, "it is on"
     short = tune(machine, 0, machine.space(budget_s=800.0))
     assert not any(setting.compile for setting in settings_of(short))
     assert ("steps", "compile not tried: it would take 15% of the budget or more") in short.notes

@@ -192,6 +192,14 @@ def test_a_plan_allocates_no_tensors_and_the_largest_batch_stays_below_32_bit_in
         plan_memory(config, batch + 1)
 
 
+def test_a_plan_for_a_gpu_is_of_channels_last_and_one_for_a_cpu_is_not() -> None:
+    last, other = (DEFAULT.with_training(channels_last=last, amp="bf16") for last in (True, False))
+    assert plan_memory(last) != plan_memory(other)
+    assert plan_memory(DEFAULT) == plan_memory(last)
+    assert plan_memory(DEFAULT.with_training(amp="off")) == plan_memory(other.with_training(amp="off"))
+    assert plan_memory(DEFAULT, amp="bf16") == plan_memory(other), "its amp is given"
+
+
 @pytest.mark.long  # plans are compared with real steps on small networks; tracing this one takes half a minute
 def test_the_default_network_has_the_documented_cost_and_80_gib_hold_16_patches() -> None:
     config = read_config(EXP001, ["training.accumulate_steps=1"])

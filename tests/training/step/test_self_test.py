@@ -158,7 +158,7 @@ def test_a_cudnn_without_16_bit_conv3d_is_refused_with_the_remedy(
     if refused:
         assert version is not None
         assert f"got cuDNN 9.{version // 100 % 100}, " in problem
-        assert problem.endswith("set training.channels_last=true or install cuDNN 9.15 or newer")
-        config = tiny()
+        assert problem.endswith("set training.channels_last=auto or install cuDNN 9.15 or newer")
+        config = tiny().with_training(channels_last=False)
         with pytest.raises(ConfigError, match="must run on cuDNN"):
             check_kernels(config, 2, torch.device(device), amp)

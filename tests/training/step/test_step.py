@@ -15,6 +15,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.diffusion.estimate import predict
+from vesuvius.diffusion.network.layers import layout_of
 from vesuvius.diffusion.randomness import condition_kept, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
@@ -27,6 +28,7 @@ from vesuvius.training.step.step import (
     TrainStep,
     build_network,
     learning_rate,
+    lies_channels_last,
 )
 
 CPU = torch.device("cpu")
@@ -378,6 +380,28 @@ def test_a_compiled_network_trains_alike() -> None:
         train(make_step(make_config(train_batch_size=2)), config, steps=2),
         rtol=1e-4,
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "amp", "wanted", "last"),
+    [
+        ("cuda", "auto", "auto", True),
+        ("cuda", "off", "auto", False),
+        ("cuda", "off", True, True),
+        ("cuda", "bf16", False, False),
+        ("cpu", "bf16", "auto", False),
+        ("cpu", "auto", True, True),
+    ],
+)
+def test_auto_lies_channels_last_on_a_gpu_in_16_bits_alone(
+    monkeypatch: pytest.MonkeyPatch, device: str, amp: str, wanted: bool | str, last: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    config = make_config(amp=amp, channels_last=wanted)
+    assert lies_channels_last(config.training, torch.device(device)) == last
+    if device == "cpu":
+        weight = build_network(config, CPU).get_parameter("stem_in.weight")
+        assert layout_of(weight) == (torch.channels_last_3d if last else torch.contiguous_format)
 
 
 def test_a_run_may_turn_to_channels_last() -> None:

@@ -40,7 +40,7 @@ class Setting:
     accumulate_steps: int
     amp: str
     compile: bool
-    channels_last: bool
+    channels_last: bool | Literal["auto"]
     cudnn_benchmark: bool
 
     @classmethod

@@ -182,12 +182,14 @@ def _raise_steps(search: Search) -> Asks[bool]:
             break
     if not is_fed:
         return False
-    switches: list[tuple[Knob, str]] = [("compile", "fewer and larger kernels")]
+    switches: list[tuple[Knob, bool | str, str]] = [("compile", True, "fewer and larger kernels")]
     if space.on_gpu:
-        switches.insert(0, ("channels_last", "the memory order preferred by cuDNN"))
-        switches.append(("cudnn_benchmark", "cuDNN selects its fastest kernels"))
-    for knob, why in switches:
-        on: dict[str, Any] = {knob: True}
+        switches.insert(0, ("channels_last", "auto", "the memory order preferred by cuDNN"))
+        switches.append(("cudnn_benchmark", True, "cuDNN selects its fastest kernels"))
+    for knob, value, why in switches:
+        if space.on_gpu and getattr(search.best, knob):  # `auto` is on there
+            continue
+        on: dict[str, Any] = {knob: value}
         setting = replace(search.best, **on)
         if knob == "compile" and search.expected_s(setting, "step") > _COMPILE_SHARE * space.budget_s:
             search.note("steps", f"compile not tried: it would take {_COMPILE_SHARE:.0%} of the budget or more")

@@ -36,7 +36,15 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import one_line
 from vesuvius.runlog.units import GIB
 from vesuvius.training.ranks.part import Part
-from vesuvius.training.step.step import AmpMode, TrainStep, choose_device, execution, lay_out_network, resolve_amp
+from vesuvius.training.step.step import (
+    AmpMode,
+    TrainStep,
+    choose_device,
+    execution,
+    lay_out_network,
+    lies_channels_last,
+    resolve_amp,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +55,7 @@ _CPU_HOLES = 0.5
 # The caching allocator takes segments of 2 MiB and more, and holes in them stay unused.  Assumed, not measured.
 _FRAGMENTATION = 0.05
 # What of `training.*` a step's memory and operations follow from.
-_OF_A_STEP = ("channels_last", "recompute_norm", "checkpoint_levels", "deterministic", "optimizer")
+_OF_A_STEP = ("recompute_norm", "checkpoint_levels", "deterministic", "optimizer")
 
 _aten = torch.ops.aten
 # torch counts attention in CUDA's kernels only; the CPU's has the same first arguments and the same products.
@@ -125,7 +133,7 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
     generator.  The plan is the eager step's, with `training.compile` too.
 
     Args:
-        amp: None = that of this machine's GPU; where it has none, `auto` is bf16, which a large GPU takes.
+        amp: None = that of this machine's GPU; where it has none, that of a large one: `auto` is bf16, channels last.
 
     Raises ConfigError where a tensor would reach 2^31 elements.  No volume is opened.
     """
@@ -161,8 +169,10 @@ def leaner(config: Config) -> str:
 def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
     """By what a step's memory and operations follow from, so that equal steps are traced once."""
     training, data, device = config.training, config.data, choose_device()
+    planned_for = torch.device("cuda") if amp is None else device
     if amp is None:
         amp = "bf16" if training.amp == "auto" and device.type == "cpu" else resolve_amp(training.amp, device)
+    channels_last = lies_channels_last(training.model_copy(update={"amp": amp}), planned_for)
     condition = ArrayConfig(path="any") if config.has_condition else None
     of_data = {key: getattr(data, key) for key in ("patch_size", "condition_classes", "augment")}
     of_training = {key: getattr(training, key) for key in _OF_A_STEP} | {
@@ -172,7 +182,7 @@ def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
     of_step = Config(
         name="any",
         data=DataConfig(volumes=(VolumeConfig(path="any", condition=condition),), **of_data),
-        training=TrainingConfig(amp=amp, **of_training),
+        training=TrainingConfig(amp=amp, channels_last=channels_last, **of_training),
         diffusion=config.diffusion,
         model=config.model,
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
-from vesuvius.training.step.step import AmpMode, autocast, lay_out_network
+from vesuvius.training.step.step import AmpMode, autocast, lay_out_network, lies_channels_last
 
 # Norm of the error over the norm of the result.  One rounding to bf16 is up to 2^-9, to fp16 2^-12; there is room for
 # the roundings of inputs, weights and output together.
@@ -45,10 +45,11 @@ def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode
     """
     if amp == "off":
         return
-    if backward and (problem := cudnn_problem(device, amp, config.training.channels_last)):
+    channels_last = lies_channels_last(config.training, device)
+    if backward and (problem := cudnn_problem(device, amp, channels_last)):
         raise ConfigError(problem)
     for convolution in network_convolutions(config, batch):
-        errors = convolution_errors(convolution, device, amp, config.training.channels_last, backward)
+        errors = convolution_errors(convolution, device, amp, channels_last, backward)
         for name, error in errors.items():
             if not error <= TOLERANCES[amp]:  # also where it is NaN
                 raise ConfigError(
@@ -127,6 +128,6 @@ def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool) -> st
         return ""
     return (
         f"a 16-bit Conv3d must run on cuDNN; got cuDNN {version // 10000}.{version // 100 % 100}, for which "
-        f"torch does not use it (9.8 to 9.14, amp {amp}); set training.channels_last=true or install cuDNN 9.15 or "
+        f"torch does not use it (9.8 to 9.14, amp {amp}); set training.channels_last=auto or install cuDNN 9.15 or "
         "newer"
     )

@@ -289,6 +289,13 @@ def resolve_amp(amp: Literal["auto", "off", "bf16", "fp16"], device: torch.devic
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
 
 
+def lies_channels_last(config: TrainingConfig, device: torch.device) -> bool:
+    """Whether weights and activations lie channels last: auto = on a GPU in 16 bits, whose cuDNN kernels want it."""
+    if config.channels_last != "auto":
+        return config.channels_last
+    return device.type == "cuda" and resolve_amp(config.amp, device) != "off"
+
+
 def autocast(device: torch.device, amp: AmpMode) -> AbstractContextManager[Any]:
     """The context in which the network, and nothing else, is computed."""
     if amp == "off":
@@ -367,7 +374,7 @@ def execution(config: TrainingConfig) -> Execution:
 def build_network(config: Config, device: torch.device) -> UNet:
     """The network with the initial weights of `config.seed`, on `device`.  Raises ConfigError for torch 2.9."""
     network = build_unet(config.model, config.seed, config.input_channels, device, execution(config.training))
-    if config.training.channels_last:
+    if lies_channels_last(config.training, device):
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]  # torch declares channels_last only
     return network
 
