@@ -66,7 +66,7 @@ def _memory(records: RunRecords) -> Iterator[Chart]:
     system, steps = records.system, records.columns
     x = _steps_of(system)
     series = [_range("run", x, system, "used_bytes"), _range("trainer", x, system, "trainer_bytes")]
-    series += [_range("object store and other shared memory", x, system, "shared_bytes")]
+    series += [_range("shared memory (object store, volumes kept in memory)", x, system, "shared_bytes")]
     limits = _limit([figure(record.get("limit_bytes")) for record in system[-1:]])
     yield from chart("ram", "RAM", "GiB", series, limits=limits)
     yield from chart("readers", "RAM of each reader (private)", "GiB", _readers(system, x))

@@ -50,7 +50,7 @@ def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
     table = text(full())
     assert cells(table, "trainer") == ["trainer", "10.00", "10.00"]
     assert cells(table, "reader 101") == ["reader 101", "5.00", "5.12"]
-    assert cells(table, "object store") == ["object store", "4.00", "4.00"]
+    assert cells(table, "shared memory") == ["shared memory", "4.00", "4.00"]
     assert cells(table, "total")[:2] == ["total", "27.00 of 100.00"]
     assert cells(table, "VRAM of")[1:3] == ["41.20 of 79.30", "43.50"]
     assert cells(table, "GPU 0") == ["GPU 0", "42.00 of 80.00 GiB, busy 97 %, NVIDIA A100-SXM4-80GB"]

@@ -5,6 +5,7 @@ Not compared here: the real system's figures (tests/observe/system) and real lea
 
 import itertools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,20 @@ def test_a_leak_of_50_mb_s_is_told_60_s_before_a_kill(lasts_s: int, total_gib: i
     assert len(used) - _first(risks, Level.WARN) >= 60
     assert risks[-1].level is Level.CRITICAL
     assert HYGIENE.search(risks[-1].reason)
+
+
+@pytest.mark.parametrize(("leaks", "level"), [(0, Level.LOW), (50 * MB, Level.CRITICAL)])
+def test_volumes_that_are_kept_in_memory_fill_their_place_and_do_not_grow(leaks: int, level: Level):
+    """Half of the free memory within five minutes; what leaks beside them is told."""
+    watch = RiskWatch(LIMITS)
+    for second in range(300):
+        kept = 37 * MB * second
+        used = 2 * GIB + kept + leaks * second
+        told = sample(1e9 + second, 24 * GIB, used, processes={1: used - kept})
+        risk = watch.add(replace(told, shared_bytes=kept, kept_bytes=kept))
+        if not leaks:
+            assert (risk.level, risk.trend) == (Level.LOW, None)
+    assert risk.level is level
 
 
 @pytest.mark.sample(2)

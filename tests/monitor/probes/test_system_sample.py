@@ -10,12 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.conftest import textured, write_array
+from tests.stream.test_stream import make_job
 from tests.support.real_cgroup import memory_cgroup_or_skip, popen_in
 from tests.support.system_trees import write_machine, write_process, write_v2
 from vesuvius.monitor.probes.system_sample import Watcher
 from vesuvius.runlog.units import GIB
+from vesuvius.stream.reading.resident import Resident
+from vesuvius.volumes.box import shape_of
 
 MIB = 2**20
 
@@ -109,6 +114,22 @@ def test_shared_memory_counts_once_with_the_pages_that_were_touched(where: str) 
     assert after_one.shared_bytes == 64 * MIB
     assert after_both.shared_bytes == 96 * MIB, "64 MiB of them by both"
     assert after_both.anon_bytes - before.anon_bytes <= 2 * SLACK
+
+
+def test_volumes_kept_in_memory_are_told_from_other_shared_memory(tmp_path: Path) -> None:
+    volume = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
+    job = make_job(volume, patch_size=(16, 32, 32))
+    with obedient() as parent:
+        parent.tell(f"open memfd {64 * MIB}")
+        parent.tell(f"touch {64 * MIB}")
+        before, resident = Watcher(os.getpid()).sample(), Resident(job)
+        for visit in map(job.plan.visit, range(8)):
+            resident.keep(0, visit.region, [np.ones(shape_of(visit.region), np.uint8)])
+        after = Watcher(os.getpid()).sample()
+        resident.close()
+    assert before.kept_bytes == 0
+    assert 0 < after.kept_bytes <= Resident.size_bytes(job)
+    assert after.shared_bytes == before.shared_bytes + after.kept_bytes
 
 
 def test_pinned_buffers_are_the_trainer_s_own_and_add_to_the_object_store() -> None:

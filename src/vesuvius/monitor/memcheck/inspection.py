@@ -390,7 +390,7 @@ def rows_of(sizes: Mapping[str | int, int], peaks: Mapping[str | int, float], ot
     """A row for each part that there is, the largest reader first, and the total as the last row.  Pure."""
     pids = sorted((name for name in sizes if isinstance(name, int)), key=lambda pid: -sizes[pid])
     names: dict[str | int, str] = {"root": "trainer", "readers": f"readers ({len(pids)})"}
-    names |= {pid: f"reader {pid}" for pid in pids} | {"others": others, "store": "object store", "total": "total"}
+    names |= {pid: f"reader {pid}" for pid in pids} | {"others": others, "store": "shared memory", "total": "total"}
     rows = []
     for key, name in names.items():
         if sizes.get(key) or key in ("store", "total"):

@@ -197,10 +197,11 @@ class RiskWatch:
             self._restarted = False
             self._begin(_RESTART_WARMUP_S)
         killers = [self._beside_others(killer) for killer in killers_of(sample, self._limits)]
-        self._own.add(sample.time, max(killer.own_bytes for killer in killers))
+        # Volumes kept in memory grow as planned, and then no more: that is no trend.
+        self._own.add(sample.time, max(killer.own_bytes for killer in killers) - sample.kept_bytes)
         for killer in killers:
             series = self._of_killer.setdefault(killer.name, PeakSeries(self._warmup_s))
-            series.add(sample.time, killer.used_bytes)
+            series.add(sample.time, killer.used_bytes - sample.kept_bytes)
         growing = self._growing(sample)
         trends = {name: series.trend for name, series in self._of_killer.items()}
         left = {killer.name: _exhaustion(killer, trends[killer.name]) for killer in killers}

@@ -18,6 +18,7 @@ _NAME_LENGTH = 60
 _RESCAN_EVERY_S = 5.0
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _SHARED = ("/dev/shm/", "/memfd:")
+_KEPT = "/memfd:vesuvius-resident"  # as stream/reading/resident.py calls it
 # Shared memory without a name: what CUDA pins is mapped like this.  Addresses are hexadecimal.
 _NAMELESS = re.compile(r"^(\w+)-(\w+) ...s .* /dev/zero \(deleted\)$", re.MULTILINE)
 _SIZE = re.compile(r"^(\w+):[ \t]+(\d+) kB$", re.MULTILINE)
@@ -111,6 +112,10 @@ class ProcessTree:
         """
         files = sum(_held_bytes(file, links) for file, links in self._shared_files.items())
         return max([files, *(use.shmem_bytes for use in self._uses)])
+
+    def kept_bytes(self) -> int:
+        """What of it is volumes that the run keeps in memory."""
+        return sum(_held_bytes(file, links) for file, links in self._shared_files.items() if any(map(_is_kept, links)))
 
     def _find_new(self, pids: set[int]) -> list[int]:
         """Take in those of `pids` that descend from members, and return them, parents before their children."""
@@ -223,6 +228,12 @@ def _find_shared_files(pids: Iterable[int]) -> dict[tuple[int, int], list[str]]:
                     stat = os.stat(link)
                     files.setdefault((stat.st_dev, stat.st_ino), []).append(link)
     return files
+
+
+def _is_kept(link: str) -> bool:
+    with suppress(OSError):  # closed since
+        return os.readlink(link).startswith(_KEPT)
+    return False
 
 
 def _held_bytes(file: tuple[int, int], links: Iterable[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -62,11 +62,12 @@ class SystemSample:
 
     time: float  # seconds since 1970
     processes: tuple[ProcessUse, ...]  # the root of the run and all its descendants, Ray's among them
-    shared_bytes: int  # memory that several of them map (Ray's object store), counted once
+    shared_bytes: int  # memory that several of them map (Ray's object store, volumes kept in memory), counted once
     cgroup: CgroupUse | None  # of the root; None without one
     machine: MachineUse  # the whole of it, other people's processes too
     gpus: tuple[GpuUse, ...] = ()  # empty without NVML
     clock_s: float = 0.0  # the monotonic clock, for rates: the other one may be set
+    kept_bytes: int = 0  # of the shared memory, volumes kept in memory: filled in one pass, and no larger than planned
 
     @property
     def anon_bytes(self) -> int:
@@ -97,7 +98,8 @@ class Watcher:
     def sample(self) -> SystemSample:
         """Read everything once.  Takes milliseconds; never PSS, which takes seconds for large processes."""
         processes = self._tree.sample()
-        return sample_system(self._pid, self._gpus, processes, self._tree.shared_bytes())
+        sample = sample_system(self._pid, self._gpus, processes, self._tree.shared_bytes())
+        return replace(sample, kept_bytes=self._tree.kept_bytes())
 
 
 def sample_system(
