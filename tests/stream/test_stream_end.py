@@ -200,11 +200,13 @@ HEAD_STOPPED = f"""{IMPORTS}
 path, when = sys.argv[1:]
 job = prepare_data(0, DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16))).job
 stream = PatchStream(job, StreamOptions(batch_size=4, workers=1))
-if when == "reading":
-    next(stream)
-children = psutil.Process().children(recursive=True)
-(head,) = [child for child in children if child.name() == "gcs_server"]
-os.kill(head.pid, signal.SIGSTOP)
+heads = []
+while not heads or (when == "reading" and not stream.readers):
+    if when == "reading":
+        next(stream)
+    children = psutil.Process().children(recursive=True)
+    heads = [child for child in children if child.name() == "gcs_server"]
+os.kill(heads[0].pid, signal.SIGSTOP)
 stream.close()
 print("closed", *(child.pid for child in children), flush=True)
 """
@@ -213,7 +215,7 @@ print("closed", *(child.pid for child in children), flush=True)
 @pytest.mark.long
 @pytest.mark.parametrize("when", ["starting", "reading"])
 def test_a_stream_closes_though_the_head_of_its_ray_has_stopped(tmp_path: Path, when: str) -> None:
-    """Ray itself waits for it for ever: in its shutdown, and where an execution has yet to start."""
+    """Ray itself waits for it for ever: in its shutdown, and while it starts."""
     before = shared_memory()
     path = write_array(tmp_path / "volume.zarr", textured((96, 96, 96)), chunk=32)
     with fork_server.Popen(
@@ -233,7 +235,7 @@ def test_a_stream_closes_though_the_head_of_its_ray_has_stopped(tmp_path: Path, 
             process.kill()
     assert process.returncode == 0, errors
     assert output.startswith("closed"), errors
-    assert "Ray did not shut down within 5 s" in errors
+    assert when == "starting" or "Ray did not shut down within 5 s" in errors
     left = [psutil.Process(pid) for pid in map(int, output.split()[1:]) if psutil.pid_exists(pid)]
     assert wait_until_gone(left, 30) == []
     assert shared_memory() <= before

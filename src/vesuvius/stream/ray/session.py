@@ -11,6 +11,7 @@ import secrets
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -64,24 +65,26 @@ class Session:
     # What lasts as long as our Ray.  It prints what its daemons report to the terminal, such as tasks of readers that
     # were ended on purpose.
     _held: ClassVar[ExitStack] = ExitStack()
+    _lock: ClassVar[threading.Lock] = threading.Lock()  # streams open and close theirs on threads of their own
 
     def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
         self._cpus, self._store_bytes = _cpus(workers, ranks), store_bytes
-        if Session._hangs:
-            raise ConfigError(
-                "Ray must shut down before it can start again; got one that did not in this "
-                "process; start another process, or set training.workers=0 to run without Ray"
-            )
-        if not ray.is_initialized():
-            try:
-                Session._held.enter_context(authenticated(config.address))
-                Session._held.enter_context(_started(config, self._cpus, store_bytes))
-            except BaseException:
-                Session._held.close()
-                raise
-            Session._ours = True
-            Session._held.enter_context(private.daemon_messages(lambda lines: log.debug("Ray: %s", lines)))
-        Session._uses += 1
+        with Session._lock:
+            if Session._hangs:
+                raise ConfigError(
+                    "Ray must shut down before it can start again; got one that did not in this "
+                    "process; start another process, or set training.workers=0 to run without Ray"
+                )
+            if not ray.is_initialized():
+                try:
+                    Session._held.enter_context(authenticated(config.address))
+                    Session._held.enter_context(_started(config, self._cpus, store_bytes))
+                except BaseException:
+                    Session._held.close()
+                    raise
+                Session._ours = True
+                Session._held.enter_context(private.daemon_messages(lambda lines: log.debug("Ray: %s", lines)))
+            Session._uses += 1
         self._open = True
 
     def fits(self, workers: int, ranks: int, store_bytes: int) -> bool:
@@ -93,12 +96,13 @@ class Session:
         if not self._open:
             return
         self._open = False
-        Session._uses -= 1
-        if Session._uses == 0 and Session._ours:
-            Session._ours = False
-            _join_data_threads()
-            Session._hangs = not _shut_down()
-            Session._held.close()
+        with Session._lock:
+            Session._uses -= 1
+            if Session._uses == 0 and Session._ours:
+                Session._ours = False
+                _join_data_threads()
+                Session._hangs = not _shut_down()
+                Session._held.close()
 
 
 @contextmanager
