@@ -112,7 +112,8 @@ def _ended(body: Callable[[list[str]], int], argv: list[str] | None) -> int:
 
 
 def end_soon(exit_code: int) -> None:
-    """End the process with this code even if threads or exit handlers block; after a stop, at once.
+    """End the process with this code even if threads or exit handlers block; at once after a stop, and where one of
+    several ranks has failed: its GPU may not come to an end.
 
     Python waits for threads at exit, and one that reads from a store may block for minutes: it gets half a second.
     Once Python frees its modules no other thread runs, so that part cannot be cut short.
@@ -128,7 +129,7 @@ def end_soon(exit_code: int) -> None:
                 stream.flush()
             except (OSError, ValueError):
                 silence(stream)  # else Python tries again at exit, and ends with 120
-    if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD):
+    if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD) or (exit_code and "RANK" in os.environ):
         os._exit(exit_code)
     threading.Thread(target=end, name="end-soon", daemon=True).start()
 

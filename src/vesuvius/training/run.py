@@ -19,6 +19,7 @@ from vesuvius.config.experiment import without_listeners
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, StorageError, VesuviusError, one_line, storage_errors
+from vesuvius.monitor.session import end_session
 from vesuvius.monitor.watchdog import Watchdog
 from vesuvius.runlog.logfile import close_logs, close_terminal, open_log
 from vesuvius.runlog.records import run_starts
@@ -204,6 +205,15 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
     log_ranks(config, part)
     with open_session(config, directory, ranks.local_world) as session, open_metrics(config, directory) as metrics:
         progress = Progress()
+
+        def record_end(exit_code: int, cause: str) -> None:
+            metrics.write("run_end", exit_code=exit_code, cause=cause, step=progress.step, total_s=progress.total_s)
+
+        def last_words(failure: RankError) -> None:
+            record_end(failure.exit_code, one_line(failure))
+            end_session(directory.session, session.record, failure.exit_code)
+
+        ranks.last_words = last_words
         try:
             train_step = build_step(config, checked, device, part, ranks)
             if checked.resumed:
@@ -232,8 +242,8 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
         finally:
             raised = sys.exception()
             cause = one_line(raised) if raised else "done" if session.exit_code == EXIT_OK else stop.reason or ""
-            reached = {"step": progress.step, "total_s": progress.total_s}
-            metrics.write("run_end", exit_code=session.exit_code, cause=cause, **reached)
+            ranks.last_words = None
+            record_end(session.exit_code, cause)
     return session.exit_code
 
 
@@ -276,10 +286,11 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
         except Exception as error:
             out_of_memory = is_gpu_memory_error(error)
             cause = _told(run.ranks.explain(error), run.directory)
-            run.ranks.fail(gpu_memory_error(config, run.device, error, None) if out_of_memory else cause)
             # Also after non-finite steps: they were not applied, and a resume continues after them.
             # On a GPU not where another rank failed: a step may be queued after a sum that is not complete.
             behind_sum = isinstance(cause, RankError) and run.device.type == "cuda"
+            told = gpu_memory_error(config, run.device, error, None) if out_of_memory else cause
+            run.ranks.fail(told, saves=not behind_sum)
             saved = None if train_step.updating or behind_sum else milestones.save_after_error()
             if out_of_memory:
                 short = gpu_memory_error(config, run.device, error, saved)

@@ -154,12 +154,14 @@ class _EndedError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("unwinding", "timeout_s", "limit_s"), [(False, 7200, 30), (True, 60, 1800), (True, 7200, 7200)]
+    ("after", "timeout_s", "limit_s"), [("", 7200, 15), ("fail", 60, 1800), ("fail", 7200, 7200), ("close", 7200, 10)]
 )
 def test_a_rank_is_ended_that_does_not_end_by_itself_when_another_has_failed_and_has_time_to_save(
-    monkeypatch: pytest.MonkeyPatch, unwinding: bool, timeout_s: float, limit_s: float
+    monkeypatch: pytest.MonkeyPatch, after: str, timeout_s: float, limit_s: float
 ) -> None:
-    """Also rank 0 in a save that a dead file system never completes: Ray Train waits for all without end."""
+    """Also rank 0 in a save that a dead file system never completes: Ray Train waits for all without end.  And the one
+    that has failed itself, in the end of its connections.
+    """
     now = [0.0]
 
     class Clock(threading.Event):
@@ -173,12 +175,17 @@ def test_a_rank_is_ended_that_does_not_end_by_itself_when_another_has_failed_and
 
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(os, "_exit", end)
-    one = Ranks(world=2, timeout_s=timeout_s)
+    one, words = Ranks(world=2, timeout_s=timeout_s), list[RankError]()
+    one.last_words = words.append
+    if after:
+        one.fail(DataError("a chunk must be readable"))
+    if after == "close":
+        one.close()
     one._ended = Clock()
-    if unwinding:
-        one._unwinding.set()
+    one.failure = None if after else RankError("rank 1 failed: a chunk must be readable", 6)
     with pytest.raises(_EndedError, match="6"):
-        one._end_after(RankError("rank 1 failed: a chunk must be readable", 6))
+        one._watch()
+    assert [str(word) for word in words] == [f"rank {0 if after else 1} failed: a chunk must be readable"]
     assert now[0] == pytest.approx(limit_s, abs=1)
 
 

@@ -2,6 +2,10 @@
 
 Tensors go through torch.distributed (NCCL on GPUs, gloo on CPUs), small messages through a TCPStore of rank 0.  Each
 wait for a message ends: with the message, with the failure of a rank, or after `timeout_s`.
+
+After a failure the ranks that live have sums queued that never complete, and NCCL waits for them wherever the host
+waits for the device, and in `destroy_process_group`.  So each rank, the failed one included, gives its process group
+up (`abort`), and a thread ends the process where it does not end by itself.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
-from vesuvius.threads import BoundedCall
+from vesuvius.threads import BoundedCall, on_thread
 from vesuvius.training.ranks.part import launched_ranks
 
 log = logging.getLogger(__name__)
@@ -36,8 +41,12 @@ _STOPPED_S = 5.0  # longer than the pauses of a busy machine
 _PREFLIGHT_S = 6 * 3600.0  # rank 0 may read many chunks of a slow store, and waits for an outage to end
 _CAUSE_S = 5.0
 _LEAVE_S = 5.0  # for the others to let go of the store
-_UNWIND_S = 30.0  # after the failure of another rank, for the main thread to notice it
-_SAVE_S = 1800.0  # and then to save and end, or to wait for that; timeout_s where that is more
+# After a failure, for the main thread: until what it waits for is given up, then until it has noticed.
+_GIVE_UP_S = 5.0
+_UNWIND_S = 15.0
+_SAVE_S = 1800.0  # then to save, or to wait for that; timeout_s where that is more
+_CLOSE_S = 10.0  # and to end the connections
+_LAST_WORDS_S = 3.0  # to record why, where the disk may not answer
 
 
 class RankError(VesuviusError):
@@ -65,6 +74,7 @@ class Ranks:
     Attributes:
         stopping: exit code and reason with which a rank wants all to stop before the next step.
         failure: of another rank, as far as it is known here.
+        last_words: records why this process is ended where it hangs; called in another thread.
     """
 
     rank: int = 0  # of this process; 0 alone writes checkpoints and the log of the run
@@ -74,10 +84,15 @@ class Ranks:
     timeout_s: float = 1800.0  # longest wait for another rank
     stopping: Stop | None = None
     failure: RankError | None = None
+    last_words: Callable[[RankError], None] | None = None
     _store: Any = None
     _round: int = 0
+    _own_failure: RankError | None = None
+    _saves: bool = True
     _ended: threading.Event = field(default_factory=threading.Event)
     _unwinding: threading.Event = field(default_factory=threading.Event)
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _given_up: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_main(self) -> bool:
@@ -152,9 +167,24 @@ class Ranks:
             time.sleep(_nap_s(time.monotonic() - began))
         work.wait()  # raises what went wrong
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends.  The first failure counts."""
+    def check_sums(self) -> None:
+        """After a wait for the device.  Raises RankError: a sum that it waited for was given up, and is none."""
+        if self._given_up.is_set() and self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: BaseException, saves: bool = True) -> None:
+        """Tell the other ranks why this one ends, which it has to do soon.  The first failure counts.
+
+        Args:
+            saves: rank 0 saves a checkpoint now; the others wait for it.
+        """
         self._unwinding.set()
+        self._saves = self._saves and saves
+        if not saves:  # others go on until rank 0 has saved: NCCL ends a process that has lost the connection to this
+            self._give_up()
+        if self._own_failure is None:
+            told = f"rank {self.rank} failed: {one_line(error)}"
+            self._own_failure = error if isinstance(error, RankError) else RankError(told, _code(error))
         if not isinstance(error, RankError):
             self._tell_failure(error)
 
@@ -188,14 +218,18 @@ class Ranks:
             log.warning("rank %d ends before rank 0: %s", self.rank, one_line(error))
 
     def close(self) -> None:
-        """End the connections."""
+        """End the connections; after a failure without waiting for sums that never complete."""
+        self._closing.set()
         if self._store is not None:
             with suppress(RuntimeError):
                 self._store.set(f"closed/{self.rank}", "")
                 if self.is_main:  # the store ends with this process: let the others go first
                     self._store.wait([f"closed/{rank}" for rank in range(self.world)], timedelta(seconds=_LEAVE_S))
             with suppress(RuntimeError, ValueError, AssertionError):  # as Ray Train may end the group at any moment
-                dist.destroy_process_group()
+                if self._unwinding.is_set():
+                    dist.distributed_c10d._abort_process_group()  # what Ray Train then finds gone, and leaves alone
+                else:
+                    dist.destroy_process_group()
         self._ended.set()
 
     def watch(self) -> None:
@@ -204,9 +238,8 @@ class Ranks:
 
     def _tell_failure(self, error: BaseException) -> None:
         if self._store is not None:
-            code = error.exit_code if isinstance(error, VesuviusError) else EXIT_ERROR
             lost = isinstance(error, RankLostError)
-            failed = {"rank": self.rank, "exit_code": code, "text": one_line(error), "lost": lost}
+            failed = {"rank": self.rank, "exit_code": _code(error), "text": one_line(error), "lost": lost}
             with suppress(RuntimeError):  # rank 0 is gone
                 self._store.compare_set(_FAILED, "", json.dumps(failed))
 
@@ -251,7 +284,7 @@ class Ranks:
         """Look for failures, and end this process where rank 0 is stopped: calls of the store then wait without end."""
         look, looked_s = BoundedCall(self._look, _POLL_S), time.monotonic()
         answered_s = looked_s
-        while self.failure is None and not self._ended.wait(_POLL_S):
+        while self._known_failure is None and not self._ended.wait(_POLL_S):
             try:
                 look()
             except RuntimeError as error:  # of the store
@@ -263,8 +296,12 @@ class Ranks:
             if (silent_s := looked_s - answered_s) > min(_STORE_SILENT_S, self.timeout_s):
                 log.error("rank 0 has not answered for %.0f s; rank %d is ended", silent_s, self.rank)
                 os._exit(EXIT_ERROR)
-        if self.failure is not None:
-            self._end_after(self.failure)
+        if self._known_failure is not None:
+            self._end_after(self._known_failure)
+
+    @property
+    def _known_failure(self) -> RankError | None:
+        return self.failure or self._own_failure
 
     def _look(self) -> None:
         """Note what other ranks have said of a stop or a failure."""
@@ -279,13 +316,34 @@ class Ranks:
 
     def _end_after(self, failure: RankError) -> None:
         """End this process where its main thread hangs, in a collective or in a save on a disk that does not answer."""
-        began = time.monotonic()
+        stage, began = "", time.monotonic()
         while not self._ended.wait(_POLL_S):
-            unwinding = self._unwinding.is_set()
-            if time.monotonic() - began > (max(_SAVE_S, self.timeout_s) if unwinding else _UNWIND_S):
-                where = "has not ended since" if unwinding else "hangs in a collective"
-                log.error("%s; rank %d %s and is ended", failure, self.rank, where)
+            before, (stage, limit_s) = stage, self._stage()
+            if stage != before:
+                began = time.monotonic()
+            waited_s = time.monotonic() - began
+            if waited_s > _GIVE_UP_S and not self._unwinding.is_set():
+                self._give_up()
+            if waited_s > limit_s:
+                log.error("%s; rank %d %s and is ended", failure, self.rank, stage)
+                if self.last_words is not None:
+                    with suppress(Exception):
+                        BoundedCall(partial(self.last_words, failure), _LAST_WORDS_S)()
                 os._exit(failure.exit_code)
+
+    def _give_up(self) -> None:
+        """End the collectives that never complete, with an error where the host waits for them."""
+        if not self._given_up.is_set():
+            self._given_up.set()
+            on_thread(_abort_group, name="rank-abort")  # it may hang itself
+
+    def _stage(self) -> tuple[str, float]:
+        """Where the main thread is after a failure, and for how many seconds it may be there."""
+        if self._closing.is_set():
+            return "has not closed its connections", _CLOSE_S
+        if self._unwinding.is_set():
+            return "has not ended since", max(_SAVE_S, self.timeout_s) if self._saves else _UNWIND_S
+        return "hangs in a collective", _UNWIND_S
 
 
 SINGLE = Ranks()
@@ -338,6 +396,17 @@ def _open_store(rank: int, world: int, wait: timedelta) -> Any:
     port: list[Any] = [None]
     dist.broadcast_object_list(port)
     return _tcp_store(host, port[0], world, is_master=False, timeout=wait, wait_for_workers=False)
+
+
+def _abort_group() -> None:
+    """Does nothing under gloo, whose collectives end with the connections."""
+    with suppress(RuntimeError):
+        if (group := dist.group.WORLD) is not None:
+            group.abort()
+
+
+def _code(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, VesuviusError) else EXIT_ERROR
 
 
 def _nap_s(waited_s: float) -> float:

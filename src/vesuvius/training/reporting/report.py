@@ -137,9 +137,13 @@ class StepReporter:
     def report(self, wait: bool = False) -> None:
         """Log the steps finished since the last call; with `wait`, all of them.
 
-        Raises NonFiniteError: `max_nonfinite` steps in a row had no finite loss and gradient.
+        Raises:
+            NonFiniteError: `max_nonfinite` steps in a row had no finite loss and gradient.
+            RankError: the sums of these steps were given up.
         """
-        for times in self._clock.finished(wait):
+        finished = self._clock.finished(wait)
+        self._run.ranks.check_sums()
+        for times in finished:
             self._report(self._launched.popleft(), times)
 
     @property

@@ -1,0 +1,86 @@
+"""A rank fails in the middle of a step, and the sum that the others have begun never completes, as under NCCL."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.rank_runs import ends_of, output_of, started_ranks
+from tests.support.runs import WriteConfig
+from vesuvius.runlog.records import read_records
+
+# gloo's sums, but as NCCL does it: what waits for one that another rank never joins waits for ever, also the end of the
+# process group, unless the group is aborted: then it raises or, where it waits for the device, returns with no sum.
+# "deaf": the abort does not help either.
+HANGS_AS_NCCL_DOES = """
+import os, sys, threading, time
+import torch.distributed as dist
+from vesuvius.commands import train
+from vesuvius.errors import DataError
+from vesuvius.training.step.step import TrainStep
+
+rank, mode = int(os.environ["RANK"]), os.environ["TEST_ABORT"]
+aborted, sums = threading.Event(), []
+all_reduce, accumulate, destroy = dist.all_reduce, TrainStep.accumulate, dist.destroy_process_group
+
+class Sum:
+    def __init__(self, work):
+        self.work = work
+        sums.append(self)
+
+    def is_completed(self):
+        return True  # the host need not wait: the device does
+
+    def wait(self, *_):
+        while not (self.work.is_completed() and self.work.is_success()):  # NCCL does not notice that a process is gone
+            if aborted.is_set() and mode == "raises":
+                raise RuntimeError("NCCL communicator was aborted on rank 0")
+            if aborted.is_set() and mode == "returns":
+                break
+            time.sleep(0.01)
+
+def summed(*arguments, **named):
+    return Sum(all_reduce(*arguments, **named))
+
+def destroyed(*arguments):
+    for one in sums:
+        one.wait()
+    destroy(*arguments)
+
+def accumulated(step, x_0, indices, *rest):
+    if rank == int(os.environ["TEST_FAILS"]) and indices.min() >= 20:
+        open("failed", "w").close()
+        raise DataError("a chunk must be readable; got none")
+    return accumulate(step, x_0, indices, *rest)
+
+dist.all_reduce, TrainStep.accumulate, dist.destroy_process_group = summed, accumulated, destroyed
+dist.ProcessGroup.abort = lambda group: aborted.set()
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.usefixtures("of_two_micro_batches")
+@pytest.mark.parametrize(("failing", "abort"), [(1, "raises"), (0, "raises"), (1, "returns"), (1, "deaf")])
+def test_all_ranks_are_gone_soon_after_one_has_failed_in_a_step_and_their_records_say_why(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, abort: str
+) -> None:
+    """A program that ends processes without a word, or with the exit code of a kill, ends them in time, too; one that
+    aborts and goes on records a step whose gradient is no sum.
+    """
+    monkeypatch.setenv("TEST_FAILS", str(failing))
+    monkeypatch.setenv("TEST_ABORT", abort)
+    config = tiny_config(training={"ranks": 2, "epochs": 1000, "workers": 0})
+    with started_ranks(config, tmp_path, 2, program=("-c", HANGS_AS_NCCL_DOES)) as ranks:
+        while not (tmp_path / "failed").exists():
+            assert all(rank.poll() is None for rank in ranks), output_of(tmp_path, 2)
+            time.sleep(0.05)
+        assert ends_of(ranks, 30) == [6, 6], output_of(tmp_path, 2)
+    for rank in range(2):
+        records = read_records(tmp_path / "runs/tiny" / (f"ranks/{rank}" if rank else "") / "metrics.jsonl")
+        assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2]
+        last = records[-1]
+        cause = "" if rank == failing else f"rank {failing} failed: "
+        assert (last["kind"], last["exit_code"]) == ("run_end", 6)
+        assert last["cause"] == f"{cause}a chunk must be readable; got none"
