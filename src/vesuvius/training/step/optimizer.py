@@ -11,7 +11,6 @@ applied leaves them alone without a sync.  Gradients and losses are summed over 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,82 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vesuvius.config import TrainingConfig
 from vesuvius.training.ranks.part import Part
-from vesuvius.training.ranks.ranks import Ranks
+from vesuvius.training.ranks.ranks import SINGLE, Ranks
+from vesuvius.training.step.muon import Muon
 
-_MOMENTUM = 0.95
-_ITERATIONS, _COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-_LEAST_NORM = 1e-7
 _BETAS, _KERNEL_AXES = (0.9, 0.999), 5
 
 
-class Muon(torch.optim.AdamW):
-    """Fused AdamW whose groups with `orthogonal: True` step by `orthogonalized` momentum (Nesterov's).
-
-    Such a step is scaled to the size of AdamW's: one learning rate and one weight decay serve both.  Where the flag
-    `found_inf` is set, a step changes nothing.  Sources: Jordan et al. 2024; Liu et al. 2025 for the scale.
-    """
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update.  Takes no closure: kernels would step before it."""
-        assert closure is None
-        groups, precision = self.param_groups, torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")  # TF32's 10 bits would lose small singular values in the square
-        try:
-            for group in groups:
-                if group["orthogonal"]:
-                    self._step_orthogonally(group)
-            self.param_groups = [group for group in groups if not group["orthogonal"]]  # AdamW steps all that it sees
-            super().step()
-        finally:
-            self.param_groups = groups
-            torch.set_float32_matmul_precision(precision)
-
-    @torch.no_grad()
-    def _step_orthogonally(self, group: dict[str, Any]) -> None:
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        for kernel in group["params"]:
-            if kernel.grad is None:
-                continue
-            state = self.state[kernel]
-            if not state:
-                state["momentum"] = torch.zeros_like(kernel)
-                state["step"] = torch.zeros((), device=kernel.device)  # AdamW looks for it where a state is loaded
-            momentum = state["momentum"]
-            applied = torch.ones((), device=kernel.device) if found_inf is None else 1 - found_inf
-            gradient = torch.where(applied > 0, kernel.grad, 0.0)  # of NaN no multiple is 0
-            state["step"] += applied
-            momentum.lerp_(gradient, (1 - _MOMENTUM) * applied)
-            direction = orthogonalized(gradient.lerp(momentum, _MOMENTUM).flatten(1))
-            size = applied * group["lr"]
-            kernel.mul_(1 - size * group["weight_decay"])
-            kernel.sub_(direction.reshape(kernel.shape) * (0.2 * math.sqrt(max(direction.shape)) * size))
-
-
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """U p(S) V^T of the matrix U S V^T, where p brings singular values above 0.0016 of the norm to 0.68 ... 1.2.
-
-    p is a quintic (Jordan et al. 2024) applied five times.  Each time is a product with a polynomial of the square
-    matrix of the shorter side, so only that is iterated: of a 128 x 3456 kernel in about a quarter of the time.  It
-    wants all of float32, as the square holds the squares of the singular values.  Pure.
-
-    Args:
-        matrix: float32 [M, N].
-    """
-    if matrix.shape[0] > matrix.shape[1]:
-        return orthogonalized(matrix.T).T
-    a, b, c = _COEFFICIENTS
-    matrix = matrix / (matrix.norm() + _LEAST_NORM)
-    square = matrix @ matrix.T
-    product = torch.eye(len(matrix), device=matrix.device, dtype=matrix.dtype)
-    for _ in range(_ITERATIONS):
-        factor = b * square + c * square @ square
-        factor.diagonal().add_(a)
-        product = factor @ product
-        square = factor @ square @ factor
-    return product @ matrix
-
-
-def make_optimizer(network: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+def make_optimizer(network: nn.Module, config: TrainingConfig, ranks: Ranks = SINGLE) -> torch.optim.AdamW:
     """Fused AdamW, or Muon with it; weight decay on matrices and kernels only, not on biases and norms."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     spared = {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}
@@ -113,7 +43,7 @@ def make_optimizer(network: nn.Module, config: TrainingConfig) -> torch.optim.Ad
         {"params": others, "weight_decay": config.weight_decay, "orthogonal": False},
         spared | {"orthogonal": False},
     ]
-    return Muon(groups, lr=config.lr, betas=_BETAS, fused=True)
+    return Muon(groups, ranks, lr=config.lr, betas=_BETAS, fused=True)
 
 
 def saved_copies(weight: Tensor, config: TrainingConfig) -> int:

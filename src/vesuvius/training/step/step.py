@@ -103,7 +103,7 @@ class TrainStep:
         self._sync = GradientSync(self.network, part or part_of(config, 0, 1), ranks)
         forward = self._sync.forward
         self._forward: Any = torch.compile(forward, dynamic=False) if config.training.compile else forward
-        self.optimizer = make_optimizer(self.network, config.training)
+        self.optimizer = make_optimizer(self.network, config.training, ranks)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
         decays = average_decays(config.training)
         self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
