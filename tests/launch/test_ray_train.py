@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+import torch.distributed as dist
 
 from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.config.load import read_config
@@ -57,8 +58,15 @@ def test_a_rank_0_that_is_started_again_resumes_and_only_what_a_restart_may_help
         (RankLostError("gone"), None),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), None),
         (RuntimeError("NCCL error: unhandled system error"), None),
+        (dist.DistBackendError("[3] remote process exited or there was a network error"), None),
         (DataError("no volume"), (6, "no volume")),
         (RuntimeError("CUDA error: device-side assert triggered"), 1),  # an index out of range
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), 1),
+        (dist.DistBackendError("NCCL watchdog: CUDA error: device-side assert triggered"), 1),
+        (dist.DistBackendError("NCCL error: invalid usage: Duplicate GPU detected"), 1),
+        (AssertionError("Torch not compiled with CUDA enabled"), 1),
+        (RuntimeError("CUDA error: no kernel image is available for execution on the device"), 1),
+        (RuntimeError("Distributed package doesn't have NCCL built in"), 1),
         (TypeError("a defect"), (1, "TypeError: a defect")),
         (75, (75, "")),
     ]

@@ -31,7 +31,7 @@ from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
 from vesuvius.training.forecast.preflight import check_limits
 from vesuvius.training.ranks.part import check_ranks
-from vesuvius.training.ranks.ranks import RankLostError
+from vesuvius.training.ranks.ranks import restart_may_help
 from vesuvius.training.request import Request
 from vesuvius.training.run import train_as_rank
 from vesuvius.training.stop import StopRequest
@@ -143,7 +143,7 @@ def run_rank(job: dict[str, Any]) -> tuple[int, str]:
 
     Raises:
         RankLostError: another rank is gone; Ray Train then starts all of them again.
-        Exception: the same, of a GPU or its network.
+        Exception: the same, of a failing GPU or the network.
     """
     logger, ended, place = logging.getLogger("vesuvius"), threading.Event(), job["place"]
     logger.setLevel(logging.INFO)
@@ -158,7 +158,7 @@ def run_rank(job: dict[str, Any]) -> tuple[int, str]:
         os.chdir(job["directory"])
         return train_as_rank(request, stop=stop), ""
     except Exception as error:
-        known, again = isinstance(error, VesuviusError), isinstance(error, RankLostError) or _restart_may_help(error)
+        known, again = isinstance(error, VesuviusError), restart_may_help(error)
         text = str(error) if known else f"{type(error).__name__}: {one_line(error)}"
         told = "; Ray Train starts all ranks again, from the last checkpoint" if again else ""
         log.error("%s%s", text, told, exc_info=None if known else error)
@@ -168,12 +168,6 @@ def run_rank(job: dict[str, Any]) -> tuple[int, str]:
     finally:
         ended.set()
         close_logs()
-
-
-def _restart_may_help(error: Exception) -> bool:
-    """Whether an error is of a GPU or its network and no assertion of a kernel, which would fail again.  Pure."""
-    text = "" if isinstance(error, VesuviusError) else str(error)
-    return ("CUDA" in text or "NCCL" in text) and "device-side assert" not in text
 
 
 def _follow(place: Path, stop: StopRequest, ended: threading.Event) -> None:

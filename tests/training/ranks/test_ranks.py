@@ -98,7 +98,8 @@ def test_a_stop_that_comes_while_the_others_are_awaited_reaches_those_that_wait_
 def test_an_error_of_the_network_without_a_cause_is_a_lost_rank_and_a_defect_stays_one(
     ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost, defect = RuntimeError("[../gloo/transport/tcp] connection closed by peer"), KeyError("x")
+    lost = RuntimeError("[../gloo/transport/tcp] connection closed by peer")
+    defect = dist.DistBackendError("NCCL error: CUDA error: device-side assert triggered")
     monkeypatch.setattr(module, "_CAUSE_S", 1.0)
     with pytest.raises(ValueError, match="has not been initialized") as ended:
         dist.barrier()

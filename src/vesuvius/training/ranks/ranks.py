@@ -61,6 +61,43 @@ class RankLostError(RankError):
     """Another rank ended without a message, as a killed process does: a restart may help."""
 
 
+# What CUDA says (`cudaGetErrorString`) of a card or a link that fails, and not of a kernel, which would fail again.
+_FAILING_GPU = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "over nvlink or a hardware error",
+    "hardware stack error",
+    "unspecified launch failure",
+    "busy or unavailable",
+    "system not yet initialized",
+    "unknown error",
+)
+# What fails again, though NCCL says it.
+_FAILS_AGAIN = (
+    "device-side assert",
+    "illegal memory access",
+    "misaligned address",
+    "invalid usage",
+    "invalid argument",
+    "Duplicate GPU",
+    "out of memory",
+)
+
+
+def restart_may_help(error: Exception) -> bool:
+    """Whether an error is of another rank that is gone, the network or a failing GPU, and may not come again.  Pure."""
+    if isinstance(error, VesuviusError):
+        return isinstance(error, RankLostError)
+    failing_gpu = "CUDA" in str(error) and any(text in str(error) for text in _FAILING_GPU)
+    return failing_gpu or _is_of_network(error)
+
+
+def _is_of_network(error: Exception) -> bool:
+    text = str(error)
+    named = isinstance(error, dist.DistError) or "gloo" in text or "NCCL error" in text or "NCCL communicator" in text
+    return named and not any(again in text for again in _FAILS_AGAIN)
+
+
 Stop = tuple[int, str]
 """Exit code and reason of a stop that a rank was asked for."""
 Asked = Callable[[], Stop | None]
@@ -201,7 +238,7 @@ class Ranks:
         if self.failure is not None:
             return self.failure
         ended = "process group has not been initialized" in str(error)  # Ray Train has, as it has lost a rank
-        if ended or isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
+        if ended or _is_of_network(error):
             return RankLostError(f"a rank ended without a message: {one_line(error)}")
         return error
 
