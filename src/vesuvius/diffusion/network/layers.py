@@ -158,7 +158,7 @@ class NormSiLU(nn.Module):
 class AdaptiveNormSiLU(nn.Module):
     """GroupNorm with scale and shift from the timestep (AdaGN, Dhariwal & Nichol 2021), then SiLU, then a convolution.
 
-    Only the projection to scale and shift belongs to the module; the convolution is given.
+    Only the projection to scale and shift, always in float32, belongs to the module; the convolution is given.
     """
 
     def __init__(self, channels: int, embedding: int) -> None:
@@ -168,7 +168,8 @@ class AdaptiveNormSiLU(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor, conv: nn.Conv3d, recompute: bool) -> Tensor:
         """[B, C, Z, Y, X] and [B, embedding] -> conv(SiLU(norm(x) (1 + scale) + shift))."""
-        scale, shift = self.project(embedding).chunk(2, dim=1)
+        with no_autocast(x.device):  # 1 + scale in bf16 would lose most of a small scale
+            scale, shift = self.project(embedding).chunk(2, dim=1)
         return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, recompute)
 
 
