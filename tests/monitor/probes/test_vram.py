@@ -8,9 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vesuvius.monitor.probes.vram import Vram, VramUse
+from vesuvius.experiments.tune.worker import vram_bytes
+from vesuvius.monitor.probes.vram import Peaks, Vram, VramUse
+from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
+from vesuvius.training.forecast.run_plan import used_share
 
 GIB = 2**30
+PEAK = "allocated_bytes.all.peak"
 
 
 def fake_cuda(peaks: list[int], initialized: bool = True) -> SimpleNamespace:
@@ -19,7 +23,7 @@ def fake_cuda(peaks: list[int], initialized: bool = True) -> SimpleNamespace:
     def memory_stats(device: int) -> dict[str, int]:
         if not peaks:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        parts = {"allocated_bytes.all.current": 2 * GIB, "allocated_bytes.all.peak": peaks[0]}
+        parts = {"allocated_bytes.all.current": 2 * GIB, PEAK: peaks[0]}
         return parts | {"reserved_bytes.all.current": 6 * GIB, "num_alloc_retries": 3, "num_ooms": 1}
 
     return SimpleNamespace(
@@ -30,14 +34,40 @@ def fake_cuda(peaks: list[int], initialized: bool = True) -> SimpleNamespace:
     )
 
 
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vesuvius.monitor.probes.vram._ended", Peaks())
+
+
 def test_each_figure_is_where_it_belongs_and_the_peak_is_that_since_the_window_before() -> None:
-    vram = Vram(1, fake_cuda([5 * GIB, 2 * GIB]))
+    vram = Vram(1, fake_cuda([5 * GIB, 2 * GIB, GIB]))
     first = VramUse(2 * GIB, 6 * GIB, 5 * GIB, GIB, 10 * GIB, retries=3, failures=1)
-    assert [vram.read(new_window) for new_window in (False, True, True)] == [
+    assert [vram.read(new_window) for new_window in (False, True, True, False)] == [
         first,
         first,
         replace(first, peak_bytes=2 * GIB),
+        first,  # of the process
     ]
+
+
+def test_the_peak_of_the_process_outlives_the_windows_of_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 GiB were reserved and 5 allocated before a window ended, and less since, of a GPU of 10 GiB."""
+    cuda, device = fake_cuda([5 * GIB, 2 * GIB]), torch.device("cuda")
+    stats = cuda.memory_stats
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 * GIB, 10 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 6 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 1.0)
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats",
+        lambda device=None: stats(device) | {"reserved_bytes.all.peak": 2 * GIB + stats(device)[PEAK]},
+    )
+    cuda.memory_stats = torch.cuda.memory_stats
+    for _ in range(2):
+        assert used_share() == 5 / 9, "of what is free or its own"
+        assert vram_bytes(device) == 7 * GIB + CONTEXT_BYTES, "and of CUDA's 1 GiB at most so much"
+        Vram(1, cuda).read()
 
 
 def test_a_gpu_that_is_not_in_use_or_has_failed_is_not_known() -> None:

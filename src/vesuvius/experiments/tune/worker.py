@@ -25,6 +25,7 @@ from vesuvius.errors import EXIT_STOPPED
 from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_settled, sustained_s
 from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
 from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.probes.vram import process_peaks
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import batches_ahead
@@ -115,7 +116,7 @@ class TuneWorker:
                         figures = self._step(command["seconds"])
                 self._look()
                 ram_bytes = max(self._ram_bytes, self._loop.monitor.sample.used_bytes + self._rehearsal_bytes)
-                figures |= {"ram_bytes": ram_bytes, "vram_bytes": self._vram_bytes()}
+                figures |= {"ram_bytes": ram_bytes, "vram_bytes": vram_bytes(run.device)}
                 run.metrics.write("block", number=command["number"], figures=figures)
         except StreamInterrupted:
             return
@@ -286,11 +287,11 @@ class TuneWorker:
             if moment.time > self._looked:
                 self._ram_bytes, self._looked = max(self._ram_bytes, moment.used_bytes), moment.time
 
-    def _vram_bytes(self) -> int | None:
-        """Peak of the process, with what CUDA itself holds; memory of other processes is not counted."""
-        device = self._loop.run.device
-        if device.type != "cuda":
-            return None
-        free, total = torch.cuda.mem_get_info(device)
-        foreign = total - free - torch.cuda.memory_reserved(device)
-        return torch.cuda.max_memory_reserved(device) + min(max(foreign, 0), CONTEXT_BYTES)
+
+def vram_bytes(device: torch.device) -> int | None:
+    """Peak of the process, with what CUDA itself holds; memory of other processes is not counted.  None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    foreign = total - free - torch.cuda.memory_reserved(device)
+    return process_peaks(device).reserved_bytes + min(max(foreign, 0), CONTEXT_BYTES)

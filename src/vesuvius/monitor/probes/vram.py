@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ class VramUse:
 
     allocated_bytes: int  # in tensors
     reserved_bytes: int  # what torch holds for tensors, used or not
-    peak_bytes: int  # the most that was allocated since the window before
+    peak_bytes: int  # the most that was allocated in this window, or in the life of the process: see `Vram.read`
     # free_bytes, total_bytes: of the device, with all processes on it
     free_bytes: int
     total_bytes: int
@@ -25,6 +26,32 @@ class VramUse:
     def foreign_bytes(self) -> int:
         """What is in use and is not torch's: CUDA itself, its libraries, and other processes."""
         return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0)
+
+
+_ALLOCATED_PEAK, _RESERVED_PEAK = "allocated_bytes.all.peak", "reserved_bytes.all.peak"
+
+
+@dataclass
+class Peaks:
+    """The most at once, each by itself."""
+
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+
+    def take(self, stats: Mapping[str, int]) -> None:
+        """Take in what the allocator tells."""
+        self.allocated_bytes = max(self.allocated_bytes, stats.get(_ALLOCATED_PEAK, 0))
+        self.reserved_bytes = max(self.reserved_bytes, stats.get(_RESERVED_PEAK, 0))
+
+
+_ended = Peaks()  # of all windows that have ended in this process, which uses one GPU
+
+
+def process_peaks(device: Any = None, cuda: Any = torch.cuda) -> Peaks:
+    """Peaks since this process began.  The allocator's own are those since the monitor last read it."""
+    peaks = Peaks()
+    peaks.take(cuda.memory_stats(device))  # first: a window that ends meanwhile is in the other
+    return Peaks(max(peaks.allocated_bytes, _ended.allocated_bytes), max(peaks.reserved_bytes, _ended.reserved_bytes))
 
 
 class Vram:
@@ -40,7 +67,8 @@ class Vram:
         self._cuda = cuda
 
     def read(self, new_window: bool = True) -> VramUse | None:
-        """What is in use now; with `new_window` the peak starts over.
+        """What is in use now, with the peak since the window before, and a new one begins; the peak of the process, and
+        no window begins, without `new_window`.
 
         None on a CPU, where this process has not begun to use the GPU (reading would begin it, for 0.5 GiB), and where
         the GPU does not answer any more.
@@ -51,14 +79,18 @@ class Vram:
             # The driver first: where it hangs, this call lets other threads run, and the allocator's calls do not.
             free_bytes, total_bytes = self._cuda.mem_get_info(self._device)
             stats = self._cuda.memory_stats(self._device)
+            peak_bytes = stats.get(_ALLOCATED_PEAK, 0)
             if new_window:
+                _ended.take(stats)
                 self._cuda.reset_peak_memory_stats(self._device)
+            else:
+                peak_bytes = process_peaks(self._device, self._cuda).allocated_bytes
         except RuntimeError:  # of a GPU that has failed; the training meets it too, and says so
             return None
         return VramUse(
             allocated_bytes=stats.get("allocated_bytes.all.current", 0),
             reserved_bytes=stats.get("reserved_bytes.all.current", 0),
-            peak_bytes=stats.get("allocated_bytes.all.peak", 0),
+            peak_bytes=peak_bytes,
             free_bytes=free_bytes,
             total_bytes=total_bytes,
             retries=stats.get("num_alloc_retries", 0),

@@ -21,7 +21,7 @@ from vesuvius.config import Config
 from vesuvius.errors import GpuMemoryError, one_line
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
-from vesuvius.monitor.probes.vram import Vram, VramUse
+from vesuvius.monitor.probes.vram import Vram, VramUse, process_peaks
 from vesuvius.runlog.units import GIB, size_text
 from vesuvius.stream.feeder import HELD
 from vesuvius.stream.options import (
@@ -300,7 +300,7 @@ def used_share() -> float:
         return 0.0
     free, total = torch.cuda.mem_get_info()
     may_take = min(torch.cuda.get_per_process_memory_fraction() * total, free + torch.cuda.memory_reserved())
-    return torch.cuda.max_memory_allocated() / max(may_take, 1)
+    return process_peaks().allocated_bytes / max(may_take, 1)
 
 
 def is_gpu_memory_error(error: BaseException, share: Callable[[], float] = used_share) -> bool:
