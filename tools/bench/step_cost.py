@@ -9,24 +9,32 @@ copies, such as cuDNN's of another memory order.  A CPU's fake tensors: attentio
 
 The roofline gives each kernel the larger of operations over the peak and bytes over the bandwidth, from data sheets:
 the least that a step takes; MFU is the share of that time in which the peak would do its convolutions and products.
+
+--host measures what Python and torch's dispatch take: the processor time of the same step with a network as deep and
+almost without width, on patches of 8x8x8.  Above a third of the least device time, a GPU may have to wait for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vesuvius.config.load import read_config
+from vesuvius.diffusion.schedule import Schedule
 from vesuvius.training.forecast.memory_plan import FLOPS, traced_step
+from vesuvius.training.step.step import TrainStep, build_network
 
 # Dense bf16 operations a second, and bytes a second of the memory, from NVIDIA's data sheets.
 GPUS = {"A100-80": (312e12, 2.04e12), "H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
@@ -40,6 +48,7 @@ _KINDS = {
     "fill": ("zeros", "zeros_like", "zero_", "fill_", "full", "ones_like", "full_like", "_foreach_zero_"),
 }
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "detach")
+_HOST_STEPS = 12
 _SYNCS = ("_local_scalar_dense", "nonzero", "item", "is_nonzero")
 
 
@@ -123,12 +132,40 @@ def count(path: Path, overrides: list[str], batch: int | None, amp: Any) -> tupl
     return micro_batch, update, batch, config.global_batch // batch
 
 
+def host_seconds(path: Path, overrides: list[str], amp: Any) -> tuple[float, float]:
+    """Processor seconds of one thread for a micro-batch and for an update, medians."""
+    config = read_config(path, overrides)
+    model = config.model
+    thin = {"channels": (model.attention_heads,) * len(model.channels), "full_res_channels": 2}
+    config = config.model_copy(
+        update={
+            "model": model.model_copy(update=thin),
+            "data": config.data.model_copy(update={"patch_size": (8, 8, 8)}),
+            "training": config.training.model_copy(update={"amp": amp, "compile": False}),
+        }
+    )
+    device = torch.device("cpu")
+    step = TrainStep(config, build_network(config, device), Schedule.from_config(config.diffusion), device)
+    channels, x_0 = config.condition_channels, torch.zeros(1, 1, 8, 8, 8)
+    condition = torch.zeros(1, channels, 8, 8, 8) if channels else None
+    times = []
+    for _ in range(_HOST_STEPS):
+        began = time.thread_time()
+        step.accumulate(x_0, np.arange(1), np.zeros(1, np.int64), condition)
+        between = time.thread_time()
+        step.apply(config.training.lr)
+        times.append((between - began, time.thread_time() - between))
+    micro_batch_s, update_s = (statistics.median(of_one) for of_one in zip(*times, strict=True))
+    return micro_batch_s, update_s
+
+
 def main() -> None:
     """Print two tables and a line for each GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--batch", type=int, help="patches of a micro-batch (default: the config's)")
     parser.add_argument("--amp", choices=("bf16", "fp16", "off"), default="bf16")
+    parser.add_argument("--host", action="store_true", help="also measure what the host takes")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -140,10 +177,16 @@ def main() -> None:
         print(f"| all | {costs.kernels} | - | {costs.flops / 1e12:.3g} |")
     print(f"\nbytes besides convolutions and products: {micro_batch.other_bytes / batch / 1e9:.3g} GB a patch")
     print(f"host synchronisations: {pieces * micro_batch.syncs + update.syncs} a step")
-    flops = pieces * micro_batch.flops
+    flops, host_s = pieces * micro_batch.flops, None
+    if args.host:
+        micro_batch_s, update_s = host_seconds(args.config, args.overrides, args.amp)
+        host_s = pieces * micro_batch_s + update_s
+        print(f"host: {1e3 * micro_batch_s:.1f} ms a micro-batch, {1e3 * update_s:.1f} ms an update")
     for gpu, (peak, _) in GPUS.items():
         least_s = pieces * micro_batch.seconds(gpu) + update.seconds(gpu)
-        print(f"{gpu}: at least {1e3 * least_s:.0f} ms a step of {pieces} x {batch}, MFU {flops / peak / least_s:.0%}")
+        share = "" if host_s is None else f"; the host takes {host_s / least_s:.0%} of it"
+        rate = f"MFU at most {flops / peak / least_s:.0%}"
+        print(f"{gpu}: at least {1e3 * least_s:.0f} ms a step of {pieces} x {batch}, {rate}{share}")
 
 
 if __name__ == "__main__":
