@@ -77,8 +77,11 @@ def test_a_run_with_readers_goes_on_and_says_what_killed_them(
     assert run_armed("train", "--config", config, "training.max_steps=1", cwd=tmp_path).returncode == 0
     poison(sharded, (1, 1, 1))  # after the start has read patches in the trainer
     readers = ["training.workers=1", "training.max_steps=15"]
+    died = run_armed("train", "--config", config, "--resume", *readers, cwd=tmp_path)  # it reads while Ray starts
+    assert died.returncode == -signal.SIGABRT
     done = run_armed("train", "--config", config, "--resume", *readers, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "the readers read from the start this time" in done.stderr
     assert "was killed or died (Aborted, by its own account; SYSTEM_ERROR: Worker" in done.stderr
     assert f"while it decoded chunk [1, 1, 1] of volume {sharded}" in done.stderr
     assert "regions that touch them are replaced with others: chunk [1, 1, 1]: killed two readers" in done.stderr

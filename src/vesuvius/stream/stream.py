@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
@@ -32,6 +33,7 @@ from vesuvius.stream.options import (
     store_is_there,
 )
 from vesuvius.stream.reading.local import LocalRegions, LocalThenRay, Regions
+from vesuvius.stream.reading.notes import TrainerReads
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
 from vesuvius.stream.reading.resident import Resident
@@ -88,7 +90,9 @@ class PatchStream(Iterator[Batch]):
         _check_place(first, stop, job.world)
         self._job = job
         self._resident = resident
-        if resident is not None and job.plan.is_small:
+        # A run without readers has nobody else to read.
+        self._reads = TrainerReads(Path(job.notes_dir)) if job.notes_dir and options.workers else None
+        if resident is not None and job.plan.is_small and not (self._reads and self._reads.broke_off):
             options = replace(options, workers=0)
         self.options = options
         self._next_sample = first
@@ -320,12 +324,12 @@ class PatchStream(Iterator[Batch]):
     def _open_source(self, job: ReaderJob) -> Regions:
         options, tasks = self.options, job.tasks(self._next_sample, self._stop)
         if options.workers == 0:
-            return LocalRegions(job, tasks, self._resident)
+            return LocalRegions(job, tasks, self._resident, self._reads)
         if self._session is not None and not self._fits(options):
             self._end_session()
         if self._session is None and not store_is_there():
             check_store(job, options)
-            return LocalThenRay(job, tasks, self._resident, partial(self._start_ray, job))
+            return LocalThenRay(job, tasks, self._resident, self._reads, partial(self._start_ray, job))
         return self._start_ray(job, tasks)
 
     def _start_ray(self, job: ReaderJob, tasks: Iterable[Task]) -> Regions:

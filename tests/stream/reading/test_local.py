@@ -18,6 +18,7 @@ from tests.support.orphans import MARK, bearers_of
 from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import Task
 from vesuvius.stream.reading.local import LocalRegions, LocalThenRay, Regions
+from vesuvius.stream.reading.notes import TrainerReads
 from vesuvius.stream.reading.reader import ReaderJob, Region
 from vesuvius.threads import on_thread
 
@@ -34,7 +35,7 @@ def slots(regions: Iterator[Region]) -> list[int]:
 
 
 def opened(job: ReaderJob, stop: int, start: Callable[[Iterator[Task]], Regions]) -> LocalThenRay:
-    return LocalThenRay(job, job.tasks(FIRST, stop), None, start)
+    return LocalThenRay(job, job.tasks(FIRST, stop), None, None, start)
 
 
 def test_what_is_in_flight_at_first_needs_no_ray_and_the_rest_comes_in_order(job: ReaderJob) -> None:
@@ -50,6 +51,28 @@ def test_what_is_in_flight_at_first_needs_no_ray_and_the_rest_comes_in_order(job
     may_start.set()
     assert first + slots(regions) == [slot for task in job.tasks(FIRST, STOP) for slot in task]
     regions.close()
+
+
+def test_after_a_trainer_that_died_while_it_read_the_readers_read_all(job: ReaderJob, tmp_path: Path) -> None:
+    """A chunk that crashes who decodes it would end each session in turn; of readers it ends two."""
+    given: list[Task] = []
+
+    def start(tasks: Iterator[Task]) -> Regions:
+        given[:] = tasks
+        return LocalRegions(job, given)
+
+    for died in (False, True):
+        if died:
+            (tmp_path / "trainer-reads").touch()
+        noted = TrainerReads(tmp_path)
+        assert noted.broke_off == died
+        regions = LocalThenRay(job, job.tasks(FIRST, STOP), None, noted, start)
+        first = next(regions).visit.slot
+        assert (tmp_path / "trainer-reads").exists() != died, "as long as it reads"
+        slots(regions)
+        regions.close()
+        assert (first in given[0]) == died
+        assert not (tmp_path / "trainer-reads").exists()
 
 
 def test_ray_is_not_started_where_nothing_is_left_for_it(job: ReaderJob) -> None:

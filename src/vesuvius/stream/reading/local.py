@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain, pairwise, takewhile
 from typing import TypeGuard
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Task, Visit
+from vesuvius.stream.reading.notes import TrainerReads
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob, Region, region_in
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.threads import on_thread
@@ -62,16 +62,27 @@ class LocalRegions(Regions):
 
     Args:
         resident: what is missing there of a region is read into it, and the region comes as views of it.
+        noted: says that this process reads, as long as it does.
     """
 
-    def __init__(self, job: ReaderJob, tasks: Iterable[Task], resident: Resident | None = None) -> None:
+    def __init__(
+        self,
+        job: ReaderJob,
+        tasks: Iterable[Task],
+        resident: Resident | None = None,
+        noted: AbstractContextManager[None] | None = None,
+    ) -> None:
         self._job, self._resident = job, resident
         ring = 2 if resident else job.plan.regions_in_flight + REGIONS_AHEAD
         self._reader = Reader(job, ring, threads=min(os.cpu_count() or 1, _DECODERS))
-        self._regions: Generator[Region] = self._read(tasks)
+        self._regions: Generator[Region] = self._read(tasks, noted or nullcontext())
         self._next: Future[Region | None] = on_thread(next, self._regions, None, name="reader")
 
-    def _read(self, tasks: Iterable[Task]) -> Generator[Region]:
+    def _read(self, tasks: Iterable[Task], noted: AbstractContextManager[None]) -> Generator[Region]:
+        with noted:
+            yield from self._read_all(tasks)
+
+    def _read_all(self, tasks: Iterable[Task]) -> Generator[Region]:
         for task, ahead in pairwise(chain(tasks, [()])):
             if self._resident is None:
                 yield from (region_in(block, self._job) for block in self._reader.blocks(task, ahead))
@@ -134,6 +145,7 @@ class LocalThenRay(Regions):
     """The regions in flight at first are read in this process while Ray starts; its readers bring those after them.
 
     Args:
+        noted: as of `LocalRegions`; where an earlier trainer broke off, readers read all.
         start: starts Ray and the readers of these tasks; called on a thread of its own, if there are such tasks.
 
     Raises:
@@ -145,11 +157,12 @@ class LocalThenRay(Regions):
         job: ReaderJob,
         tasks: Iterable[Task],
         resident: Resident | None,
+        noted: TrainerReads | None,
         start: Callable[[Iterator[Task]], Regions],
     ) -> None:
         tasks = iter(tasks)
-        own, later = _first_window(tasks, job.plan.regions_in_flight)
-        self._local: LocalRegions | None = LocalRegions(job, own, resident)
+        own, later = _first_window(tasks, 0 if noted and noted.broke_off else job.plan.regions_in_flight)
+        self._local: LocalRegions | None = LocalRegions(job, own, resident, noted) if own else None
         self._interrupted = False
         self._ray = (
             on_thread(start, self._unless_interrupted(chain([later], tasks)), name="ray-start") if later else None
@@ -204,9 +217,9 @@ class LocalThenRay(Regions):
 
 def _first_window(tasks: Iterator[Task], slots: int) -> tuple[list[Task], Task | None]:
     """The tasks of so many slots from the first one on, and the one after them if there is one."""
-    first = list(itertools.islice(tasks, 1))
+    first = list[Task]()
     for task in tasks:
-        if task[0] >= first[0][0] + slots:
+        if task[0] >= (first or [task])[0][0] + slots:
             return first, task
         first.append(task)
     return first, None

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,35 @@ class NoteWriter:
         with self._lock:
             self._fields |= changes
             self._page[:] = json.dumps(self._fields).encode().ljust(_SIZE)[:_SIZE]
+
+
+class TrainerReads:
+    """Says in a file, while the context lasts, that the trainer of a run with readers reads itself.
+
+    A chunk that crashes it would do so at each start, where one that crashes readers is replaced.
+
+    Attributes:
+        broke_off: whether an earlier trainer ended within the context, without a word.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "trainer-reads"
+        self.broke_off = self._file.exists()
+        if self.broke_off:
+            self.__exit__()
+            log.warning(
+                "the last session ended without a word while the trainer itself read the volumes; the readers read "
+                "from the start this time, as a chunk may have crashed it"
+            )
+
+    def __enter__(self) -> None:
+        with suppress(OSError):  # the readers say it
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.touch()
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._file.unlink(missing_ok=True)
 
 
 def open_note(folder: Path, actor: str) -> NoteWriter | None:

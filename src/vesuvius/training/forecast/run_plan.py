@@ -208,8 +208,8 @@ def resident_bytes(config: Config, data: PreparedData) -> int:
 def first_pass_samples(config: Config, data: PreparedData) -> int:
     """Samples of the run after which the ranks of each machine have passed over each volume once."""
     ranks, here = config.training.ranks, local_ranks(config)
-    machines = 1 if ranks == "auto" else -(-ranks // here)
-    return machines * data.plan.slots_of_pass * data.plan.patches_per_region
+    passes = 1.0 if ranks == "auto" else max(ranks / (here * data.plan.reads_per_region(ranks)), 1.0)
+    return math.ceil(passes * data.plan.slots_of_pass * data.plan.patches_per_region)
 
 
 def local_ranks(config: Config) -> int:
