@@ -87,7 +87,9 @@ def test_a_run_with_readers_goes_on_and_says_what_killed_them(
     assert "regions that touch them are replaced with others: chunk [1, 1, 1]: killed two readers" in done.stderr
     assert "RUST_BACKTRACE" not in done.stderr
     run = tmp_path / "runs" / "tiny"
-    (death, *_) = [json.loads(line) for line in (run / "post_mortem.jsonl").read_text().splitlines()]
+    deaths = [json.loads(line) for line in (run / "post_mortem.jsonl").read_text().splitlines()]
+    assert [each["victim"] for each in deaths] == ["run", "reader", "reader"]
+    death = deaths[1]
     assert death["cause"] == "signal"
     assert f"it crashed with Aborted, as its own note says, while it read {sharded}" in death["evidence"]
     quarantined = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]

@@ -83,6 +83,8 @@ class NotedFeed:
     changes: list[dict[str, int]] = field(default_factory=list)
     memory_of_batch: int = 4096
     has_resident: bool = False
+    frees_memory: bool = False
+    ended_readers: int = 0
     readers: dict[int, ReaderFigures] = field(
         default_factory=lambda: {pid: ReaderFigures(rss_anon_peak_bytes=100 * MIB * pid) for pid in (1, 2, 3)}
     )
@@ -90,6 +92,10 @@ class NotedFeed:
     @property
     def stream(self) -> NotedFeed:
         return self
+
+    @property
+    def readers_again(self) -> int:
+        return self.options.workers or self.ended_readers
 
     def reconfigure(self, **changes: Any) -> None:
         self.changes.append(changes)
@@ -190,14 +196,26 @@ def test_readers_that_leak_are_started_anew_as_they_are(loop: Callable[..., Loop
 
 
 def test_volumes_in_memory_are_dropped_and_the_readers_start_again(loop: Callable[..., Loop]) -> None:
+    """Also for the session after an exit: else it would fill the memory again."""
     run = loop(workers=3, prefetch_factor=4)
-    run.feed.options, run.feed.has_resident = replace(run.feed.options, workers=0), True  # they ended when it was full
+    run.feed.options, run.feed.ended_readers = replace(run.feed.options, workers=0), 3  # as it was full
+    run.feed.has_resident = run.feed.frees_memory = True
     run.step()
     assert run.monitor.told.can_drop
     assert not run.step(Order("drop", "near out of memory"))
     assert run.feed.changes == [{"workers": 3, "resident": False}]
     assert [(event["rung"], event["resident"]) for event in run.events] == [("drop", False)]
     assert (run.monitor.obeyed, run.monitor.told.workers) == (1, 3)
+    run.guard.exit(Order("exit", "near out of memory"))
+    remedy = "continue with --resume data.resident=0 training.workers=2 training.prefetch_factor=1"
+    assert run.guard.ended("the machine") == ("near out of memory", remedy)
+
+
+def test_volumes_that_take_less_than_reading_them_are_not_dropped(loop: Callable[..., Loop]) -> None:
+    run = loop(workers=3)
+    run.feed.has_resident = True
+    run.step()
+    assert not run.monitor.told.can_drop
 
 
 def test_for_the_growth_of_others_a_checkpoint_is_saved_and_nothing_else_is_done(loop: Callable[..., Loop]) -> None:

@@ -32,7 +32,7 @@ from vesuvius.stream.options import (
     store_bytes,
     store_is_there,
 )
-from vesuvius.stream.reading.local import LocalRegions, LocalThenRay, Regions
+from vesuvius.stream.reading.local import REGIONS_AHEAD, LocalRegions, LocalThenRay, Regions
 from vesuvius.stream.reading.notes import TrainerReads
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
@@ -96,6 +96,7 @@ class PatchStream(Iterator[Batch]):
             options = replace(options, workers=0)
         self.options = options
         self._next_sample = first
+        self._ended_readers = 0  # as all that they would read is in memory
         self._stop = _ENDLESS if stop is None else stop
         self._interrupted = interrupted
         self._buffers = (buffers, condition_buffers)
@@ -258,6 +259,17 @@ class PatchStream(Iterator[Batch]):
         return self._resident is not None
 
     @property
+    def frees_memory(self) -> bool:
+        """Whether `reconfigure(resident=False)` would: who reads again holds the regions in flight."""
+        held = (self._job.plan.regions_in_flight + REGIONS_AHEAD) * self._job.block_bytes
+        return self._resident is not None and Resident.size_bytes(self._job) > held
+
+    @property
+    def readers_again(self) -> int:
+        """Readers to go on with where the volumes are not kept: those that there are, or that were, and ended."""
+        return self.options.workers or self._ended_readers
+
+    @property
     def reader_deaths(self) -> int:
         """Readers that died and were replaced."""
         return self._events.reader_deaths
@@ -354,7 +366,7 @@ class PatchStream(Iterator[Batch]):
         began = time.monotonic()
         self._close_readers()
         self._end_session()
-        self.options = replace(self.options, workers=0)
+        self._ended_readers, self.options = self.options.workers, replace(self.options, workers=0)
         self._open_readers()
         where = f"from sample {self._next_sample} on patches are cut from the volumes in memory"
         text = f"{where}; the readers ended in {time.monotonic() - began:.1f} s"

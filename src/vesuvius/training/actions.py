@@ -47,6 +47,7 @@ class GuardActions:
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._options = StreamOptions.from_config(run.config.training, run.config.cluster)  # as last seen
+        self._kept, self._readers_again = False, self._options.workers  # whether volumes were, and readers without them
         self.reason: str | None = None
 
     def exit(self, order: Order) -> None:
@@ -60,6 +61,7 @@ class GuardActions:
         `longest_step_s` is of the recent steps, without their pauses.
         """
         order, self._options = monitor.order, feed.stream.options
+        self._kept, self._readers_again = self._kept or feed.stream.has_resident, feed.stream.readers_again
         saves = order is not None and order.rung == "save"
         if order is not None and saves:
             log.warning("memory guard: saves a checkpoint, and the run goes on: %s", order.reason)
@@ -75,7 +77,7 @@ class GuardActions:
             readers=stream.reader_memory() if workers else {},
             readers_here=stream.readers_here(),
             workers=workers,
-            can_drop=stream.has_resident,
+            can_drop=stream.frees_memory,
             can_shrink=(smaller.workers, smaller.prefetch_factor) != (workers, self._options.prefetch_factor),
         )
         return saves
@@ -84,9 +86,10 @@ class GuardActions:
         """Record that the guard ended the run; returns why, and how to continue with less memory or a higher limit."""
         assert self.reason is not None
         self._record("exit", self.reason)
-        workers = self._smaller().workers
-        remedy = f"continue with --resume training.workers={workers} training.prefetch_factor=1"
-        if workers == self._options.workers and self._options.prefetch_factor == 1:
+        self._options = replace(self._options, workers=self._readers_again)
+        workers, kept = self._smaller().workers, "data.resident=0 " if self._kept else ""
+        remedy = f"continue with --resume {kept}training.workers={workers} training.prefetch_factor=1"
+        if not kept and workers == self._options.workers and self._options.prefetch_factor == 1:
             remedy = (
                 "continue with --resume once more memory is free, or with a smaller data.regions_in_flight; "
                 f"training.workers={workers} and training.prefetch_factor=1 are already the least"
@@ -106,7 +109,7 @@ class GuardActions:
         if order.rung == "restart":
             text = "restarts the readers, which leak"
         if order.rung == "drop":
-            changes = {"workers": self._run.config.training.workers, "resident": False}
+            changes = {"workers": self._readers_again, "resident": False}
             text = "lets go of the volumes in memory and reads them again (data.resident=0)"
         log.warning("memory guard: before memory runs out: %s: %s", text, order.reason)
         self._record(order.rung, order.reason, **changes)

@@ -184,6 +184,16 @@ def test_it_is_dropped_between_two_batches(tmp_path: Path) -> None:
     assert not any(in_use())
 
 
+@pytest.mark.parametrize("frees", [True, False])
+def test_memory_is_freed_where_the_volumes_take_more_than_the_regions_in_flight(frees: bool, tmp_path: Path) -> None:
+    few = SMALL | {"regions_in_flight": 2, "patches_per_region": 1}
+    job = make_job(write_array(tmp_path / "v.zarr", textured((70, 180, 101))), **few if frees else SMALL)
+    with PatchStream(job, StreamOptions(4, 0), resident=Resident(job)) as stream:
+        assert stream.frees_memory == frees
+        stream.reconfigure(resident=False)
+        assert not stream.frees_memory
+
+
 def test_every_brick_is_whole_in_the_region_of_some_cell(tmp_path: Path) -> None:
     """Also where patches are smaller than bricks, and where a volume ends within one: else it would never be full."""
     for patch in ((1, 16, 16), (5, 31, 31), (8, 40, 40)):
@@ -196,16 +206,19 @@ def test_every_brick_is_whole_in_the_region_of_some_cell(tmp_path: Path) -> None
         assert resident._volumes[0]._there.all()
 
 
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.usefixtures("large_volumes")
-def test_readers_end_after_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, asked = plain(tmp_path), list[int]()
+def test_readers_end_after_a_pass(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three ranks each reads nearly all regions: they do not share a pass, though they share the copy."""
+    job, asked = replace(plain(tmp_path), world=world), list[int]()
     monkeypatch.setattr(PatchStream, "_start_ray", lambda self, job, tasks: LocalRegions(job, tasks, self._resident))
-    with PatchStream(job, StreamOptions(4, 2), resident=Resident(job)) as stream:
-        for _ in range(batches_of_passes(job, 4)):
+    with PatchStream(job, StreamOptions(4, 2), resident=Resident(job, sharers=world)) as stream:
+        for _ in range(batches_of_passes(job, 4, 4 * world)):
             next(stream)
             asked.append(stream.options.workers)
-    before = (job.plan.slots_of_pass - job.plan.regions_in_flight) * job.plan.patches_per_region // 4
-    assert 0.7 * before < asked.count(2) <= batches_of_passes(job, 1)
+        assert stream.readers_again == 2
+    before = (job.plan.slots_of_pass - job.plan.regions_in_flight) * job.plan.patches_per_region // (4 * world)
+    assert 0.7 * before < asked.count(2) <= 1.1 * batches_of_passes(job, 1, 4 * world)
     assert asked[-1] == 0
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,9 +20,9 @@ from vesuvius.runlog.units import GIB, size_text
 from vesuvius.stream.options import StreamOptions, store_ahead_bytes, store_bytes, store_need_bytes
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.forecast import run_plan
+from vesuvius.training.forecast import run_plan, start_log
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.run_plan import RamPart, RunPlan, plan_run
+from vesuvius.training.forecast.run_plan import RamPart, RunPlan, first_pass_samples, plan_run, resident_bytes
 from vesuvius.training.step.step import lay_out_network, parameter_count
 from vesuvius.volumes.box import shape_of
 
@@ -182,3 +184,24 @@ def test_volumes_are_kept_where_they_fit_and_are_passed_over_twice(
     for free, expected in ((2 * (need + reading), need), (2 * (need + reading) - 2, 0)):
         monkeypatch.setattr(run_plan, "ram_limit", lambda _, free=free: replace(limit(free + 5), used_bytes=5))
         assert part(planned(*kept)[2], "decoded") == expected
+
+
+@pytest.mark.usefixtures("some_network")
+def test_the_start_says_from_which_step_on_nothing_is_read_or_why_volumes_are_not_kept(
+    planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*overrides: str, resumed_at: int | None = None) -> str:
+        config, data, _ = planned(*overrides)
+        resumed = None if resumed_at is None else SimpleNamespace(step=resumed_at)
+        checked: Any = SimpleNamespace(data=data, resident_bytes=resident_bytes(config, data), resumed=resumed)
+        return "".join(start_log._resident_lines(config, checked))
+
+    config, data, _ = planned("training.epochs=1000")
+    steps = -(-first_pass_samples(config, data) // config.global_batch)
+    assert f"after about step {steps}:" in said("training.epochs=1000")
+    assert f"after about step {500 + steps}:" in said("training.epochs=1000", resumed_at=500), "it fills anew"
+    assert said("data.resident=0") == ""
+    assert "are more than data.resident=0.0001 (GiB)" in said("data.resident=0.0001", "training.epochs=1000")
+    assert "the volumes are read twice by step" in said("training.epochs=1")
+    monkeypatch.setattr(run_plan, "ram_limit", lambda _: limit(5))
+    assert "more than half of the free memory" in said("training.epochs=1000")

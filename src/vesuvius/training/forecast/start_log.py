@@ -102,15 +102,21 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
 
 def _resident_lines(config: Config, checked: Preflight) -> list[str]:
     """Whether the volumes are kept in memory, and from when on they are not read any more."""
-    if config.data.resident == 0:
+    wanted, need = config.data.resident, Resident.size_bytes(checked.data.job)
+    size, first_pass = size_text(need), first_pass_samples(config, checked.data)
+    if wanted == 0:
         return []
-    need, first_pass = size_text(Resident.size_bytes(checked.data.job)), first_pass_samples(config, checked.data)
     if checked.resident_bytes:
-        step = math.ceil(first_pass / config.global_batch)
-        return [f"  resident {need} of decoded volumes after about step {step}: from then on nothing is read"]
-    passes = config.stop_step * config.global_batch / first_pass
-    short = f"the run makes only {passes:.1g} passes over the volumes"
-    return [f"  resident no: {short if passes < 2 else f'{need} of decoded volumes do not fit into memory'}"]
+        begins = checked.resumed.step if checked.resumed else 0
+        step = begins + math.ceil(first_pass / config.global_batch)
+        return [f"  resident {size} of decoded volumes after about step {step}: from then on nothing is read"]
+    if wanted != "auto":
+        why = f"{size} of decoded volumes are more than data.resident={wanted:g} (GiB)"
+    elif config.stop_step * config.global_batch < 2 * first_pass:
+        why = f"the volumes are read twice by step {math.ceil(2 * first_pass / config.global_batch)} only"
+    else:
+        why = f"{size} of decoded volumes, and what reads them, take more than half of the free memory"
+    return [f"  resident no: {why}"]
 
 
 def log_ranks(config: Config, part: Part) -> None:
