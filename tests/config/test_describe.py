@@ -15,7 +15,7 @@ WRONG = {
     "training: {lr: -1}": "training.lr: must be a number above 0; got -1",
     "training: {workers: '4'}": "training.workers: must be an integer of at least 0; got '4'",
     "training: {workers: }": "training.workers: must be an integer of at least 0; got null",
-    "training: {compile: yes}": "training.compile: must be true or false; got 'yes'",
+    "training: {compile: yes}": "training.compile: must be true or false or auto; got 'yes'",
     "training: {amp: bf61}": "training.amp: must be one of auto, off, bf16, fp16; got 'bf61'",
     "training: {ranks: 0}": "training.ranks: must be an integer of at least 1 or auto; got 0",
     "training:\n  # a comment\n  lr: 0": "7: training.lr: must be a number above 0; got 0",

@@ -91,7 +91,7 @@ FOUR = {"decode_s": 390.0, "reader_cores": 3.9}
 RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     # the device computes
     (window(), {"amp": "off", "compile": False}, "compute-bound", "training.amp=auto", ""),
-    (window(), {"compile": False, "channels_last": False}, "compute-bound", "training.compile=true", ""),
+    (window(), {"compile": False, "channels_last": False}, "compute-bound", "training.compile=auto", ""),
     (window(), {"channels_last": False}, "compute-bound", "training.channels_last=auto", ""),
     (window(), {"cudnn_benchmark": False}, "compute-bound", "training.cudnn_benchmark=true", ""),
     (window(), {"cudnn_benchmark": False, "deterministic": True}, "compute-bound", "", ""),
@@ -100,7 +100,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     (window(**HELD_BACK), {}, "compute-bound", "", "used up in 40.0 %"),
     (window(gpu_busy=0.9), {}, "compute-bound", "", ""),
     # events span the gaps between kernels; NVML does not
-    (window(gpu_busy=0.4), {"compile": False}, "host-bound", "training.compile=true", "kernels ran only 40.0 %"),
+    (window(gpu_busy=0.4), {"compile": False}, "host-bound", "training.compile=auto", "kernels ran only 40.0 %"),
     # the longest wait names the kind
     (hungry(data_s=30.0, h2d_s=20.0, other_s=25.0), {}, "workers too few", "training.workers=4", ""),
     (hungry(data_s=20.0, h2d_s=30.0, other_s=25.0), {}, "transfer-bound", "", ""),
@@ -114,7 +114,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
         window(other_s=40.0),
         {"workers": 0, "compile": False, "memory_is_short": True},
         "host-bound",
-        "training.compile=true",
+        "training.compile=auto",
         "",
     ),
     (
@@ -171,7 +171,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
         window(other_s=30.0),
         {"workers": 0, "resident": True, "compile": False},
         "host-bound",
-        "training.compile=true",
+        "training.compile=auto",
         "",
     ),
     (hungry(decode_s=97.0, reader_cores=None, idle_cores=0.2), {"workers": 0}, "decoding", "", ""),
@@ -293,7 +293,7 @@ def test_busy_readers_beside_idle_cores_are_too_few_in_the_line_and_in_the_recor
 
 def test_readers_that_a_signal_holds_are_said_and_blamed() -> None:
     calm = judge(window(stopped_readers=2), replace(GPU, compile=False))
-    assert (calm.kind, calm.overrides) == ("compute-bound", ("training.compile=true",))
+    assert (calm.kind, calm.overrides) == ("compute-bound", ("training.compile=auto",))
     assert "(SIGSTOP) or a debugger holds 2 reader(s)" in calm.evidence
     idle = hungry(decode_s=20.0, reader_cores=0.3)
     assert judge(idle, GPU).cause == "handing over"

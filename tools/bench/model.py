@@ -110,13 +110,12 @@ def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int, threads: int 
         torch.set_num_threads(threads)
     config = experiment(spec, patch_zyx, batch)
     network = build(spec, config, torch.device("cpu"))
-    run = torch.compile(network, dynamic=False) if config.training.compile else network
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(2, batch, 1, *patch_zyx, generator=generator).unbind(0)
     t = torch.arange(batch) * 1000 // batch
 
     def forward() -> Tensor:
-        return functional.mse_loss(run(x, t), target)
+        return functional.mse_loss(network(x, t), target)
 
     seconds, cpu_seconds = [], []
     for _ in range(WARM_UP_STEPS + steps):

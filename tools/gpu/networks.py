@@ -101,7 +101,13 @@ def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, noise: str = "cosi
                 "patch_size": patch_zyx,
                 "augment": {"turn": patch_zyx[1] == patch_zyx[2]},
             },
-            "training": {"train_batch_size": batch, "channels_last": False, **spec.switches, **training},
+            "training": {
+                "train_batch_size": batch,
+                "channels_last": False,
+                "compile": False,
+                **spec.switches,
+                **training,
+            },
             "diffusion": {"noise": noise},
             "model": model,
         }
@@ -117,7 +123,9 @@ def build(spec: Spec, config: Config, device: torch.device) -> nn.Module:
         return lay_out_network(config) if device.type == "meta" else build_network(config, device)
     with device:
         network = Monai(spec) if spec.kind == "monai" else Diffusers(spec)
-    return network.to(memory_format=torch.channels_last_3d) if config.training.channels_last else network
+    if config.training.channels_last:
+        network = network.to(memory_format=torch.channels_last_3d)
+    return torch.compile(network, dynamic=False) if config.training.compile else network
 
 
 class Monai(nn.Module):

@@ -96,7 +96,11 @@ class TrainingConfig(Section):
     checkpoint_levels: tuple[NonNegativeInt, ...] = Field(
         (), description="levels whose activations are recomputed in the backward pass; 0 = full resolution"
     )
-    compile: bool = Field(False, description="torch.compile the network: minutes at the start, faster steps after")
+    compile: bool | Literal["auto"] = Field(
+        "auto",
+        description="torch.compile the network's blocks: a slow first step, faster ones after; auto = on a GPU, unless "
+        "deterministic",
+    )
     cudnn_benchmark: bool = Field(True, description="let cuDNN time its kernels for the fixed patch size once")
     deterministic: bool = Field(False, description="bit-reproducible kernels: a resume is exact on a GPU too; slower")
     optimizer: Literal["adamw", "muon"] = Field(

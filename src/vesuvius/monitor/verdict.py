@@ -177,7 +177,7 @@ class _Judgement:
         k = self.k
         off = (
             ("training.amp=auto", k.amp == "off"),
-            ("training.compile=true", not k.compile),
+            ("training.compile=auto", not k.compile),
             ("training.channels_last=auto", not k.channels_last),
             ("training.cudnn_benchmark=true", not k.cudnn_benchmark and not k.deterministic),
         )
@@ -197,7 +197,7 @@ class _Judgement:
         if k.on_gpu and k.workers == 0 and not k.resident and not k.memory_is_short:
             overrides = ("training.workers=2",)
         elif k.on_gpu:
-            overrides = self._larger_micro_batch() if k.compile else ("training.compile=true",)
+            overrides = self._larger_micro_batch() if k.compile else ("training.compile=auto",)
         advice = "nothing to try: no setting reduces the trainer's own work"
         if w.idle_cores is not None and w.idle_cores < 1:
             advice = "nothing to try: no processor is idle; see what else runs on this machine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from vesuvius.config import Config
 from vesuvius.diffusion.estimate import predict
 from vesuvius.diffusion.network.layers import layout_of
+from vesuvius.diffusion.network.regions import CompiledRegions
+from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.randomness import condition_kept, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
@@ -27,6 +31,8 @@ from vesuvius.training.step.step import (
     StepResult,
     TrainStep,
     build_network,
+    execution,
+    is_compiled,
     learning_rate,
     lies_channels_last,
 )
@@ -380,6 +386,38 @@ def test_a_compiled_network_trains_alike() -> None:
         train(make_step(make_config(train_batch_size=2)), config, steps=2),
         rtol=1e-4,
     )
+
+
+def test_what_is_set_aside_is_not_compiled() -> None:
+    """A replay hangs hooks that look at the device on every layer: no region could be compiled with them."""
+    config, counter = make_config(train_batch_size=2, compile=True), CompileCounterWithBackend("eager")
+    computed = replace(execution(config.training), call=CompiledRegions(counter))
+    network = build_unet(config.model, 0, config.input_channels, CPU, computed)
+    step = TrainStep(config, network, Schedule.from_config(config.diffusion), CPU)
+    x_0, t = torch.zeros(2, 1, *config.data.patch_size), np.array([10, 500])
+    with step.set_aside():
+        step.accumulate(x_0, np.arange(2), t)
+        assert counter.frame_count == 0
+        assert all(weight.grad is not None for weight in network.parameters())
+    step.accumulate(x_0, np.arange(2), t)
+    assert counter.frame_count > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "deterministic", "compiled"),
+    [
+        ("cuda", "auto", False, True),
+        ("cuda", "auto", True, False),
+        ("cuda", False, False, False),
+        ("cpu", "auto", False, False),
+        ("cpu", True, False, True),
+    ],
+)
+def test_auto_compiles_on_a_gpu_alone(device: str, wanted: bool | str, deterministic: bool, compiled: bool) -> None:
+    config = make_config(compile=wanted, deterministic=deterministic)
+    assert is_compiled(config.training, torch.device(device)) == compiled
+    if device == "cpu":
+        assert isinstance(build_network(config, CPU).execution.call, CompiledRegions) == compiled
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from vesuvius.diffusion.network.layers import (
     space_to_depth,
     with_channels_last_strides,
 )
+from vesuvius.diffusion.network.regions import plainly
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.errors import ConfigError
 
@@ -62,12 +64,14 @@ class Execution:
     # levels whose blocks are recomputed in the backward pass; 0 = full resolution, 1 = the first of
     # `ModelConfig.channels`, and so on
     checkpoint_levels: tuple[int, ...] = ()
+    call: Callable[..., Tensor] = plainly  # how a block is called; or `CompiledRegions`
 
     def run(self, level: int, block: nn.Module, embedding: Tensor, *parts: Tensor) -> Tensor:
         """Join parts by channel and apply a residual block of a level."""
 
         def applied(*parts: Tensor) -> Any:
-            return block(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], embedding, self.recompute_norm)
+            joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+            return self.call(block, joined, embedding, self.recompute_norm)
 
         again = level in self.checkpoint_levels and torch.is_grad_enabled()
         # Blocks have no randomness, so no generator state has to be restored.
@@ -182,15 +186,15 @@ class UNet(nn.Module):
         self.check_size(batch, (z, y, x_size))
         x = self._laid_out_as_weights(x)
         embedding = self.embed(t)
-        stride, run, recompute = self.config.stem_stride, self.execution.run, self.execution.recompute_norm
+        stride, run, call = self.config.stem_stride, self.execution.run, self.execution.call
+        recompute = self.execution.recompute_norm
         if not self.config.full_res_channels:
             h = self.trunk(self.stem_in(space_to_depth(x, stride)), embedding)
-            return depth_to_space(self.norm_out(h, self.conv_out, recompute), stride).float()
+            return depth_to_space(call(self.norm_out, h, self.conv_out, recompute), stride).float()
         fine = run(0, self.full_down, embedding, self.full_in(x))
         h = self.trunk(self.stem_in(space_to_depth(fine, stride)), embedding)
         fine = run(0, self.full_up, embedding, fine + depth_to_space(self.stem_out(h), stride))
-        out: Tensor = self.norm_out(fine, self.conv_out, recompute)
-        return out.float()
+        return call(self.norm_out, fine, self.conv_out, recompute).float()
 
     def _laid_out_as_weights(self, x: Tensor) -> Tensor:
         """Return `x` in the memory order of the weights, which the layers then keep.

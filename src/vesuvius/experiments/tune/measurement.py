@@ -39,7 +39,7 @@ class Setting:
     train_batch_size: int
     accumulate_steps: int
     amp: str
-    compile: bool
+    compile: bool | Literal["auto"]
     channels_last: bool | Literal["auto"]
     cudnn_benchmark: bool
 
@@ -121,6 +121,10 @@ class SearchSpace:
     def on_gpu(self) -> bool:
         """Whether steps run on a GPU."""
         return self.vram_limit_bytes is not None
+
+    def compiles(self, setting: Setting) -> bool:
+        """Whether the first step compiles: `auto` does on a GPU."""
+        return setting.compile is True or (setting.compile == "auto" and self.on_gpu)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,9 @@ def _raise_steps(search: Search) -> Asks[bool]:
             break
     if not is_fed:
         return False
-    switches: list[tuple[Knob, bool | str, str]] = [("compile", True, "fewer and larger kernels")]
+    switches: list[tuple[Knob, bool | str, str]] = [
+        ("compile", "auto" if space.on_gpu else True, "fewer and larger kernels")
+    ]
     if space.on_gpu:
         switches.insert(0, ("channels_last", "auto", "the memory order preferred by cuDNN"))
         switches.append(("cudnn_benchmark", True, "cuDNN selects its fastest kernels"))

@@ -122,7 +122,7 @@ class Search:
                 f"are left after {len(self.blocks)} blocks{kept}, the next one takes {format_duration(seconds)} ({why})"
             )
             return None
-        share = 2 if not self.blocks else 3 if setting.compile else 6
+        share = 2 if not self.blocks else 3 if self.space.compiles(setting) else 6
         limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
         cell = Cell(setting, kind, stage, why, seconds, limit_s)
         block = next((b for b in self._earlier if (b.setting, b.kind) == (setting, kind)), None)
@@ -145,7 +145,8 @@ class Search:
         """Seconds that a block takes: a new process or other readers, as long as they took so far, and measuring."""
         need = self._need(setting, kind)
         other_s = self._besides_s.get(need, _ASSUMED_S[need])
-        if need[0] and setting.compile and not any(b.setting.compile for b in self.blocks):
+        compiled = self.space.compiles
+        if need[0] and compiled(setting) and not any(compiled(b.setting) for b in self.blocks):
             other_s += _COMPILE_S
         rate = self.rates.expected(kind, setting)
         return other_s + max(self.space.block_s, _LEAST_STEPS * setting.global_batch / rate if rate else 0.0)

@@ -22,7 +22,7 @@ from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.units import quantile
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.request import RunContext
-from vesuvius.training.step.step import lies_channels_last
+from vesuvius.training.step.step import is_compiled, lies_channels_last
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _RATES_EVERY_S = 5.0
 # What is summed over a window, of `StepTimes` and of `ReaderFigures`; and the settings of a verdict.
 _TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "other_s", "pause_s")
 _SWITCHES = (
-    "amp", "compile", "cudnn_benchmark", "deterministic", "train_batch_size", "accumulate_steps"
+    "amp", "cudnn_benchmark", "deterministic", "train_batch_size", "accumulate_steps"
 )  # fmt: skip
 _READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 
@@ -196,6 +196,7 @@ def _knobs(run: RunContext, stream: PatchStream, memory_is_short: bool) -> Knobs
     store, options = run.config.data.store, stream.options
     return Knobs(
         **{name: getattr(run.config.training, name) for name in _SWITCHES},
+        compile=is_compiled(run.config.training, run.device),
         channels_last=lies_channels_last(run.config.training, run.device),
         on_gpu=run.device.type == "cuda",
         workers=options.workers,

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.estimate import Condition, Denoise, kept, predict
+from vesuvius.diffusion.network.regions import CompiledRegions
 from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 from vesuvius.diffusion.randomness import condition_kept, sample_noise
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
@@ -101,8 +102,7 @@ class TrainStep:
         self.amp = resolve_amp(config.training.amp, device)
         self.network = network.to(device)
         self._sync = GradientSync(self.network, part or part_of(config, 0, 1), ranks)
-        forward = self._sync.forward
-        self._forward: Any = torch.compile(forward, dynamic=False) if config.training.compile else forward
+        self._forward: nn.Module = self._sync.forward
         self.optimizer = make_optimizer(self.network, config.training, ranks)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
         decays = average_decays(config.training)
@@ -199,10 +199,12 @@ class TrainStep:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Between two steps: what is accumulated here, by the plain network, is dropped at the end, and not timed."""
+        compiled = is_compiled(self._config.training, self._device)
         forward, self._forward = self._forward, self.network
         timed, self.timed = self.timed, untimed
         try:
-            yield
+            with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+                yield
         finally:
             self._forward, self.timed = forward, timed
             self._begin()
@@ -296,6 +298,13 @@ def lies_channels_last(config: TrainingConfig, device: torch.device) -> bool:
     return device.type == "cuda" and resolve_amp(config.amp, device) != "off"
 
 
+def is_compiled(config: TrainingConfig, device: torch.device) -> bool:
+    """Whether blocks are compiled: auto = on a GPU, but for what timing chooses there where runs are to repeat."""
+    if config.compile != "auto":
+        return config.compile
+    return device.type == "cuda" and not config.deterministic
+
+
 def autocast(device: torch.device, amp: AmpMode) -> AbstractContextManager[Any]:
     """The context in which the network, and nothing else, is computed."""
     if amp == "off":
@@ -367,13 +376,16 @@ def parameter_count(network: nn.Module) -> int:
 
 
 def execution(config: TrainingConfig) -> Execution:
-    """How the network is computed; changes no number of weights and no result beyond rounding."""
+    """How the network is computed, eagerly; changes no number of weights and no result beyond rounding."""
     return Execution(config.recompute_norm, config.checkpoint_levels)
 
 
 def build_network(config: Config, device: torch.device) -> UNet:
     """The network with the initial weights of `config.seed`, on `device`.  Raises ConfigError for torch 2.9."""
-    network = build_unet(config.model, config.seed, config.input_channels, device, execution(config.training))
+    computed = execution(config.training)
+    if is_compiled(config.training, device):
+        computed = replace(computed, call=CompiledRegions())
+    network = build_unet(config.model, config.seed, config.input_channels, device, computed)
     if lies_channels_last(config.training, device):
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]  # torch declares channels_last only
     return network

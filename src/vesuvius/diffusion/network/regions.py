@@ -1,0 +1,61 @@
+"""Blocks of the network as compiled regions (`training.compile`), in seconds; the whole graph would take minutes.
+
+torch keeps what it compiled by code and shapes, so blocks that are equal, in equal order of memory, compile once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vesuvius.errors import one_line
+
+log = logging.getLogger(__name__)
+
+_MOST_VARIANTS = 64  # different blocks of a network; torch's own limit of 8 is below the default network's
+
+
+def plainly(block: nn.Module, *arguments: Any) -> Tensor:
+    """Call a block."""
+    out: Tensor = block(*arguments)
+    return out
+
+
+class CompiledRegions:
+    """Calls blocks compiled where there is a gradient to compute, and plainly elsewhere: sampling and validation have
+    other shapes.  Where compilation fails it warns, once, and goes on plainly.
+
+    The norms that `recompute_norm` computes again are computed again here too: torch's checkpoint marks them for the
+    partitioner, which keeps their input alone.
+
+    Args:
+        backend: of `torch.compile`.
+    """
+
+    def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        import torch._dynamo.config
+        import torch._functorch.config
+
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+        # Backward passes compile with their forward pass, where a failure leaves no half of a gradient behind.
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+        self._failures = torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
+        self._compiled: Any = torch.compile(plainly, backend=backend, fullgraph=True, dynamic=False)
+
+    def __call__(self, block: nn.Module, *arguments: Any) -> Tensor:
+        if self._compiled is not None and torch.is_grad_enabled():
+            try:
+                out: Tensor = self._compiled(block, *arguments)
+                return out
+            except self._failures as error:
+                self._compiled = None
+                log.warning(
+                    "torch.compile failed: %s; training goes on without it, in slower steps; training.compile=false "
+                    "does not try it",
+                    one_line(error, 300),
+                )
+        return plainly(block, *arguments)

@@ -1,0 +1,133 @@
+"""Compiled blocks: equal ones compile once, nothing is kept twice, and what cannot be compiled runs all the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from vesuvius.config import ModelConfig
+from vesuvius.diffusion.network.layers import ResidualBlock, ZeroConv3d
+from vesuvius.diffusion.network.regions import CompiledRegions
+from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
+
+SMALL = ModelConfig(channels=(8,), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=0, attention_heads=0)
+PARTITIONED = "aot_eager_decomp_partition"  # what inductor is handed: no kernel is written, and its partitioner decides
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+def awake(execution: Execution) -> UNet:
+    """A network whose zero-initialised maps have been given weights, as a few updates would."""
+    model, generator = build_unet(SMALL, 0, execution=execution), torch.Generator().manual_seed(5)
+    for module in model.modules():
+        if isinstance(module, ZeroConv3d):
+            module.weight.normal_(std=math.prod(module.weight.shape[1:]) ** -0.5, generator=generator)
+    return model
+
+
+def an_input() -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(4)), torch.tensor([3, 500])
+
+
+def trained(model: UNet) -> tuple[float, int, dict[str, Tensor]]:
+    """Loss, bytes that are kept for the backward pass besides the weights, and gradients."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in weights:
+            kept[place] = tensor
+        return tensor
+
+    x, t = an_input()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = (model(x, t) - torch.roll(x, 1, dims=4)).square().mean()
+    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    loss.backward()
+    return float(loss.detach()), size, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal_but_for_rounding(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, gradient in one.items():
+        # The same float32 sums in another order.
+        torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["czyx", "zyxc"])
+@pytest.mark.parametrize(
+    "execution", [Execution(True), Execution(False), Execution(True, (1,))], ids=["recomputed", "kept", "checkpointed"]
+)
+def test_equal_blocks_compile_once_learn_alike_and_keep_no_more(execution: Execution, last: bool) -> None:
+    counter = CompileCounterWithBackend(PARTITIONED)
+    models = [awake(execution), awake(replace(execution, call=CompiledRegions(counter)))]
+    if last:
+        for model in models:
+            model.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    different: set[Any] = set()
+
+    def note(module: nn.Module, given: tuple[Any, ...], _: Tensor) -> None:
+        different.add((type(module), tuple(given[0].shape), given[0].stride()))
+
+    outer: list[nn.Module] = [m for m in models[0].modules() if isinstance(m, ResidualBlock)]
+    outer.append(models[0].norm_out)
+    handles = [module.register_forward_hook(note) for module in outer]
+    loss, size, gradients = trained(models[0])
+    for handle in handles:
+        handle.remove()
+    compiled_loss, compiled_size, compiled_gradients = trained(models[1])
+    assert compiled_loss == pytest.approx(loss, rel=1e-5)
+    assert_equal_but_for_rounding(gradients, compiled_gradients)
+    assert compiled_size <= size
+    assert counter.frame_count == len(different) < len(outer)
+    trained(models[1])
+    assert counter.frame_count == len(different), "the next micro-batch compiles nothing"
+
+
+def test_without_a_gradient_nothing_is_compiled() -> None:
+    counter = CompileCounterWithBackend("eager")
+    model = awake(Execution(call=CompiledRegions(counter)))
+    with torch.no_grad():
+        model(*an_input())
+    assert counter.frame_count == 0
+    trained(model)
+    assert counter.frame_count > 0
+
+
+def fails(*_: object) -> Any:
+    raise OSError("no C compiler")
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [fails, aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=fails)],
+    ids=["forward", "backward"],
+)
+def test_what_cannot_be_compiled_runs_plainly_with_one_warning(backend: Any, caplog: pytest.LogCaptureFixture) -> None:
+    loss, _, gradients = trained(awake(Execution()))
+    model = awake(Execution(call=CompiledRegions(backend)))
+    for _ in range(2):
+        model.zero_grad()
+        found, _, found_gradients = trained(model)
+        assert found == loss
+        assert_equal_but_for_rounding(gradients, found_gradients)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("vesuvius")]
+    assert len(said) == 1
+    assert said[0].startswith("torch.compile failed: ")
+    assert "no C compiler" in said[0]
+    assert said[0].endswith("training.compile=false does not try it")
