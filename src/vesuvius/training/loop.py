@@ -69,6 +69,7 @@ class TrainingLoop:
         fixed = checked.fixed
         reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
         self.milestones = Milestones(run, train_step, reference, writer)
+        train_step.before_update = writer.hold_updates
         self._in_step = False
 
     def run_steps(self) -> None:

@@ -188,6 +188,7 @@ def test_on_a_gpu_updates_queued_behind_it_do_not_reach_it() -> None:
     state, snapshot = {"w": torch.zeros(2**26, device="cuda"), "host": torch.zeros(3)}, Snapshot()
     for round_ in range(3):
         snapshot.take(state)
+        snapshot.hold_updates()
         for tensor in state.values():
             tensor.add_(1)
         taken = snapshot.state()

@@ -234,6 +234,20 @@ def test_a_gradient_that_is_not_finite_is_not_applied_though_the_loss_is() -> No
         assert torch.equal(weight, before[name])
 
 
+def test_what_changes_a_checkpointed_tensor_comes_after_the_call_before_an_update() -> None:
+    """A checkpoint's copy on a GPU may still be running until then."""
+    config = make_config(train_batch_size=4, extra_ema_decays=(0.5,), optimizer="muon")
+    step, seen = make_step(config), []
+    train(step, config, steps=1)
+    before = step.state_dict()
+    values = copy.deepcopy(before)
+    step.before_update = lambda: seen.append(copy.deepcopy(before))
+    train(step, config, steps=1)
+    (at_call,) = seen
+    torch.testing.assert_close(at_call, values, rtol=0, atol=0)
+    assert any((step.state_dict()["model"][name] != weight).any() for name, weight in values["model"].items())
+
+
 def test_behind_the_last_bad_step_nothing_is_applied_however_late_the_host_looks() -> None:
     # On a GPU the host reads a step or more late, and has launched others by then.
     config = make_config(train_batch_size=4, max_nonfinite=2)

@@ -1,4 +1,4 @@
-"""Writing checkpoints, and which of them stay: the step that triggers one pays for a copy, a thread does the rest.
+"""Writing checkpoints, and which of them stay: a step pays for a copy (on a GPU beside the next), a thread the rest.
 
 Written under a hidden name, flushed to disk and renamed when whole; only then are older ones deleted.  Killing the
 process at any moment leaves the last whole checkpoint, and `best` points to a whole one as soon as there has been one.
@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,7 +85,8 @@ class CheckpointWriter:
             log.error("the checkpoint writer has failed as well", exc_info=defect)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copy the state, as `save_checkpoint` takes it, and let it be written.  Waits for the save before.
+        """Copy the state, as `save_checkpoint` takes it, and let it be written.  Waits for the save before.  See
+        `hold_updates`.
 
         A checkpoint of the same step is replaced.
         """
@@ -98,6 +99,10 @@ class CheckpointWriter:
             return
         # A daemon: a second signal ends the process at once, without waiting for it.
         self._job = on_thread(self._write, step, name="checkpoint-writer")
+
+    def hold_updates(self) -> None:
+        """To be called before the tensors of a state that was handed to `save` change again.  Waits for no disk."""
+        self._snapshot.hold_updates()
 
     def wait(self) -> StorageError | None:
         """Wait for what is in hand.  Returns what went wrong with the last save, None where nothing did.
@@ -137,13 +142,15 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
         self._state: dict[str, Any] = {}
+        self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
     def take(self, state: dict[str, Any]) -> None:
         """Copy a state: nested dicts, lists and tuples of tensors and plain data.
 
-        What is in the tensors of a GPU at this point of the current stream is copied when the device gets there: the
-        host does not wait, and updates that are queued later come after the copies.  The previous copy is overwritten.
+        What is in the tensors of a GPU at this point of the current stream is copied when the device gets there, on a
+        stream beside it: neither the host nor what is queued later waits, so `hold_updates` must come before the next
+        update.  The previous copy is overwritten.
 
         Raises:
             StorageError: the host's memory has no room for it.
@@ -153,13 +160,28 @@ class Snapshot:
             self._buffers, self._state = [], {}  # before others take their place
             self._buffers = [_allocate(tensor) for tensor in tensors]
         buffers, self._copied = iter(self._buffers), None
-        with torch.no_grad():  # dicts and lists are new ones: nothing is shared
+        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+        copying: AbstractContextManager[Any] = nullcontext()
+        if on_gpu:
+            self._stream = self._stream or torch.cuda.Stream(on_gpu[0].device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(on_gpu[0].device))
+            copying = torch.cuda.stream(self._stream)
+        with torch.no_grad(), copying:  # dicts and lists are new ones: nothing is shared
             self._state = tree_map_only(
                 Tensor, lambda tensor: next(buffers).copy_(tensor, non_blocking=tensor.is_cuda), state
             )
-        if any(tensor.is_cuda for tensor in tensors):
+        if self._stream is not None and on_gpu:
+            for (
+                tensor
+            ) in on_gpu:  # one that is let go of, as flags are, must not be given to others before it is copied
+                tensor.record_stream(self._stream)
             self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps, does not spin
-            self._copied.record()
+            self._copied.record(self._stream)
+
+    def hold_updates(self) -> None:
+        """Let what is queued from now on on the current stream wait for the copies; the host does not."""
+        if self._copied is not None:
+            self._copied.wait()
 
     def state(self) -> dict[str, Any]:
         """The state as it was at `take`; waits for the device.  Its tensors are the buffers: until the next `take`."""

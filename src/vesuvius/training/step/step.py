@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -84,6 +84,7 @@ class TrainStep:
         schedule: noise levels, on the device.
         averages: by name; the first is "ema", what a run is sampled and published with.
         timed: `computing` of the clock that says where the time goes, if there is one.
+        before_update: called in each step just before they change.
         updating: weights, moments and averages are being changed; where an error ended that, they are of no use.
     """
 
@@ -107,6 +108,7 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
         decays = average_decays(config.training)
         self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
+        self.before_update: Callable[[], None] = lambda: None
         self.updating = False
         self.timed: Timed = untimed
         self._loss = torch.zeros((), device=device)
@@ -178,6 +180,7 @@ class TrainStep:
         # The fused AdamW leaves weights, moments and step counts alone where this flag is set: the contract that
         # torch's own GradScaler uses (`_step_supports_amp_scaling`), without its sync.
         self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
+        self.before_update()
         self.updating = True
         self.optimizer.step()
         del self.optimizer.found_inf  # type: ignore[attr-defined]
