@@ -73,6 +73,7 @@ def train_with(worlds: list[tuple[int, int]], config: Path, cwd: Path, *override
 
 # 12 samples a step.
 FOUR = {"train_batch_size": 3, "accumulate_steps": 1, "ranks": 4, "epochs": 5, "save_every": 1000}
+FOUR |= {"validate_every": 2, "validate_patches": 3}
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,9 @@ def test_any_number_of_ranks_over_resumes_trains_on_the_same_numbers_as_one(
     difference = relative(found, one)
     print(f"{worlds}, {optimizer}: at most {difference:.1e} from one rank")
     assert difference < 1e-5
+    validations = [steps_of(tmp_path / "runs" / name, "validation") for name in ("several", "one")]
+    assert len(validations[0]) > 0
+    assert relative(validations[0], validations[1], "loss", "relative_error") < 1e-4
     ranks = steps_of(tmp_path / "runs/several", "ranks")
     assert all(len(record["times"]) == next(w for w, last in worlds if step <= last) for step, record in ranks.items())
     told = [one for record in ranks.values() for one in record["times"]]

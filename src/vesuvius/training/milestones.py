@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Milestones:
-    """Validates, draws previews and saves checkpoints after the steps where they are due: on rank 0, nothing on others.
+    """Validates, on all ranks together, and on rank 0 draws previews and saves, after the steps where they are due.
 
     `reference` is None where the config asks for neither validation nor previews.
     """
@@ -41,16 +41,20 @@ class Milestones:
     def due(self) -> bool:
         """Whether `do_what_is_due` has something to do."""
         progress, config = self._progress, self._run.config
-        due = progress.validation_due(config) or progress.preview_due(config) or self._save_due()
-        return due and self._run.ranks.is_main
+        alone = self._run.ranks.is_main and (progress.preview_due(config) or self._save_due())
+        return alone or progress.validation_due(config)
 
     def do_what_is_due(self) -> None:
         """Validate, draw and save after the present step, whose figures must have been reported."""
         progress, config, stop, improved = self._progress, self._run.config, self._run.stop, False
         if not self.due():
             return
-        if progress.validation_due(config) and not stop.wanted():
+        ranks = self._run.ranks
+        # A rank that is to stop takes part where there are others, and tells them there.
+        if progress.validation_due(config) and (ranks.world > 1 or not stop.wanted()):
             improved = self._validate()
+        if not ranks.is_main:
+            return
         if progress.preview_due(config) and not stop.wanted():
             self._preview()
         if improved or self._save_due():
@@ -115,6 +119,8 @@ class Milestones:
         """Whether to cut a validation or preview short; asked before each piece of it, the next of which is awaited."""
         run = self._run
         run.watchdog.expects(awaited, "the network")
+        if (asked := run.stop.asked()) is not None:
+            run.ranks.tell_stop(asked)
         return run.stop.wanted() or run.ranks.stopping is not None or run.ranks.failure is not None
 
     def _validate(self) -> bool:
@@ -125,13 +131,16 @@ class Milestones:
         denoisers = {name: step.denoiser(name) for name in step.weight_names}
         spectrum = self._run.checked.facts.spectrum
         stop = partial(self._stops, "batch of a validation")
-        result = validate(self._run.config, self._reference, step.schedule, spectrum, denoisers, stop)
+        ranks = self._run.ranks
+        result = validate(self._run.config, self._reference, step.schedule, spectrum, denoisers, stop, ranks)
         if result is None:
             return False
         error, before = result.relative_error, progress.best
         improved = math.isfinite(error) and (before is None or error < before.relative_error)
         best = progress.best = Best(progress.step, error) if improved else before
         progress.validated_step = progress.step
+        if not ranks.is_main:
+            return improved
         self._run.metrics.write(
             "validation",
             step=progress.step,

@@ -47,6 +47,7 @@ from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.self_test import check_kernels
 from vesuvius.training.step.step import TrainStep, build_network, choose_device, choose_kernels, resolve_amp
 from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
+from vesuvius.training.validation.validation import patches_of_rank
 from vesuvius.volumes.store.cache import open_cache
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,8 @@ def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.E
         log.log(level, "%s", line)
     log_killed_session(directory)
     ranks.publish((config, for_other_ranks(checked), directory.mark()))
+    for rank in range(1, ranks.world):
+        ranks.publish(patches_of_rank(config, checked.fixed, rank, ranks.world), rank)
     return checked
 
 
@@ -152,7 +155,7 @@ def _begin_beside(ranks: Ranks) -> tuple[Config, Preflight | int]:
     log_killed_session(directory)
     if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
         cache.prepare()
-    return config, checked
+    return config, replace(checked, fixed=ranks.await_main(mine=True))
 
 
 def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | int:

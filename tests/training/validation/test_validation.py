@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,16 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
+from vesuvius.training.ranks.ranks import Ranks
 from vesuvius.training.step.grey_values import Conditioner
-from vesuvius.training.validation.validation import HEADLINE, Losses, Reference, ValidationResult, validate
+from vesuvius.training.validation.validation import (
+    HEADLINE,
+    Losses,
+    Reference,
+    ValidationResult,
+    patches_of_rank,
+    validate,
+)
 
 CPU = torch.device("cpu")
 PATCHES, BINS = 3, 8
@@ -33,7 +44,11 @@ def config_of(batch: int = 4, conditional: bool = False, patches: int = PATCHES,
 
 
 def make_reference(
-    count: int = PATCHES, conditional: bool = False, grey: int | None = None, device: torch.device = CPU
+    count: int = PATCHES,
+    conditional: bool = False,
+    grey: int | None = None,
+    device: torch.device = CPU,
+    share: Callable[[FixedPatches], FixedPatches | None] = lambda fixed: fixed,
 ) -> Reference:
     """Patches of random voxels, or of one grey value; 0 ... 255 are the model values -1 ... 1."""
     voxels = np.random.default_rng(0).integers(0, 256, (count, 8, 16, 16)).astype("uint8")
@@ -42,7 +57,9 @@ def make_reference(
     greys = GreyRanges((GreyRange(0, 255),), (GreyRange(0, 255),) if conditional else ())
     conditioner = Conditioner(None, greys.conditions, device)
     fixed = FixedPatches(True, (0,) * count, ((0, 0, 0),) * count, voxels, 255 - voxels if conditional else None)
-    return Reference(fixed, greys, conditioner, device)
+    held = share(fixed)
+    assert held is not None
+    return Reference(held, greys, conditioner, device)
 
 
 def spectrum() -> Spectrum:
@@ -269,3 +286,43 @@ def test_what_has_no_linear_error_to_compare_with_is_unknown() -> None:
     assert math.isnan(none.relative_error)
     line = ValidationResult(2, (0, 500, 1000), {"raw": some, HEADLINE: none}).line(1, 2)
     assert line.endswith("relative_error unknown relative_bins unknown unknown")
+
+
+class Sums:
+    """Adds up what the ranks of a run, here threads, bring together."""
+
+    def __init__(self, world: int) -> None:
+        self.brought, self.all_here = list[Tensor](), threading.Barrier(world, timeout=60)
+
+    def add(self, tensor: Tensor) -> None:
+        self.brought.append(tensor.clone())
+        self.all_here.wait()
+        tensor.copy_(torch.stack(self.brought).sum(0))
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("stops", [False, True])
+def test_ranks_share_a_validation_and_come_to_the_figures_of_one_or_stop_together(world: int, stops: bool) -> None:
+    """24 pairs in batches of 4: six batches, so that two of eight ranks have none.  A program in which each validates
+    alone, or which sends the figures of rank 0, has the same figures; so each rank holds its patches and no others.
+    """
+    config = config_of(batch=4, conditional=True)
+    schedule, sums = Schedule.from_config(config.diffusion, spectrum()), Sums(world)
+    shown = [Recorder() for _ in range(world)]
+
+    def of_rank(rank: int) -> ValidationResult | None:
+        share = partial(patches_of_rank, config, rank=rank, world=world)
+        reference = make_reference(conditional=True, share=share if rank else lambda fixed: fixed)
+        ranks = Ranks(rank, world)
+        ranks.sum = sums.add  # type: ignore[method-assign]
+        stop = partial(bool, stops and rank == 1)
+        return validate(config, reference, schedule, spectrum(), {"ema": shown[rank]}, stop, ranks)
+
+    with ThreadPoolExecutor(world) as pool:
+        results = list(pool.map(of_rank, range(world)))
+    if stops:
+        assert results == [None] * world
+    else:
+        assert results == [result_of(config, {"ema": half})] * world
+        assert sum(len(one.x_t) for one in shown) == 6
+        assert max(len(one.x_t) for one in shown) == -(-6 // world)

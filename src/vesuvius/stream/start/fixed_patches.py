@@ -44,6 +44,15 @@ class FixedPatches:
     patches: NDArray[Any]  # [N, Z, Y, X] in the stored dtype, not augmented
     # [N, Z, Y, X] in the stored dtype, cut at the same places; None where volumes have no conditions
     conditions: NDArray[Any] | None
+    first: int = 0  # number of the first
+
+    def part(self, first: int, end: int) -> FixedPatches:
+        """Those with the numbers first ... end - 1."""
+        rows = slice(first, end)
+        conditions = None if self.conditions is None else self.conditions[rows]
+        return FixedPatches(
+            self.held_out, self.volumes[rows], self.starts_zyx[rows], self.patches[rows], conditions, first
+        )
 
 
 def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> FixedPatches:

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
 from vesuvius.threads import BoundedCall, on_thread
@@ -136,20 +137,28 @@ class Ranks:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    def publish(self, value: object) -> None:
-        """On rank 0, hand a picklable value to the others, which wait for it in `await_main`."""
+    def publish(self, value: object, rank: int | None = None) -> None:
+        """On rank 0, hand a picklable value to the others, or to one of them, which wait for it in `await_main`."""
         if self._store is not None:
-            payload = pickle.dumps(value)
+            key, payload = _START if rank is None else f"{_START}{rank}", pickle.dumps(value)
             pieces = [payload[i : i + _PIECE_BYTES] for i in range(0, len(payload), _PIECE_BYTES)]
             for number, piece in enumerate(pieces):
-                self._store.set(f"{_START}/{number}", piece)
-            self._store.set(_START, str(len(pieces)))
+                self._store.set(f"{key}/{number}", piece)
+            self._store.set(key, str(len(pieces)))
 
-    def await_main(self) -> Any:
-        """On the others, return what rank 0 publishes.  Raises RankError: it failed or did not answer."""
-        to = "check the config and the volumes"
-        count = int(self._get(_START, 0, to, max(self.timeout_s, _PREFLIGHT_S)))
-        return pickle.loads(b"".join(self._get(f"{_START}/{number}", 0, to) for number in range(count)))
+    def await_main(self, mine: bool = False) -> Any:
+        """On the others, return what rank 0 publishes, for all or (`mine`) for this one, which is then taken away.
+
+        Raises RankError: it failed or did not answer.
+        """
+        to, key = "check the config and the volumes", f"{_START}{self.rank}" if mine else _START
+        keys = [f"{key}/{n}" for n in range(int(self._get(key, 0, to, max(self.timeout_s, _PREFLIGHT_S))))]
+        pieces = []
+        for each in keys:
+            pieces.append(self._get(each, 0, to))
+            if mine:
+                self._store.delete_key(each)
+        return pickle.loads(b"".join(pieces))
 
     def tell_here(self, value: str) -> None:
         """On the first rank of each machine, hand a text to the others there, which wait for it in `of_first_here`."""
@@ -176,7 +185,7 @@ class Ranks:
             RankError: a rank failed or did not answer.
         """
         if (stop := asked()) is not None:
-            self._tell_stop(stop)
+            self.tell_stop(stop)
         if self._store is None:
             return stop, []
         self._round += 1
@@ -192,6 +201,11 @@ class Ranks:
         agreed = json.loads(self._get(key, 0, "begin the step", asked=asked))
         return (tuple(agreed) if agreed else None), told if self.is_main else []
 
+    def tell_stop(self, stop: Stop) -> None:
+        """Tell the others that this rank was asked to stop; the first stop counts."""
+        if self._store is not None and self.stopping is None:
+            self._store.compare_set(_STOPPING, "", json.dumps(stop))
+
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective: on a GPU the device does, on a CPU the host, but not for a rank that has failed.
 
@@ -203,6 +217,11 @@ class Ranks:
                 raise self.failure
             time.sleep(_nap_s(time.monotonic() - began))
         work.wait()  # raises what went wrong
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up a tensor over all ranks, in place, as `wait_for` waits.  Raises RankError."""
+        if self.world > 1:
+            self.wait_for(dist.all_reduce(tensor, async_op=True))
 
     def check_sums(self) -> None:
         """After a wait for the device.  Raises RankError: a sum that it waited for was given up, and is none."""
@@ -280,11 +299,6 @@ class Ranks:
             with suppress(RuntimeError):  # rank 0 is gone
                 self._store.compare_set(_FAILED, "", json.dumps(failed))
 
-    def _tell_stop(self, stop: Stop) -> None:
-        """Tell the others that this rank was asked to stop; the first stop counts."""
-        if self._store is not None and self.stopping is None:
-            self._store.compare_set(_STOPPING, "", json.dumps(stop))
-
     def _get(
         self,
         key: str,
@@ -302,7 +316,7 @@ class Ranks:
                 if failing and self.failure is not None:
                     raise self.failure
                 if (stop := asked()) is not None:
-                    self._tell_stop(stop)
+                    self.tell_stop(stop)
                 if (waited_s := time.monotonic() - began) > limit_s:
                     lost = RankLostError(
                         f"rank {rank} did not {to} within {limit_s:g} s, while rank {self.rank} waited; look at its "

@@ -27,6 +27,7 @@ from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_training_patches
 from vesuvius.stream.start.prepare import GreyRanges, PreparedData
+from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.device import model_values
 from vesuvius.training.step.grey_values import Conditioner, grey_scales, to_device
 
@@ -40,7 +41,8 @@ _LEAST, _MOST, _VOXELS = 16, 64, 2**25  # of patches that the spectrum is measur
 class Reference:
     """Real patches that stay the same for a whole run; host memory holds them in their stored dtype.
 
-    Rows are patch numbers 0 ... len - 1, in any order, repeated or not.  `device` is that of the conditioner.
+    Rows are patch numbers, in any order, repeated or not: 0 ... len - 1, or those of a rank's share.  `device` is that
+    of the conditioner.
     `held_out` says whether training never sees the patches.
     """
 
@@ -75,11 +77,11 @@ class Reference:
         return greys.float().cpu().numpy()
 
     def _volumes(self, rows: Sequence[int]) -> list[int]:
-        return [self._fixed.volumes[row] for row in rows]
+        return [self._fixed.volumes[row - self._fixed.first] for row in rows]
 
     def _raw(self, stored: NDArray[np.generic], rows: Sequence[int]) -> Tensor:
         """[len(rows), Z, Y, X] in the stored dtype, on the device."""
-        return to_device(torch.from_numpy(stored[list(rows)]), self._device)
+        return to_device(torch.from_numpy(stored[[row - self._fixed.first for row in rows]]), self._device)
 
 
 def measure_spectrum(data: PreparedData, config: DataConfig, greys: GreyRanges) -> Spectrum:
@@ -137,6 +139,25 @@ class ValidationResult:
         return f"Validation step {step}/{steps} {losses} relative_error {error} relative_bins {bins}"
 
 
+def batches_of_rank(config: Config, rank: int, world: int) -> list[NDArray[np.int64]]:
+    """The batches of a validation, those that one rank would compute, shared out in order.  Pure.
+
+    They hold pairs of a patch and a bin: patch p at bin b is pair p * bins + b.
+    """
+    pairs = np.arange(config.training.validate_patches * (len(timestep_bins(config.diffusion.timesteps)) - 1))
+    size = config.training.train_batch_size  # known to fit the memory
+    batches = np.split(pairs, range(size, len(pairs), size))
+    return [batches[number] for number in np.array_split(np.arange(len(batches)), world)[rank]]
+
+
+def patches_of_rank(config: Config, fixed: FixedPatches | None, rank: int, world: int) -> FixedPatches | None:
+    """Those that another rank than 0, which has all of them, needs for its batches.  Pure."""
+    if fixed is None or not fixed.held_out or not config.training.validate_every:
+        return None
+    batches, bins = batches_of_rank(config, rank, world), len(timestep_bins(config.diffusion.timesteps)) - 1
+    return fixed.part(batches[0][0] // bins, batches[-1][-1] // bins + 1) if batches else fixed.part(0, 0)
+
+
 @torch.no_grad()
 def validate(
     config: Config,
@@ -145,6 +166,7 @@ def validate(
     spectrum: Spectrum,
     denoisers: Mapping[str, Denoise],
     stop: Callable[[], bool],
+    ranks: Ranks = SINGLE,
 ) -> ValidationResult | None:
     """Measure loss and error of x_0 on the first `training.validate_patches` patches of a reference.
 
@@ -156,18 +178,25 @@ def validate(
         schedule: on the device of the reference's conditioner.
         spectrum: that of patches of training: the best linear denoiser follows from it.
         denoisers: name of a set of weights -> the network with them; `HEADLINE` is one of the names.
-        stop: asked before each batch; None is returned where it came true.
+        stop: asked before each batch; None is returned where it came true, on whichever rank.
+        ranks: share the batches; all of them call this, and get the same, to the bit what one rank gets.
+
+    Raises:
+        RankError: another rank failed.
     """
-    patches, batch_size = config.training.validate_patches, config.training.train_batch_size  # known to fit the memory
+    patches = config.training.validate_patches
     assert HEADLINE in denoisers, list(denoisers)
-    assert len(reference) >= patches, (len(reference), patches)
-    device, diffusion, found = schedule.device, config.diffusion, list[Tensor]()
+    assert not ranks.is_main or len(reference) >= patches, (len(reference), patches)
+    device, diffusion = schedule.device, config.diffusion
     timesteps = validation_timesteps(patches, schedule.timesteps)
     count, bins = timesteps.shape
-    for pairs in np.split(np.arange(count * bins), range(batch_size, count * bins, batch_size)):
+    # A row for each loss and each error; the last column counts the ranks that were to stop.
+    found = torch.zeros(2 * len(denoisers) + 1, count * bins + 1, device=device)
+    for pairs in batches_of_rank(config, ranks.rank, ranks.world):
         if stop():
-            return None
-        rows = (pairs // bins).tolist()  # patch p at bin b is pair p * bins + b
+            found[:, -1] = 1
+            break
+        rows = (pairs // bins).tolist()
         x_0, condition = reference.x_0(rows), reference.condition(rows)
         eps = sample_noise(_SEED, pairs, (1, *x_0.shape[2:]), device, purpose=Purpose.VALIDATION)
         t = to_device(torch.from_numpy(timesteps.ravel()[pairs]), device)
@@ -178,9 +207,14 @@ def validate(
             losses.append(loss_per_sample(prediction, x_0, eps, t, schedule, diffusion))
             guess, _ = schedule.x_0_and_eps(diffusion.prediction, prediction, x_t, t)
             errors.append(_squared_error(guess, x_0))
-        found.append(torch.stack([*losses, *errors]))
+        found[:, pairs[0] : pairs[-1] + 1] = torch.stack([*losses, *errors])
+    ranks.sum(found)  # of one rank's figures and zeros
     # float64 on the host: the mean of a bin does not depend on how the pairs were batched
-    means = np.array(torch.cat(found, dim=1).tolist()).reshape(-1, count, bins).mean(axis=1)
+    figures = np.array(found.tolist())
+    ranks.check_sums()
+    if figures[0, -1]:
+        return None
+    means = figures[:, :-1].reshape(-1, count, bins).mean(axis=1)
     of_bins, linear, of_x_0 = np.split(means, [len(denoisers), len(denoisers) + 1])
     weights = {
         name: Losses(float(loss.mean()), tuple(loss.tolist()), tuple((error / linear[0]).tolist()))
