@@ -69,7 +69,7 @@ class Muon(torch.optim.AdamW):
         applied = torch.ones((), device=momentum.device) if found_inf is None else 1 - found_inf
         matrices = torch.empty_like(momentum)
         torch._foreach_copy_(stacks.parts(matrices), [kernel.grad for kernel in kernels])  # type: ignore[misc]
-        matrices = torch.where(applied > 0, matrices, momentum)  # which then stays as it is; of NaN no multiple is 0
+        torch.where(applied > 0, matrices, momentum, out=matrices)  # which then stays as it is; of NaN no multiple is 0
         momentum.lerp_(matrices, 1 - _MOMENTUM)
         matrices.lerp_(momentum, _MOMENTUM)
         norms = torch.stack(torch._foreach_norm(stacks.parts(matrices))) + _LEAST_NORM
