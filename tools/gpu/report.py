@@ -53,7 +53,7 @@ def print_report(content: Row) -> None:
         print(
             f"network   {network['name']}: {widths}, {network['parameters'] / 1e6:.1f} M, {teraflops:.1f} TFLOP a patch"
         )
-    print("\nConv3d against float64, relative error\n")
+    print("\nThe network's convolutions against float32, largest relative errors\n")
     print_markdown(
         ["dtype", "output", "input gradient", "weight gradient", "bias gradient", "ok"],
         [[r["amp"], *(f"{error:.1e}" for error in r["errors"].values()), _yes(r)] for r in content["self_test"]],

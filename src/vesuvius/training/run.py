@@ -180,7 +180,8 @@ def _check_kernels(config: Config, ranks: Ranks) -> None:
     """Choose the kernels of this device and test them, before anything of the run is written.  Raises ConfigError."""
     device = choose_device(ranks.local_rank)
     choose_kernels(device, config.training)
-    check_kernels(config, config.training.train_batch_size, device, resolve_amp(config.training.amp, device))
+    micro_batch = part_of(config, ranks.rank, ranks.world).micro_batch
+    check_kernels(config, micro_batch, device, resolve_amp(config.training.amp, device))
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.support.tiny import tiny_sections
 from vesuvius.config import Config
 from vesuvius.config.load import parse_config
 from vesuvius.errors import ConfigError
+from vesuvius.training.ranks.ranks import SINGLE
+from vesuvius.training.run import _check_kernels
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem, network_convolutions
 from vesuvius.training.step.step import AmpMode, build_network
 
@@ -114,6 +117,14 @@ def test_the_convolutions_listed_are_those_of_a_step(
         network(x, torch.rand(batch)).sum().backward()
     listed = {(c.input_shape, c.weight_shape, c.stride, c.padding) for c in network_convolutions(config, batch)}
     assert listed == recorded.forward == recorded.backward
+
+
+def test_a_run_tests_the_micro_batch_that_its_ranks_compute() -> None:
+    config = tiny().with_training(train_batch_size=4, accumulate_steps=1, amp="fp16")
+    for world in (1, 2):
+        with Recorded() as recorded:
+            _check_kernels(config, replace(SINGLE, world=world))
+        assert {shape[0] for shape, *_ in recorded.backward} == {4 // world}
 
 
 @pytest.mark.parametrize("part", ["input gradient", "weight gradient", "bias gradient"])
