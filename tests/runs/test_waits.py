@@ -168,7 +168,7 @@ def test_a_long_validation_is_no_hang_and_one_without_progress_is(
     )
 
     def slow(*arguments: Any) -> None:
-        stop: Callable[[], bool] = arguments[-1]
+        stop: Callable[[], bool] = arguments[-2]
         deadline = time.monotonic() + 2.8
         assert not stop()
         while time.monotonic() < deadline:

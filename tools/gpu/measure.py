@@ -30,8 +30,8 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import one_line
 from vesuvius.monitor.clock import StepTimes, make_clock
+from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.training.forecast.memory_plan import peak_flops_s
-from vesuvius.training.forecast.run_plan import is_gpu_memory_error
 from vesuvius.training.step.step import StepResult, TrainStep
 
 Row = dict[str, Any]

@@ -19,7 +19,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from vesuvius.runlog.files import AppendFile, write_whole
 
@@ -248,8 +248,10 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 def _typed(hint: Any, value: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin is UnionType:  # X | None
-        return None if value is None else _typed(next(kind for kind in arguments if kind is not NoneType), value)
+    if origin in (UnionType, Union):  # X | None, or bool | Literal["auto"]
+        if value is None or any(value in get_args(kind) for kind in arguments if get_origin(kind) is Literal):
+            return value
+        return _typed(next(kind for kind in arguments if kind is not NoneType), value)
     if origin is Literal:
         if value not in arguments:
             raise ValueError(f"must be one of {arguments}; got {value!r}")

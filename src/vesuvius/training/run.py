@@ -19,6 +19,7 @@ from vesuvius.config.experiment import without_listeners
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, StorageError, VesuviusError, one_line, storage_errors
+from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.monitor.session import end_session
 from vesuvius.monitor.watchdog import Watchdog
 from vesuvius.runlog.logfile import close_logs, close_terminal, open_log
@@ -31,7 +32,7 @@ from vesuvius.training.checkpoint.resume import is_finished, restore
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
-from vesuvius.training.forecast.run_plan import gpu_memory_error, is_gpu_memory_error, resident_bytes
+from vesuvius.training.forecast.run_plan import gpu_memory_error, resident_bytes
 from vesuvius.training.forecast.start_log import log_ranks, start_lines
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.part import Part, launched_ranks, part_of

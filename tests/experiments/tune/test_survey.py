@@ -110,5 +110,5 @@ def test_a_setting_goes_into_a_config_and_comes_back(tiny_config: WriteConfig) -
     turned = replace(source, workers=3, requests=64, compile=True)
     assert Setting.of(turned.applied_to(config)) == turned
     assert Setting.of(read_config(tiny_config(), turned.overrides(source))) == turned
-    assert in_words(turned, source).startswith("workers 0 -> 3, requests 16 -> 64, compile false -> true")
+    assert in_words(turned, source).startswith("workers 0 -> 3, requests 16 -> 64, compile auto -> true")
     assert in_words(source, source) == "nothing"

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from vesuvius.experiments.tune.worker import vram_bytes
-from vesuvius.monitor.probes.vram import Peaks, Vram, VramUse
+from vesuvius.monitor.probes.vram import Peaks, Vram, VramUse, used_share
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
-from vesuvius.training.forecast.run_plan import used_share
 
 GIB = 2**30
 PEAK = "allocated_bytes.all.peak"

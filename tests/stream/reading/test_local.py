@@ -156,7 +156,11 @@ with PatchStream(
 
 @pytest.mark.parametrize(
     ("when", "waits_s", "says"),
-    [("at once", 100, ""), ("waiting", 100, ""), ("waiting", 0.1, "Ray has not started within 0.1 s")],
+    [
+        ("at once", 100, ""),
+        ("waiting", 100, ""),
+        pytest.param("waiting", 0.1, "Ray has not started within 0.1 s", marks=pytest.mark.long),
+    ],
 )
 def test_a_stream_may_be_closed_while_ray_starts(when: str, waits_s: float, says: str, volume: Path) -> None:
     """Nothing of Ray is left, and the process ends, also where it goes on before Ray has started, or while a batch is
@@ -168,5 +172,8 @@ def test_a_stream_may_be_closed_while_ray_starts(when: str, waits_s: float, says
     waiting = "Ray, which has 1 readers, is starting)\n" if when == "waiting" else ""
     assert (done.returncode, done.stdout) == (0, f"[0, 1, 2, 3]\n{waiting}")
     assert done.stderr.startswith(says)
-    assert done.stderr.count("\n") == bool(says)
+    assert says or not done.stderr
+    until = time.monotonic() + 90
+    while bearers_of(mark) and time.monotonic() < until:  # workers of Ray notice the end of its daemons late
+        time.sleep(0.5)
     assert not bearers_of(mark)

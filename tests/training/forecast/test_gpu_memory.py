@@ -16,13 +16,12 @@ from torch import Tensor
 from tests.support.config_text import MINIMAL, read
 from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
 from vesuvius.config import Config
-from vesuvius.monitor.probes.vram import Vram, VramUse
+from vesuvius.monitor.probes.vram import Vram, VramUse, is_gpu_memory_error
 from vesuvius.runlog.units import GIB
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 from vesuvius.training.forecast.run_plan import (
     gpu_memory_error,
-    is_gpu_memory_error,
     remedy,
 )
 

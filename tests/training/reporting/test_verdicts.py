@@ -69,6 +69,7 @@ class WorkingPath(StillStream):
     """A stream of which the test says what it has done."""
 
     blocks_a_step = 1.0
+    has_resident = False
     runs_empty = True
     _blocks = 0.0
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+# cuBLAS and cuDNN, and torch for pinned memory, report the same without torch's own class.
+_OTHER_NAMES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+# What cuDNN says where it has no kernel, or none whose workspace fits; the first is torch's own text.
+_NO_KERNEL = ("unable to find an engine", "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_INTERNAL_ERROR")
+_NEARLY_FULL = 0.6  # a workspace is at most some tensors of a convolution
 
 
 @dataclass(frozen=True)
@@ -102,3 +108,27 @@ def gpu_uuid(device: Any) -> str | None:
     """The uuid of a `torch.device`, whatever CUDA_VISIBLE_DEVICES hides, without the kind that NVML writes before it
     (GPU-, or MIG- for a part of one); None on a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def used_share() -> float:
+    """The most that tensors took at once of the GPU memory that this process may have; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    may_take = min(torch.cuda.get_per_process_memory_fraction() * total, free + torch.cuda.memory_reserved())
+    return process_peaks().allocated_bytes / max(may_take, 1)
+
+
+def is_gpu_memory_error(error: BaseException, share: Callable[[], float] = used_share) -> bool:
+    """Whether an error says that a GPU has no memory left, whichever library found out.
+
+    Where each of its kernels wants more workspace than is left, cuDNN says that it has no kernel.  One may be missing
+    indeed, so that counts only where `share`, of the memory in use, was large.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    if any(text in str(error) for text in _NO_KERNEL):
+        return share() >= _NEARLY_FULL
+    return any(name in str(error) for name in _OTHER_NAMES)

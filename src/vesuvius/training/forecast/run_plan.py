@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +20,7 @@ from vesuvius.config import Config
 from vesuvius.errors import GpuMemoryError, one_line
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
-from vesuvius.monitor.probes.vram import Vram, VramUse, process_peaks
+from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.runlog.units import GIB, size_text
 from vesuvius.stream.feeder import HELD
 from vesuvius.stream.options import (
@@ -63,11 +62,6 @@ _WARN_SHARE = 0.8
 _RESIDENT_SHARE = 0.5
 _NOT_HERE = "--vram-gib"
 
-# cuBLAS and cuDNN, and torch for pinned memory, report the same without torch's own class.
-_OTHER_NAMES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-# What cuDNN says where it has no kernel, or none whose workspace fits; the first is torch's own text.
-_NO_KERNEL = ("unable to find an engine", "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_INTERNAL_ERROR")
-_NEARLY_FULL = 0.6  # a workspace is at most some tensors of a convolution
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -292,30 +286,6 @@ def _network(config: Config, gpu: bool) -> list[RamPart]:
 def _host_bytes(size: int, gpu: bool) -> int:
     """Of a buffer, which is pinned where a GPU copies from it."""
     return pinned_bytes(size) if gpu else size
-
-
-def used_share() -> float:
-    """The most that tensors took at once of the GPU memory that this process may have; 0 without a GPU."""
-    if not torch.cuda.is_available():
-        return 0.0
-    free, total = torch.cuda.mem_get_info()
-    may_take = min(torch.cuda.get_per_process_memory_fraction() * total, free + torch.cuda.memory_reserved())
-    return process_peaks().allocated_bytes / max(may_take, 1)
-
-
-def is_gpu_memory_error(error: BaseException, share: Callable[[], float] = used_share) -> bool:
-    """Whether an error says that a GPU has no memory left, whichever library found out.
-
-    Where each of its kernels wants more workspace than is left, cuDNN says that it has no kernel.  One may be missing
-    indeed, so that counts only where `share`, of the memory in use, was large.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    if any(text in str(error) for text in _NO_KERNEL):
-        return share() >= _NEARLY_FULL
-    return any(name in str(error) for name in _OTHER_NAMES)
 
 
 def gpu_memory_error(
