@@ -37,15 +37,13 @@ class Resident:
     """
 
     def __init__(self, job: ReaderJob, address: str | None = None, sharers: int = 1) -> None:
-        layout = [_layout(job, volume) for volume in job.plan.volumes]
-        size = sum(_padded(part) for parts in layout for part in parts)
         # A file without a name in memory: it ends with the last process that holds it, however that ends, and no limit
         # on /dev/shm applies.
         self._file = os.memfd_create("vesuvius-resident") if address is None else os.open(address, os.O_RDWR)
         try:
             if address is None:
-                os.ftruncate(self._file, size)
-            memory = mmap.mmap(self._file, size)
+                os.ftruncate(self._file, self.size_bytes(job))
+            memory = mmap.mmap(self._file, self.size_bytes(job))
         except (OSError, ValueError):
             os.close(self._file)
             raise
@@ -54,9 +52,9 @@ class Resident:
         # Where a region goes to several ranks, these do not share a pass.
         self._sharers = min(sharers, job.world / job.plan.reads_per_region(job.world)) if sharers > 1 else 1
         start = 0
-        for volume, parts in zip(job.plan.volumes, layout, strict=True):
+        for volume in job.plan.volumes:
             views = []
-            for part in parts:
+            for part in _layout(job, volume):
                 views.append(memoryview(memory)[start : start + part])
                 start += _padded(part)
             self._volumes.append(_Copy(job, volume, views))
