@@ -23,7 +23,7 @@ from vesuvius.launch.launch import with_number_of_ranks
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.options import StreamOptions, reads_here
 from vesuvius.stream.ray.session import passed_on
-from vesuvius.training.ranks.ranks import RankLostError
+from vesuvius.training.ranks.failure import RankLostError
 from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest
 

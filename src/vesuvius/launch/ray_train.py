@@ -30,8 +30,8 @@ from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
 from vesuvius.training.forecast.preflight import check_limits
+from vesuvius.training.ranks.failure import restart_may_help
 from vesuvius.training.ranks.part import check_ranks
-from vesuvius.training.ranks.ranks import restart_may_help
 from vesuvius.training.request import Request
 from vesuvius.training.run import train_as_rank
 from vesuvius.training.stop import StopRequest

@@ -21,7 +21,7 @@ from vesuvius.stream.stream import PatchStream
 from vesuvius.training.actions import Autotuner, GuardActions
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.milestones import Milestones
-from vesuvius.training.ranks.ranks import RankError
+from vesuvius.training.ranks.failure import RankError
 from vesuvius.training.replay import MicroBatch, diagnose
 from vesuvius.training.reporting.monitoring import reader_died
 from vesuvius.training.reporting.report import Launched, RankNews, StepReporter

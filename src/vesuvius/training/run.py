@@ -35,8 +35,9 @@ from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_
 from vesuvius.training.forecast.run_plan import gpu_memory_error, resident_bytes
 from vesuvius.training.forecast.start_log import log_ranks, start_lines
 from vesuvius.training.loop import TrainingLoop
+from vesuvius.training.ranks.failure import RankError
 from vesuvius.training.ranks.part import Part, launched_ranks, part_of
-from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks, open_ranks
+from vesuvius.training.ranks.ranks import SINGLE, Ranks, open_ranks
 from vesuvius.training.reporting.monitoring import (
     log_killed_session,
     open_metrics,
@@ -218,7 +219,7 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
             record_end(failure.exit_code, one_line(failure))
             end_session(directory.session, session.record, failure.exit_code)
 
-        ranks.last_words = last_words
+        ranks.abort.last_words = last_words
         try:
             train_step = build_step(config, checked, device, part, ranks)
             if checked.resumed:
@@ -247,7 +248,7 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
         finally:
             raised = sys.exception()
             cause = one_line(raised) if raised else "done" if session.exit_code == EXIT_OK else stop.reason or ""
-            ranks.last_words = None
+            ranks.abort.last_words = None
             record_end(session.exit_code, cause)
     return session.exit_code
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from tests.support.rank_runs import output_of, started_ranks
 from vesuvius.errors import EXIT_ERROR, DataError
 from vesuvius.training.ranks import ranks as module
+from vesuvius.training.ranks.failure import RankError, RankLostError
 from vesuvius.training.ranks.part import launched_ranks
-from vesuvius.training.ranks.ranks import RankError, RankLostError, Ranks, open_ranks
+from vesuvius.training.ranks.ranks import Ranks, open_ranks
 
 WORLD = 3
 
@@ -37,7 +38,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks]]:
         one.watch()
     yield found
     for one in found:
-        one._ended.set()
+        one.abort.ended.set()
 
 
 def on_all(ranks: list[Ranks], act: Callable[[Ranks], Any]) -> list[Any]:
@@ -133,7 +134,7 @@ def test_a_stopped_rank_0_ends_a_rank_and_a_stop_of_its_own_does_not(
     monkeypatch.setattr(module.os, "_exit", ended.append)
     monkeypatch.setattr(module, "BoundedCall", Hanging)
     rank = Ranks(1, 2)
-    rank._ended = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    rank.abort.ended = SimpleNamespace(wait=wait)  # type: ignore[assignment]
     rank._watch()
     assert ended == ([EXIT_ERROR] if is_ended else [])
 
@@ -177,12 +178,12 @@ def test_a_rank_is_ended_that_does_not_end_by_itself_when_another_has_failed_and
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(os, "_exit", end)
     one, words = Ranks(world=2, timeout_s=timeout_s), list[RankError]()
-    one.last_words = words.append
+    one.abort.last_words = words.append
     if after:
         one.fail(DataError("a chunk must be readable"))
     if after == "close":
         one.close()
-    one._ended = Clock()
+    one.abort.ended = Clock()
     one.failure = None if after else RankError("rank 1 failed: a chunk must be readable", 6)
     with pytest.raises(_EndedError, match="6"):
         one._watch()
@@ -215,16 +216,17 @@ def test_what_is_larger_than_a_value_of_the_store_reaches_all(ranks: list[Ranks]
 
 HANGS = """
 import os, signal, sys, threading, time
-from vesuvius.training.ranks import ranks as module
+from vesuvius.training.ranks import abort
+from vesuvius.training.ranks.failure import RankError
 from vesuvius.training.ranks.ranks import open_ranks
-module._UNWIND_S = 1.0
+abort._UNWIND_S = 1.0
 with open_ranks("cpu", float(sys.argv[1])) as ranks:
     ranks.agree(lambda: None, {})
     if ranks.rank == int(sys.argv[2]):
         eval(sys.argv[3])
     try:
         ranks.agree(lambda: None, {})
-    except module.RankError as error:
+    except RankError as error:
         print(error, flush=True)
         ranks.fail(error)
         os._exit(error.exit_code)

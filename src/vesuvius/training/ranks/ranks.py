@@ -2,10 +2,6 @@
 
 Tensors go through torch.distributed (NCCL on GPUs, gloo on CPUs), small messages through a TCPStore of rank 0.  Each
 wait for a message ends: with the message, with the failure of a rank, or after `timeout_s`.
-
-After a failure the ranks that live have sums queued that never complete, and NCCL waits for them wherever the host
-waits for the device, and in `destroy_process_group`.  So each rank, the failed one included, gives its process group
-up (`abort`), and a thread ends the process where it does not end by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
-from vesuvius.threads import BoundedCall, on_thread
+from vesuvius.threads import BoundedCall
+from vesuvius.training.ranks.abort import Abort
+from vesuvius.training.ranks.failure import RankError, RankLostError, exit_code_of, is_of_network
 from vesuvius.training.ranks.part import launched_ranks
 
 log = logging.getLogger(__name__)
@@ -42,61 +39,6 @@ _STOPPED_S = 5.0  # longer than the pauses of a busy machine
 _PREFLIGHT_S = 6 * 3600.0  # rank 0 may read many chunks of a slow store, and waits for an outage to end
 _CAUSE_S = 5.0
 _LEAVE_S = 5.0  # for the others to let go of the store
-# After a failure, for the main thread: until what it waits for is given up, then until it has noticed.
-_GIVE_UP_S = 5.0
-_UNWIND_S = 15.0
-_SAVE_S = 1800.0  # then to save, or to wait for that; timeout_s where that is more
-_CLOSE_S = 10.0  # and to end the connections
-_LAST_WORDS_S = 3.0  # to record why, where the disk may not answer
-
-
-class RankError(VesuviusError):
-    """Another rank failed, or did not answer.  Ends this process with the exit code of that rank."""
-
-    def __init__(self, message: str, exit_code: int = EXIT_ERROR) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-class RankLostError(RankError):
-    """Another rank ended without a message, as a killed process does: a restart may help."""
-
-
-# What CUDA says (`cudaGetErrorString`) of a card or a link that fails, and not of a kernel, which would fail again.
-_FAILING_GPU = (
-    "uncorrectable ECC error",
-    "uncorrectable NVLink error",
-    "over nvlink or a hardware error",
-    "hardware stack error",
-    "unspecified launch failure",
-    "busy or unavailable",
-    "system not yet initialized",
-    "unknown error",
-)
-# What fails again, though NCCL says it.
-_FAILS_AGAIN = (
-    "device-side assert",
-    "illegal memory access",
-    "misaligned address",
-    "invalid usage",
-    "invalid argument",
-    "Duplicate GPU",
-    "out of memory",
-)
-
-
-def restart_may_help(error: Exception) -> bool:
-    """Whether an error is of another rank that is gone, the network or a failing GPU, and may not come again.  Pure."""
-    if isinstance(error, VesuviusError):
-        return isinstance(error, RankLostError)
-    failing_gpu = "CUDA" in str(error) and any(text in str(error) for text in _FAILING_GPU)
-    return failing_gpu or _is_of_network(error)
-
-
-def _is_of_network(error: Exception) -> bool:
-    text = str(error)
-    named = isinstance(error, dist.DistError) or "gloo" in text or "NCCL error" in text or "NCCL communicator" in text
-    return named and not any(again in text for again in _FAILS_AGAIN)
 
 
 Stop = tuple[int, str]
@@ -112,7 +54,7 @@ class Ranks:
     Attributes:
         stopping: exit code and reason with which a rank wants all to stop before the next step.
         failure: of another rank, as far as it is known here.
-        last_words: records why this process is ended where it hangs; called in another thread.
+        abort: how this process ends after a failure.
     """
 
     rank: int = 0  # of this process; 0 alone writes checkpoints and the log of the run
@@ -122,15 +64,10 @@ class Ranks:
     timeout_s: float = 1800.0  # longest wait for another rank
     stopping: Stop | None = None
     failure: RankError | None = None
-    last_words: Callable[[RankError], None] | None = None
+    abort: Abort = field(default_factory=Abort)
     _store: Any = None
     _round: int = 0
     _own_failure: RankError | None = None
-    _saves: bool = True
-    _ended: threading.Event = field(default_factory=threading.Event)
-    _unwinding: threading.Event = field(default_factory=threading.Event)
-    _closing: threading.Event = field(default_factory=threading.Event)
-    _given_up: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_main(self) -> bool:
@@ -225,7 +162,7 @@ class Ranks:
 
     def check_sums(self) -> None:
         """After a wait for the device.  Raises RankError: a sum that it waited for was given up, and is none."""
-        if self._given_up.is_set() and self.failure is not None:
+        if self.abort.given_up.is_set() and self.failure is not None:
             raise self.failure
 
     def fail(self, error: BaseException, saves: bool = True) -> None:
@@ -234,20 +171,20 @@ class Ranks:
         Args:
             saves: rank 0 saves a checkpoint now; the others wait for it.
         """
-        self._unwinding.set()
-        self._saves = self._saves and saves
+        self.abort.unwinding.set()
+        self.abort.saves = self.abort.saves and saves
         if not saves:  # others go on until rank 0 has saved: NCCL ends a process that has lost the connection to this
-            self._give_up()
+            self.abort.give_up()
         if self._own_failure is None:
             told = f"rank {self.rank} failed: {one_line(error)}"
-            self._own_failure = error if isinstance(error, RankError) else RankError(told, _code(error))
+            self._own_failure = error if isinstance(error, RankError) else RankError(told, exit_code_of(error))
         if not isinstance(error, RankError):
             self._tell_failure(error)
 
     def explain(self, error: Exception) -> Exception:
         """Return the failure of another rank that an error of this one follows from; else the error itself."""
-        again = self._unwinding.is_set()
-        self._unwinding.set()
+        again = self.abort.unwinding.is_set()
+        self.abort.unwinding.set()
         if self._store is None or isinstance(error, VesuviusError):
             return error
         # A broken connection is noticed sooner than its reason is told.
@@ -257,7 +194,7 @@ class Ranks:
         if self.failure is not None:
             return self.failure
         ended = "process group has not been initialized" in str(error)  # Ray Train has, as it has lost a rank
-        if ended or _is_of_network(error):
+        if ended or is_of_network(error):
             return RankLostError(f"a rank ended without a message: {one_line(error)}")
         return error
 
@@ -275,18 +212,15 @@ class Ranks:
 
     def close(self) -> None:
         """End the connections; after a failure without waiting for sums that never complete."""
-        self._closing.set()
+        self.abort.closing.set()
         if self._store is not None:
             with suppress(RuntimeError):
                 self._store.set(f"closed/{self.rank}", "")
                 if self.is_main:  # the store ends with this process: let the others go first
                     self._store.wait([f"closed/{rank}" for rank in range(self.world)], timedelta(seconds=_LEAVE_S))
             with suppress(RuntimeError, ValueError, AssertionError):  # as Ray Train may end the group at any moment
-                if self._unwinding.is_set():
-                    dist.distributed_c10d._abort_process_group()  # what Ray Train then finds gone, and leaves alone
-                else:
-                    dist.destroy_process_group()
-        self._ended.set()
+                self.abort.close_group()
+        self.abort.ended.set()
 
     def watch(self) -> None:
         """Begin to look for stops and failures of other ranks: a collective that hangs because of one must end."""
@@ -295,7 +229,7 @@ class Ranks:
     def _tell_failure(self, error: BaseException) -> None:
         if self._store is not None:
             lost = isinstance(error, RankLostError)
-            failed = {"rank": self.rank, "exit_code": _code(error), "text": one_line(error), "lost": lost}
+            failed = {"rank": self.rank, "exit_code": exit_code_of(error), "text": one_line(error), "lost": lost}
             with suppress(RuntimeError):  # rank 0 is gone
                 self._store.compare_set(_FAILED, "", json.dumps(failed))
 
@@ -335,7 +269,7 @@ class Ranks:
         """Look for failures, and end this process where rank 0 is stopped: calls of the store then wait without end."""
         look, looked_s = BoundedCall(self._look, _POLL_S), time.monotonic()
         answered_s = looked_s
-        while self._known_failure is None and not self._ended.wait(_POLL_S):
+        while self._known_failure is None and not self.abort.ended.wait(_POLL_S):
             try:
                 look()
             except RuntimeError as error:  # of the store
@@ -348,7 +282,7 @@ class Ranks:
                 log.error("rank 0 has not answered for %.0f s; rank %d is ended", silent_s, self.rank)
                 os._exit(EXIT_ERROR)
         if self._known_failure is not None:
-            self._end_after(self._known_failure)
+            self.abort.end_after(self._known_failure, self.rank, self.timeout_s)
 
     @property
     def _known_failure(self) -> RankError | None:
@@ -364,37 +298,6 @@ class Ranks:
             if failed["rank"] != self.rank:
                 kind = RankLostError if failed["lost"] else RankError
                 self.failure = kind(f"rank {failed['rank']} failed: {failed['text']}", failed["exit_code"])
-
-    def _end_after(self, failure: RankError) -> None:
-        """End this process where its main thread hangs, in a collective or in a save on a disk that does not answer."""
-        stage, began = "", time.monotonic()
-        while not self._ended.wait(_POLL_S):
-            before, (stage, limit_s) = stage, self._stage()
-            if stage != before:
-                began = time.monotonic()
-            waited_s = time.monotonic() - began
-            if waited_s > _GIVE_UP_S and not self._unwinding.is_set():
-                self._give_up()
-            if waited_s > limit_s:
-                log.error("%s; rank %d %s and is ended", failure, self.rank, stage)
-                if self.last_words is not None:
-                    with suppress(Exception):
-                        BoundedCall(partial(self.last_words, failure), _LAST_WORDS_S)()
-                os._exit(failure.exit_code)
-
-    def _give_up(self) -> None:
-        """End the collectives that never complete, with an error where the host waits for them."""
-        if not self._given_up.is_set():
-            self._given_up.set()
-            on_thread(_abort_group, name="rank-abort")  # it may hang itself
-
-    def _stage(self) -> tuple[str, float]:
-        """Where the main thread is after a failure, and for how many seconds it may be there."""
-        if self._closing.is_set():
-            return "has not closed its connections", _CLOSE_S
-        if self._unwinding.is_set():
-            return "has not ended since", max(_SAVE_S, self.timeout_s) if self._saves else _UNWIND_S
-        return "hangs in a collective", _UNWIND_S
 
 
 SINGLE = Ranks()
@@ -447,17 +350,6 @@ def _open_store(rank: int, world: int, wait: timedelta) -> Any:
     port: list[Any] = [None]
     dist.broadcast_object_list(port)
     return _tcp_store(host, port[0], world, is_master=False, timeout=wait, wait_for_workers=False)
-
-
-def _abort_group() -> None:
-    """Does nothing under gloo, whose collectives end with the connections."""
-    with suppress(RuntimeError):
-        if (group := dist.group.WORLD) is not None:
-            group.abort()
-
-
-def _code(error: BaseException) -> int:
-    return error.exit_code if isinstance(error, VesuviusError) else EXIT_ERROR
 
 
 def _nap_s(waited_s: float) -> float:
