@@ -34,6 +34,9 @@ class CompiledRegions:
 
     Args:
         backend: of `torch.compile`.
+
+    Attributes:
+        failure: Why blocks are no longer compiled; '' as long as they are.
     """
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -45,17 +48,18 @@ class CompiledRegions:
         torch._functorch.config.force_non_lazy_backward_lowering = True
         self._failures = torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
         self._compiled: Any = torch.compile(plainly, backend=backend, fullgraph=True, dynamic=False)
+        self.failure = ""
 
     def __call__(self, block: nn.Module, *arguments: Any) -> Tensor:
-        if self._compiled is not None and torch.is_grad_enabled():
+        if not self.failure and torch.is_grad_enabled():
             try:
                 out: Tensor = self._compiled(block, *arguments)
                 return out
             except self._failures as error:
-                self._compiled = None
+                self._compiled, self.failure = None, one_line(error, 300)
                 log.warning(
                     "torch.compile failed: %s; training goes on without it, in slower steps; training.compile=false "
                     "does not try it",
-                    one_line(error, 300),
+                    self.failure,
                 )
         return plainly(block, *arguments)
