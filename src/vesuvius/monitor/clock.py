@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 
 Part = Literal["forward", "backward", "optimizer", "comm"]
-"""What the device does.  Getting a batch ready on the device (cast, normalise, mirror, noise) is part of "forward";
+"""What the device does.  Getting a batch ready on the device (cast, normalise, mirror) is part of "forward";
 clipping and the averages of the weights are part of "optimizer"; "comm" is waiting for other ranks."""
 
 _PARTS = ("data", "h2d", "forward", "backward", "optimizer", "comm", "pause")

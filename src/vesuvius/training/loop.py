@@ -184,7 +184,7 @@ class TrainingLoop:
                 batch = self._next_batch(clock)
                 self._in_step = False
             last = len(batches) == part.accumulate_steps - 1
-            self.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition, last)
+            self.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition, last, batch.eps)
             batches.append((batch.stored, t))
         result = self.train_step.apply(lr)
         clock.step_done()

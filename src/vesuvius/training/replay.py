@@ -88,7 +88,7 @@ def diagnose(step: TrainStep, feed: DeviceFeed, batches: Sequence[MicroBatch]) -
         for stored, t in batches:
             batch = feed.to_device(stored)
             indices = batch.indices
-            losses.append(step.accumulate(batch.x_0, indices, t, batch.condition, last=False))
+            losses.append(step.accumulate(batch.x_0, indices, t, batch.condition, last=False, eps=batch.eps))
         parameters = step.network.named_parameters()
         bad = [name for name, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all()]
     layer, samples, input_max = found[0] if found else (None, [], 0.0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.diffusion.randomness import draw_noise, sample_noise
 from vesuvius.monitor.clock import HostClock
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.options import StreamOptions, batches_ahead
@@ -179,3 +183,48 @@ def test_model_values_do_not_depend_on_how_many_batches_are_put_together_ahead(
             got.append(feed.next(clock).x_0)
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs)
+
+
+@on_each_device
+def test_the_noise_of_a_batch_is_that_of_its_samples_on_any_rank_after_a_resume_and_in_a_short_batch(
+    tmp_path: Path, device: torch.device
+) -> None:
+    feed, data, options = _textured_feed(tmp_path, device)
+    for rank, world, first in [(0, 1, 0), (1, 2, 0), (2, 3, 30)]:
+        job = replace(data.job, rank=rank, world=world)
+        feed = DeviceFeed(device, options, job, [GreyRange(0, 1000)], feed._conditioner)
+        with feed.open(first=first, stop=first + 5 * world):
+            for batches in range(3):
+                if batches == 1:
+                    feed.reconfigure(prefetch_factor=3)
+                batch = feed.next(HostClock())
+                assert batch.indices[0] == first + rank + 2 * world * batches
+                assert torch.equal(batch.eps, sample_noise(0, batch.indices, (1, 8, 16, 16), device))
+                assert torch.equal(feed.to_device(batch.stored).eps, batch.eps)
+            assert len(batch.eps) == 1
+
+
+def test_the_noise_of_the_next_batch_is_drawn_while_this_one_is_computed_and_its_errors_reach_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that draws when it is asked never draws the second batch; one that waits for its own draw never returns."""
+    begun, goes_on, drawn = [threading.Event() for _ in range(3)], threading.Event(), iter(range(3))
+
+    def slow(*arguments: Any, **named: Any) -> torch.Tensor:
+        begun[number := next(drawn)].set()
+        if number == 1:
+            assert goes_on.wait(60)
+        if number == 2:
+            raise MemoryError("no memory for noise")
+        return draw_noise(*arguments, **named)
+
+    monkeypatch.setattr("vesuvius.training.step.device.draw_noise", slow)
+    feed, _, _ = _textured_feed(tmp_path, CPU)
+    with feed.open():
+        feed.next(HostClock())
+        assert begun[1].wait(60), "the trainer has the first batch, and asks for nothing"
+        goes_on.set()
+        feed.next(HostClock())
+        with pytest.raises(MemoryError, match="for noise"):
+            feed.next(HostClock())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("noise")]

@@ -205,7 +205,7 @@ class TuneWorker:
             for step in range(loop.run.progress.step, loop.run.progress.step + count):
                 timesteps = stratified_timesteps(config.seed, step, config.global_batch, config.diffusion.timesteps)
                 for t in np.split(timesteps, config.training.accumulate_steps):
-                    loop.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition)
+                    loop.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition, eps=batch.eps)
                 loop.train_step.apply(learning_rate(step, config.training))
                 self._between()
             synchronize(device)

@@ -1,13 +1,15 @@
 """Last stop of a patch: from a batch in its stored dtype to model values on the device.
 
 On a GPU batches are put together in a small ring of pinned buffers (`BatchRing`) and copied from there on a stream of
-their own; on a CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.
+their own; on a CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.  The noise of
+the next batch is drawn on a thread while the device computes, and travels with it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.diffusion.estimate import Condition
+from vesuvius.diffusion.randomness import draw_noise
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.monitor.clock import StepClock
 from vesuvius.plan.plan import Augmentation
@@ -37,6 +40,7 @@ class DeviceBatch:
 
     indices: NDArray[np.int64]  # int64 [B], on the host
     x_0: Tensor  # float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1
+    eps: Tensor  # its noise, like x_0
     condition: Condition  # what the network is shown beside, mirrored and turned with its patch
     stored: Batch  # the batch as it was read, in memory of its own on the host
 
@@ -55,6 +59,7 @@ class DeviceFeed:
         self._job, self._options = job, options
         self._stream: PatchStream | None = None
         self._device = device
+        self._draw = partial(draw_noise, job.plan.seed, shape_czyx=(1, *job.plan.patch_zyx))
         self._batch_bytes = options.batch_size * job.patch_bytes
         self._scales = grey_scales(greys)
         self._conditioner = conditioner
@@ -75,17 +80,21 @@ class DeviceFeed:
         resident: Resident | None = None,
     ) -> Iterator[PatchStream]:
         """The stream that `next` draws from, closed at the end; arguments and errors as of `PatchStream`."""
-        with PatchStream(
-            self._job,
-            self._options,
-            first=first,
-            stop=stop,
-            buffers=self._ring.buffers if self._ring else (),
-            condition_buffers=self._ring.condition_buffers if self._ring else (),
-            quarantined=quarantined,
-            interrupted=interrupted,
-            resident=resident,
-        ) as self._stream:
+        with (
+            ThreadPoolExecutor(1, "noise") as self._drawer,
+            PatchStream(
+                self._job,
+                self._options,
+                first=first,
+                stop=stop,
+                buffers=self._ring.buffers if self._ring else (),
+                condition_buffers=self._ring.condition_buffers if self._ring else (),
+                quarantined=quarantined,
+                interrupted=interrupted,
+                resident=resident,
+            ) as self._stream,
+        ):
+            self._noise = self._drawn_ahead(first + self._job.rank)
             try:
                 yield self._stream
             finally:
@@ -125,8 +134,10 @@ class DeviceFeed:
             if self._ring:
                 self._ring.wait()
             batch = next(self.stream)
+            eps = self._noise.result()[: len(batch.indices)]
+        self._noise = self._drawn_ahead(int(batch.indices[-1]) + self._job.world)
         if self._ring:
-            raw = self._copy_to_device(self._ring, batch, clock)
+            *raw, eps = self._copy_to_device(self._ring, batch, eps, clock)
             # Its buffers are filled again two batches on; the device computes meanwhile.
             condition = None if batch.condition is None else batch.condition.copy()
             batch = Batch(batch.patches.copy(), batch.samples, condition)
@@ -134,19 +145,25 @@ class DeviceFeed:
             with clock.copying():
                 raw = [torch.from_numpy(part) for part in (batch.patches, batch.condition) if part is not None]
         with clock.computing("forward"):
-            return self._augmented(batch, *raw)
+            return self._augmented(batch, eps, *raw)
 
     def to_device(self, batch: Batch) -> DeviceBatch:
         """A batch that `next` has delivered before (`DeviceBatch.stored`), again; waits for the copy."""
         parts = [part for part in (batch.patches, batch.condition) if part is not None]
-        return self._augmented(batch, *(torch.from_numpy(part).to(self._device) for part in parts))
+        eps = self._draw(batch.indices).to(self._device)
+        return self._augmented(batch, eps, *(torch.from_numpy(part).to(self._device) for part in parts))
 
-    def _copy_to_device(self, ring: BatchRing, batch: Batch, clock: StepClock) -> list[Tensor]:
+    def _drawn_ahead(self, first: int) -> Future[Tensor]:
+        """The noise of the batch that begins with this sample; the stream makes sure that it comes next."""
+        indices = first + self._job.world * np.arange(self._options.batch_size)
+        return self._drawer.submit(self._draw, indices, pinned=self._device.type == "cuda")
+
+    def _copy_to_device(self, ring: BatchRing, batch: Batch, eps: Tensor, clock: StepClock) -> list[Tensor]:
         slot, count = ring.take(batch.patches), len(batch.indices)
         main = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._copies):
             with clock.copying():
-                raw = [part[:count].to(self._device, non_blocking=True) for part in slot]
+                raw = [part[:count].to(self._device, non_blocking=True) for part in (*slot, eps)]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         ring.copying(event)
@@ -155,13 +172,13 @@ class DeviceFeed:
             part.record_stream(main)  # or the allocator could hand its memory out while the main stream still reads it
         return raw
 
-    def _augmented(self, batch: Batch, raw: Tensor, raw_condition: Tensor | None = None) -> DeviceBatch:
+    def _augmented(self, batch: Batch, eps: Tensor, raw: Tensor, raw_condition: Tensor | None = None) -> DeviceBatch:
         augmentations = [sample.augmentation for sample in batch.samples]
         volumes = [sample.volume for sample in batch.samples]
         x_0 = model_values(raw, augmentations, self._scales[volumes])
         if raw_condition is not None:
             raw_condition = apply_symmetries(raw_condition, augmentations).unsqueeze(1)
-        return DeviceBatch(batch.indices, x_0, self._conditioner(raw_condition, volumes), batch)
+        return DeviceBatch(batch.indices, x_0, eps, self._conditioner(raw_condition, volumes), batch)
 
 
 def _pinned_slot(layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Tensor]:

@@ -127,6 +127,7 @@ class TrainStep:
         t: NDArray[np.int64],
         condition: Condition = None,
         last: bool = True,
+        eps: Tensor | None = None,
     ) -> Tensor:
         """Add the gradient of one micro-batch; returns the loss of each sample, float32 [B] on the device.
 
@@ -134,11 +135,13 @@ class TrainStep:
             x_0: model values, float32 [B, 1, Z, Y, X] on the device, as is the condition.
             indices: sample indices [B]; the noise, and whether the condition is shown, follow from them.
             last: it is the last one of the step: only then do the ranks exchange gradients.
+            eps: the noise, where it was drawn ahead; like x_0.
         """
         seed = self._config.seed
         with self._sync.micro_batch(last):
             with self.timed("forward"):
-                eps = sample_noise(seed, indices, (1, *x_0.shape[2:]), self._device)
+                if eps is None:
+                    eps = sample_noise(seed, indices, (1, *x_0.shape[2:]), self._device)
                 t_device = to_device(torch.from_numpy(t), self._device)
                 x_t = self.schedule.q_sample(x_0, eps, t_device)
                 if condition is not None:
