@@ -50,15 +50,6 @@ def test_attention_parity_with_the_softmax_formula() -> None:
     torch.testing.assert_close(attention(x), x + attention.out(attended), rtol=1e-5, atol=1e-5)
 
 
-def test_space_to_depth_parity_with_pixel_unshuffle_and_inverts() -> None:
-    x = torch.arange(2 * 3 * 4 * 6 * 8).float().reshape(2, 3, 4, 6, 8)
-    flat = x.transpose(1, 2).flatten(0, 1)  # [B Z, C, Y, X]
-    expected = F.pixel_unshuffle(flat, 2).unflatten(0, (2, 4)).transpose(1, 2)
-    assert torch.equal(layers.space_to_depth(x, (1, 2, 2)), expected)
-    for stride in [(1, 1, 1), (2, 2, 2), (4, 3, 2)]:
-        assert torch.equal(layers.depth_to_space(layers.space_to_depth(x, stride), stride), x)
-
-
 def test_timestep_embedding_is_float32_whatever_the_autocast() -> None:
     embed, t = layers.TimestepEmbedding(16), torch.arange(1000)
     outside = embed(t)

@@ -80,7 +80,7 @@ def test_same_seed_same_weights_and_the_global_generator_is_untouched() -> None:
     second = build_unet(ALL_PARTS, 7).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     other = build_unet(ALL_PARTS, 8).state_dict()
-    assert not torch.equal(first["stem_in.weight"], other["stem_in.weight"])
+    assert not torch.equal(first["from_boxes.weight"], other["from_boxes.weight"])
 
 
 def test_adding_a_module_leaves_the_others_initial_weights() -> None:

@@ -37,7 +37,7 @@ def test_the_averages_are_stored_once_and_with_the_config_beside_them(tmp_path: 
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "who may read one may read all"
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["format"], manifest["step"], sorted(manifest["files"])) == (
-        2,
+        3,
         7,
         [n for n in names if n[:2] != "ma"],
     )

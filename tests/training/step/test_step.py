@@ -452,7 +452,7 @@ def test_auto_lies_channels_last_on_a_gpu_in_16_bits_alone(
     config = make_config(amp=amp, channels_last=wanted)
     assert lies_channels_last(config.training, torch.device(device)) == last
     if device == "cpu":
-        weight = build_network(config, CPU).get_parameter("stem_in.weight")
+        weight = build_network(config, CPU).get_parameter("from_boxes.weight")
         assert layout_of(weight) == (torch.channels_last_3d if last else torch.contiguous_format)
 
 

@@ -14,8 +14,6 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vesuvius.config import Triple
-
 NORM_EPS = 1e-5
 
 
@@ -104,33 +102,6 @@ def group_count(channels: int) -> int:
     """
     most = max(1, min(NORM_GROUPS, channels // MIN_CHANNELS_PER_GROUP))
     return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
-
-
-def space_to_depth(x: Tensor, stride_zyx: Triple) -> Tensor:
-    """Move each stride-sized box of voxels into channels: [B, C, Z, Y, X] -> [B, C sz sy sx, Z/sz, Y/sy, X/sx].
-
-    Takes one copy; the result and the gradient have the memory order of x.
-    """
-    b, c, z, y, x_size = x.shape
-    sz, sy, sx = stride_zyx
-    if layout_of(x) == torch.channels_last_3d:
-        boxes = x.permute(0, 2, 3, 4, 1).reshape(b, z // sz, sz, y // sy, sy, x_size // sx, sx, c)
-        moved = boxes.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(b, z // sz, y // sy, x_size // sx, c * sz * sy * sx)
-        return moved.permute(0, 4, 1, 2, 3)
-    boxes = x.reshape(b, c, z // sz, sz, y // sy, sy, x_size // sx, sx)
-    return boxes.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(b, c * sz * sy * sx, z // sz, y // sy, x_size // sx)
-
-
-def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
-    """Undo `space_to_depth`: [B, C sz sy sx, Z, Y, X] -> [B, C, Z sz, Y sy, X sx]; the memory order is kept."""
-    b, channels, z, y, x_size = x.shape
-    sz, sy, sx = stride_zyx
-    c = channels // (sz * sy * sx)
-    if layout_of(x) == torch.channels_last_3d:
-        boxes = x.permute(0, 2, 3, 4, 1).reshape(b, z, y, x_size, c, sz, sy, sx)
-        return boxes.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, z * sz, y * sy, x_size * sx, c).permute(0, 4, 1, 2, 3)
-    boxes = x.reshape(b, c, sz, sy, sx, z, y, x_size)
-    return boxes.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, c, z * sz, y * sy, x_size * sx)
 
 
 class ZeroConv3d(nn.Conv3d):

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vesuvius.config import ModelConfig, Triple
+from vesuvius.diffusion.network.boxes import boxed_weights, depth_to_space, name_before, space_to_depth
 from vesuvius.diffusion.network.layers import (
     Attention,
     NormSiLU,
     ResidualBlock,
     TimestepEmbedding,
     ZeroConv3d,
-    depth_to_space,
     layout_of,
-    space_to_depth,
     with_channels_last_strides,
 )
 from vesuvius.diffusion.network.regions import plainly
@@ -95,7 +94,7 @@ class Trunk(nn.Module):
         self.per_level, self.strides_zyx, self.execution = config.blocks_per_level, config.level_strides_zyx, execution
         heads, c = config.attention_heads, config.channels[0]
         self.down_blocks, self.downsamples = nn.ModuleList(), nn.ModuleList()
-        self.up_blocks, self.upsamples = nn.ModuleList(), nn.ModuleList()
+        self.up_blocks, self.to_boxes = nn.ModuleList(), nn.ModuleList()
         skips = [c]
         for level, level_channels in enumerate(config.channels):
             if level > 0:
@@ -114,7 +113,7 @@ class Trunk(nn.Module):
                 c = config.channels[level]
             if level > 0:
                 finer, stride = config.channels[level - 1], self.strides_zyx[level - 1]
-                self.upsamples.append(nn.Conv3d(c, math.prod(stride) * finer, 1))
+                self.to_boxes.append(nn.Conv3d(c, math.prod(stride) * finer, 1))
                 c = finer
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
@@ -135,7 +134,7 @@ class Trunk(nn.Module):
             for _ in range(self.per_level + 1):
                 h = run(level + 1, next(up_blocks), embedding, h, skips.pop())
             if level > 0:
-                h = depth_to_space(self.upsamples[-level](h), self.strides_zyx[level - 1])
+                h = depth_to_space(self.to_boxes[-level](h), self.strides_zyx[level - 1])
         return h
 
 
@@ -160,12 +159,12 @@ class UNet(nn.Module):
         full, first = config.full_res_channels, config.channels[0]
         stem_voxels = math.prod(config.stem_stride)
         self.embed = TimestepEmbedding(4 * first)
-        self.stem_in = nn.Conv3d((full or in_channels) * stem_voxels, first, 3, padding=1)
+        self.from_boxes = nn.Conv3d((full or in_channels) * stem_voxels, first, 3, padding=1)
         self.trunk = Trunk(config, 4 * first, execution)
         if full:
             self.full_in = nn.Conv3d(in_channels, full, 3, padding=1)
             self.full_down = ResidualBlock(full, full, 4 * first)
-            self.stem_out = nn.Conv3d(first, full * stem_voxels, 1)
+            self.to_boxes = nn.Conv3d(first, full * stem_voxels, 1)
             self.full_up = ResidualBlock(full, full, 4 * first)
         self.norm_out = NormSiLU(full or first)
         self.conv_out = ZeroConv3d(full or first, 1 if full else stem_voxels, 3, padding=1)
@@ -189,11 +188,11 @@ class UNet(nn.Module):
         stride, run, call = self.config.stem_stride, self.execution.run, self.execution.call
         recompute = self.execution.recompute_norm
         if not self.config.full_res_channels:
-            h = self.trunk(self.stem_in(space_to_depth(x, stride)), embedding)
+            h = self.trunk(self.from_boxes(space_to_depth(x, stride)), embedding)
             return depth_to_space(call(self.norm_out, h, self.conv_out, recompute), stride).float()
         fine = run(0, self.full_down, embedding, self.full_in(x))
-        h = self.trunk(self.stem_in(space_to_depth(fine, stride)), embedding)
-        fine = run(0, self.full_up, embedding, fine + depth_to_space(self.stem_out(h), stride))
+        h = self.trunk(self.from_boxes(space_to_depth(fine, stride)), embedding)
+        fine = run(0, self.full_up, embedding, fine + depth_to_space(self.to_boxes(h), stride))
         return call(self.norm_out, fine, self.conv_out, recompute).float()
 
     def _laid_out_as_weights(self, x: Tensor) -> Tensor:
@@ -228,7 +227,8 @@ def build_unet(
     """Create a U-Net whose initial weights depend on `seed` only, on every device; float32, in training mode.
 
     Weights are normal with variance 1/fan_in, biases 0, norms 1 and 0, and the last convolution of each branch 0.  Each
-    tensor follows from (seed, its name), so a new module does not change the others.  Uses no global generator.
+    tensor follows from (seed, its name of format 2), so a new module does not change the others, and a seed is the same
+    function in the order of channels of now.  Uses no global generator.
 
     Raises:
         ConfigError: torch is 2.9.
@@ -239,6 +239,9 @@ def build_unet(
     model.to_empty(device=device)
     for prefix, module in model.named_modules():
         _initialise(module, prefix, seed)
+    weights = model.state_dict()
+    for name, boxed in boxed_weights(weights).items():
+        weights[name].copy_(boxed.offsets_first(weights[name]))
     return model
 
 
@@ -249,8 +252,8 @@ def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
             module.reset_parameters()
         case nn.Conv3d() | nn.Linear():
             assert module.bias is not None
-            weight = torch.empty(module.weight.shape)
-            generator = torch_generator(seed, Purpose.WEIGHTS, zlib.crc32(f"{prefix}.weight".encode()))
+            weight, name = torch.empty(module.weight.shape), name_before(f"{prefix}.weight")
+            generator = torch_generator(seed, Purpose.WEIGHTS, zlib.crc32(name.encode()))
             weight.normal_(std=math.prod(weight.shape[1:]) ** -0.5, generator=generator)
             module.weight.copy_(weight)
             module.bias.zero_()

@@ -25,9 +25,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from vesuvius.diffusion.network.boxes import as_now, boxed_weights
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.run_dir import RunDir
+from vesuvius.training.step.optimizer import in_groups
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,8 @@ CONFIG = "config.yaml"
 BEST = "best"
 REPLACED = ".replaced-"
 """Before the name of a checkpoint while another of the same step takes its place."""
-FORMAT = 2
+FORMAT = 3
+_READ_FORMATS = (2, FORMAT)  # of 2, weights come to the order of now as they are read
 _MOST_LOOKS = 10
 
 
@@ -65,13 +68,28 @@ def load_state(path: Path, mmap: bool = False) -> dict[str, Any]:
         raise unreadable(path, "a file that holds more than tensors and plain data, which is not loaded") from error
     except (OSError, RuntimeError, EOFError, IndexError) as error:
         raise unreadable(path, error) from error
+    if "model" in state:
+        _bring_up_to_date(state)
     return state
+
+
+def _bring_up_to_date(state: dict[str, Any]) -> None:
+    """Give weights and moments the names and the order of now."""
+    before, state["model"] = state["model"], as_now(state["model"])
+    if before.keys() == state["model"].keys():
+        return
+    boxed, optimizer = boxed_weights(state["model"]), state["optimizer"]
+    groups = in_groups(state["model"], muon="orthogonal" in optimizer["param_groups"][0])
+    for number, name in enumerate(name for names in groups for name in names):
+        for key, moment in optimizer["state"].get(number, {}).items():
+            if name in boxed and moment.ndim:
+                optimizer["state"][number][key] = boxed[name].offsets_first(moment)
 
 
 def load_weights_file(path: Path) -> dict[str, Tensor]:
     """Weights of a `.safetensors` file, by name, on the CPU.  Raises StorageError."""
     try:
-        return load_file(path)
+        return as_now(load_file(path))
     except (OSError, SafetensorError) as error:
         raise unreadable(path, error) from error
 
@@ -205,11 +223,11 @@ def read_digests(path: Path) -> dict[str, str]:
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     digests: dict[str, str] = manifest["files"]
     written_by = manifest.get("format", 1)
-    if written_by != FORMAT:
+    if written_by not in _READ_FORMATS:
         age = "an earlier" if written_by < FORMAT else "a later"
         raise StorageError(
-            f"a checkpoint must be of format {FORMAT}; got {path}, written by {age} version of vesuvius; use that "
-            "version, or start a new run"
+            f"a checkpoint must be of format {' or '.join(map(str, _READ_FORMATS))}; got {path}, written by {age} "
+            "version of vesuvius; use that version, or start a new run"
         )
     if missing := {STATE, CONFIG, weights_file("ema")} - digests.keys():
         raise ValueError(f"{MANIFEST} does not name {', '.join(sorted(missing))}")

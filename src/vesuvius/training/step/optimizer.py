@@ -30,20 +30,25 @@ _BETAS, _KERNEL_AXES = (0.9, 0.999), 5
 
 def make_optimizer(network: nn.Module, config: TrainingConfig, ranks: Ranks = SINGLE) -> torch.optim.AdamW:
     """Fused AdamW, or Muon with it; weight decay on matrices and kernels only, not on biases and norms."""
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    spared = {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}
-    decayed = [p for p in parameters if p.ndim > 1]
-    if config.optimizer == "adamw":
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, spared]
+    weights, muon = dict(network.named_parameters()), config.optimizer == "muon"
+    kernels, others, spared = ([weights[name] for name in names] for names in in_groups(weights, muon))
+    decayed, undecayed = {"weight_decay": config.weight_decay}, {"weight_decay": 0.0}
+    groups = [{"params": others, **decayed}, {"params": spared, **undecayed}]
+    if not muon:
         return torch.optim.AdamW(groups, lr=config.lr, betas=_BETAS, fused=True)
-    kernels = [p for p in decayed if _is_kernel(p)]
-    others = [p for p in decayed if not _is_kernel(p)]
-    groups = [
-        {"params": kernels, "weight_decay": config.weight_decay, "orthogonal": True},
-        {"params": others, "weight_decay": config.weight_decay, "orthogonal": False},
-        spared | {"orthogonal": False},
-    ]
+    groups = [{"params": kernels, **decayed, "orthogonal": True}, *(group | {"orthogonal": False} for group in groups)]
     return Muon(groups, ranks, lr=config.lr, betas=_BETAS, fused=True)
+
+
+def in_groups(weights: Mapping[str, Tensor], muon: bool) -> tuple[list[str], list[str], list[str]]:
+    """Names of the kernels that Muon takes, of other weights that decay, and of biases and norms.
+
+    Moments in a checkpoint are numbered in this order.  Pure.
+    """
+    spared = [name for name, weight in weights.items() if weight.ndim <= 1]
+    kernels = [name for name, weight in weights.items() if muon and _is_kernel(weight)]
+    taken = {*kernels, *spared}
+    return kernels, [name for name in weights if name not in taken], spared
 
 
 def saved_copies(weight: Tensor, config: TrainingConfig) -> int:

@@ -1,0 +1,94 @@
+"""Space-to-depth and back: a box of voxels becomes channels, [sz sy sx, C]; channels last copies runs of sx C numbers.
+
+Up to format 2 of checkpoints the order was [C, sz sy sx].  Weights whose channels are boxes had other names then, by
+which they are known, in whatever file they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vesuvius.config import Triple
+from vesuvius.diffusion.network.layers import layout_of
+
+_BEFORE = {"from_boxes.": "stem_in.", "to_boxes.": "stem_out.", "trunk.to_boxes.": "trunk.upsamples."}
+_NOW = {before: now for now, before in _BEFORE.items()}
+
+
+def space_to_depth(x: Tensor, stride_zyx: Triple) -> Tensor:
+    """Move each stride-sized box of voxels into channels: [B, C, Z, Y, X] -> [B, sz sy sx C, Z/sz, Y/sy, X/sx].
+
+    Takes one copy; the result and the gradient have the memory order of x.
+    """
+    b, c, z, y, x_size = x.shape
+    sz, sy, sx = stride_zyx
+    if layout_of(x) == torch.channels_last_3d:
+        boxes = x.permute(0, 2, 3, 4, 1).reshape(b, z // sz, sz, y // sy, sy, x_size // sx, sx, c)
+        moved = boxes.permute(0, 1, 3, 5, 2, 4, 6, 7).reshape(b, z // sz, y // sy, x_size // sx, sz * sy * sx * c)
+        return moved.permute(0, 4, 1, 2, 3)
+    boxes = x.reshape(b, c, z // sz, sz, y // sy, sy, x_size // sx, sx)
+    return boxes.permute(0, 3, 5, 7, 1, 2, 4, 6).reshape(b, sz * sy * sx * c, z // sz, y // sy, x_size // sx)
+
+
+def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
+    """Undo `space_to_depth`: [B, sz sy sx C, Z, Y, X] -> [B, C, Z sz, Y sy, X sx]; the memory order is kept."""
+    b, channels, z, y, x_size = x.shape
+    sz, sy, sx = stride_zyx
+    c = channels // (sz * sy * sx)
+    if layout_of(x) == torch.channels_last_3d:
+        boxes = x.permute(0, 2, 3, 4, 1).reshape(b, z, y, x_size, sz, sy, sx, c)
+        return boxes.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(b, z * sz, y * sy, x_size * sx, c).permute(0, 4, 1, 2, 3)
+    boxes = x.reshape(b, sz, sy, sx, c, z, y, x_size)
+    return boxes.permute(0, 4, 5, 1, 6, 2, 7, 3).reshape(b, c, z * sz, y * sy, x_size * sx)
+
+
+class Boxed(NamedTuple):
+    """Where a weight has the channels of boxes."""
+
+    axis: int
+    channels: int  # of a voxel
+
+    def offsets_first(self, weight: Tensor) -> Tensor:
+        """Return [C, sz sy sx] as [sz sy sx, C] on this axis."""
+        shape, axis = weight.shape, self.axis
+        pairs = weight.reshape(*shape[:axis], self.channels, -1, *shape[axis + 1 :])
+        return pairs.transpose(axis, axis + 1).reshape(shape)
+
+
+def boxed_weights(weights: Mapping[str, Tensor]) -> dict[str, Boxed]:
+    """Return which of a U-Net's weights have the channels of boxes, by name.  Pure."""
+    shape = {name: weight.shape for name, weight in weights.items()}
+    found = {}
+    if "full_in.weight" in shape:
+        full = shape["full_in.weight"][0]
+        found = {"from_boxes.weight": Boxed(1, full), **_both("to_boxes", full)}
+    elif {"conv_out.weight", "from_boxes.weight"} <= shape.keys():
+        found = {"from_boxes.weight": Boxed(1, shape["from_boxes.weight"][1] // shape["conv_out.weight"][0])}
+    levels = sum(name.startswith("trunk.downsamples.") and name.endswith(".weight") for name in shape)
+    for level in range(levels):
+        found |= _both(f"trunk.to_boxes.{levels - 1 - level}", shape[f"trunk.downsamples.{level}.weight"][0])
+    return {name: boxed for name, boxed in found.items() if name in shape}
+
+
+def _both(convolution: str, channels: int) -> dict[str, Boxed]:
+    return {f"{convolution}.{part}": Boxed(0, channels) for part in ("weight", "bias")}
+
+
+def name_before(name: str) -> str:
+    """Return the name that a weight had up to format 2.  Pure."""
+    return _renamed(name, _BEFORE)
+
+
+def as_now(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a U-Net of any format by the names and in the order of now; others as they are.  Pure."""
+    renamed = {_renamed(name, _NOW): weight for name, weight in weights.items()}
+    boxed = boxed_weights(renamed) if renamed.keys() != weights.keys() else {}
+    return renamed | {name: place.offsets_first(renamed[name]) for name, place in boxed.items()}
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    return next((new + name.removeprefix(old) for old, new in names.items() if name.startswith(old)), name)
