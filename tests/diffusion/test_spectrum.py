@@ -15,8 +15,8 @@ from vesuvius.config import DiffusionConfig
 from vesuvius.diffusion.sampler import CLEAN, NoiseLevel, rho_levels, sample, sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.loader.device import model_values
 from vesuvius.plan.plan import Augmentation
-from vesuvius.training.step.device import model_values
 
 SHAPE = (12, 16, 15)
 AXES = (-3, -2, -1)

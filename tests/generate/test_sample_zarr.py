@@ -12,9 +12,9 @@ import torch
 from vesuvius.errors import StorageError
 from vesuvius.generate import sample_zarr
 from vesuvius.generate.sample_zarr import published_when_whole, to_greys
+from vesuvius.loader.grey_values import grey_scales, normalised
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.training.step.grey_values import grey_scales, normalised
 
 
 def test_greys_are_what_the_normalisation_makes_the_model_values_of() -> None:

@@ -55,6 +55,7 @@ def data_config(patch: Triple = (8, 16, 16), **options: Any) -> DataConfig:
 def planned(layout: Layout, name: str = "v", weight: float = 1.0, **more: Any) -> PlanVolume:
     config = data_config(layout.patch, **layout.options)
     split = split_volume(name, layout.shape, config.patch_size, config.validation)
+    more.setdefault("min_foreground", config.min_foreground)
     return plan_volume(name, split, layout.shape, layout.chunk, layout.dtype, weight, config, **more)
 
 

@@ -17,6 +17,7 @@ import torch
 from vesuvius.config import Config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.probes.system_sample import Rates
@@ -34,8 +35,7 @@ from vesuvius.training.ranks.ranks import SINGLE
 from vesuvius.training.replay import Diagnosis, diagnose
 from vesuvius.training.reporting.report import Launched, RankNews, StepReporter
 from vesuvius.training.request import Request, RunContext
-from vesuvius.training.step.device import DeviceFeed
-from vesuvius.training.step.grey_values import Conditioner
+from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.step import TrainStep, build_network
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.validation import measure_spectrum

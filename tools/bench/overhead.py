@@ -46,12 +46,13 @@ import zarr
 from machine import describe_machine
 from torch import Tensor
 
+import vesuvius.loader.device
 import vesuvius.training.run
-import vesuvius.training.step.device
 from vesuvius.commands.cli import triple
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.verdict import Verdict
@@ -62,7 +63,6 @@ from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.reporting.report import StepReporter
-from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.step import autocast, build_network, choose_device, parameter_count, resolve_amp
 
 _BATCHES = 8
@@ -229,7 +229,7 @@ def _ours_against(config: Config, batches: Sequence[Batch], turns: Turns) -> Tur
     source = Path("bench.yaml")
     source.write_text(dump_config(config), encoding="utf-8")
     with (
-        mock.patch.object(vesuvius.training.step.device, "PatchStream", MemoryStream),
+        mock.patch.object(vesuvius.loader.device, "PatchStream", MemoryStream),
         mock.patch.object(Watcher, "sample", sample_in_our_turn),
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),

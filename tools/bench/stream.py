@@ -1,7 +1,8 @@
 """The patch stream alone: seconds to the first batch, patches/s, CPU ms a patch of all its processes, readers' memory.
 
 Prints one line of JSON, with a hash of two batches: two versions that read the same samples print the same.  To compare
-with another checkout, run both in turn, the other one with `PYTHONPATH=OTHER/src`:
+with another checkout, run both in turn, the other one with `PYTHONPATH=OTHER/src`; to compare with `PatchLoader`, run
+it with and without --loader:
 
     python tools/bench/stream.py VOLUME.zarr --workers 2 --batches 400
 """
@@ -17,6 +18,7 @@ import time
 import numpy as np
 import psutil
 
+from vesuvius import PatchLoader
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.resident import Resident
@@ -31,10 +33,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("volume")
     parser.add_argument("--workers", type=int, default=0, help="readers; 0 = this process (default: %(default)s)")
+    parser.add_argument("--loader", choices=("stored", "normalised"), help="through PatchLoader; what its tensors hold")
     parser.add_argument("--resident", action="store_true", help="keep the volume in memory, and time after its pass")
     parser.add_argument("--batches", type=int, default=400, help="that are timed (default: %(default)s)")
     args = parser.parse_args()
     began = time.perf_counter()
+    if args.loader:
+        measure_loader(args, began)
+        return
     data = DataConfig(volumes=(VolumeConfig(path=args.volume),), patch_size=_PATCH)
     job = prepare_data(0, data).job
     resident = Resident(job) if args.resident else None
@@ -51,9 +57,33 @@ def main() -> None:
         wall, cpu = time.perf_counter() - wall, _cpu_s() - cpu
         seen.update(batch.patches.tobytes())
         readers = [size >> 20 for size in stream.reader_memory().values()]
-    patches = args.batches * _BATCH
-    figures = {"first_batch_s": first_s, "patches_s": patches / wall, "cpu_ms": 1e3 * cpu / patches}
-    print(json.dumps(figures | {"readers_mib": readers, "voxels": seen.hexdigest()[:12]}))
+    _show(args.batches, first_s, wall, cpu, readers_mib=readers, voxels=seen.hexdigest()[:12])
+
+
+def measure_loader(args: argparse.Namespace, began: float) -> None:
+    """The same through `PatchLoader`, on a CPU; what is stored is not mirrored or turned either."""
+    how = {"normalize": False, "augment": False} if args.loader == "stored" else {}
+    with PatchLoader(
+        args.volume, batch_size=_BATCH, patch_size=_PATCH, workers=args.workers, device="cpu", validation_fraction=0.05,
+        resident=args.resident, **how,
+    ) as loader:  # fmt: skip
+        batches = iter(loader)
+        seen = hashlib.sha256(next(batches).image.numpy().tobytes())
+        first_s = time.perf_counter() - began
+        for _ in range(_WARM_UP):
+            next(batches)
+        cpu, wall = _cpu_s(), time.perf_counter()
+        for _ in range(args.batches):
+            batch = next(batches)
+        wall, cpu = time.perf_counter() - wall, _cpu_s() - cpu
+        seen.update(batch.image.numpy().tobytes())
+    _show(args.batches, first_s, wall, cpu, voxels=seen.hexdigest()[:12])
+
+
+def _show(batches: int, first_s: float, wall_s: float, cpu_s: float, **more: object) -> None:
+    patches = batches * _BATCH
+    figures = {"first_batch_s": first_s, "patches_s": patches / wall_s, "cpu_ms": 1e3 * cpu_s / patches}
+    print(json.dumps(figures | more))
 
 
 def _cpu_s() -> float:

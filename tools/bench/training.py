@@ -33,12 +33,13 @@ from vesuvius.config import Config, ModelConfig, Triple
 from vesuvius.diffusion.network.unet import UNet
 from vesuvius.diffusion.randomness import Purpose, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
+from vesuvius.loader.device import DeviceFeed
+from vesuvius.loader.grey_values import grey_scales, normalised
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import GreyRanges, PreparedData, prepare_data
-from vesuvius.training.step.device import DeviceFeed
-from vesuvius.training.step.grey_values import Conditioner, grey_scales, normalised
+from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.step import TrainStep, build_network, choose_device, learning_rate, parameter_count
 
 _WIDTHS = range(4, 257, 4)

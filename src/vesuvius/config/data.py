@@ -23,6 +23,16 @@ class ArrayConfig(Section):
     )
 
 
+class ForegroundConfig(Section):
+    """What counts as foreground where `data.min_foreground` is above 0 and a volume names no mask."""
+
+    source: Literal["chunks", "level"] = Field(
+        "chunks", description="chunks = chunks that are stored (sidecar or listing); level = a coarse level's voxels"
+    )
+    level: PositiveInt = Field(5, description="which level of the same pyramid, with source: level")
+    threshold: float = Field(0.0, ge=0, description="grey value above which a voxel of that level is foreground")
+
+
 class VolumeConfig(ArrayConfig):
     """One zarr volume to draw patches from."""
 
@@ -30,6 +40,10 @@ class VolumeConfig(ArrayConfig):
     mask: ArrayConfig | None = Field(
         None, description="volume whose nonzero voxels are foreground; placed as a condition is"
     )
+    min_foreground: float | None = Field(
+        None, ge=0, le=1, description="data.min_foreground of this entry; null = that of all"
+    )
+    foreground: ForegroundConfig | None = Field(None, description="data.foreground of this entry; null = that of all")
     condition: ArrayConfig | None = Field(
         None,
         description="labels, a second scan or another level, cut at the same place as a second tensor; placed by OME "
@@ -66,16 +80,6 @@ class ValidationConfig(Section):
     guard: float = Field(
         1.0, ge=0, description="gap between training and validation, in patches; below 1 they may share texture"
     )
-
-
-class ForegroundConfig(Section):
-    """What counts as foreground where `data.min_foreground` is above 0 and a volume names no mask."""
-
-    source: Literal["chunks", "level"] = Field(
-        "chunks", description="chunks = chunks that are stored (sidecar or listing); level = a coarse level's voxels"
-    )
-    level: PositiveInt = Field(5, description="which level of the same pyramid, with source: level")
-    threshold: float = Field(0.0, ge=0, description="grey value above which a voxel of that level is foreground")
 
 
 class StoreConfig(Section):
@@ -156,6 +160,15 @@ class DataConfig(Section):
         """`nan` for conditions: a number that stands for a grey value is no label."""
         return "air" if self.condition_classes and not isinstance(self.nan, str) else self.nan
 
+    def min_foreground_of(self, volume: VolumeConfig) -> float:
+        """The minimum share of foreground in the patches of an entry of `volumes`."""
+        return self.min_foreground if volume.min_foreground is None else volume.min_foreground
+
+    def with_patches_from_everywhere(self) -> Self:
+        """The same without a minimum of foreground, whose map takes a while to make.  Pure."""
+        volumes = tuple(volume.model_copy(update={"min_foreground": 0.0}) for volume in self.volumes)
+        return self.model_copy(update={"volumes": volumes})
+
     def with_store(self, **changes: Any) -> Self:
         """The same with other values of `store`, which are not checked.  Pure."""
         return self.model_copy(update={"store": self.store.model_copy(update=changes)})
@@ -174,11 +187,11 @@ class DataConfig(Section):
                     f"in a billion would come from {volume.path}; raise it or remove the volume"
                 )
         paired = [volume.condition is not None for volume in self.volumes]
-        masks = [volume.path for volume in self.volumes if volume.mask is not None]
-        if masks and self.min_foreground == 0:
+        masks = [volume.path for volume in self.volumes if volume.mask and not self.min_foreground_of(volume)]
+        if masks:
             yield (
                 f"a mask has an effect only with data.min_foreground above 0; got 0 and the mask of {masks[0]}; set "
-                "data.min_foreground or remove the mask"
+                "data.min_foreground, that of the volume, or remove the mask"
             )
         if self.condition_normalize.low is not None and (self.condition_classes or not any(paired)):
             yield (

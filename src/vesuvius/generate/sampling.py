@@ -44,11 +44,11 @@ from vesuvius.generate.sample_zarr import (
     sample_array,
     to_greys,
 )
+from vesuvius.loader.grey_values import grey_scales, normalised
 from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
-from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.training.step.step import AmpMode
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.preview import MontageCell, draw_grid, magnification, orthogonal_slices

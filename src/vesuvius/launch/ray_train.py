@@ -243,7 +243,7 @@ def _store_bytes(config: Config, ranks: int) -> int:
     if config.cluster.address is not None or config.training.workers == 0:
         return _LEAST_STORE_BYTES
     options = StreamOptions.from_config(config.training, config.cluster)
-    data = prepare_data(config.seed, config.data.model_copy(update={"min_foreground": 0}))  # whose map would be read
+    data = prepare_data(config.seed, config.data.with_patches_from_everywhere())
     check_store(data.job, options, ranks)
     size = max(ranks * store_bytes(data.job, options), _LEAST_STORE_BYTES)
     check_limits(config, ranks, size)

@@ -109,6 +109,7 @@ def plan_volume(
     *,
     voxel_bytes: int | None = None,
     foreground: ForegroundMap | None = None,
+    min_foreground: float = 0.0,
 ) -> PlanVolume:
     """Partition the starts in the training box of a volume into cells (`cells.lay_cells`).  Pure.
 
@@ -117,7 +118,7 @@ def plan_volume(
 
     Args:
         voxel_bytes: bytes that a reader holds per voxel; more than the dtype's where a condition is read as well.
-        foreground: what `data.min_foreground` is measured on.
+        foreground: what `min_foreground`, the least share in a patch, is measured on.
 
     Raises:
         DataError: a region is smaller than a patch, or no start holds enough foreground.
@@ -141,10 +142,10 @@ def plan_volume(
         return planned
     last = [axis.first + axis.count for axis in cells.axes]
     starts = split.train[0], (last[0], last[1], last[2])
-    found = qualifying_starts(foreground, starts, patch, config.min_foreground, cells.longest_zyx)
+    found = qualifying_starts(foreground, starts, patch, min_foreground, cells.longest_zyx)
     if found is None:
         raise DataError(
-            f"some patch must hold data.min_foreground of foreground; got none with {config.min_foreground:g} among "
+            f"some patch must hold data.min_foreground of foreground; got none with {min_foreground:g} among "
             f"{cells.starts} starts in {name}; lower it, or check data.foreground and the mask"
         )
     return replace(planned, foreground=found)

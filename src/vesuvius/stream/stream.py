@@ -181,13 +181,7 @@ class PatchStream(Iterator[Batch]):
             ConfigError: it is not a state, or that of another plan, or the stream is closed; it stays as it was.
         """
         self._check_open()
-        _check_state(state)
-        if state["plan_hash"] != self._job.plan.hash:
-            raise ConfigError(
-                f"The state is of plan {state['plan_hash']}, and the stream has {self._job.plan.hash}; use the same "
-                "seed, data section and volumes"
-            )
-        _check_place(state["sample_index"], None, self._job.world)
+        check_state(state, self._job)
         self._events.know(state["quarantined"])
         self._close_readers()
         self._next_sample = state["sample_index"]
@@ -404,13 +398,19 @@ class PatchStream(Iterator[Batch]):
         return self._events.reader_died(text, fields)
 
 
-def _check_state(state: Any) -> None:
-    """Raises ConfigError for anything but what `state_dict` returns."""
+def check_state(state: Any, job: ReaderJob) -> None:
+    """Raises ConfigError for anything but what `state_dict` of a stream over the same plan returns."""
     kinds = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
     if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in kinds.items()):
         raise ConfigError(
             f"{one_line(repr(state))} is no state that state_dict() of a stream returned; pass that on unchanged"
         )
+    if state["plan_hash"] != job.plan.hash:
+        raise ConfigError(
+            f"The state is of plan {state['plan_hash']}, and the stream has {job.plan.hash}; use the same seed, data "
+            "section and volumes"
+        )
+    _check_place(state["sample_index"], None, job.world)
 
 
 def _check_place(first: int, stop: int | None, world: int) -> None:

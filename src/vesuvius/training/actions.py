@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from vesuvius.errors import EXIT_GUARD, ConfigError
+from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.memory.guard import Order, Rung
 from vesuvius.monitor.memory.limits import CONFIGURED_NAME, left_bytes
 from vesuvius.monitor.monitor import LoopStatus, Monitor
@@ -29,7 +30,6 @@ from vesuvius.stream.options import (
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.request import RunContext
-from vesuvius.training.step.device import DeviceFeed
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import NonFiniteError, one_line
+from vesuvius.loader.device import DeviceBatch, DeviceFeed
 from vesuvius.monitor.clock import StepClock, make_clock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
@@ -26,8 +27,7 @@ from vesuvius.training.replay import MicroBatch, diagnose
 from vesuvius.training.reporting.monitoring import reader_died
 from vesuvius.training.reporting.report import Launched, RankNews, StepReporter
 from vesuvius.training.request import RunContext
-from vesuvius.training.step.device import DeviceBatch, DeviceFeed
-from vesuvius.training.step.grey_values import Conditioner
+from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.step import TrainStep, learning_rate
 from vesuvius.training.validation.validation import Reference
 

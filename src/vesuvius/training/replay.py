@@ -21,6 +21,7 @@ from vesuvius.config.load import parse_stored
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import EXIT_NONFINITE, EXIT_OK, ConfigError
+from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.feeder import Batch
@@ -28,8 +29,7 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
 from vesuvius.training.checkpoint.trained import DataFacts
-from vesuvius.training.step.device import DeviceFeed
-from vesuvius.training.step.grey_values import Conditioner
+from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.step import TrainStep, build_network, check_initial_weights, choose_device, choose_kernels
 from vesuvius.volumes.box import format_box
 

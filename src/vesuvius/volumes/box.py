@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vesuvius.config import Triple
 
@@ -93,3 +94,32 @@ def intersects(a: Box, b: Box) -> bool:
 def format_box(box: Box) -> str:
     """'z 0:128, y 0:256, x 128:256'."""
     return ", ".join(f"{axis} {lo}:{hi}" for axis, lo, hi in zip("zyx", *box, strict=True))
+
+
+def indexed_box(index: Any, shape_zyx: Triple) -> tuple[list[tuple[int, int]], tuple[int | slice, ...]]:
+    """The ends along each axis that an index of an array of this shape reads, and what is then left to index.
+
+    Raises IndexError, and TypeError for anything but integers and slices of step 1.
+    """
+    given = index if isinstance(index, tuple) else (index,)
+    if len(given) > 3:
+        raise IndexError(f"a volume has the axes z, y, x; got {len(given)} indices")
+    ends: list[tuple[int, int]] = []
+    left: list[int | slice] = []
+    for each, size in zip((*given, *(slice(None),) * (3 - len(given))), shape_zyx, strict=True):
+        if isinstance(each, slice):
+            start, stop, step = each.indices(size)
+            if step != 1:
+                raise TypeError(f"a volume is read in boxes, so the step of a slice must be 1; got {each}")
+            ends.append((start, max(start, stop)))
+            left.append(slice(None))
+            continue
+        try:
+            at = operator.index(each)
+        except TypeError:
+            raise TypeError(f"a volume is indexed with integers and slices; got {each!r}") from None
+        if not -size <= at < size:
+            raise IndexError(f"index {at} is outside an axis of {size} voxels")
+        ends.append((at % size, at % size + 1))
+        left.append(0)
+    return ends, tuple(left)

@@ -74,20 +74,21 @@ class ForegroundMap:
 
 
 def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> ForegroundMap | None:
-    """The map that `data.min_foreground` is measured on; None where that is 0.  Reads, and logs progress.
+    """The map that `data.min_foreground` is measured on; None for a volume where that is 0.  Reads, and logs progress.
 
     Raises DataError: the listing, the coarse level or the mask cannot be read, or does not fit the volume.
     """
-    if config.min_foreground == 0:
+    if config.min_foreground_of(spec) == 0:
         return None
     nan: Nan = "error" if config.nan == "error" else "keep"  # whatever NaN is read as, it is no foreground
     if spec.mask is not None:
         mask = open_volume(spec.mask, config.store, nan=nan)
         return coarse_map(volume, mask, None, config.patch_size)
-    if config.foreground.source == "level":
-        coarse_spec = ArrayConfig(path=spec.path, level=config.foreground.level, select=spec.select)
+    foreground = spec.foreground or config.foreground
+    if foreground.source == "level":
+        coarse_spec = ArrayConfig(path=spec.path, level=foreground.level, select=spec.select)
         coarse = open_volume(coarse_spec, config.store, nan=nan)
-        return coarse_map(volume, coarse, config.foreground.threshold, config.patch_size, "the foreground level")
+        return coarse_map(volume, coarse, foreground.threshold, config.patch_size, "the foreground level")
     occupancy = chunk_occupancy(volume, config.max_quarantined)
     cell = volume.chunk_zyx if occupancy.shape == volume.grid.counts_zyx else volume.grid.object_zyx
     fraction = np.where(occupancy, np.uint8(255), np.uint8(0))

@@ -27,7 +27,7 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
-from vesuvius.volumes.box import Box, intersection, shape_of, slices
+from vesuvius.volumes.box import Box, box_along, indexed_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
 from vesuvius.volumes.format.decode import ChunkDecoder
@@ -181,6 +181,16 @@ class Volume:
             self.release(box)
         return out
 
+    def __getitem__(self, index: Any) -> NDArray[Any]:
+        """Read as an array is indexed, with integers and slices of step 1: `volume[10, 0:128, :128]`.
+
+        Raises as `read`, IndexError, and TypeError for any other index.
+        """
+        ends, whole = indexed_box(index, self.shape_zyx)
+        box = box_along(ends)
+        voxels = self.read(box) if all(lo < hi for lo, hi in ends) else np.empty(shape_of(box), self.dtype)
+        return voxels[whole]
+
     def close(self) -> None:
         """End the threads that fetch."""
         self.source.close()
@@ -306,14 +316,14 @@ class Volume:
 
 
 def open_volume(
-    spec: ArrayConfig,
+    spec: ArrayConfig | str | Path,
     store: StoreConfig = StoreConfig(),
     missing_chunk: Literal["air", "error"] = "air",
     nan: Nan = "air",
     known: bool = False,
     stored: StoredChunks | None = None,
 ) -> Volume:
-    """Open what `data.volumes[]` names.  Reads metadata, and looks for a few chunks.
+    """Open what `data.volumes[]` names, or level 0 of a path or address.  Reads metadata, and looks for a few chunks.
 
     Args:
         known: it has been opened before, by another process: no chunks are looked for, and where its store does not
@@ -323,6 +333,7 @@ def open_volume(
     Raises:
         DataError: nothing there, not a zarr, no such level, no axes z, y, x, or a dtype that is not supported.
     """
+    spec = spec if isinstance(spec, ArrayConfig) else ArrayConfig(path=str(spec))
     if not is_remote(spec.path) and not Path(spec.path).exists():
         raise DataError(
             f"a volume must exist; got {spec.path}, which does not exist; write a synthetic scroll there with "

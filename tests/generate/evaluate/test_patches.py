@@ -24,10 +24,10 @@ from vesuvius.generate.evaluate.patches import (
     open_generated,
 )
 from vesuvius.generate.sample_zarr import to_greys
+from vesuvius.loader.device import model_values
+from vesuvius.loader.grey_values import grey_scales
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.training.step.device import model_values
-from vesuvius.training.step.grey_values import grey_scales
 from vesuvius.volumes.box import box_at
 
 GREY = GreyRange(0, 255)

@@ -12,11 +12,11 @@ import zarr
 
 from tests.conftest import textured, write_array
 from vesuvius.config import Config
+from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import GreyRange, prepare_data
-from vesuvius.training.step.device import DeviceFeed
-from vesuvius.training.step.grey_values import Conditioner
+from vesuvius.training.step.conditioner import Conditioner
 
 CPU = torch.device("cpu")
 

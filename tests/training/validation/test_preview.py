@@ -20,7 +20,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges
-from vesuvius.training.step.grey_values import Conditioner
+from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.validation.preview import GAP, HEADING, make_preview
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, measure_texture
 from vesuvius.training.validation.validation import Reference

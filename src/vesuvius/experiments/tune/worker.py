@@ -24,6 +24,7 @@ from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import EXIT_STOPPED
 from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_settled, sustained_s
 from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
+from vesuvius.loader.device import DeviceBatch, synchronize
 from vesuvius.monitor.clock import HostClock
 from vesuvius.monitor.probes.vram import process_peaks
 from vesuvius.monitor.verdict import Verdict
@@ -33,7 +34,6 @@ from vesuvius.stream.reading.reader_figures import ReaderTotals
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.reporting.report import StepReporter
-from vesuvius.training.step.device import DeviceBatch, synchronize
 from vesuvius.training.step.step import learning_rate
 
 log = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, as_stored, to_greys
+from vesuvius.loader.device import apply_symmetries, model_values
+from vesuvius.loader.grey_values import grey_scales, normalised
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
 from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
-from vesuvius.training.step.device import apply_symmetries, model_values
-from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volume_tools.partial import finished_record
 from vesuvius.volumes.box import box_along, box_at, intersection, shape_of, slices, triple
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, DataConfig, Triple
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
+from vesuvius.loader.grey_values import grey_scales, normalised
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align, fits, geometry_words, shape_on
 from vesuvius.volumes.box import (
     Box,

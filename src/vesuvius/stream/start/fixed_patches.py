@@ -130,9 +130,9 @@ def _fixed_plan(data: PreparedData, config: DataConfig, held_out: bool) -> tuple
     planned = {number: slab for number, slab in slabs if slab is not None}
     if not planned:
         raise DataError(
-            f"the held-out slab of some volume must hold a patch with data.min_foreground={config.min_foreground:g} of "
-            f"foreground; got none in {len(data.volumes)} volumes; raise data.validation.fraction, or switch "
-            "off validation and previews: training.validate_every=0 and training.preview_every=0"
+            "the held-out slab of some volume must hold a patch with data.min_foreground of foreground; got none in "
+            f"{len(data.volumes)} volumes; raise data.validation.fraction, or "
+            "switch off validation and previews: training.validate_every=0 and training.preview_every=0"
         )
     return make_plan(_SEED, layout, list(planned.values())), list(planned)
 
@@ -152,6 +152,7 @@ def _plan_slab(data: PreparedData, number: int, layout: DataConfig) -> PlanVolum
             layout.volumes[number].weight,
             layout,
             foreground=None if foreground is None else foreground.map,
+            min_foreground=0.0 if foreground is None else foreground.min_fraction,
         )
     except DataError as error:  # a slab is large enough for a patch: what it lacks is foreground
         log.warning("volume %s takes no part in validation, as its held-out end looks like air: %s", volume.name, error)

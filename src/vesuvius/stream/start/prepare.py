@@ -232,8 +232,9 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
         within.append(box)
         splits.append(split_volume(volume.name, volume.shape_zyx, config.patch_size, config.validation, box))
         grid = volume.shape_zyx, volume.chunk_zyx, volume.dtype.name
+        shown: dict[str, Any] = {"foreground": found, "min_foreground": config.min_foreground_of(spec)}
         planned.append(
-            plan_volume(volume.name, splits[-1], *grid, spec.weight, config, voxel_bytes=voxel_bytes, foreground=found)
+            plan_volume(volume.name, splits[-1], *grid, spec.weight, config, voxel_bytes=voxel_bytes, **shown)
         )
     plan = make_plan(seed, config, planned)
     job = ReaderJob(plan, config, dtype, condition_dtype, tuple(listed), rank=rank, world=world)

@@ -18,6 +18,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.errors import GpuMemoryError, one_line
+from vesuvius.loader.device import pinned_bytes
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.probes.vram import Vram, VramUse
@@ -44,7 +45,6 @@ from vesuvius.training.forecast.memory_plan import (
     plan_memory,
 )
 from vesuvius.training.forecast.preflight import checkpoint_sizes, fixed_count
-from vesuvius.training.step.device import pinned_bytes
 from vesuvius.training.step.step import choose_device, resolve_amp
 
 _MIB = 2**20

@@ -16,6 +16,7 @@ from vesuvius.config import Config
 from vesuvius.config.describe import CHANGES_TRAINING
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
+from vesuvius.loader.device import synchronize
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration, format_sizes, gib, size_text
@@ -26,7 +27,6 @@ from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.preflight import Preflight, doubts, preflight
 from vesuvius.training.forecast.run_plan import RunPlan, first_pass_samples, local_ranks, plan_run, resident_bytes
 from vesuvius.training.ranks.part import Part
-from vesuvius.training.step.device import synchronize
 from vesuvius.training.step.step import AmpMode, autocast, choose_device, resolve_amp
 from vesuvius.volumes.box import format_box
 

@@ -27,10 +27,10 @@ from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 from vesuvius.diffusion.randomness import condition_kept, sample_noise
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.errors import ConfigError
+from vesuvius.loader.grey_values import to_device
 from vesuvius.monitor.clock import Timed, untimed
 from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.step.grey_values import to_device
 from vesuvius.training.step.optimizer import GradientSync, MovingAverage, average_decays, load_averages, make_optimizer
 
 AmpMode = Literal["off", "bf16", "fp16"]

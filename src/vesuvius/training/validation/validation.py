@@ -24,12 +24,13 @@ from vesuvius.diffusion.estimate import Condition, Denoise
 from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.loader.device import model_values
+from vesuvius.loader.grey_values import grey_scales, to_device
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_training_patches
 from vesuvius.stream.start.prepare import GreyRanges, PreparedData
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.step.device import model_values
-from vesuvius.training.step.grey_values import Conditioner, grey_scales, to_device
+from vesuvius.training.step.conditioner import Conditioner
 
 HEADLINE = "ema"
 """The set of weights whose loss stands for a validation: the one that samples are drawn with."""

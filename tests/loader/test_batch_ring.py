@@ -12,12 +12,12 @@ from torch import Tensor
 from tests.conftest import textured, write_array
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import ConfigError
+from vesuvius.loader.device import BatchRing
 from vesuvius.stream.feeder import HELD, Batch
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.step.device import BatchRing
 
 OPTIONS = StreamOptions(4, workers=0, prefetch_factor=2)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from vesuvius.loader.grey_values import grey_scales, normalised
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.training.step.grey_values import grey_scales, normalised
 
 on_each_device = pytest.mark.parametrize(
     "device",

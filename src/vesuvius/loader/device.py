@@ -23,6 +23,7 @@ from torch import Tensor
 from vesuvius.diffusion.estimate import Condition
 from vesuvius.diffusion.randomness import draw_noise
 from vesuvius.errors import ConfigError, one_line
+from vesuvius.loader.grey_values import grey_scales, normalised, signed_view
 from vesuvius.monitor.clock import StepClock
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.feeder import HELD, Batch
@@ -31,7 +32,6 @@ from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.step.grey_values import Conditioner, grey_scales, normalised, signed_view
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DeviceBatch:
 
     indices: NDArray[np.int64]  # int64 [B], on the host
     x_0: Tensor  # float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1
-    eps: Tensor  # its noise, like x_0
+    eps: Tensor  # its noise, like x_0; empty without
     condition: Condition  # what the network is shown beside, mirrored and turned with its patch
     stored: Batch  # the batch as it was read, in memory of its own on the host
 
@@ -54,12 +54,13 @@ class DeviceFeed:
         options: StreamOptions,
         job: ReaderJob,
         greys: Sequence[GreyRange],
-        conditioner: Conditioner,
+        conditioner: Callable[[Tensor | None, Sequence[int]], Tensor | None],
+        noise: bool = True,
     ) -> None:
         self._job, self._options = job, options
         self._stream: PatchStream | None = None
         self._device = device
-        self._draw = partial(draw_noise, job.plan.seed, shape_czyx=(1, *job.plan.patch_zyx))
+        self._draw = partial(draw_noise, job.plan.seed, shape_czyx=(1, *job.plan.patch_zyx)) if noise else _no_noise
         self._batch_bytes = options.batch_size * job.patch_bytes
         self._scales = grey_scales(greys)
         self._conditioner = conditioner
@@ -175,10 +176,16 @@ class DeviceFeed:
     def _augmented(self, batch: Batch, eps: Tensor, raw: Tensor, raw_condition: Tensor | None = None) -> DeviceBatch:
         augmentations = [sample.augmentation for sample in batch.samples]
         volumes = [sample.volume for sample in batch.samples]
-        x_0 = model_values(raw, augmentations, self._scales[volumes])
+        x_0 = apply_symmetries(raw, augmentations).unsqueeze(1)
+        if len(self._scales):
+            x_0 = normalised(x_0, self._scales[volumes])
         if raw_condition is not None:
             raw_condition = apply_symmetries(raw_condition, augmentations).unsqueeze(1)
         return DeviceBatch(batch.indices, x_0, eps, self._conditioner(raw_condition, volumes), batch)
+
+
+def _no_noise(indices: NDArray[np.int64], *, pinned: bool = False) -> Tensor:
+    return torch.empty(0)
 
 
 def _pinned_slot(layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Tensor]:
@@ -199,6 +206,8 @@ def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> 
 
     Moves voxels, changes none: any dtype, any device.
     """
+    if all(augmentation == Augmentation() for augmentation in augmentations):
+        return patches
     out = torch.empty_like(patches)
     for target, patch, augmentation in zip(signed_view(out), signed_view(patches), augmentations, strict=True):
         axes = [axis for axis, flip in enumerate(augmentation.flip_zyx) if flip]

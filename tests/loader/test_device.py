@@ -15,12 +15,12 @@ import torch
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.diffusion.randomness import draw_noise, sample_noise
+from vesuvius.loader.device import DeviceFeed, apply_symmetries
 from vesuvius.monitor.clock import HostClock
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
-from vesuvius.training.step.device import DeviceFeed, apply_symmetries
-from vesuvius.training.step.grey_values import Conditioner
+from vesuvius.training.step.conditioner import Conditioner
 
 CPU = torch.device("cpu")
 ALL = [
@@ -218,7 +218,7 @@ def test_the_noise_of_the_next_batch_is_drawn_while_this_one_is_computed_and_its
             raise MemoryError("no memory for noise")
         return draw_noise(*arguments, **named)
 
-    monkeypatch.setattr("vesuvius.training.step.device.draw_noise", slow)
+    monkeypatch.setattr("vesuvius.loader.device.draw_noise", slow)
     feed, _, _ = _textured_feed(tmp_path, CPU)
     with feed.open():
         feed.next(HostClock())

@@ -1,4 +1,4 @@
-"""From voxels of any stored dtype to model values and conditions, where the model is."""
+"""From voxels of any stored dtype to model values, where the model is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from vesuvius.diffusion.estimate import Condition
 
 if TYPE_CHECKING:  # else a training step alone (`tools/gpu_check.py`) would need what reads volumes
     from vesuvius.stream.start.prepare import GreyRange
@@ -48,40 +46,14 @@ def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
     exact, long = raw.dtype in _EXACT, raw.dtype in (torch.int64, torch.uint64)
     dtype, origin = (torch.float32, low.astype(np.float32).astype(np.float64)) if exact else (torch.float64, low)
     origin = np.floor(low) if long else origin
-    values = raw.to(dtype) - _per_sample(origin, dtype, raw)
+    # In place: first touch of fresh memory takes longer than the sums.
+    values = raw.to(dtype, copy=True).sub_(_per_sample(origin, dtype, raw))
     if long:
         bits = np.array([int(value) % 2**64 for value in origin], np.uint64).view(np.int64)
         near = signed_view(raw) - _per_sample(bits, torch.int64, raw)  # modulo 2^64
         values = torch.where(values.abs() < 2**62, near.double(), values)
     divisors, summands = (_per_sample(figures, dtype, raw) for figures in (half, (origin - low) / half - 1))
-    # In place: first touch of fresh memory takes longer than the sums.
     return values.div_(divisors).add_(summands).float()
-
-
-class Conditioner:
-    """Makes the condition of a batch, which the network is shown, of its stored voxels.
-
-    Args:
-        labels: the stored label of each class; None: conditions are grey values.
-        greys: grey range of each volume's condition; empty with labels, and without conditions.
-        device: where the model is.
-    """
-
-    def __init__(self, labels: Sequence[int] | None, greys: Sequence[GreyRange], device: torch.device) -> None:
-        self._labels, self._scales, self._device = labels, grey_scales(greys), device
-
-    def __call__(self, raw: Tensor | None, volumes: Sequence[int]) -> Condition:
-        """The condition of a batch: `raw` [B, 1, Z, Y, X] in the stored dtype, or None, of the samples' volumes."""
-        if raw is None:
-            return None
-        raw = raw.to(self._device)
-        if self._labels:
-            values = signed_view(raw)  # unsigned labels of its upper half are negative there
-            bits = 8 * raw.element_size() if values.dtype != raw.dtype else 64
-            channels = [(values == (v - 2**bits if v >= 2 ** (bits - 1) else v)).float() for v in self._labels]
-        else:
-            channels = [normalised(raw, self._scales[list(volumes)])]
-        return torch.cat([*channels, torch.ones_like(channels[0])], dim=1)
 
 
 def signed_view(voxels: Tensor) -> Tensor:

@@ -1,0 +1,18 @@
+from vesuvius.config import ArrayConfig as ArrayConfig
+from vesuvius.config import DataConfig as DataConfig
+from vesuvius.config import StoreConfig as StoreConfig
+from vesuvius.config import VolumeConfig as VolumeConfig
+from vesuvius.errors import ConfigError as ConfigError
+from vesuvius.errors import DataError as DataError
+from vesuvius.errors import VesuviusError as VesuviusError
+from vesuvius.loader.patch_loader import PatchBatch as PatchBatch
+from vesuvius.loader.patch_loader import PatchDataset as PatchDataset
+from vesuvius.loader.patch_loader import PatchLoader as PatchLoader
+from vesuvius.stream.options import StreamOptions as StreamOptions
+from vesuvius.stream.start.prepare import prepare_data as prepare_data
+from vesuvius.stream.stream import PatchStream as PatchStream
+from vesuvius.volumes.volume import Volume as Volume
+from vesuvius.volumes.volume import open_volume as open_volume
+
+__version__: str
+__all__: list[str]

@@ -1,0 +1,351 @@
+"""The loader against numpy: the patches that the plan names, as tensors, in one order whoever reads them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import vesuvius
+from tests.conftest import textured, write_array
+from vesuvius import ConfigError, DataConfig, PatchBatch, PatchDataset, PatchLoader, PatchStream, VolumeConfig
+from vesuvius.config import AugmentConfig, ForegroundConfig, ValidationConfig
+from vesuvius.plan.plan import Sample
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.volumes.box import slices
+
+SHAPE = (96, 128, 128)
+PATCH = (8, 16, 16)
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    return write_array(tmp_path / "scan.zarr", textured(SHAPE))
+
+
+def load(*volumes: Any, **options: Any) -> PatchLoader:
+    given: Any = volumes if len(volumes) > 1 else volumes[0]
+    return PatchLoader(given, **{"batch_size": 4, "patch_size": PATCH, "workers": 0, "device": "cpu"} | options)
+
+
+def indices(batches: Iterable[PatchBatch]) -> list[int]:
+    return [sample.index for batch in batches for sample in batch.samples]
+
+
+def cut(voxels: np.ndarray[Any, Any], sample: Sample) -> np.ndarray[Any, Any]:
+    """The patch of a sample, mirrored and turned, by numpy alone."""
+    axes = [axis for axis, flip in enumerate(sample.augmentation.flip_zyx) if flip]
+    return np.rot90(np.flip(voxels[slices(sample.box)], axes), sample.augmentation.turns, (1, 2))
+
+
+def same(one: Iterable[PatchBatch], other: Iterable[PatchBatch]) -> int:
+    """Compares two loops batch by batch; returns how many there were."""
+    count = 0
+    for a, b in zip(one, other, strict=True):
+        assert a.samples == b.samples
+        assert a.image.dtype == b.image.dtype
+        assert torch.equal(a.image, b.image)
+        assert (a.label is None) == (b.label is None)
+        assert a.label is None or b.label is None or torch.equal(a.label, b.label)
+        count += 1
+    return count
+
+
+# ---- what a batch holds
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32"])
+def test_image_and_label_are_the_voxels_of_their_sample(tmp_path: Path, dtype: str) -> None:
+    voxels = textured(SHAPE, dtype=dtype)
+    labels = (np.arange(voxels.size, dtype=np.uint16) // 7).reshape(SHAPE)
+    scan, marked = write_array(tmp_path / "scan.zarr", voxels), write_array(tmp_path / "labels.zarr", labels)
+    with load(scan, labels=marked, normalize=(20, 220)) as loader:
+        seen = set()
+        for batch in islice(loader, 20):
+            assert batch.image.shape == (4, 1, *PATCH)
+            assert batch.image.dtype == torch.float32
+            assert batch.label is not None
+            assert batch.label.shape == (4, 1, *PATCH)
+            assert batch.label.dtype == torch.uint16
+            for image, label, sample in zip(batch.image, batch.label, batch.samples, strict=True):
+                expected = (cut(voxels, sample).astype(np.float64) - 20) / 100 - 1
+                np.testing.assert_allclose(image[0].numpy(), expected, atol=1e-5)
+                np.testing.assert_array_equal(label[0].numpy(), cut(labels, sample))
+                seen.add(sample.augmentation)
+    assert len(seen) > 8
+
+
+def test_grey_values_as_stored_and_the_range_of_each_volume(tmp_path: Path) -> None:
+    dark, bright = textured(SHAPE) // 4, textured(SHAPE) // 4 + 190
+    paths = write_array(tmp_path / "dark.zarr", dark), write_array(tmp_path / "bright.zarr", bright)
+    with load(*paths, normalize=False, augment=False) as loader:
+        batch = next(iter(loader))
+        assert batch.image.dtype == torch.uint8
+        assert loader.grey_ranges == ()
+        for image, sample in zip(batch.image, batch.samples, strict=True):
+            np.testing.assert_array_equal(image[0].numpy(), (dark, bright)[sample.volume][slices(sample.box)])
+    with load(*paths) as loader:
+        low, high = loader.grey_ranges
+        assert high.low - low.low == pytest.approx(190, abs=2)
+        image = torch.cat([batch.image for batch in islice(loader, 20)])
+        assert -1.5 < image.mean() < 1.5
+
+
+def test_patches_that_are_not_square_are_mirrored_and_not_turned(volume: Path) -> None:
+    with load(volume, patch_size=[8, 16, 24]) as loader:
+        symmetries = [sample.augmentation for batch in islice(loader, 16) for sample in batch.samples]
+    assert {symmetry.turns for symmetry in symmetries} == {0}
+    assert len(set(symmetries)) == 8
+
+
+def test_a_mask_says_where_patches_come_from(tmp_path: Path, volume: Path) -> None:
+    marked = np.zeros(SHAPE, np.uint8)
+    marked[30:60, 40:88, 20:68] = 1
+    mask = write_array(tmp_path / "mask.zarr", marked)
+    for least, options in ((0.5, {}), (0.9, {"min_foreground": 0.9})):
+        with load(volume, mask=mask, **options) as loader:
+            shares = [marked[slices(s.box)].mean() for batch in islice(loader, 20) for s in batch.samples]
+        assert min(shares) >= least
+
+
+def test_a_part_is_held_out(volume: Path) -> None:
+    with load(volume, validation_fraction=0.2) as loader:
+        (box,) = loader.validation_boxes
+        assert box is not None
+        held_out = np.zeros(SHAPE, bool)
+        held_out[slices(box)] = True
+        assert 0.15 < held_out.mean() < 0.3
+        assert not any(held_out[slices(s.box)].any() for batch in islice(loader, 60) for s in batch.samples)
+    with load(volume) as loader:
+        assert loader.validation_boxes == (None,)
+
+
+def test_a_third_of_the_patches_touches_ink(tmp_path: Path) -> None:
+    """One volume twice: the second entry's patches all hold ink, and those of the first come from everywhere."""
+    scan, ink = write_array(tmp_path / "scan.zarr", textured(SHAPE)), np.zeros(SHAPE, np.uint8)
+    ink[40:44, 48:60, 48:60] = 1  # on the grid of the map, whose cells are a quarter of a patch
+    mask = vesuvius.ArrayConfig(path=str(write_array(tmp_path / "ink.zarr", ink)))
+    everywhere = VolumeConfig(path=str(scan), weight=2)
+    with_ink = VolumeConfig(path=str(scan), mask=mask, min_foreground=0.01)
+    with load(everywhere, with_ink) as loader:
+        samples = [sample for batch in islice(loader, 300) for sample in batch.samples]
+    touching = [ink[slices(sample.box)].any() for sample in samples]
+    number = np.array([sample.volume for sample in samples])
+    assert all(np.array(touching)[number == 1])
+    assert not all(np.array(touching)[number == 0])
+    assert number.mean() == pytest.approx(1 / 3, abs=0.05)
+    starts = np.array([sample.start_zyx for sample in samples])[number == 0]
+    assert (starts.max(0) - starts.min(0) > 0.8 * (np.array(SHAPE) - PATCH)).all()
+
+
+def test_what_is_foreground_may_differ_by_entry(tmp_path: Path) -> None:
+    half = textured(SHAPE)
+    half[:32] = 0  # chunks of the fill value alone are not stored
+    path = str(write_array(tmp_path / "scan.zarr", half))
+    entries = VolumeConfig(path=path, min_foreground=0.0), VolumeConfig(path=path)
+    data = DataConfig(volumes=entries, patch_size=PATCH, min_foreground=1.0, validation=ValidationConfig(fraction=0))
+    plan = prepare_data(0, data).plan
+    samples = [plan.sample(index) for index in range(400)]
+    starts = [[s.start_zyx[0] for s in samples if s.volume == number] for number in (0, 1)]
+    assert min(starts[0]) < 24
+    assert min(starts[1]) >= 32
+    coarse = entries[1].model_copy(update={"foreground": ForegroundConfig(source="level")})
+    with pytest.raises(vesuvius.DataError, match="level"):  # of this entry alone: a bare array has no level 5
+        prepare_data(0, data.model_copy(update={"volumes": (entries[0], coarse)}))
+    everywhere = data.with_patches_from_everywhere()
+    assert all(volume.foreground is None for volume in prepare_data(0, everywhere).plan.volumes)
+
+
+# ---- order
+
+
+def test_the_order_is_that_of_the_stream_of_the_same_config(volume: Path, tmp_path: Path) -> None:
+    data = DataConfig(
+        volumes=(VolumeConfig(path=str(volume)),),
+        patch_size=PATCH,
+        augment=AugmentConfig(turn=False),
+        validation=ValidationConfig(fraction=0.1),
+    )
+    (tmp_path / "run.yaml").write_text(
+        f"name: x\nseed: 3\ndata:\n  volumes: [{{path: {volume}}}]\n  patch_size: [8, 16, 16]\n"
+        "  augment: {turn: false}\n  validation: {fraction: 0.1}\n"
+    )
+    with (
+        PatchStream(prepare_data(3, data).job, StreamOptions(4, workers=0)) as stream,
+        PatchLoader(data, batch_size=4, workers=0, seed=3, device="cpu", normalize=False) as of_config,
+        PatchLoader(tmp_path / "run.yaml", batch_size=4, workers=0, device="cpu", normalize=False) as of_file,
+    ):
+        for expected, batch, other in islice(zip(stream, of_config, of_file, strict=True), 12):
+            assert batch.samples == other.samples == expected.samples
+            raw = [
+                cut(patch_as_volume(patch, sample), sample)
+                for patch, sample in zip(expected.patches, batch.samples, strict=True)
+            ]
+            np.testing.assert_array_equal(batch.image[:, 0].numpy(), raw)
+            assert torch.equal(batch.image, other.image)
+
+
+def patch_as_volume(patch: np.ndarray[Any, Any], sample: Sample) -> np.ndarray[Any, Any]:
+    """A volume that holds the patch at the sample's place, so that `cut` applies its symmetry."""
+    whole = np.zeros(SHAPE, patch.dtype)
+    whole[slices(sample.box)] = patch
+    return whole
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_a_state_goes_on_at_the_next_batch_of_its_epoch(volume: Path, workers: int) -> None:
+    with load(volume, length=6) as whole:
+        first, second = [list(whole) for _ in range(2)]
+        assert indices(first + second) == list(range(48))
+    with load(volume, length=6) as loader:
+        assert indices(islice(loader, 4)) == list(range(16))
+        state = loader.state_dict()
+    with load(volume, length=6, workers=workers, prefetch_factor=3) as other:
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        assert same(other, first[4:]) == 2
+        assert same(other, second) == 6
+        other.load_state_dict(state)  # also while it runs
+        assert same(other, first[4:]) == 2
+
+
+def test_ranks_share_the_order_and_their_state(volume: Path) -> None:
+    with load(volume, batch_size=8, length=4) as alone:
+        expected = indices(alone)
+        after_two = alone.state_dict() | {"sample_index": 16, "in_epoch": 16}
+    places: list[list[int]] = []
+    for rank in range(2):
+        with load(volume, rank=rank, world=2, length=4) as loader:
+            places.append(indices(islice(loader, 2)))
+            assert loader.state_dict() == after_two
+            places.append(indices(loader))
+    assert sorted(places[0] + places[2]) == expected[:16]
+    assert all(index % 2 == 1 for index in places[2] + places[3])
+    assert len(places[1]) == 16, "a loop that was left is followed by a whole epoch"
+
+
+def test_epochs(volume: Path) -> None:
+    with load(volume, length=3, epochs=2) as loader:
+        assert len(loader) == 3
+        assert [indices(loader) for _ in range(3)] == [list(range(12)), list(range(12, 24)), []]
+    with load(volume) as loader, pytest.raises(TypeError, match="endless"):
+        len(loader)
+
+
+def test_a_closed_loader_goes_on_where_it_was(volume: Path) -> None:
+    loader = load(volume, length=2)
+    assert indices(loader) == list(range(8))
+    loader.close()
+    loader.close()
+    assert indices(loader) == list(range(8, 16))
+    loader.close()
+
+
+def test_a_resident_copy_changes_nothing(volume: Path) -> None:
+    with load(volume, length=200) as plain, load(volume, length=200, resident=True) as kept:
+        assert same(islice(plain, 200), islice(kept, 200)) == 200
+        assert kept.stream.has_resident
+
+
+# ---- in a DataLoader
+
+
+def test_a_data_loader_gets_the_same_batches_and_may_have_no_workers(volume: Path) -> None:
+    with load(volume, length=3) as loader, load(volume, length=3) as other:
+        assert same(DataLoader(PatchDataset(loader), batch_size=None), other) == 3
+        assert len(DataLoader(PatchDataset(loader), batch_size=None)) == 3
+        for how in ("fork", "spawn"):
+            with pytest.raises(ConfigError, match=r"num_workers must be 0 .* PatchLoader\(workers"):
+                next(
+                    iter(DataLoader(PatchDataset(loader), batch_size=None, num_workers=1, multiprocessing_context=how))
+                )
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"labels": []}, "0 labels for 1 volumes"),
+        ({"rank": 1}, "rank and world go together"),
+        ({"rank": 2, "world": 2}, "rank 2 is not one of world=2"),
+        ({"epochs": 2}, "epochs=2 needs length"),
+        ({"length": 0}, "length=0 leaves no batches"),
+        ({"patch_size": (8, 16)}, "patch_size"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"normalize": (3, 3)}, "low must be below high"),
+        ({"augment": True, "patch_size": (8, 16, 16), "min_foreground": 2.0}, "min_foreground"),
+    ],
+)
+def test_wrong_arguments_are_refused(volume: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(volume, **options)
+
+
+def test_a_whole_section_and_keywords_for_it_do_not_go_together(volume: Path) -> None:
+    data = DataConfig(volumes=(VolumeConfig(path=str(volume)),), patch_size=PATCH)
+    with pytest.raises(ConfigError, match="patch_size, mask cannot be given beside"):
+        PatchLoader(data, batch_size=4, patch_size=PATCH, mask="m.zarr")
+
+
+def test_a_state_of_another_plan_is_refused_and_changes_nothing(volume: Path) -> None:
+    with load(volume, seed=1) as other:
+        state = other.state_dict()
+    with load(volume, length=2) as loader:
+        for wrong in (state, {}, {"sample_index": 4}):
+            with pytest.raises(ConfigError, match="state"):
+                loader.load_state_dict(wrong)
+        assert indices(loader) == list(range(8))
+
+
+# ---- the package
+
+
+def test_the_package_loads_nothing_until_a_name_is_used() -> None:
+    heavy = "torch", "ray", "zarr", "numpy", "pydantic"
+    check = f"import sys, vesuvius; print([name for name in {heavy} if name in sys.modules]); vesuvius.PatchLoader"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    typed = Path(vesuvius.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    for name in vesuvius.__all__:
+        assert re.search(rf"\b{name}$|^{name}:", typed, re.MULTILINE), f"{name} has no type"
+        assert getattr(vesuvius, name) is not None
+        assert name in dir(vesuvius)
+    with pytest.raises(AttributeError, match="no attribute 'Patchloader'"):
+        vesuvius.Patchloader  # noqa: B018
+
+
+def test_an_open_volume_is_indexed_as_an_array(volume: Path) -> None:
+    voxels, opened = textured(SHAPE), vesuvius.open_volume(volume)
+    wholes: list[Any] = [
+        (slice(10, 70), slice(None, 40), slice(-30, None)),
+        (5, slice(3, 9)),
+        -1,
+        (slice(4, 4), 2),
+        (7, 8, np.int64(9)),
+        (slice(90, 500), 1),
+    ]
+    for index in wholes:
+        found = opened[index]
+        assert found.dtype == voxels.dtype
+        np.testing.assert_array_equal(found, voxels[index])
+    for index, error in (
+        ((96,), IndexError),
+        ((0, 0, 0, 0), IndexError),
+        (slice(0, 9, 2), TypeError),
+        ("z", TypeError),
+    ):
+        with pytest.raises(error):
+            opened[index]
+    opened.close()
