@@ -95,7 +95,7 @@ def measure(system: str, config: Config, seconds: float) -> Figures:
         return run_feed(uniform_feed(system, setup_of(config, seconds)), seconds)  # type: ignore[arg-type]
     feed = OurFeed(config)
     figures = run_feed(feed, seconds)
-    batches_s = (figures["samples_s"] or math.nan) / config.training.train_batch_size
+    batches_s = (figures["samples_s"] or math.nan) / config.training.micro_batch
     return figures | {"wait_share": feed.wait(batches_s, seconds), "resident": float(feed.resident)}
 
 
@@ -107,7 +107,7 @@ def setup_of(config: Config, seconds: float) -> Setup:
         volume.path,
         volume.level,
         config.data.patch_size,
-        training.train_batch_size,
+        training.micro_batch,
         training.workers,
         seconds,
         unsigned="skip_signature" in getattr(store, "config", {}),

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n| workers | batch | measured | predicted | error | trainer | readers | store | Ray |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     rows = []
-    for workers, batch in itertools.product(arguments.workers, arguments.batch or [base.training.train_batch_size]):
+    for workers, batch in itertools.product(arguments.workers, arguments.batch or [base.training.micro_batch]):
         config = _short(base, workers, batch, arguments.steps)
         plan = plan_run(config)
         rows.append(_row(workers, batch, plan, _measure(config, arguments.every)))

@@ -212,7 +212,7 @@ def _measure_as_rank(path: Path) -> None:
 
 def _compute(step: TrainStep, config: Config) -> None:
     """One step of one rank: made-up data, no exchange."""
-    batch, patch_size = config.training.train_batch_size, config.data.patch_size
+    batch, patch_size = config.training.micro_batch, config.data.patch_size
     channels = config.condition_channels
     condition = torch.zeros(batch, channels, *patch_size) if channels else None
     x_0, t = torch.zeros(batch, 1, *patch_size), np.full(batch, config.diffusion.timesteps // 2)

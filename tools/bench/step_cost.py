@@ -122,7 +122,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 def count(path: Path, overrides: list[str], batch: int | None, amp: Any) -> tuple[Costs, Costs, int, int]:
     """Costs of a micro-batch and of an update, the patches of the former, and the micro-batches of a step."""
     config = read_config(path, overrides)
-    batch = batch or config.training.train_batch_size
+    batch = batch or config.training.micro_batch
     traced, micro_batch, update = traced_step(config, amp), Costs(), Costs()
     with traced.entered() as step:
         with micro_batch:

@@ -99,7 +99,12 @@ class Config(Section):
     def global_batch(self) -> int:
         """Samples that one optimizer step consumes, over all micro-batches and ranks."""
         ranks = 1 if self.training.ranks == "auto" else self.training.ranks  # a launcher has put a number there
-        return self.training.train_batch_size * self.training.accumulate_steps * ranks
+        return self.training.micro_batch * self.training.accumulate_steps * ranks
+
+    def with_micro_batch(self, size: int) -> Self:
+        """The same effective batch in micro-batches of `size` patches, a divisor of a rank's part of it.  Pure."""
+        patches = self.training.micro_batch * self.training.accumulate_steps
+        return self.with_training(train_batch_size=size, accumulate_steps=patches // size)
 
     @property
     def horizon_steps(self) -> int:

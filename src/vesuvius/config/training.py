@@ -70,9 +70,15 @@ class ModelConfig(Section):
 class TrainingConfig(Section):
     """The loop: batch, readers, optimizer, checkpoints."""
 
-    train_batch_size: PositiveInt = Field(1, description="patches per micro-batch: what the GPU holds at once")
+    train_batch_size: PositiveInt | Literal["auto"] = Field(
+        1,
+        description="patches per micro-batch: what the GPU holds at once; auto = of the accumulate_steps patches of a "
+        "step as many as the memory plan fits, and fewer after an out-of-memory",
+    )
     accumulate_steps: PositiveInt = Field(
-        1, description="micro-batches per optimizer step; effective batch = train_batch_size x accumulate_steps x ranks"
+        1,
+        description="micro-batches per optimizer step; effective batch = train_batch_size (auto: 1) x accumulate_steps "
+        "x ranks",
     )
     ranks: PositiveInt | Literal["auto"] = Field(
         1,
@@ -137,6 +143,11 @@ class TrainingConfig(Section):
     resume: Literal["never", "auto"] = Field(
         "never", description="auto = as --resume: continue from the newest checkpoint, if there is one"
     )
+
+    @property
+    def micro_batch(self) -> int:
+        """Patches per micro-batch; 1 as long as `fit_micro_batch` has not put a number in the place of auto."""
+        return 1 if self.train_batch_size == "auto" else self.train_batch_size
 
     def contradictions(self) -> Iterator[str]:
         decays = (self.ema_decay, *self.extra_ema_decays)

@@ -153,12 +153,15 @@ def _volumes(data: PreparedData) -> Finding:
 
 def _plan(config: Config, opened: Future[PreparedData]) -> Finding:
     """RAM, and on a GPU its memory, as a dry run has them; tracing the network takes seconds."""
+    from vesuvius.training.forecast.micro_batch import with_numbers
     from vesuvius.training.forecast.run_plan import plan_run
 
     if opened.exception():
         return Finding("warn", "not checked: the volumes could not be read", "see volumes above")
+    config, chosen = with_numbers(config)
     plan = plan_run(config, opened.result())
-    value, problems = "; ".join(plan.lines()), sorted(plan.problems(), key=lambda problem: not problem.refused)
+    value = "; ".join([*chosen, *plan.lines()])
+    problems = sorted(plan.problems(), key=lambda problem: not problem.refused)
     if problems:
         return Finding("fail" if problems[0].refused else "warn", value, problems[0].text.rpartition("; ")[2])
     return Finding("ok", value)

@@ -17,11 +17,11 @@ from vesuvius.report.model import commit_text
 from vesuvius.runlog.run_dir import describe_environment
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
+from vesuvius.training.forecast.micro_batch import VRAM_SHARE, with_numbers
 from vesuvius.training.forecast.run_plan import plan_run
 from vesuvius.training.reporting.monitoring import memory_limits
 from vesuvius.training.step.step import choose_device
 
-_VRAM_SHARE = 0.92
 _PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover between Ray executions
 
 
@@ -66,10 +66,25 @@ def ram_left(config: Config) -> int:
 
 def vram_left() -> int:
     """Return the GPU bytes a run may use, given what other processes hold now."""
+    total_bytes, used_bytes = _vram()
+    return int(VRAM_SHARE * total_bytes) - used_bytes
+
+
+def with_micro_batch(config: Config) -> Config:
+    """Return a config with a number in the place of `training.train_batch_size: auto`, which a run would take now."""
+    room_bytes = None
+    if choose_device().type == "cuda" and config.training.train_batch_size == "auto":
+        total_bytes, used_bytes = _vram()
+        room_bytes = total_bytes - used_bytes
+    return with_numbers(config, room_bytes)[0]
+
+
+def _vram() -> tuple[int, int]:
+    """The GPU's memory and what is used of it, without beginning to use it."""
     gpu = torch.cuda.get_device_properties(choose_device())
     with Gpus(within_s=10.0) as gpus:
         used_bytes = sum(use.used_bytes for use in gpus.sample() if str(getattr(gpu, "uuid", None)) in use.uuid)
-    return int(_VRAM_SHARE * gpu.total_memory) - used_bytes
+    return gpu.total_memory, used_bytes
 
 
 def planned_bytes(config: Config, data: PreparedData) -> tuple[int, int | None]:

@@ -190,7 +190,7 @@ def trainer_config(config: Config, number: int) -> Config:
         "max_steps": None,
         "keep_last": 1,
         "validate_every": NEVER if config.training.validate_every else 0,
-        "validate_patches": config.training.train_batch_size,
+        "validate_patches": config.training.micro_batch,
         "lr": min(config.training.lr, 1e-6),
         "max_nonfinite": NEVER,
     }

@@ -44,6 +44,11 @@ class DeviceBatch:
     condition: Condition  # what the network is shown beside, mirrored and turned with its patch
     stored: Batch  # the batch as it was read, in memory of its own on the host
 
+    def part(self, of: slice) -> DeviceBatch:
+        """Some of it, in the same memory."""
+        condition = None if self.condition is None else self.condition[of]
+        return DeviceBatch(self.indices[of], self.x_0[of], self.eps[of], condition, self.stored.part(of))
+
 
 class DeviceFeed:
     """Opens a stream, takes batches from it and delivers model values on `device`; `greys` are the volumes'."""

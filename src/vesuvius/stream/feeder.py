@@ -48,6 +48,10 @@ class Batch:
         """The sample index of each patch, (B,)."""
         return np.array([sample.index for sample in self.samples], np.int64)
 
+    def part(self, of: slice) -> Batch:
+        """Some of it, in the same memory."""
+        return Batch(self.patches[of], self.samples[of], None if self.condition is None else self.condition[of])
+
     @property
     def nbytes(self) -> int:
         """Bytes of patches and condition."""

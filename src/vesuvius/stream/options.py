@@ -52,7 +52,7 @@ class StreamOptions:
         if training.ranks != 1 and cluster.reader_nodes == "auto":
             # Also of the one rank that `min_ranks: 1` may leave: it has reserved the processors of its readers.
             cluster = cluster.model_copy(update={"reader_nodes": "same"})
-        return cls(training.train_batch_size, training.workers, training.prefetch_factor, cluster=cluster)
+        return cls(training.micro_batch, training.workers, training.prefetch_factor, cluster=cluster)
 
 
 class StreamChanges(TypedDict, total=False):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import NonFiniteError, one_line
 from vesuvius.loader.device import DeviceBatch, DeviceFeed
 from vesuvius.monitor.clock import StepClock, make_clock
 from vesuvius.monitor.monitor import Monitor
+from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
@@ -34,6 +38,7 @@ from vesuvius.training.validation.validation import Reference
 log = logging.getLogger(__name__)
 
 _GRACE_S = 60.0
+_FIRST_STEPS = 3  # of a session, in which memory comes to its peak: the second step has moments beside its activations
 
 
 class Tuner(Protocol):
@@ -49,7 +54,7 @@ class Tuner(Protocol):
 class TrainingLoop:
     """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due.
 
-    `feed` delivers the batches of `job` to the device.
+    `feed` delivers the batches of `job` to the device, where they are computed `micro_batch` patches at once.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class TrainingLoop:
         self.milestones = Milestones(run, train_step, reference, writer)
         train_step.before_update = writer.hold_updates
         self._in_step = False
+        self.micro_batch, self._steps_begun = run.part.micro_batch, 0
 
     def run_steps(self) -> None:
         """Train until the last step or a request to stop.
@@ -177,21 +183,68 @@ class TrainingLoop:
         lr = learning_rate(progress.step, config.training)
         part = self.run.part
         timesteps = stratified_timesteps(config.seed, progress.step, config.global_batch, config.diffusion.timesteps)
-        batches: list[MicroBatch] = []
+        delivered: list[MicroBatch] = []
+        self._steps_begun += 1
         for t in np.split(timesteps[part.places], part.accumulate_steps):
-            if batches:
+            if delivered:
                 self._in_step = True
                 batch = self._next_batch(clock)
                 self._in_step = False
-            last = len(batches) == part.accumulate_steps - 1
-            self.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition, last, batch.eps)
-            batches.append((batch.stored, t))
+            delivered.append((batch.stored, t))
+            todo: Iterable[tuple[DeviceBatch, NDArray[np.int64]]] = [(batch, t)]
+            while not self._computes(todo, last=len(delivered) == part.accumulate_steps):
+                todo = ((self.feed.to_device(stored), t) for stored, t in delivered)
+        batches = [(stored.part(of), t[of]) for stored, t in delivered for of in self._pieces(t)]
         result = self.train_step.apply(lr)
         clock.step_done()
         reporter.launched(Launched(progress.step + 1, progress.sample_index, lr, result, batches))
         progress.advance(config.global_batch)
         self.run.watchdog.expects("step", "what is done between two steps")
         reporter.report()
+
+    def _computes(self, batches: Iterable[tuple[DeviceBatch, NDArray[np.int64]]], last: bool) -> bool:
+        """Add the gradients of batches and their timesteps; returns False where they found no memory: then the step has
+        to begin again, in the smaller pieces that `micro_batch` allows now.
+
+        Where other ranks count on this one, it may only as long as it has exchanged nothing.  So in the first steps of
+        a session gradients are exchanged after the backward pass, not during it: the sums are the same but for the
+        order in which they are rounded, which `training.deterministic` does not allow.
+        """
+        run = self.run
+        halves, alone = run.checked.halves, run.ranks.world == 1
+        late = halves and not (alone or run.config.training.deterministic) and self._steps_begun <= _FIRST_STEPS
+        try:
+            for batch, t in batches:
+                for of in self._pieces(t):
+                    piece, ends = batch.part(of), of.stop >= len(t)
+                    exchanges = last and ends and not late
+                    self.train_step.accumulate(piece.x_0, piece.indices, t[of], piece.condition, exchanges, piece.eps)
+            return True
+        except Exception as error:
+            if not (halves and (alone or late) and self.micro_batch > 1 and is_gpu_memory_error(error)):
+                raise
+            why = one_line(error, 100)
+        self._halve(why)  # here, where nothing holds the activations any more
+        return False
+
+    def _pieces(self, t: NDArray[np.int64]) -> list[slice]:
+        """Of a batch as it was delivered."""
+        return [slice(first, first + self.micro_batch) for first in range(0, len(t), self.micro_batch)]
+
+    def _halve(self, why: str) -> None:
+        """From here on compute the next smaller divisor of a micro-batch at once."""
+        run, before = self.run, self.micro_batch
+        self.micro_batch = now = next(size for size in range(before - 1, 0, -1) if before % size == 0)
+        self.train_step.drop()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+        step = run.progress.step
+        text = (
+            f"out of memory in step {step + 1} with {before} patches at once ({why}); the step is repeated and the run "
+            f"goes on with {now}: same effective batch and samples, more micro-batches"
+        )
+        log.warning("%s", text)
+        run.metrics.write("event", event="micro_batch", step=step, text=text, before=before, now=now)
 
     def _gives_up(self) -> bool:
         """Whether to wait no longer for data.  In the middle of a step, where other ranks count on this one, data get

@@ -31,6 +31,7 @@ from vesuvius.training.checkpoint.progress import Progress, still_quarantined
 from vesuvius.training.checkpoint.resume import is_finished, restore
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
+from vesuvius.training.forecast.micro_batch import room_here, with_numbers
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.run_plan import gpu_memory_error, resident_bytes
 from vesuvius.training.forecast.start_log import log_ranks, start_lines
@@ -76,8 +77,10 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
     """
     with stop or StopRequest(request.config.training.max_hours) as stop, contextlib.ExitStack() as held:
         if ranks.is_main:
-            checked = _begin(request, stop, ranks, held)
+            config, checked = _begin(request, stop, ranks, held)
+            request = replace(request, config=config)
         else:
+            ranks.least(room_here(request.config, choose_device(ranks.local_rank)))
             config, checked = _begin_beside(ranks)
             request = replace(request, config=without_listeners(config), make_tuner=None)
         if isinstance(checked, int):  # an exit code: there is nothing to train
@@ -103,12 +106,15 @@ def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
     return exit_code
 
 
-def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.ExitStack) -> Preflight | int:
+def _begin(
+    request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.ExitStack
+) -> tuple[Config, Preflight | int]:
     """Check everything, lock the run directory, begin to write in it and tell the other ranks what was found.
 
-    Returns an exit code where the run is finished, or was stopped before it began.
+    Returns the config, with numbers in the place of `auto` for the micro-batch; and an exit code where the run is
+    finished, or was stopped before it began.
     """
-    config, resume = request.config, request.resume
+    config, resume, chosen = request.config, request.resume, list[str]()
     directory = run_dir(config)
     # A rank that is left alone of several waits, too, for what holds the lock of the start before.
     lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 or config.training.ranks != 1 else 0.0
@@ -116,6 +122,8 @@ def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.E
     if resume and existed:  # first of all: another process may be writing the checkpoint to continue from
         held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
     try:
+        config, chosen = unless_stopped(lambda: _with_micro_batch(request.config, ranks), stop.wanted)
+        request = replace(request, config=config)
         checked = unless_stopped(lambda: _check(request, directory, ranks.local_world), stop.wanted)
     except StoppedError:
         log.info("stopped before the run began")
@@ -125,7 +133,8 @@ def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.E
         if checked == EXIT_OK:
             log_killed_session(directory)
         ranks.publish((config, checked, ""))
-        return checked
+        return config, checked
+    checked = replace(checked, halves=bool(chosen))
     _check_kernels(config, ranks)
     held.enter_context(_nothing_left_of_a_failed_start(directory))
     if not (resume and existed):
@@ -135,11 +144,13 @@ def _begin(request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.E
         open_log(directory.log)
     for level, line in start_lines(config, checked, ranks.world, lost=resume and existed):
         log.log(level, "%s", line)
+    for line in chosen:
+        log.info("%s", line)
     log_killed_session(directory)
     ranks.publish((config, for_other_ranks(checked), directory.mark()))
     for rank in range(1, ranks.world):
         ranks.publish(patches_of_rank(config, checked.fixed, rank, ranks.world), rank)
-    return checked
+    return config, checked
 
 
 def _begin_beside(ranks: Ranks) -> tuple[Config, Preflight | int]:
@@ -158,6 +169,13 @@ def _begin_beside(ranks: Ranks) -> tuple[Config, Preflight | int]:
     if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
         cache.prepare()
     return config, replace(checked, fixed=ranks.await_main(mine=True))
+
+
+def _with_micro_batch(config: Config, ranks: Ranks) -> tuple[Config, list[str]]:
+    """On rank 0, the config with a micro-batch that fits the device of each rank, and a line that says so."""
+    if config.training.train_batch_size != "auto":
+        return config, []
+    return with_numbers(config, ranks.least(room_here(config, choose_device(ranks.local_rank))))
 
 
 def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | int:
@@ -295,6 +313,7 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
             # Also after non-finite steps: they were not applied, and a resume continues after them.
             # On a GPU not where another rank failed: a step may be queued after a sum that is not complete.
             behind_sum = isinstance(cause, RankError) and run.device.type == "cuda"
+            config = config.with_micro_batch(loop.micro_batch) if loop.micro_batch < run.part.micro_batch else config
             told = gpu_memory_error(config, run.device, error, None) if out_of_memory else cause
             run.ranks.fail(told, saves=not behind_sum)
             saved = None if train_step.updating or behind_sum else milestones.save_after_error()

@@ -13,6 +13,7 @@ import pytest
 from tests.monitor.test_verdict import GPU, hungry, window
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
+from vesuvius.experiments.machine import with_micro_batch
 from vesuvius.experiments.tune.measurement import Evidence, SearchSpace, Setting, in_words
 from vesuvius.experiments.tune.survey import planner_of, read_evidence, survey
 from vesuvius.monitor.probes.cores import usable_cores
@@ -112,3 +113,10 @@ def test_a_setting_goes_into_a_config_and_comes_back(tiny_config: WriteConfig) -
     assert Setting.of(read_config(tiny_config(), turned.overrides(source))) == turned
     assert in_words(turned, source).startswith("workers 0 -> 3, requests 16 -> 64, compile auto -> true")
     assert in_words(source, source) == "nothing"
+
+
+def test_a_tune_of_auto_begins_with_the_micro_batch_that_a_run_would_take(tiny_config: WriteConfig) -> None:
+    config = read_config(tiny_config(training={"train_batch_size": "auto", "accumulate_steps": 6, "ranks": 2}))
+    setting = Setting.of(with_micro_batch(config))
+    assert (setting.train_batch_size, setting.accumulate_steps) == (6, 1)
+    assert setting.applied_to(config).global_batch == config.global_batch == 12

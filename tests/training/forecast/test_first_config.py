@@ -19,6 +19,7 @@ from vesuvius.config.load import parse_config
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast import first_config as module
+from vesuvius.training.forecast import micro_batch
 from vesuvius.training.forecast.first_config import LEAST_WIDTH_UM, PRESETS, fitting_patch, level_for
 from vesuvius.volume_tools.info import GreyStatistics, LevelFacts, Occupancy, VolumeFacts
 
@@ -59,9 +60,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def step_range_s(flops: float, device: torch.device, amp: str) -> tuple[float, float]:
         return flops / found.flops_s, flops / found.flops_s
 
-    monkeypatch.setattr(module, "plan_memory", plan)
+    monkeypatch.setattr(micro_batch, "plan_memory", plan)
     monkeypatch.setattr(module, "step_range_s", step_range_s)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(found.gib * GIB), 0))
+    monkeypatch.setattr(module, "room_here", lambda config, device: int(found.gib * GIB))
     limit = SimpleNamespace(limit_bytes=found.gib * GIB)
     monkeypatch.setattr(module, "ram_limit", lambda configured: limit)
     return found

@@ -21,7 +21,14 @@ from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, VesuviusError, one_line
 from vesuvius.experiments.bench.results import Cell, Measurement, build_page, results_of
 from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
-from vesuvius.experiments.machine import describe_machine, facts_of_this_place, planned_bytes, ram_left, vram_left
+from vesuvius.experiments.machine import (
+    describe_machine,
+    facts_of_this_place,
+    planned_bytes,
+    ram_left,
+    vram_left,
+    with_micro_batch,
+)
 from vesuvius.experiments.steady import SteadyState, Warmup
 from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
 from vesuvius.report.page import RunReport, made_by, new_folder, write_page
@@ -71,7 +78,7 @@ def bench(request: BenchRequest) -> tuple[int, RunReport | None]:
     def config_with(overrides: Sequence[str]) -> Config:
         return read_config(request.source, [*request.overrides, *overrides], request.environment)
 
-    config, configs = config_with(()), [config_with(cell.overrides) for cell in request.cells]
+    config, configs = config_with(()), [with_micro_batch(config_with(cell.overrides)) for cell in request.cells]
     parent = run_dir(config).path / BENCHES
     with locked(parent, "bench") as lock_fd:
         asked = _asked(request, config)
@@ -172,7 +179,7 @@ def measure_cell(
     except (VesuviusError, ValidationError) as error:
         return Measurement(ended="failed", cause=one_line(error, 400))
     training, plan = config.training, data.plan
-    batch = training.train_batch_size * training.accumulate_steps * ranks
+    batch = training.micro_batch * training.accumulate_steps * ranks
     options = StreamOptions.from_config(training, config.cluster)
     warmup = Warmup.of(data.job, options, training.accumulate_steps, batch)
     workers = training.workers * ranks

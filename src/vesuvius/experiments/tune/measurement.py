@@ -47,6 +47,7 @@ class Setting:
     def of(cls, config: Config) -> Self:
         """Return the setting of a config."""
         values = {knob: getattr(config.training, knob) for knob in get_args(Knob) if knob != "requests"}
+        values["train_batch_size"] = config.training.micro_batch
         return cls(requests=config.data.store.requests, **values)
 
     @property

@@ -23,7 +23,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, one_line, storage_errors
 from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
-from vesuvius.experiments.machine import describe_machine, facts_of_this_place, machine_words
+from vesuvius.experiments.machine import describe_machine, facts_of_this_place, machine_words, with_micro_batch
 from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
 from vesuvius.experiments.tune.measurement import (
     READER_KNOBS,
@@ -226,7 +226,7 @@ def _open(request: TuneRequest) -> tuple[Ledger[Block], SearchSpace, Planner]:
         space = from_plain(SearchSpace, ledger.asked["space"])
         space = replace(space, budget_s=request.budget_s or space.budget_s)
     else:
-        space = survey(config, data, budget_s=request.budget_s or _BUDGET_S, keep=request.keep)
+        space = survey(with_micro_batch(config), data, budget_s=request.budget_s or _BUDGET_S, keep=request.keep)
         ledger = Ledger(path, "tune", asked | {"--keep": list(request.keep), "space": asdict(space)})
     return ledger, space, planner_of(one_rank(config), data)
 

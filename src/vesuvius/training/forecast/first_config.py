@@ -33,7 +33,7 @@ from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import GIB, format_percent, format_sizes, gib
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.forecast.memory_plan import plan_memory
+from vesuvius.training.forecast.micro_batch import fit_micro_batch, room_here
 from vesuvius.training.forecast.run_plan import plan_run, ram_limit, resident_bytes
 from vesuvius.training.forecast.start_log import step_range_s
 from vesuvius.training.step.step import AmpMode, choose_device, lay_out_network, parameter_count, resolve_amp
@@ -74,7 +74,6 @@ _STEP_S = {"cuda": 4.0, "cpu": 2.0}  # longest step
 _READERS = {"cuda": 6, "cpu": 2}  # at most, and half as many again of a remote store
 _CORES_WITHOUT_READERS = 2
 _RUN_S = 0.9 * 1800  # of half an hour; validations, previews and checkpoints take the rest
-_RAM_SHARE = 0.4  # of the limit, for a step on a CPU
 _PATCHES: tuple[Triple, ...] = (
     _FULL, (48, 96, 96), (32, 64, 64), (16, 48, 48), (16, 32, 32), (8, 32, 32), (8, 16, 16), (8, 8, 8),
 )  # fmt: skip
@@ -125,6 +124,7 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
         "model": f"{parameter_count(lay_out_network(config)) / 1e6:.1f} M parameters, about {step_s:.2g} s a step",
         "run": f"{steps} steps, about {max(round(steps * step_s / 54), 1)} minutes",
     }
+    config = config.with_training(train_batch_size="auto", accumulate_steps=_BATCH)
     return _text(config, said, volume), [f"{key:10} {text}" for key, text in said.items()]
 
 
@@ -133,24 +133,19 @@ def _choose_preset(shape: Triple, device: torch.device, amp: AmpMode) -> tuple[P
 
     With the patches that are computed at once, and the seconds of a step, the middle of what a dry run predicts.
     """
-    on_gpu = device.type == "cuda"
-    room = torch.cuda.mem_get_info(device)[0] if on_gpu else _RAM_SHARE * ram_limit(None).limit_bytes
     for preset in PRESETS[device.type]:
         patch, _ = fitting_patch(shape, preset.patch)
-        for micro in (8, 4, 2, 1):
-            config = Config(
-                name="any",
-                data=DataConfig(volumes=(VolumeConfig(path="any"),), patch_size=patch),
-                training=TrainingConfig(train_batch_size=micro, accumulate_steps=_BATCH // micro, optimizer="muon"),
-                model=_model(preset, patch),
-            )
-            plan = plan_memory(config, amp=amp)
-            if fits := (plan.vram_bytes if on_gpu else plan.ram_bytes) <= room:
-                break
-        step_s = math.sqrt(math.prod(step_range_s(plan.flops_per_step, device, amp)))
-        if fits and step_s <= _STEP_S[device.type]:
+        config = Config(
+            name="any",
+            data=DataConfig(volumes=(VolumeConfig(path="any"),), patch_size=patch),
+            training=TrainingConfig(train_batch_size="auto", accumulate_steps=_BATCH, optimizer="muon"),
+            model=_model(preset, patch),
+        )
+        found = fit_micro_batch(config, room_here(config, device), device.type == "cuda")
+        step_s = math.sqrt(math.prod(step_range_s(found.step.flops_per_step, device, amp)))
+        if found.fits and step_s <= _STEP_S[device.type]:
             break
-    return preset, micro, step_s
+    return preset, found.config.training.micro_batch, step_s
 
 
 def _model(preset: Preset, patch: Triple) -> ModelConfig:
@@ -303,7 +298,8 @@ def _text(config: Config, said: dict[str, str], volume: VolumeFacts) -> str:
         "data.patch_size": f"voxels z, y, x: {_width_words(volume, config.data.patch_size)}",
         "data.min_foreground": "at least half of each patch lies in stored chunks",
         "data.validation": "the volume is too small to hold out a part",
-        "training.accumulate_steps": f"{config.global_batch} patches a step; only the product of both matters",
+        "training.train_batch_size": "patches computed at once: as many of those of a step as memory allows",
+        "training.accumulate_steps": f"{config.global_batch} patches a step",
         "training.workers": "reader processes; 0 = the trainer reads: best on two processors, for a small volume, and "
         "where memory or /dev/shm is too small for Ray",
         "training.epochs": f"{said['run']} here; to continue, raise epochs and add --resume",

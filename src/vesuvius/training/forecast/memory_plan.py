@@ -137,7 +137,7 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
 
     Raises ConfigError where a tensor would reach 2^31 elements.  No volume is opened.
     """
-    batch = batch or config.training.train_batch_size
+    batch = batch or config.training.micro_batch
     lay_out_network(config).check_size(batch, config.data.patch_size)
     plan = traced_step(config, amp).plan(batch)
     return replace(plan, flops_per_step=plan.flops_per_step * config.training.accumulate_steps)
@@ -361,7 +361,7 @@ def seconds_at_peak(config: Config, device: torch.device, part: Part) -> float |
         return None
     try:
         model = config.with_training(checkpoint_levels=(), optimizer="adamw", accumulate_steps=1)
-        per_sample = plan_memory(model, amp=amp).flops_per_step / config.training.train_batch_size
+        per_sample = plan_memory(model, amp=amp).flops_per_step / config.training.micro_batch
         return per_sample * part.global_batch / part.world / peak
     except Exception as error:  # a figure must not end a run
         log.warning("no mfu_pct: a step could not be traced: %s", one_line(error))

@@ -62,6 +62,7 @@ class Preflight:
     checkpoint_bytes: int  # size of one checkpoint on disk, estimated
     free_bytes: int  # free space where the run directory is or will be
     resident_bytes: int = 0  # of the volumes, where they are kept decoded in memory
+    halves: bool = False  # out of memory, a smaller micro-batch is tried, as the config had `auto` in its place
 
 
 def for_other_ranks(checked: Preflight) -> Preflight:
@@ -116,7 +117,7 @@ def preflight(
     if not resume:
         refuse_existing(directory)
     network = lay_out_network(config)
-    network.check_size(config.training.train_batch_size, config.data.patch_size)
+    network.check_size(config.training.micro_batch, config.data.patch_size)
     if config.training.workers and config.cluster.address is not None:
         check_cluster(config.cluster.address)
     data = prepare_data(config.seed, config.data if caches else config.data.with_store(cache_dir=None))

@@ -128,7 +128,7 @@ class RunPlan:
             largest = largest_batch(config, self.vram_bytes)
             remedy = f"set training.train_batch_size={largest} and raise training.accumulate_steps"
             text = (
-                f"train_batch_size {config.training.train_batch_size} will not fit: {size_text(need)} of GPU memory "
+                f"train_batch_size {config.training.micro_batch} will not fit: {size_text(need)} of GPU memory "
                 f"needed of {size_text(self.vram_bytes)}; {remedy if largest else leaner(config)}"
             )
             found.append(Problem(text, True))
@@ -300,7 +300,7 @@ def gpu_memory_error(
     what_to_do = remedy(config, device, use)
     wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))  # the rest of torch's text is in the table
     first = (
-        f"A step with train_batch_size {config.training.train_batch_size} does not fit the GPU: out of memory "
+        f"A step with train_batch_size {config.training.micro_batch} does not fit the GPU: out of memory "
         f"({wanted[0] if wanted else one_line(error)}); {what_to_do}"
     )
     held = "unknown, no GPU reports it"
@@ -323,7 +323,7 @@ def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
     Raises nothing.
     """
     training, total, why = config.training, config.global_batch, ""
-    most = training.train_batch_size - 1
+    most = training.micro_batch - 1
     try:
         assert use is not None, "the GPU's memory cannot be read"
         # The plan's reserve holds CUDA's own share of what is not torch's.

@@ -19,11 +19,12 @@ from vesuvius.errors import ConfigError
 from vesuvius.loader.device import synchronize
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.runlog.units import format_duration, format_sizes, gib, size_text
+from vesuvius.runlog.units import GIB, format_duration, format_sizes, gib, size_text
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.forecast.memory_plan import plan_memory
+from vesuvius.training.forecast.micro_batch import with_numbers
 from vesuvius.training.forecast.preflight import Preflight, doubts, preflight
 from vesuvius.training.forecast.run_plan import RunPlan, first_pass_samples, local_ranks, plan_run, resident_bytes
 from vesuvius.training.ranks.part import Part
@@ -136,6 +137,8 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
         ConfigError: after all lines, where the run would not fit this machine or the GPU that was asked for.
         VesuviusError: what `preflight` raises.
     """
+    room_bytes, gpu = (None, None) if vram_gib is None else (int(vram_gib * GIB), True)
+    config, chosen = with_numbers(config, room_bytes, gpu)
     directory, training = run_dir(config), config.training
     checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
     world = 1 if training.ranks == "auto" else training.ranks
@@ -148,7 +151,7 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     yield from (line for level, line in lines if level == logging.INFO)
     plan, done = plan_run(config, checked.data, vram_gib), checked.resumed.step if checked.resumed else 0
     yield _time_line(config, plan, max(config.stop_step - done, 0))
-    yield from (f"memory     {line}" for line in plan.lines())
+    yield from (f"memory     {line}" for line in [*chosen, *plan.lines()])
     for_ever = config.horizon_steps // training.keep_every if training.keep_every else 0
     count = training.keep_last + 2 + for_ever  # with the last, and the best
     need = count * checked.checkpoint_bytes

@@ -51,7 +51,7 @@ def part_of(config: Config, rank: int, world: int) -> Part:
             f"{' or '.join(map(str, fitting[-2:]))} ranks, or change training.train_batch_size or accumulate_steps"
         )
     each = total // world
-    micro = next(size for size in range(min(config.training.train_batch_size, each), 0, -1) if each % size == 0)
+    micro = next(size for size in range(min(config.training.micro_batch, each), 0, -1) if each % size == 0)
     return Part(rank, world, total, micro, each // micro)
 
 

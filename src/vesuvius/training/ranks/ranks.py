@@ -97,6 +97,16 @@ class Ranks:
                 self._store.delete_key(each)
         return pickle.loads(b"".join(pieces))
 
+    def least(self, value: int) -> int:
+        """On rank 0, return the smallest value that a rank calls this with; the others only tell.  Raises RankError."""
+        if self._store is None:
+            return value
+        if not self.is_main:
+            self._store.set(f"least/{self.rank}", str(value))
+            return value
+        told = [int(self._get(f"least/{rank}", rank, "tell its memory")) for rank in range(1, self.world)]
+        return min(value, *told)
+
     def tell_here(self, value: str) -> None:
         """On the first rank of each machine, hand a text to the others there, which wait for it in `of_first_here`."""
         if self._store is not None and self.local_rank == 0:

@@ -135,7 +135,7 @@ class GradientSync:
     """
 
     def __init__(self, network: nn.Module, part: Part, ranks: Ranks) -> None:
-        self._part, self._ranks = part, ranks
+        self._network, self._part, self._ranks = network, part, ranks
         self._pending: list[dist.Work] = []
         self._parallel: DistributedDataParallel | None = None
         self.forward: nn.Module = network
@@ -145,11 +145,18 @@ class GradientSync:
             self.forward = self._parallel
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Enter around forward and backward pass of a micro-batch; gradients travel in the last one of a step."""
+        """Enter around forward and backward pass of a micro-batch; gradients travel in the last one of a step.
+
+        Where none was the last, they do in `wait`: until then nothing is exchanged, and a rank may begin again.
+        """
         return nullcontext() if last or self._parallel is None else self._parallel.no_sync()
 
     def wait(self) -> None:
         """Wait until the gradients are summed: on a GPU the device does, on a CPU the host.  Raises RankError."""
+        if not self._pending:
+            gradients = [p.grad for p in self._network.parameters() if p.grad is not None]
+            # As they lie in memory: NCCL takes no tensor whose order of axes it does not know.
+            self._pending = [self._sum(g.as_strided((g.numel(),), (1,))) for g in gradients]
         for work in self._pending:
             self._ranks.wait_for(work)
         self._pending.clear()

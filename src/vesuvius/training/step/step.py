@@ -134,7 +134,8 @@ class TrainStep:
         Args:
             x_0: model values, float32 [B, 1, Z, Y, X] on the device, as is the condition.
             indices: sample indices [B]; the noise, and whether the condition is shown, follow from them.
-            last: it is the last one of the step: only then do the ranks exchange gradients.
+            last: it is the last one of the step, whose backward pass hides the exchange of gradients with other ranks;
+                where none is, `apply` exchanges them.
             eps: the noise, where it was drawn ahead; like x_0.
         """
         seed = self._config.seed
@@ -193,11 +194,11 @@ class TrainStep:
             average.update(applied)
         scalars = [self._loss, grad_norm, finite, applied, overflowed, self._nonfinite_in_a_row, scale]
         result = StepResult(scalars, self._losses)
-        self._begin()
+        self.drop()
         self.updating = False  # not before: what is allocated here may fail, and the step is not counted yet
         return result
 
-    def _begin(self) -> None:
+    def drop(self) -> None:
         """Drop the accumulated gradient and losses."""
         self.optimizer.zero_grad(set_to_none=True)
         self._loss, self._losses = torch.zeros((), device=self._device), []
@@ -213,7 +214,7 @@ class TrainStep:
                 yield
         finally:
             self._forward, self.timed = forward, timed
-            self._begin()
+            self.drop()
 
     def _judge(self, grad_norm: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Whether the step is finite, whether it overflowed fp16, and whether to apply it: flags on the device.

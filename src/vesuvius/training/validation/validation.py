@@ -146,7 +146,7 @@ def batches_of_rank(config: Config, rank: int, world: int) -> list[NDArray[np.in
     They hold pairs of a patch and a bin: patch p at bin b is pair p * bins + b.
     """
     pairs = np.arange(config.training.validate_patches * (len(timestep_bins(config.diffusion.timesteps)) - 1))
-    size = config.training.train_batch_size  # known to fit the memory
+    size = config.training.micro_batch  # known to fit the memory
     batches = np.split(pairs, range(size, len(pairs), size))
     return [batches[number] for number in np.array_split(np.arange(len(batches)), world)[rank]]
 

@@ -1,0 +1,201 @@
+"""Runs whose micro-batch is `auto`: which they take, and what they do where it finds no memory after all.
+
+The allocator that fails is faked at the convolutions, in the backward pass, where half of a gradient is there already.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.rank_runs import ends_of, output_of, started_ranks
+from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
+from vesuvius.config import Config
+from vesuvius.runlog.records import read_records
+from vesuvius.training.forecast import micro_batch
+
+OUT_OF_MEMORY = """
+import torch, weakref
+from torch._subclasses.fake_tensor import FakeTensor
+convolve = torch.nn.functional.conv3d
+def fail_beyond(batch, first=1, last=10**9):
+    "In the backward passes `first` to `last` of those on more than so many patches, at their end: in the first kernel."
+    passes, held = [0], []
+    def fail(gradient):
+        passes[0] += 1
+        if first <= passes[0] <= last:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 640.00 MiB. GPU 0 has")
+    def conv3d(input, *rest, **options):
+        output = convolve(input, *rest, **options)
+        if output.requires_grad and not input.requires_grad and not isinstance(output, FakeTensor):
+            assert not any(activation() is not None for activation in held), "held while the next pass begins"
+            held[:] = [weakref.ref(output.untyped_storage())]
+            if len(input) > batch:
+                output.register_hook(fail)
+        return output
+    torch.nn.functional.conv3d = conv3d
+"""
+EIGHT = {"accumulate_steps": 8, "max_steps": 5, "save_every": 5, "train_batch_size": "auto"}
+
+
+@pytest.fixture
+def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Which micro-batch the plan chooses, and which find no memory."""
+
+    def cut(planned: int, fails_beyond: int, first: int = 1) -> None:
+        fit = micro_batch.fit_micro_batch
+
+        def fitted(config: Config, room_bytes: int, gpu: bool) -> micro_batch.Fitted:
+            found = fit(config, room_bytes, gpu)
+            assert found.config.training.train_batch_size == config.training.accumulate_steps, "all fit here"
+            return micro_batch.Fitted(config.with_micro_batch(planned), found.step, 1, 1, True)
+
+        monkeypatch.setattr(micro_batch, "fit_micro_batch", fitted)
+        monkeypatch.setattr(torch.nn.functional, "conv3d", torch.nn.functional.conv3d)  # put back at the end
+        names = dict[str, Any]()
+        exec(OUT_OF_MEMORY, names)
+        names["fail_beyond"](fails_beyond, first)
+
+    return cut
+
+
+@pytest.mark.parametrize(
+    ("planned", "holds", "first", "tried"),
+    [
+        (8, 2, 1, [(8, 4), (4, 2)]),
+        (4, 2, 2, [(4, 2)]),  # in the second micro-batch of the first step
+        (2, 1, 6, [(2, 1)]),  # in the second micro-batch of the second step
+    ],
+)
+def test_a_micro_batch_that_finds_no_memory_is_halved_and_the_run_is_that_of_the_half(
+    tiny_config: WriteConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cuts: Any,
+    planned: int,
+    holds: int,
+    first: int,
+    tried: list[tuple[int, int]],
+) -> None:
+    """Bit by bit.  Wrong would be gradients that count twice, as those of the micro-batches before the failure; samples
+    that are left out or come twice; another timestep or noise; and a step that counts twice."""
+    monkeypatch.chdir(tmp_path)
+    half = EIGHT | {"train_batch_size": holds, "accumulate_steps": 8 // holds}
+    assert vesuvius_train(tiny_config("half", training=half)) == 0
+    cuts(planned, holds, first)
+    assert vesuvius_train(tiny_config(training=EIGHT)) == 0
+    figures = ("step", "loss", "grad_norm", "lr", "samples", "sample_index", "samples_total")
+    found, wanted = ([[step[name] for name in figures] for step in steps_of(run)] for run in ("tiny", "half"))
+    if first == 1:
+        assert found == wanted
+        assert_same_weights("tiny", "half")
+    else:  # steps before it added up in other parts
+        assert found == [pytest.approx(step, rel=1e-5) for step in wanted]
+    events = [record for record in records_of("event") if record["event"] == "micro_batch"]
+    assert [(event["before"], event["now"]) for event in events] == tried
+    log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
+    assert log.count("patches at once (CUDA out of memory. Tried to allocate 640.00 MiB") == len(tried)
+    assert f"micro-batch {planned} x {8 // planned}: " in log
+
+
+def test_one_patch_that_finds_no_memory_ends_the_run_as_ever(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cuts(8, 0, 1)
+    assert vesuvius_train(tiny_config(training=EIGHT)) == 3
+    assert [event["now"] for event in records_of("event") if event["event"] == "micro_batch"] == [4, 2, 1]
+    assert "train_batch_size 1 does not fit the GPU: out of memory" in records_of("run_end")[-1]["cause"]
+
+
+def test_a_number_of_the_config_is_not_halved(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cuts(8, 4)
+    assert vesuvius_train(tiny_config(training=EIGHT | {"train_batch_size": 8, "accumulate_steps": 1})) == 3
+    assert "train_batch_size 8 does not fit the GPU" in records_of("run_end")[-1]["cause"]
+
+
+def test_a_resume_chooses_again_and_goes_on_at_the_next_sample(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(training=EIGHT)
+    assert vesuvius_train(config, "training.max_steps=2", "training.train_batch_size=2") == 0
+    assert [step["samples"] for step in steps_of()] == [16, 16]
+    assert vesuvius_train(config, "--resume") == 0
+    assert [step["sample_index"] for step in steps_of()] == [0, 16, 32, 40, 48]
+    log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
+    assert "changed since the checkpoint: training.train_batch_size: was 2, is 8" in log
+
+
+def test_the_dry_run_says_which_micro_batch_a_run_would_take(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(training=EIGHT)
+    assert vesuvius_train(config, "--dry-run") == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^memory +micro-batch 8 x 1: [\d.]+ \w+ of [\d.]+ GiB by the memory plan$", text, re.MULTILINE)
+    assert "batch      8 x 1 = 8 samples a step" in text
+    assert vesuvius_train(config, "--dry-run", "--vram-gib", "0.672") == 0
+    text = capsys.readouterr().out
+    found = re.search(r"micro-batch (\d) x (\d): 0.6\d GiB of 0.67 GiB by the memory plan$", text, re.MULTILINE)
+    assert found
+    assert int(found[1]) * int(found[2]) == 8
+
+
+RANK_1_FAILS = f"""
+import os, sys
+from vesuvius.commands import train
+{OUT_OF_MEMORY}
+if os.environ["RANK"] == "1":
+    fail_beyond(*map(int, os.environ["TEST_FAILS"].split()))
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def train_two(config: Path, cwd: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    monkeypatch.setenv("TEST_FAILS", fails)
+    with started_ranks(config, cwd, 2, program=("-c", RANK_1_FAILS)) as ranks:
+        return ends_of(ranks)
+
+
+def events_of(run: Path) -> list[tuple[int, int, int]]:
+    records = read_records(run / "metrics.jsonl")
+    found = [each for each in records if each["kind"] == "event" and each["event"] == "micro_batch"]
+    return [(each["step"], each["before"], each["now"]) for each in found]
+
+
+def test_a_rank_that_finds_no_memory_in_the_first_steps_halves_alone_while_the_others_wait(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong would be a sum that was begun before the failure: others would add half of a gradient, or hang."""
+    monkeypatch.chdir(tmp_path)
+    four = EIGHT | {"accumulate_steps": 4, "ranks": 2}
+    plain = tiny_config("plain", training=four | {"train_batch_size": 2, "accumulate_steps": 2})
+    assert train_two(plain, tmp_path, "9", monkeypatch) == [0, 0], output_of(tmp_path, 2)
+    # More than one patch, from the second step on.
+    assert train_two(tiny_config(training=four), tmp_path, "1 2", monkeypatch) == [0, 0], output_of(tmp_path, 2)
+    assert events_of(tmp_path / "runs/tiny") == []
+    assert [now for _, _, now in events_of(tmp_path / "runs/tiny/ranks/1")] == [2, 1]
+    for name in ("loss", "grad_norm"):
+        found, wanted = ([step[name] for step in steps_of(run)] for run in ("tiny", "plain"))
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_later_it_ends_all_ranks_as_ever(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are under way in the backward pass then, which no rank can take back."""
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(training=EIGHT | {"accumulate_steps": 2, "ranks": 2})
+    assert train_two(config, tmp_path, "1 4", monkeypatch) == [3, 3], output_of(tmp_path, 2)
+    assert events_of(tmp_path / "runs/tiny/ranks/1") == []
+    assert len(steps_of()) == 3
+    assert os.path.exists("runs/tiny/checkpoints")

@@ -1,0 +1,64 @@
+"""`training.train_batch_size: auto`: the memory plan's largest divisor of the effective batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.training.forecast.test_gpu_memory import small
+from vesuvius.config import Config
+from vesuvius.runlog.units import GIB
+from vesuvius.training.forecast import micro_batch
+from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, plan_memory
+from vesuvius.training.forecast.micro_batch import VRAM_SHARE, fit_micro_batch, room_here, with_numbers
+
+AUTO = ("training.train_batch_size=auto", "training.accumulate_steps=12", "training.amp=bf16")
+
+
+def needs(config: Config, size: int) -> int:
+    """GPU memory of a step of twelve patches in micro-batches of `size`, by the plan of an explicit config."""
+    cut = (f"training.train_batch_size={size}", f"training.accumulate_steps={12 // size}")
+    return plan_memory(small(*cut, "training.amp=bf16", f"training.ranks={config.training.ranks}")).vram_bytes
+
+
+def test_the_choice_is_the_largest_divisor_that_fits_and_keeps_the_effective_batch() -> None:
+    """Wrong would be the largest number that fits (five does not divide twelve), the next smaller power of two, a step
+    that is larger or smaller than before, and a plan of one micro-batch without the gradients of those before."""
+    config = small(*AUTO)
+    chosen = []
+    for room_for in (12, 11, 6, 5, 4, 3, 2, 1):
+        size = max(size for size in (12, 6, 4, 3, 2, 1) if size <= room_for)
+        room = int(needs(config, size) / VRAM_SHARE) + 2
+        found = fit_micro_batch(config, room, gpu=True)
+        chosen.append(found.config.training.train_batch_size)
+        assert (found.config.global_batch, found.fits) == (12, True)
+        assert found.need_bytes == needs(config, size)
+        below = fit_micro_batch(config, int((needs(config, size) - 2) / VRAM_SHARE), gpu=True)
+        assert (below.config.training.micro_batch < size) if size > 1 else not below.fits
+    assert chosen == [12, 6, 6, 4, 4, 3, 2, 1]
+
+
+def test_where_nothing_fits_one_patch_is_tried_and_the_line_says_so() -> None:
+    found = fit_micro_batch(small(*AUTO), 2**20, gpu=True)
+    assert found.config.training.train_batch_size == 1
+    assert "micro-batch 1 x 12: " in found.line
+    assert "not even one patch fits" in found.line
+
+
+def test_several_ranks_keep_their_gradients_and_share_the_effective_batch() -> None:
+    config = small(*AUTO, "training.ranks=4")
+    found = fit_micro_batch(config, GIB, gpu=True)
+    assert (found.config.training.train_batch_size, found.config.global_batch) == (12, 48)
+    alone = fit_micro_batch(small(*AUTO), GIB, gpu=True)
+    assert found.need_bytes > alone.need_bytes
+
+
+def test_memory_of_other_programs_is_not_ours_and_a_config_with_a_number_is_not_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    assert room_here(small(), torch.device("cuda")) == 32 * GIB + CONTEXT_BYTES
+    monkeypatch.setattr(micro_batch, "fit_micro_batch", None)
+    config = small("training.train_batch_size=3", "training.accumulate_steps=4")
+    assert with_numbers(config) == (config, [])
