@@ -41,6 +41,18 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks]]:
         one.abort.ended.set()
 
 
+class Counted:
+    """A store that notes the calls of a rank, but for those of the thread that watches."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.calls = store, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if threading.current_thread().name != "bounded-call":
+            self.calls.append(name)
+        return getattr(self.store, name)
+
+
 def on_all(ranks: list[Ranks], act: Callable[[Ranks], Any]) -> list[Any]:
     """What each returns or raises, all at once."""
 
@@ -64,9 +76,33 @@ def test_a_stop_of_one_is_the_stop_of_all_and_rank_0_hears_everybody(ranks: list
     assert len({one[0] for one in agreed}) == 1, "whichever was told of first"
 
 
-def test_a_thousand_steps_leave_nothing_behind_in_the_store(ranks: list[Ranks]) -> None:
-    on_all(ranks, lambda one: [one.agree(lambda: None, {}) for _ in range(300)])
-    assert ranks[0]._store.num_keys() < 10
+def test_to_agree_on_a_step_takes_three_calls_of_the_store_however_many_ranks_there_are(ranks: list[Ranks]) -> None:
+    """One that asks for what each rank has told in turn, removes it then, or asks in another thread calls more often.
+    How often a rank looks while it waits is not compared: the others have come before rank 0, and wait for it.
+    """
+    on_all(ranks, lambda one: [one.agree(lambda: None, {}) for _ in range(3)])
+    stores = [Counted(one._store) for one in ranks]
+    for one, store in zip(ranks, stores, strict=True):
+        one._store = store
+
+    def act(one: Ranks) -> None:
+        while one.rank == 0 and not all("check" in store.calls for store in stores[1:]):
+            time.sleep(0.01)
+        one.agree(lambda: None, {"rank": one.rank})
+
+    on_all(ranks, act)
+    assert stores[0].calls == ["check", "multi_get", "set"]
+    for store in stores[1:]:
+        assert (store.calls[0], set(store.calls[1:-1]), store.calls[-1]) == ("set", {"check"}, "multi_get")
+
+
+def test_hundreds_of_steps_leave_nothing_behind_in_the_store(ranks: list[Ranks]) -> None:
+    told = on_all(ranks, lambda one: [one.agree(lambda: None, {one.rank: step})[1] for step in range(300)])
+    assert told[0] == [[{0: step}, *({str(rank): step} for rank in range(1, WORLD))] for step in range(300)]
+    deadline = time.monotonic() + 30
+    while ranks[0]._store.num_keys() >= 10:
+        assert time.monotonic() < deadline, ranks[0]._store.num_keys()
+        time.sleep(0.05)
 
 
 def test_the_failure_of_one_reaches_all_with_its_cause_and_exit_code(ranks: list[Ranks]) -> None:

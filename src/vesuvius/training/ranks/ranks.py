@@ -67,6 +67,7 @@ class Ranks:
     abort: Abort = field(default_factory=Abort)
     _store: Any = None
     _round: int = 0
+    _removed: int = 0
     _own_failure: RankError | None = None
 
     @property
@@ -118,7 +119,10 @@ class Ranks:
         return self._get(f"here/{first}", first, "open its data").decode()
 
     def agree(self, asked: Asked, tell: Mapping[str, Any]) -> tuple[Stop | None, list[Mapping[str, Any]]]:
-        """Exchange, before a step, whether to stop, and what rank 0 is to know.
+        """Exchange, before a step, whether to stop, and what rank 0 is to know, in three calls of the store a rank.
+
+        This does not travel with the losses: they are there at the end of a step, and a rank whose data do not come can
+        stop with the others only before it.  An all-reduce of gloo took longer.  No host waits for a GPU here.
 
         Args:
             asked: also while this rank waits: the others may be waiting for data.
@@ -136,17 +140,23 @@ class Ranks:
         if self._store is None:
             return stop, []
         self._round += 1
-        key, told = f"step/{self._round}", [tell]
+        answer, *keys = self._keys_of(self._round)
+        stops, told = [stop is not None], [tell]
         if self.is_main:
-            for rank in range(1, self.world):
-                told.append(json.loads(self._get(f"{key}/{rank}", rank, "begin the step", asked=asked)))
-                self._store.delete_key(f"{key}/{rank}")
-            self._store.set(key, self._store.get(_STOPPING) if self._store.check([_STOPPING]) else "null")
-            self._store.delete_key(f"step/{self._round - 2}")  # all have read it: they have come to a later one
+            for text in self._get_all(dict(enumerate(keys, 1)), "begin the step", asked=asked):
+                one_stops, one_told = json.loads(text)
+                stops.append(one_stops)
+                told.append(one_told)
+            agreed = self._store.get(_STOPPING) if any(stops) else b"null"
+            self._store.set(answer, agreed)
         else:
-            self._store.set(f"{key}/{self.rank}", json.dumps(tell))
-        agreed = json.loads(self._get(key, 0, "begin the step", asked=asked))
-        return (tuple(agreed) if agreed else None), told if self.is_main else []
+            self._store.set(keys[self.rank - 1], json.dumps((*stops, tell)))
+            agreed = self._get_all({0: answer}, "begin the step", asked=asked)[0]
+        return (tuple(json.loads(agreed)) if agreed != b"null" else None), told if self.is_main else []
+
+    def _keys_of(self, number: int) -> list[str]:
+        """Of an agreement: for rank 0's answer, and for what each other rank tells."""
+        return [f"step/{number}", *(f"step/{number}/{rank}" for rank in range(1, self.world))]
 
     def tell_stop(self, stop: Stop) -> None:
         """Tell the others that this rank was asked to stop; the first stop counts."""
@@ -243,25 +253,29 @@ class Ranks:
             with suppress(RuntimeError):  # rank 0 is gone
                 self._store.compare_set(_FAILED, "", json.dumps(failed))
 
-    def _get(
+    def _get(self, key: str, rank: int, to: str, limit_s: float | None = None, failing: bool = True) -> bytes:
+        """Wait for a key that `rank` sets.  Raises RankError: a rank failed first, or the timeout is over."""
+        return self._get_all({rank: key}, to, limit_s, failing)[0]
+
+    def _get_all(
         self,
-        key: str,
-        rank: int,
+        keys: Mapping[int, str],
         to: str,
         limit_s: float | None = None,
         failing: bool = True,
         asked: Asked = lambda: None,
-    ) -> bytes:
-        """Wait for a key that `rank` sets.  Raises RankError: a rank failed first, or the timeout is over."""
+    ) -> list[bytes]:
+        """Wait for a key of each of these ranks.  Raises as `_get`."""
         limit_s = limit_s or self.timeout_s
         began = time.monotonic()
         try:
-            while not self._store.check([key]):
+            while not self._store.check(list(keys.values())):
                 if failing and self.failure is not None:
                     raise self.failure
                 if (stop := asked()) is not None:
                     self.tell_stop(stop)
                 if (waited_s := time.monotonic() - began) > limit_s:
+                    rank = next((rank for rank, key in keys.items() if not self._store.check([key])), 0)
                     lost = RankLostError(
                         f"rank {rank} did not {to} within {limit_s:g} s, while rank {self.rank} waited; look at its "
                         "log, and raise cluster.rank_timeout_minutes if it was only slow"
@@ -269,7 +283,7 @@ class Ranks:
                     self._tell_failure(lost)  # the one that hangs is ended by its watch
                     raise lost
                 time.sleep(_nap_s(waited_s))
-            return cast(bytes, self._store.get(key))
+            return cast(list[bytes], self._store.multi_get(list(keys.values())))
         except RuntimeError as error:
             if self.failure is not None:
                 raise self.failure from error
@@ -299,7 +313,12 @@ class Ranks:
         return self.failure or self._own_failure
 
     def _look(self) -> None:
-        """Note what other ranks have said of a stop or a failure."""
+        """Note what other ranks have said of a stop or a failure; on rank 0, remove what all have read of steps."""
+        # All have come to a later step.  Not while this process ends, which a thread in the middle of a call may abort.
+        while self.is_main and self._removed < self._round - 2 and not self.abort.closing.is_set():
+            self._removed += 1
+            for key in self._keys_of(self._removed):
+                self._store.delete_key(key)
         if self._store.check([_STOPPING]):
             exit_code, reason = json.loads(self._store.get(_STOPPING))
             self.stopping = exit_code, reason
