@@ -13,13 +13,14 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vesuvius.config import ModelConfig
-from vesuvius.diffusion.network.layers import ResidualBlock, ZeroConv3d
-from vesuvius.diffusion.network.regions import CompiledRegions
+from vesuvius.diffusion.network.layers import ZeroConv3d
+from vesuvius.diffusion.network.regions import CompiledRegions, plainly
 from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 
-SMALL = ModelConfig(channels=(8,), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=0, attention_heads=0)
+SMALL = ModelConfig(channels=(8, 8), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=4, attention_heads=0)
 PARTITIONED = "aot_eager_decomp_partition"  # what inductor is handed: no kernel is written, and its partitioner decides
 
 
@@ -75,28 +76,55 @@ def assert_equal_but_for_rounding(one: dict[str, Tensor], other: dict[str, Tenso
 )
 def test_equal_blocks_compile_once_learn_alike_and_keep_no_more(execution: Execution, last: bool) -> None:
     counter = CompileCounterWithBackend(PARTITIONED)
-    models = [awake(execution), awake(replace(execution, call=CompiledRegions(counter)))]
+    calls: list[Any] = []
+
+    def noted(*arguments: Any) -> Tensor:
+        """What makes one call different from another."""
+        modules = [a for a in arguments if isinstance(a, nn.Module)]
+        tensors = [a for a in arguments if isinstance(a, Tensor)]
+        tensors += [parameter for module in modules for parameter in module.parameters()]
+        calls.append(([type(module) for module in modules], [(t.shape, t.stride()) for t in tensors]))
+        return plainly(*arguments)
+
+    models = [awake(replace(execution, call=noted)), awake(replace(execution, call=CompiledRegions(counter)))]
     if last:
         for model in models:
             model.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    different: set[Any] = set()
-
-    def note(module: nn.Module, given: tuple[Any, ...], _: Tensor) -> None:
-        different.add((type(module), tuple(given[0].shape), given[0].stride()))
-
-    outer: list[nn.Module] = [m for m in models[0].modules() if isinstance(m, ResidualBlock)]
-    outer.append(models[0].norm_out)
-    handles = [module.register_forward_hook(note) for module in outer]
     loss, size, gradients = trained(models[0])
-    for handle in handles:
-        handle.remove()
+    different = [call for number, call in enumerate(calls) if call not in calls[:number]]
     compiled_loss, compiled_size, compiled_gradients = trained(models[1])
     assert compiled_loss == pytest.approx(loss, rel=1e-5)
     assert_equal_but_for_rounding(gradients, compiled_gradients)
     assert compiled_size <= size
-    assert counter.frame_count == len(different) < len(outer)
+    assert counter.frame_count == len(different) < len(calls)
     trained(models[1])
     assert counter.frame_count == len(different), "the next micro-batch compiles nothing"
+
+
+def test_what_moves_activations_around_a_norm_is_compiled_with_it() -> None:
+    """Joints, sums, the way out of boxes and the bias before it; not what only a convolution would read."""
+    outside: set[str] = set()
+    inside = False
+
+    def region(*arguments: Any) -> Tensor:
+        nonlocal inside
+        inside = True
+        out = plainly(*arguments)
+        inside = False
+        return out
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if not inside and not func.is_view and isinstance(out, Tensor) and out.ndim >= 5:
+                outside.add(f"{func.overloadpacket.__name__} {out.shape[1]}")
+            return out
+
+    model, given = awake(Execution(call=region)), an_input()
+    with Seen():
+        model(*given)
+    space_to_depth = {"clone 2", "_unsafe_view 32"}
+    assert outside == {"convolution 8", *space_to_depth}, "convolutions of boxes and between levels"
 
 
 def test_without_a_gradient_nothing_is_compiled() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.training.step.test_step import make_config, make_step, train
 from vesuvius.config import Config, TrainingConfig, Triple
-from vesuvius.diffusion.network import unet
+from vesuvius.diffusion.network import boxes, unet
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.save import save_checkpoint
 from vesuvius.training.checkpoint.trained import load_weights, read_initial_weights
@@ -26,8 +26,8 @@ def space_to_depth(x: Tensor, stride: Triple) -> Tensor:
     """As it was."""
     b, c, z, y, x_size = x.shape
     sz, sy, sx = stride
-    boxes = x.reshape(b, c, z // sz, sz, y // sy, sy, x_size // sx, sx).permute(0, 1, 3, 5, 7, 2, 4, 6)
-    return boxes.reshape(b, c * sz * sy * sx, z // sz, y // sy, x_size // sx)
+    moved = x.reshape(b, c, z // sz, sz, y // sy, sy, x_size // sx, sx).permute(0, 1, 3, 5, 7, 2, 4, 6)
+    return moved.reshape(b, c * sz * sy * sx, z // sz, y // sy, x_size // sx)
 
 
 def depth_to_space(x: Tensor, stride: Triple) -> Tensor:
@@ -35,8 +35,8 @@ def depth_to_space(x: Tensor, stride: Triple) -> Tensor:
     b, channels, z, y, x_size = x.shape
     sz, sy, sx = stride
     c = channels // (sz * sy * sx)
-    boxes = x.reshape(b, c, sz, sy, sx, z, y, x_size).permute(0, 1, 5, 2, 6, 3, 7, 4)
-    return boxes.reshape(b, c, z * sz, y * sy, x_size * sx)
+    moved = x.reshape(b, c, sz, sy, sx, z, y, x_size).permute(0, 1, 5, 2, 6, 3, 7, 4)
+    return moved.reshape(b, c, z * sz, y * sy, x_size * sx)
 
 
 def as_before(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def test_one_of_format_2_predicts_and_trains_on_as_it_would_have_done(
     config = Config.model_validate(config.model_dump() | {"model": config.model.model_dump() | levels})
     with monkeypatch.context() as before:
         before.setattr(unet, "space_to_depth", space_to_depth)
-        before.setattr(unet, "depth_to_space", depth_to_space)
+        before.setattr(boxes, "depth_to_space", depth_to_space)
         old = make_step(config)
         train(old, config, 3)
         path = write_format_2(tmp_path / "checkpoints", old)
@@ -110,5 +110,5 @@ def test_a_seed_is_the_same_function_as_before(full: int, monkeypatch: pytest.Mo
     losses = train(make_step(config), config, 4)
     monkeypatch.setattr(unet, "boxed_weights", lambda _: {})  # initial weights as they were drawn
     monkeypatch.setattr(unet, "space_to_depth", space_to_depth)
-    monkeypatch.setattr(unet, "depth_to_space", depth_to_space)
+    monkeypatch.setattr(boxes, "depth_to_space", depth_to_space)
     torch.testing.assert_close(train(make_step(config), config, 4), losses, rtol=1e-5, atol=0)

@@ -6,11 +6,12 @@ which they are known, in whatever file they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vesuvius.config import Triple
 from vesuvius.diffusion.network.layers import layout_of
@@ -44,6 +45,17 @@ def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
         return boxes.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(b, z * sz, y * sy, x_size * sx, c).permute(0, 4, 1, 2, 3)
     boxes = x.reshape(b, sz, sy, sx, c, z, y, x_size)
     return boxes.permute(0, 4, 5, 1, 6, 2, 7, 3).reshape(b, c, z * sz, y * sy, x_size * sx)
+
+
+class Finer(nn.Conv3d):
+    """A 1x1x1 convolution to boxes and depth-to-space: [B, C, Z, Y, X] -> [B, channels, Z sz, Y sy, X sx]."""
+
+    def __init__(self, channels_in: int, channels: int, stride_zyx: Triple) -> None:
+        super().__init__(channels_in, math.prod(stride_zyx) * channels, 1)
+        self.box_zyx = stride_zyx
+
+    def forward(self, x: Tensor) -> Tensor:
+        return depth_to_space(super().forward(x), self.box_zyx)
 
 
 class Boxed(NamedTuple):

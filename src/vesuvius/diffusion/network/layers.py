@@ -49,7 +49,8 @@ def norm_silu_conv(
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
-    """Return GroupNorm(x) weight + bias, with statistics, weight and bias in float32 also where x has 16 bits.
+    """Return GroupNorm(x) weight + bias, with statistics, weight and bias in float32 also where x has 16 bits; but for
+    rows of weights channels last, which only compiled code applies in float32.
 
     `x` is from `laid_out`, the others as in `norm_silu_conv`.
     """
@@ -60,8 +61,9 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
         folded = x.reshape(1, -1, *x.shape[2:])
         return F.group_norm(folded, len(x) * groups, weight.reshape(-1), bias.reshape(-1), NORM_EPS).view(x.shape)
     one, zero = torch.ones_like(weight[0]), torch.zeros_like(bias[0])
-    scale, shift = (part.to(x.dtype).view(*part.shape, 1, 1, 1) for part in (weight, bias))
-    return torch.addcmul(shift, F.group_norm(x, groups, one, zero, NORM_EPS), scale)
+    dtype = weight.dtype if torch.compiler.is_compiling() else x.dtype  # fused, float32 takes no passes of its own
+    scale, shift = (part.to(dtype).view(*part.shape, 1, 1, 1) for part in (weight, bias))
+    return torch.addcmul(shift, F.group_norm(x.to(dtype), groups, one, zero, NORM_EPS), scale).to(x.dtype)
 
 
 def laid_out(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vesuvius.errors import one_line
 
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 _MOST_VARIANTS = 64  # different blocks of a network; torch's own limit of 8 is below the default network's
 
 
-def plainly(block: nn.Module, *arguments: Any) -> Tensor:
-    """Call a block."""
+def plainly(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Call a block, or a function of one."""
     out: Tensor = block(*arguments)
     return out
 
@@ -50,7 +50,7 @@ class CompiledRegions:
         self._compiled: Any = torch.compile(plainly, backend=backend, fullgraph=True, dynamic=False)
         self.failure = ""
 
-    def __call__(self, block: nn.Module, *arguments: Any) -> Tensor:
+    def __call__(self, block: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if not self.failure and torch.is_grad_enabled():
             try:
                 out: Tensor = self._compiled(block, *arguments)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vesuvius.config import ModelConfig, Triple
-from vesuvius.diffusion.network.boxes import boxed_weights, depth_to_space, name_before, space_to_depth
+from vesuvius.diffusion.network.boxes import Finer, boxed_weights, depth_to_space, name_before, space_to_depth
 from vesuvius.diffusion.network.layers import (
     Attention,
     NormSiLU,
@@ -65,12 +65,22 @@ class Execution:
     checkpoint_levels: tuple[int, ...] = ()
     call: Callable[..., Tensor] = plainly  # how a block is called; or `CompiledRegions`
 
-    def run(self, level: int, block: nn.Module, embedding: Tensor, *parts: Tensor) -> Tensor:
-        """Join parts by channel and apply a residual block of a level."""
+    def run(
+        self,
+        level: int,
+        block: nn.Module,
+        embedding: Tensor,
+        *parts: Tensor,
+        entry: nn.Module | None = None,
+        added: bool = False,
+    ) -> Tensor:
+        """Apply a residual block of a level to parts joined by channel, or added.
+
+        The first part comes through `entry`, and is of the level only then.
+        """
 
         def applied(*parts: Tensor) -> Any:
-            joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-            return self.call(block, joined, embedding, self.recompute_norm)
+            return self.call(_entered, block, entry, added, embedding, self.recompute_norm, *parts)
 
         again = level in self.checkpoint_levels and torch.is_grad_enabled()
         # Blocks have no randomness, so no generator state has to be restored.
@@ -78,6 +88,23 @@ class Execution:
             checkpoint(applied, *parts, use_reentrant=False, preserve_rng_state=False) if again else applied(*parts)
         )
         return out
+
+
+def _entered(
+    block: nn.Module,
+    entry: nn.Module | None,
+    added: bool,
+    embedding: Tensor,
+    recompute: bool,
+    first: Tensor,
+    *others: Tensor,
+) -> Tensor:
+    """Return a block's output; all that is compiled as one: what comes before the norm fuses with it."""
+    h = first if entry is None else entry(first)
+    if others:
+        h = h + others[0] if added else torch.cat((h, *others), dim=1)
+    out: Tensor = block(h, embedding, recompute)
+    return out
 
 
 class Trunk(nn.Module):
@@ -113,7 +140,7 @@ class Trunk(nn.Module):
                 c = config.channels[level]
             if level > 0:
                 finer, stride = config.channels[level - 1], self.strides_zyx[level - 1]
-                self.to_boxes.append(nn.Conv3d(c, math.prod(stride) * finer, 1))
+                self.to_boxes.append(Finer(c, finer, stride))
                 c = finer
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
@@ -131,10 +158,9 @@ class Trunk(nn.Module):
         h = run(levels, self.middle_1, embedding, h)
         h = run(levels, self.middle_2, embedding, self.attention(h))
         for level in reversed(range(levels)):
+            entry = self.to_boxes[-level - 1] if level < levels - 1 else None
             for _ in range(self.per_level + 1):
-                h = run(level + 1, next(up_blocks), embedding, h, skips.pop())
-            if level > 0:
-                h = depth_to_space(self.to_boxes[-level](h), self.strides_zyx[level - 1])
+                h, entry = run(level + 1, next(up_blocks), embedding, h, skips.pop(), entry=entry), None
         return h
 
 
@@ -164,7 +190,7 @@ class UNet(nn.Module):
         if full:
             self.full_in = nn.Conv3d(in_channels, full, 3, padding=1)
             self.full_down = ResidualBlock(full, full, 4 * first)
-            self.to_boxes = nn.Conv3d(first, full * stem_voxels, 1)
+            self.to_boxes = Finer(first, full, config.stem_stride)
             self.full_up = ResidualBlock(full, full, 4 * first)
         self.norm_out = NormSiLU(full or first)
         self.conv_out = ZeroConv3d(full or first, 1 if full else stem_voxels, 3, padding=1)
@@ -190,9 +216,9 @@ class UNet(nn.Module):
         if not self.config.full_res_channels:
             h = self.trunk(self.from_boxes(space_to_depth(x, stride)), embedding)
             return depth_to_space(call(self.norm_out, h, self.conv_out, recompute), stride).float()
-        fine = run(0, self.full_down, embedding, self.full_in(x))
+        fine = run(0, self.full_down, embedding, x, entry=self.full_in)
         h = self.trunk(self.from_boxes(space_to_depth(fine, stride)), embedding)
-        fine = run(0, self.full_up, embedding, fine + depth_to_space(self.to_boxes(h), stride))
+        fine = run(0, self.full_up, embedding, h, fine, entry=self.to_boxes, added=True)
         return call(self.norm_out, fine, self.conv_out, recompute).float()
 
     def _laid_out_as_weights(self, x: Tensor) -> Tensor:
