@@ -217,6 +217,10 @@ def test_a_state_goes_on_at_the_next_batch_of_its_epoch(volume: Path, workers: i
         assert same(other, second) == 6
         other.load_state_dict(state)  # also while it runs
         assert same(other, first[4:]) == 2
+        at_the_end = other.state_dict()
+    with load(volume, length=6) as third:
+        third.load_state_dict(at_the_end)
+        assert same(third, second) == 6
 
 
 def test_ranks_share_the_order_and_their_state(volume: Path) -> None:

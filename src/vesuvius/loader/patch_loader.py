@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
@@ -41,6 +41,11 @@ class PatchBatch:
     # (B, 1, Z, Y, X) in the dtype stored, cut, mirrored and turned as the image; None without labels
     label: Tensor | None
     samples: tuple[Sample, ...]  # index, volume, box and symmetry of each patch
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PatchBatch:
+        """The same on another device; what frameworks that move batches themselves call."""
+        label = None if self.label is None else self.label.to(device, non_blocking=non_blocking)
+        return replace(self, image=self.image.to(device, non_blocking=non_blocking), label=label)
 
 
 class PatchLoader(Iterable[PatchBatch]):
@@ -121,6 +126,7 @@ class PatchLoader(Iterable[PatchBatch]):
         self._job, self._keeps = prepared.job, resident
         self._length, self._epochs = length, epochs
         self._samples_per_batch = batch_size * self._world
+        self._samples_per_epoch = None if length is None else length * self._samples_per_batch
         self.validation_boxes: tuple[Box | None, ...] = tuple(split.validation for split in prepared.splits)
         self.grey_ranges: tuple[GreyRange, ...] = ()
         if normalize is not False:
@@ -150,11 +156,12 @@ class PatchLoader(Iterable[PatchBatch]):
         return self._length
 
     def __iter__(self) -> Iterator[PatchBatch]:
-        """The batches of the next epoch: `length` of them, after `load_state_dict` those that are left of its epoch."""
+        """The batches of the next epoch: `length` of them, after `load_state_dict` those that are left of its epoch, if
+        it was not at its end."""
         if not self._continues:
             self._in_epoch = 0
         self._continues = False
-        whole = None if self._length is None else self._length * self._samples_per_batch
+        whole = self._samples_per_epoch
         while whole is None or self._in_epoch < whole:
             if self._stream is None:
                 self._open()
@@ -168,7 +175,8 @@ class PatchLoader(Iterable[PatchBatch]):
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain data: for a checkpoint, between two batches.  The same for all ranks."""
         state = self._state if self._stream is None else self._stream.state_dict()
-        return state | {"in_epoch": self._in_epoch}
+        whole = self._samples_per_epoch or self._in_epoch + 1
+        return state | {"in_epoch": self._in_epoch % whole}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where another loader over the same plan was, also with other workers or on another device.
@@ -204,8 +212,8 @@ class PatchLoader(Iterable[PatchBatch]):
 
     def _open(self) -> PatchStream:
         stop = None
-        if self._epochs is not None and self._length is not None:
-            stop = max(self._epochs * self._length * self._samples_per_batch, self._state["sample_index"])
+        if self._epochs is not None and self._samples_per_epoch is not None:
+            stop = max(self._epochs * self._samples_per_epoch, self._state["sample_index"])
         self._stream = self._closing.enter_context(
             self._feed.open(
                 first=self._state["sample_index"],

@@ -1,0 +1,88 @@
+"""The recipes of examples/, run with the libraries they are for."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vesuvius
+from tests.conftest import textured, write_array
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHAPE = (64, 96, 96)
+
+
+@pytest.fixture
+def scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return str(write_array(tmp_path / "scan.zarr", textured(SHAPE)))
+
+
+@pytest.fixture
+def labels(tmp_path: Path) -> str:
+    return str(write_array(tmp_path / "labels.zarr", (textured(SHAPE) > 128).astype(np.uint8)))
+
+
+def example(name: str, *needs: str) -> Any:
+    for each in needs:
+        pytest.importorskip(each)
+    return importlib.import_module(name)
+
+
+def test_segmentation_learns_and_goes_on_as_if_it_had_not_stopped(
+    scan: str, labels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segmentation = example("segmentation")
+    whole = segmentation.main(scan, labels, "whole.pt")
+    assert np.mean(whole[-5:]) < 0.8 * np.mean(whole[:5])
+    monkeypatch.setattr(segmentation, "EPOCHS", 1)
+    first = segmentation.main(scan, labels, "parts.pt")
+    monkeypatch.setattr(segmentation, "EPOCHS", 2)
+    assert first + segmentation.main(scan, labels, "parts.pt") == whole
+
+
+def test_lightning_resumes_the_order(scan: str) -> None:
+    module = example("lightning_module", "lightning")
+    assert module.main(scan).seen == list(range(80))
+    assert module.main(scan, epochs=1).seen == list(range(40))
+    assert module.main(scan, "denoiser.ckpt").seen == list(range(40, 80))
+
+
+def test_accelerate_saves_the_loader_with_the_rest(scan: str, tmp_path: Path) -> None:
+    module = example("accelerate_loop", "accelerate")
+    seen = [module.main(scan, str(tmp_path / "state")) for _ in range(2)]
+    assert seen == [list(range(40)), list(range(40, 80))]
+
+
+def test_monai_takes_the_batches(scan: str, labels: str) -> None:
+    losses = example("monai_network", "monai").main(scan, labels)
+    assert np.mean(losses[-5:]) < 0.95 * np.mean(losses[:5])
+
+
+def test_two_ranks_share_one_order(scan: str) -> None:
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        EXAMPLES / "torchrun_ranks.py",
+        scan,
+    ]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    read = dict(re.findall(r"rank (\d) read (\[[^]]*\])", done.stdout))
+    assert {int(rank): eval(seen) for rank, seen in read.items()} == {
+        0: list(range(0, 80, 2)),
+        1: list(range(1, 80, 2)),
+    }
+    with vesuvius.PatchLoader(scan, patch_size=(16, 32, 32), batch_size=8, workers=0, device="cpu") as alone:
+        assert [s.index for batch in islice(alone, 10) for s in batch.samples] == list(range(80))
