@@ -28,9 +28,10 @@ An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `
   item of a list, and the value is YAML. `VESUVIUS_TRAINING__WORKERS=4` is `training.workers=4`, and
   `VESUVIUS_DATA__VOLUMES__0__PATH=scroll.zarr` the path of the first volume. They are applied after the file and before
   the overrides: defaults < file < environment < command line. A name of no key is refused with the nearest one;
-  `VESUVIUS_RUNS` alone is none, but the folder of run directories. All commands that take `--config` obey them, and the
-  processes that they start get the result. What works from a run (`sample`, `report`, `train --replay`) does not.
-  Names that Kubernetes makes of a Service called `vesuvius` are passed over.
+  `VESUVIUS_RUNS` and `VESUVIUS_HTTP_HEADERS` alone are none, but the folder of run directories, and headers for web
+  servers (volumes.md). All commands that take `--config` obey them, and the processes that they start get the result.
+  What works from a run (`sample`, `report`, `train --replay`) does not. Names that Kubernetes
+  makes of a Service called `vesuvius` are passed over.
 - **Lists** are replaced as a whole. Below, `[]` stands for an item of a list; an override counts items from 0:
   `data.volumes[0].path=other.zarr`.
 - **`extends: other.yaml`** at the top level of a file takes all keys from the other file that this one does not set.

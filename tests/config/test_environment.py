@@ -60,6 +60,7 @@ def test_values_are_yaml_and_items_of_lists_are_counted_from_0() -> None:
 
 def test_other_variables_are_left_alone() -> None:
     others = {"HOME": "/root", "VESUVIUS_RUNS": "/scratch", "vesuvius_seed": "x", "MY_VESUVIUS_SEED": "x"}
+    others |= {"VESUVIUS_HTTP_HEADERS": "host Cookie: a=b"}
     services = {
         "VESUVIUS_SERVICE_HOST": "10.0.0.1",
         "VESUVIUS_SERVICE_PORT_HTTP": "80",

@@ -209,8 +209,9 @@ def test_an_error_of_before_the_log_is_said_and_what_rank_0_logs_is_printed_a_wh
 
 
 def test_run_directory_and_credentials_reach_other_nodes_unless_a_job_has_set_them() -> None:
-    environment = {"VESUVIUS_RUNS": "/runs", "AWS_ACCESS_KEY_ID": "key", "GOOGLE_SERVICE_ACCOUNT": "x", "HOME": "/root"}
-    assert set(passed_on(environment)) == {"VESUVIUS_RUNS", "AWS_ACCESS_KEY_ID", "GOOGLE_SERVICE_ACCOUNT"}
+    environment = {"VESUVIUS_RUNS": "/runs", "AWS_ACCESS_KEY_ID": "key", "GOOGLE_SERVICE_ACCOUNT": "x"}
+    environment |= {"AZURE_STORAGE_KEY": "x", "HF_TOKEN": "x"}
+    assert passed_on(environment | {"HOME": "/root"}) == environment
     job = {"runtime_env": {"env_vars": {"VESUVIUS_RUNS": "/runs"}}, "metadata": {}}
     assert "VESUVIUS_RUNS" not in passed_on(environment | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)})
 

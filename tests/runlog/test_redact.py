@@ -13,7 +13,7 @@ from vesuvius.commands.cli import say
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.report.model import write_report
 from vesuvius.runlog.logfile import close_logs, open_log
-from vesuvius.runlog.redact import redact, redacted
+from vesuvius.runlog.redact import hide, redact, redacted
 
 SECRET = "s3cr3t"
 WITH_SECRET = [
@@ -30,6 +30,8 @@ WITH_SECRET = [
     f"WANDB_API_KEY={SECRET} vesuvius train",
     f"AWS_SECRET_ACCESS_KEY='{SECRET} {SECRET}'",
     f'--token="{SECRET}"',
+    f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={SECRET}",
+    f"AZURE_STORAGE_KEY={SECRET}",
     f"http.api-key={SECRET}",
     f"c.yaml:4: data.store.aws_secret_access_key: unknown key; got '{SECRET}'; did you mean requests?",
     f"environment variable VESUVIUS_DATA__SECRET_KEY: data.secret_key: unknown key; got '{SECRET}'; known here: seed",
@@ -112,6 +114,11 @@ def test_a_value_is_hidden_as_a_whole_word_and_only_of_a_variable_whose_name_is_
     for name in ("GIT_AUTHOR_NAME", "OAUTH_PROVIDER", "TOKENIZERS_PARALLELISM", "MY_TOKEN_FILE"):
         assert redact(text, {name: "checkpoints"}) == text
     assert redact(text, {"A_TOKEN": "checkpoints"}) == "saved mycheckpoints, ***/1"
+
+
+def test_what_a_store_was_told_to_hide_is_hidden_as_a_whole_word() -> None:
+    hide("told-0123456789==", "short")
+    assert redact("got told-0123456789==, x-told-0123456789==y, short", {}) == "got ***, x-told-0123456789==y, short"
 
 
 def test_what_stands_around_a_secret_stays() -> None:

@@ -31,6 +31,8 @@ def cache_home(cache_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(path / "gcloud"))
+    monkeypatch.setenv("AZURE_CONFIG_DIR", str(path / "azure"))
+    monkeypatch.setenv("NETRC", str(path / "netrc"))
     return path
 
 

@@ -24,7 +24,9 @@ def main(argv: list[str]) -> int:
         description="Look at a volume and at this machine and write a config that fits both: a first run of about half "
         "an hour, as far as the machine allows.",
     )
-    parser.add_argument("volume", metavar="VOLUME", help="zarr group or array: a folder, or https://, s3:// or gs://")
+    parser.add_argument(
+        "volume", metavar="VOLUME", help="zarr group or array: a folder, or https://, s3://, gs://, az:// or hf://"
+    )
     parser.add_argument(
         "--level",
         type=natural,

@@ -243,7 +243,7 @@ def _add_info(commands: Commands) -> None:
         description="Say what a volume is: levels, chunks, codec, stored chunks, grey values of random stored boxes.  "
         "How patches of it would be read is said by `vesuvius train --dry-run`.",
     )
-    _add_source(info, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
+    _add_source(info, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
     info.add_argument(
         "other",
         type=array,
@@ -269,7 +269,7 @@ def _add_copy(commands: Commands) -> None:
         "Missing chunks stay missing.  However it ends, the same command continues where it stopped; until it is "
         "complete, the copy lies in OUT.zarr.partial.  Exit code 6: chunks could not be read.",
     )
-    _add_source(copy, "SOURCE", "what to copy from: a folder, or an address https://, s3:// or gs://")
+    _add_source(copy, "SOURCE", "what to copy from: a folder, or an address https://, s3://, gs://, az:// or hf://")
     copy.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
     copy.add_argument(
         "--start",
@@ -294,7 +294,7 @@ def _add_occupancy(commands: Commands) -> None:
         description="List the stored chunks of a level and write .chunk_occupancy.npz beside it, where training "
         "(data.min_foreground) and `info` find it.",
     )
-    _add_source(occupancy, "PATH", "zarr group or array: a folder, or an address s3:// or gs://")
+    _add_source(occupancy, "PATH", "zarr group or array: a folder, or an address s3://, gs:// or az://")
     occupancy.set_defaults(run=_occupancy)
     occupancy.add_argument("--out", type=Path, metavar="FILE", help="write it here instead; needed for an address")
 
@@ -320,7 +320,7 @@ def _add_verify(commands: Commands) -> None:
         "(.chunk_occupancy.npz, of `vesuvius volume occupancy`), a chunk that it lists but that is missing "
         "counts as broken.  Exit code 6: some are broken.",
     )
-    _add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
+    _add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
     verify.add_argument(
         "--processes",
         type=positive,

@@ -16,7 +16,9 @@ _SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions, from one volume
 class ArrayConfig(Section):
     """One array of voxels: a level of an OME-Zarr pyramid or a bare zarr array."""
 
-    path: PathText = Field(description="zarr group or array: a folder, or an address https://, s3:// or gs://")
+    path: PathText = Field(
+        description="zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://"
+    )
     level: NonNegativeInt = Field(0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
     select: tuple[NonNegativeInt, ...] = Field(
         (), description="indices that fix the axes before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array"
@@ -90,7 +92,10 @@ class StoreConfig(Section):
         60.0, ge=0, description="how long reads are retried while the network, server or mount is away; then exit 6"
     )
     timeout_s: float = Field(30.0, gt=0, description="seconds without a byte after which a request counts as failed")
-    anonymous: bool | None = Field(None, description="s3 and gs without signing; null = where no credentials are found")
+    anonymous: bool | None = Field(
+        None,
+        description="true = send no credentials; false = always sign s3, gs and az; null = send those that are found",
+    )
     forbidden_is_absent: bool = Field(
         False, description="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
     )

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _MOST_PROBLEMS = 20  # that are printed
 _PREFIX = "VESUVIUS_"  # of variables; two underscores stand for a dot, a number for an item of a list
-_NO_KEYS = ("VESUVIUS_RUNS",)  # read by `runlog/find_run.py`
+_NO_KEYS = ("VESUVIUS_RUNS", "VESUVIUS_HTTP_HEADERS")  # read by `runlog/find_run.py`, `volumes/store/credentials.py`
 _OF_SERVICES = "_SERVICE_HOST"
 
 _Layers = dict[str, str]  # the texts by file: the one that is read, then those that it extends

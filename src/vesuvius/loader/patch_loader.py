@@ -56,8 +56,9 @@ class PatchLoader(Iterable[PatchBatch]):
     started it, end in about a second.  Without `with` they do at `close()`, or when the interpreter exits.
 
     Args:
-        volumes: OME-Zarr groups or zarr arrays: a path or address (https://, s3://, gs://), `VolumeConfig`s, which have
-            level, weight and more, or several of both; or all of `data.*`, as a `DataConfig` or the YAML file of a run.
+        volumes: OME-Zarr groups or zarr arrays: a path or address (https://, s3://, gs://, az://, hf://),
+            `VolumeConfig`s, which have level, weight and more, or several of both; or all of `data.*`, as a
+            `DataConfig` or the YAML file of a run.
         batch_size: patches of a batch of this rank.
         patch_size: voxels (z, y, x).
         workers: reader processes; 0 reads in this process, without Ray.

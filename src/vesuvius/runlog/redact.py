@@ -12,13 +12,14 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 HIDDEN = "***"
+_hidden = set[str]()  # of `hide`
 
 _USER = re.compile(r"(?<=://)(?:[^/\s]*|[^/\s:@]+:[^/\n]{0,200})@")  # a password may hold "@", or a blank by mistake
 # Signatures and tokens have many names.  What ends a sentence stays.
 _QUERY = re.compile(r"(\bhttps?://[^\s?\"']*)\?[^\s\"']*?(?=[:;,.)]*(?:[\s\"']|$))", re.IGNORECASE)
 _SECRET = (
-    r"(?:SECRET(?:[_-]?KEY)?|PASSW(?:OR)?D|TOKEN|API[_-]?KEY|ACCESS[_-]?KEY(?:[_-]ID)?|PRIVATE[_-]?KEY|CREDENTIALS?|"
-    r"SIGNATURE|AUTH)"
+    r"(?:SECRET(?:[_-]?KEY)?|PASSW(?:OR)?D|TOKEN|ACCESS[_-]?KEY(?:[_-]ID)?|CREDENTIALS?|SIGNATURE|AUTH|"
+    r"(?:API|PRIVATE|ACCOUNT|STORAGE|MASTER|SAS)[_-]?KEY)"
 )
 _SECRET_NAME = re.compile(rf"(?:^|[_.-]){_SECRET}$|^{_SECRET}$", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(\b[\w.-]*{_SECRET}=)(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)", re.IGNORECASE)
@@ -27,9 +28,14 @@ _REFUSED = re.compile(rf"(\b[\w.-]*{_SECRET}: [^;\n]*; got )[^;\n]+", re.IGNOREC
 _LEAST_LENGTH = 8  # characters of a variable's value that is looked for: shorter ones are parts of words
 
 
+def hide(*secrets: str) -> None:
+    """Let `redact` take these out of all texts, in this process."""
+    _hidden.update(secret for secret in secrets if len(secret) >= _LEAST_LENGTH)
+
+
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """The text without users and passwords of addresses, queries of http addresses, values given to names such as
-    `..._TOKEN=`, and the values of environment variables with such names."""
+    `..._TOKEN=`, and the values of environment variables with such names; and what `hide` was told."""
     if "://" in text:
         text = _QUERY.sub(rf"\1?{HIDDEN}", _USER.sub(f"{HIDDEN}@", text))
     if "=" in text:
@@ -38,11 +44,14 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
         text = _QUOTED.sub(rf"\1'{HIDDEN}'", text)
     if "; got " in text:
         text = _REFUSED.sub(rf"\1{HIDDEN}", text)
+    secrets = [*_hidden]
     for name in environment:
         value = environment.get(name, "")
         if len(value) >= _LEAST_LENGTH and value in text and _SECRET_NAME.search(name) and value[0] not in "/~":
-            # A path, as of GOOGLE_APPLICATION_CREDENTIALS, is none and may stay; so may a word that holds the value.
-            text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", HIDDEN, text)
+            secrets.append(value)  # a path, as of GOOGLE_APPLICATION_CREDENTIALS, is none and may stay
+    for secret in secrets:
+        if secret in text:  # and as a part of a word it may stay
+            text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", HIDDEN, text)
     return text
 
 

@@ -10,6 +10,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, one_line
+from vesuvius.runlog.redact import redact
 from vesuvius.volumes.box import Box, format_box
 
 # Statuses that pass: those of HTTP, and of proxies in front of a server that is away.
@@ -17,8 +18,10 @@ _OUTAGE_STATUSES = {408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 
 # The same of the network, in the words of obstore's errors.
 _OUTAGE_SIGNS = re.compile(
     r"kind: Timeout|TimedOut|dns error|Connection(Refused|Reset|Aborted)|BrokenPipe|NotConnected|Too many open files|"
-    r"(Network|Host)(Unreachable|Down)|AddrNotAvailable|Incomplete(Message|Body)|UnexpectedEof|ChannelClosed|Canceled"
+    r"(Network|Host)(Unreachable|Down)|AddrNotAvailable|Incomplete(Message|Body)|UnexpectedEof|ChannelClosed|Canceled|"
+    r"provider: (EndpointConnection|ConnectTimeout|ReadTimeout|ConnectionClosed|MetadataRetrieval)Error"  # of boto3
 )
+_NO_CREDENTIALS = re.compile(r"token request|get-access-token")  # obstore could not get any
 # What a network file system says while its server is away, and a process that is short of something for a while.
 _OUTAGE_ERRNOS = {
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
@@ -127,15 +130,17 @@ def refusal(error: BaseException, key: str, address: str, remote: bool, signing:
         return FetchError(what)
     signing = f" ({signing})" if signing else ""
     if isinstance(error, PermissionDeniedError):
+        text = f"a chunk must not be forbidden; got {what}{signing}, whose metadata could be read; "
+        if address.startswith(("az://", "hf://")):
+            return RefusedError(f"{text}the credentials have expired or do not cover it")
         return RefusedError(
-            f"a chunk must not be forbidden; got {what}{signing}, whose metadata could be read; either the credentials "
-            "have expired or do not cover it, or it is missing in a bucket that says so only to those who may list it: "
-            "allow s3:ListBucket, or set data.store.forbidden_is_absent=true"
+            f"{text}either the credentials have expired or do not cover it, or it is missing in a bucket that says so "
+            "only to those who may list it: allow s3:ListBucket, or set data.store.forbidden_is_absent=true"
         )
     status = status_of(error)
     if status == 416:
         return FetchError(what)
-    if isinstance(error, UnauthenticatedError) or status == 400:
+    if isinstance(error, UnauthenticatedError) or status == 400 or _NO_CREDENTIALS.search(str(error)):
         return RefusedError(f"The store refuses access: {what}{signing}; check the address and the credentials")
     return RefusedError(
         f"The store answers, but not as HTTP demands: {what}; check the address and what stands between (a proxy, a "
@@ -144,8 +149,13 @@ def refusal(error: BaseException, key: str, address: str, remote: bool, signing:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in one line; of obstore's neither the preamble, which ends with the address and the time that
-    the request took, nor the dump of the error's structure at the end, but for what the system said."""
+    """What an error says, in one line and without secrets, which a server may have sent back; of obstore's neither the
+    preamble, which ends with the address and the time that the request took, nor the dump of the error's structure at
+    the end, but for what the system said."""
+    return redact(_told(error))
+
+
+def _told(error: BaseException) -> str:
     text, _, dump = str(error).partition("Debug source:")
     words = one_line(re.sub(r"^.*Error performing \w+ \S+ in \S+ - |^Generic \w+ error: ", "", text.rstrip(" :\n")))
     if status_of(error) is not None:

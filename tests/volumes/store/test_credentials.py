@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from tests.support.odd_server import Asked, OddServer, odd_server, sized
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.errors import RefusedError
+from vesuvius.volumes.errors import OutageError, RefusedError
 from vesuvius.volumes.store import credentials
 from vesuvius.volumes.store.credentials import find_signing
 from vesuvius.volumes.store.objects import open_store
@@ -25,8 +30,9 @@ DATE = "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT"
 @pytest.fixture(autouse=True)
 def no_credentials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """None in the environment; of a machine that does not say whose it is."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))]:
+        if name not in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "AWS_EC2_METADATA_DISABLED"):
+            monkeypatch.delenv(name)
     credentials._by_boto3.cache_clear()
     yield
     credentials._by_boto3.cache_clear()
@@ -55,9 +61,29 @@ def instance(asked: Asked) -> bytes:
     path = "/latest/meta-data/iam/security-credentials/"
     if asked.target == path:
         return sized("200 OK", b"role")
-    keys = {"AccessKeyId": "INSTANCE", "SecretAccessKey": "s", "Token": "t", "Expiration": "2099-01-01T00:00:00Z"}
-    found = {"Code": "Success", "Type": "AWS-HMAC", "LastUpdated": "2026-01-01T00:00:00Z", **keys}
+    found = {"Code": "Success", "Type": "AWS-HMAC", "LastUpdated": "2026-01-01T00:00:00Z", **keys_of("INSTANCE")}
     return sized("200 OK" if asked.target == path + "role" else "404 Not Found", json.dumps(found).encode())
+
+
+def keys_of(name: str) -> dict[str, str]:
+    return {"AccessKeyId": name, "SecretAccessKey": "s", "Token": "t", "Expiration": "2099-01-01T00:00:00Z"}
+
+
+def container(asked: Asked) -> bytes:
+    """The service from which a container has its role."""
+    right = asked.target == "/role" and asked.headers.get("authorization") == "token of the container"
+    return sized("200 OK", json.dumps(keys_of("CONTAINER")).encode()) if right else sized("403 Forbidden", b"")
+
+
+def sts(asked: Asked) -> bytes:
+    """Takes web identities, which come without a signature, and the keys of who may assume a role."""
+    by = key_of(asked)
+    assert by in (None, "SOURCE us-east-1")
+    action, name = ("AssumeRoleWithWebIdentity", "WEB") if by is None else ("AssumeRole", "ASSUMED")
+    keys = {("SessionToken" if key == "Token" else key): value for key, value in keys_of(name).items()}
+    text = f"<Credentials>{''.join(f'<{key}>{value}</{key}>' for key, value in keys.items())}</Credentials>"
+    text = f"<{action}Response><{action}Result>{text}</{action}Result></{action}Response>"
+    return sized("200 OK", text.encode(), "Content-Type: text/xml")
 
 
 @pytest.fixture
@@ -78,15 +104,52 @@ def set_up(monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> Iterator[Callab
                 monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.url)
             case "settings only":
                 (cache_home / "aws-config").write_text("[default]\nregion = eu-north-1\n")
+            case "named profile":
+                profile("region = eu-west-1\naws_access_key_id = NAMED\naws_secret_access_key = s\n")
+            case "process":
+                program = cache_home / "process"
+                program.write_text(f"#!/bin/sh\necho '{json.dumps({'Version': 1} | keys_of('PROCESS'))}'\n")
+                program.chmod(0o755)
+                profile(f"credential_process = {program}\n")
+            case "role of a profile":
+                (cache_home / "aws-credentials").write_text(
+                    "[a]\naws_access_key_id = SOURCE\naws_secret_access_key = s\n"
+                )
+                profile(f"role_arn = {ROLE}\nsource_profile = a\nregion = us-east-1\n")
+            case "web identity of a profile":
+                profile(f"role_arn = {ROLE}\nweb_identity_token_file = {token('token of a pod')}\n")
+            case "web identity":
+                monkeypatch.setenv("AWS_ROLE_ARN", ROLE)
+                monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", token("token of a pod"))
+            case "container":
+                monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{role.url}/role")
+                monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", token("token of the container"))
 
-    with odd_server(instance) as service:
+    def profile(text: str) -> None:
+        (cache_home / "another-config").write_text(f"[profile mine]\n{text}")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(cache_home / "another-config"))
+        monkeypatch.setenv("AWS_PROFILE", "mine")
+
+    def token(text: str) -> str:
+        (cache_home / "token").write_text(text)
+        return str(cache_home / "token")
+
+    with odd_server(instance) as service, odd_server(container) as role, odd_server(sts) as roles:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", roles.url)
         yield make
 
 
+ROLE = "arn:aws:iam::123456789012:role/reader"
 CHAIN = {
     "environment": "ENVIRONMENT us-east-1",
     "default profile": "PROFILE eu-north-1",
     "instance": "INSTANCE us-east-1",
+    "named profile": "NAMED eu-west-1",
+    "process": "PROCESS us-east-1",
+    "role of a profile": "ASSUMED us-east-1",
+    "web identity of a profile": "WEB us-east-1",
+    "web identity": "WEB us-east-1",
+    "container": "CONTAINER us-east-1",
     "settings only": None,
     "nothing": None,
 }
@@ -152,17 +215,17 @@ def test_a_refusal_says_what_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_profile_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "typo")
     with pytest.raises(
-        DataError, match=r"Cannot read .*\(typo\) could not be found; correct AWS_PROFILE .*anonymous=true"
+        DataError, match=r"Cannot read .*\(typo\) could not be found; correct AWS_PROFILE, .*anonymous=true"
     ):
-        find_signing("s3", None)
-    assert find_signing("s3", True).options == {"skip_signature": True}
+        find_signing("s3://bucket", None)
+    assert find_signing("s3://bucket", True).options == {"skip_signature": True}
 
 
 def test_a_file_of_profiles_that_cannot_be_read_is_named_without_its_words(cache_home: Path) -> None:
     for text in ("aws_secret_access_key = SECRET\n", "[default]\nSECRET\n"):
         (cache_home / "aws-credentials").write_text(text)
         with pytest.raises(DataError, match=r"Cannot read the credentials of AWS: .*aws-credentials") as caught:
-            find_signing("s3", None)
+            find_signing("s3://bucket", None)
         assert "SECRET" not in str(caught.value)
 
 
@@ -170,36 +233,113 @@ def test_a_file_of_profiles_that_cannot_be_read_is_named_without_its_words(cache
 def test_a_process_that_gives_no_credentials_is_an_error(cache_home: Path, command: str) -> None:
     (cache_home / "aws-config").write_text(f"[default]\ncredential_process = {command}\n")
     with pytest.raises(DataError, match=r"Cannot read the credentials of AWS: .*anonymous=true"):
-        find_signing("s3", None)
+        find_signing("s3://bucket", None)
+
+
+def test_a_web_identity_without_a_role_is_an_error(
+    set_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_up("web identity")
+    monkeypatch.delenv("AWS_ROLE_ARN")
+    with pytest.raises(DataError, match=r"Cannot read the credentials of AWS: .*correct AWS_PROFILE, AWS_ROLE_ARN"):
+        find_signing("s3://bucket", None)
+
+
+def test_a_service_that_gives_out_credentials_and_is_away_is_waited_for_as_a_store_is(
+    s3_requests: OddServer, set_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_up("web identity")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", "http://127.0.0.1:1")
+    with pytest.raises(OutageError, match="Could not connect to the endpoint URL"):
+        Source("s3://bucket/v", StoreConfig(outage_minutes=0.01)).get("data")
+    assert not s3_requests.asked
+
+
+@pytest.mark.parametrize(
+    "text", ["endpoint_url = URL", "services = minio\n[services minio]\ns3 =\n  endpoint_url = URL"]
+)
+def test_the_endpoint_of_a_profile_is_asked(
+    s3_requests: OddServer, cache_home: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """As profiles for MinIO, Ceph and R2 have one."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    (cache_home / "aws-credentials").write_text("[minio]\naws_access_key_id = MINIO\naws_secret_access_key = s\n")
+    (cache_home / "aws-config").write_text(f"[profile minio]\n{text.replace('URL', s3_requests.url)}\n")
+    monkeypatch.setenv("AWS_PROFILE", "minio")
+    assert Source("s3://bucket/v", StoreConfig()).get("data") == b"data"
+    assert {key_of(asked) for asked in s3_requests.asked} == {"MINIO us-east-1"}
 
 
 # ---- Google
 
 
+@pytest.fixture
+def gs_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[OddServer]:
+    """Takes every request, and keeps them."""
+    with odd_server(lambda asked: sized("200 OK", b"data", DATE, 'ETag: "1"')) as server:
+        monkeypatch.setenv("GOOGLE_BASE_URL", server.url)
+        yield server
+
+
+@pytest.mark.parametrize("name", ["GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT"])
+def test_a_service_account_signs_as_itself(
+    gs_requests: OddServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    account = {"type": "service_account", "client_email": "robot@project", "private_key": text, "private_key_id": "1"}
+    (tmp_path / "key.json").write_text(json.dumps(account))
+    monkeypatch.setenv(name, str(tmp_path / "key.json"))
+    source = Source("gs://bucket/v", StoreConfig())
+    assert source.get("data") == b"data"
+    (asked,) = gs_requests.asked
+    head, claims, signature = asked.headers["authorization"].removeprefix("Bearer ").split(".")
+    assert b'"robot@project"' in base64.urlsafe_b64decode(claims + "==")
+    signed = base64.urlsafe_b64decode(signature + "==")
+    key.public_key().verify(signed, f"{head}.{claims}".encode(), padding.PKCS1v15(), hashes.SHA256())
+
+
+@pytest.mark.parametrize(
+    "text", ['{"type": "service_account", "private_key": "SECRET', '{"type": "external_account"}', None]
+)
+def test_a_file_of_google_that_cannot_be_used_is_an_error_without_its_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None
+) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    if text is not None:
+        (tmp_path / "key.json").write_text(text)
+    with pytest.raises(DataError, match=r"Cannot open gs://bucket/v: Unable .*GOOGLE_\* environment") as caught:
+        Source("gs://bucket/v", StoreConfig())
+    assert "SECRET" not in str(caught.value)
+
+
 def test_the_login_of_gcloud_is_used(cache_home: Path) -> None:
     login = cache_home / "gcloud/application_default_credentials.json"
-    assert find_signing("gs", None).options == {"skip_signature": True}
+    assert find_signing("gs://bucket", None).options == {"skip_signature": True}
     login.parent.mkdir()
     keys = {"client_id": "id", "client_secret": "s", "refresh_token": "r", "type": "authorized_user"}
     login.write_text(json.dumps(keys))
-    signing = find_signing("gs", None)
+    signing = find_signing("gs://bucket", None)
     assert signing.words == f"signed with {login}"
     assert open_store("gs://bucket/v", StoreConfig()).config["application_credentials"] == str(login)
 
 
 @pytest.mark.parametrize("account", [b"robot@project", None])
 def test_a_machine_of_google_signs_with_its_service_account(
-    monkeypatch: pytest.MonkeyPatch, account: bytes | None
+    gs_requests: OddServer, monkeypatch: pytest.MonkeyPatch, account: bytes | None
 ) -> None:
     monkeypatch.delenv("NO_GCE_CHECK")
-    credentials._has_service_account.cache_clear()
+    credentials._answers.cache_clear()
 
     def reply(asked: Asked) -> bytes:
         assert asked.headers["metadata-flavor"] == "Google"
+        if account and "/token" in asked.target:
+            return sized("200 OK", b'{"access_token": "GIVEN", "expires_in": 3600, "token_type": "Bearer"}')
         return sized("200 OK", account) if account else sized("404 Not Found", b"")
 
     with odd_server(reply) as server:
         monkeypatch.setenv("GCE_METADATA_HOST", server.url.removeprefix("http://"))
-        signed = "skip_signature" not in find_signing("gs", None).options
-    credentials._has_service_account.cache_clear()
-    assert signed == (account is not None)
+        assert Source("gs://bucket/v", StoreConfig()).get("data") == b"data"
+    credentials._answers.cache_clear()
+    assert {asked.headers.get("authorization") for asked in gs_requests.asked} == {"Bearer GIVEN" if account else None}

@@ -105,7 +105,7 @@ def test_many_reads_are_under_way_at_once_but_no_more_than_allowed(server: Chunk
 # ---- addresses
 
 ADDRESSES = [
-    ("ftp://host/v.zarr", "a folder or an address of http, https, s3, gs; got ftp://host/v.zarr"),
+    ("ftp://host/v.zarr", "a folder or an address of http, https, hf, s3, gs, az; got ftp://host/v.zarr"),
     ("s3://", "Cannot open s3://: no bucket; correct the address, or the AWS_"),
     ("http://", "Cannot open http://: .*; correct the address"),
     ("s3://bucket//scan", "Cannot open s3://bucket//scan: an empty name between two slashes"),

@@ -1,22 +1,31 @@
-"""With what requests to s3 and gs are signed: the default chain of credentials, and nothing where it ends empty.
+"""With what requests are signed: the default chain of credentials of each store, and nothing where it ends empty.
 
-obstore knows keys and web identities from the environment; boto3 knows profiles and the roles of containers and of
-machines.
+obstore knows keys from the environment, and the accounts of Google's and Azure's machines; boto3 knows profiles, web
+identities, and the roles of containers and of machines.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
 import http.client
+import netrc
 import os
-import urllib.request
+import re
+import shutil
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
-from vesuvius.errors import DataError, one_line
+from vesuvius.errors import DataError, one_line, warn_once
+from vesuvius.runlog.redact import hide
 
-_PROBE_S = 0.5  # a machine that is no Google one waits for so long, once per process
+_HEADERS = "VESUVIUS_HTTP_HEADERS"
+_PROBE_S = 0.5  # a machine without a metadata service waits for so long, once per process and service
+_ANSWER_S = 5.0  # for what a service that is there may take to make a token
+_METADATA_HOST = "169.254.169.254"
 _REREAD = timedelta(minutes=5)  # tools that renew a profile's keys write them into the same file
 _UNSIGNED = {"skip_signature": True}
 
@@ -26,43 +35,57 @@ class Signing(NamedTuple):
 
     words: str  # with what, or what was looked for in vain, for messages
     options: dict[str, Any]  # for obstore's store
+    headers: Mapping[str, str] = {}  # of each request; a redirect to another host or port does not take them along
 
 
-def find_signing(scheme: str, anonymous: bool | None) -> Signing:
+def find_signing(address: str, anonymous: bool | None) -> Signing:
     """The first credentials of the default chain; without any, requests are not signed.
 
-    Reads the environment and the files of the AWS and gcloud commands; boto3 asks the metadata service of the machine.
+    Reads the environment and the files of the commands of each cloud, and netrc; asks the machine's metadata service.
 
     Args:
-        scheme: s3 or gs.
-        anonymous: `data.store.anonymous`: True = do not sign; False = sign, if need be with what the machine's metadata
-            service says later.
+        address: a URL.
+        anonymous: `data.store.anonymous`: True = do not sign; False = sign s3, gs and az, if need be with what the
+            machine's metadata service says later.
 
     Raises:
-        DataError: a profile is set that is not there, or its credentials cannot be read.
+        DataError: a profile is set that is not there, or credentials cannot be read.
     """
-    if anonymous:
-        return Signing("not signed, as data.store.anonymous=true says", _UNSIGNED)
-    found = _aws() if scheme == "s3" else _google()
+    scheme = address.partition("://")[0]
+    web = scheme in ("http", "https", "hf")
+    account = _azure_account() if scheme == "az" else {}
+    if anonymous and not (web and "@" in authority(address)):
+        return Signing("not signed, as data.store.anonymous=true says", {} if web else account | _UNSIGNED)
+    match scheme:
+        case "s3":
+            found = _aws()
+        case "gs":
+            found = _google()
+        case "az":
+            found = _azure(account)
+        case "hf":
+            found = _hugging_face()
+        case _:
+            found = _web(address)
     if isinstance(found, Signing):
         return found
-    if anonymous is False:
-        return Signing(f"signed with the machine's credentials, as there is {found}", {})
-    return Signing(f"not signed: there is {found}", _UNSIGNED)
+    if anonymous is False and not web:
+        return Signing(f"signed with the machine's credentials, as there is {found}", account)
+    return Signing(f"not signed: there is {found}", {} if web else account | _UNSIGNED)
 
 
 def _aws() -> Signing | str:
-    """What was looked for, where nothing is found; so `_google`."""
-    if name := _first_set("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
-        return Signing(f"signed with {name} of the environment", {})
+    """What was looked for, where nothing is found; so the others below."""
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        return Signing("signed with AWS_ACCESS_KEY_ID of the environment", {})
     from botocore.exceptions import BotoCoreError  # takes a third of a second
 
     try:
         return _by_boto3() or "no AWS_* in the environment, and boto3 finds no profile and no role"
     except (BotoCoreError, OSError, ValueError) as error:  # the latter of a `credential_process`
         raise DataError(
-            f"Cannot read the credentials of AWS: {one_line(error)}; correct AWS_PROFILE or the files of the profile, "
-            "export keys, or set data.store.anonymous=true"
+            f"Cannot read the credentials of AWS: {one_line(error)}; correct AWS_PROFILE, AWS_ROLE_ARN or the files of "
+            "the profile, export keys, or set data.store.anonymous=true"
         ) from None
 
 
@@ -78,8 +101,11 @@ def _by_boto3() -> Signing | None:
     kind, region = found.credentials.method, found.config.get("region")
     in_file = kind in ("shared-credentials-file", "config-file")  # read once by a session of boto3
     provider = (lambda: Boto3CredentialProvider(ttl=_REREAD)()) if in_file else found
-    own_region = {"region": region} if region and not os.environ.get("AWS_REGION") else {}
-    return Signing(f"signed with the {kind} that boto3 finds", {"credential_provider": provider} | own_region)
+    settings = {"region": region} if region and not os.environ.get("AWS_REGION") else {}
+    endpoint = session.client("s3", region_name=region or "us-east-1").meta.endpoint_url  # a profile may have its own
+    if not re.search(r"\.amazonaws\.com(\.cn)?$", endpoint):
+        settings["endpoint"] = endpoint
+    return Signing(f"signed with the {kind} that boto3 finds", {"credential_provider": provider} | settings)
 
 
 def _google() -> Signing | str:
@@ -90,24 +116,134 @@ def _google() -> Signing | str:
     login /= "application_default_credentials.json"
     if login.exists():
         return Signing(f"signed with {login}", {"application_credentials": str(login)})
-    if os.environ.get("NO_GCE_CHECK", "").lower() != "true" and _has_service_account():
+    host, path = os.environ.get("GCE_METADATA_HOST") or _METADATA_HOST, "/computeMetadata/v1/instance/service-accounts"
+    if os.environ.get("NO_GCE_CHECK", "").lower() != "true" and _answers(
+        host, f"{path}/default/email", "Metadata-Flavor", "Google"
+    ):
         return Signing("signed with the machine's service account", {})
     return f"no GOOGLE_* in the environment, no {login}, no service account of the machine"
 
 
-@functools.cache
-def _has_service_account() -> bool:
-    """Whether the metadata service of a Google machine, one hop away and past all proxies, knows of one."""
-    host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
-    url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/email"
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _azure_account() -> dict[str, Any]:
+    """What the `az` command and the portal name otherwise than obstore, which reads AZURE_STORAGE_ACCOUNT_NAME etc."""
+    parts = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";")
+    given = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in parts)}
+    endpoint = given.get("BlobEndpoint", "").rstrip("/")
+    name = given.get("AccountName") or (urlsplit(endpoint).hostname or "").partition(".")[0]
+    if name and not endpoint and (suffix := given.get("EndpointSuffix")):
+        endpoint = f"{given.get('DefaultEndpointsProtocol', 'https')}://{name}.blob.{suffix}"
+    options = {
+        "account_name": name or os.environ.get("AZURE_STORAGE_ACCOUNT"),
+        "account_key": given.get("AccountKey") or os.environ.get("AZURE_STORAGE_KEY"),
+        "sas_key": given.get("SharedAccessSignature"),
+        "endpoint": endpoint,
+    }
+    return {name: value for name, value in options.items() if value}
+
+
+def _azure(account: dict[str, Any]) -> Signing | str:
+    hide(*(account.get(name, "") for name in ("account_key", "sas_key")))
+    if name := _first_set(
+        *(["AZURE_STORAGE_CONNECTION_STRING"] if account.keys() & {"account_key", "sas_key"} else []),
+        *(f"AZURE_STORAGE_{name}" for name in ("TOKEN", "ACCOUNT_KEY", "ACCESS_KEY", "MASTER_KEY", "KEY")),
+        *("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE"),
+        *("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY", "AZURE_USE_AZURE_CLI"),
+        *("AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT"),
+    ):
+        return Signing(f"signed with {name} of the environment", account)
+    login = Path(os.environ.get("AZURE_CONFIG_DIR") or "~/.azure").expanduser() / "azureProfile.json"
+    if shutil.which("az") and login.is_file() and b'"user"' in login.read_bytes():
+        return Signing(f"signed with the login of `az` in {login.parent}", account | {"use_azure_cli": True})
+    identity = "/metadata/identity/oauth2/token"
+    query = "api-version=2019-08-01&resource=https%3A%2F%2Fstorage.azure.com"
+    if client := os.environ.get("AZURE_CLIENT_ID"):
+        query += f"&client_id={client}"
+    if _answers(_METADATA_HOST, f"{identity}?{query}", "Metadata", "true"):
+        endpoint = f"http://{_METADATA_HOST}{identity}"
+        return Signing("signed with the machine's managed identity", account | {"msi_endpoint": endpoint})
+    return f"no key, token or identity in AZURE_*, no login of `az` in {login.parent}, no identity of the machine"
+
+
+def _hugging_face() -> Signing | str:
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    file = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
+    if token := os.environ.get("HF_TOKEN", "").strip():
+        return _with_headers("HF_TOKEN of the environment", {"Authorization": f"Bearer {token}"})
+    if file.is_file() and (token := file.read_text().strip()):
+        return _with_headers(str(file), {"Authorization": f"Bearer {token}"})
+    return f"no HF_TOKEN in the environment, no {file}"
+
+
+def _web(address: str) -> Signing | str:
+    user, _, place = authority(address).rpartition("@")
+    host = re.sub(r":\d*$", "", place.lower())
+    file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    headers = {name: value for where, name, value in _header_lines() if where in (host, place.lower())}
+    if user:
+        return _with_headers("the user of the address", headers | _basic(unquote(user)))
+    if "Authorization" not in headers and (login := _netrc_login(file, host)):
+        return _with_headers(str(file), headers | _basic(login))
+    if headers:
+        return _with_headers(_HEADERS, headers)
+    return f"no user in the address, no line for {host} in {_HEADERS}, no entry in {file}"
+
+
+def authority(address: str) -> str:
+    """USER:PASSWORD@HOST:PORT of a web address."""
+    return address.partition("://")[2].partition("?")[0].partition("/")[0]
+
+
+def _header_lines() -> Iterator[tuple[str, str, str]]:
+    """HOST[:PORT], name and value of each line of the variable."""
+    for number, line in enumerate(os.environ.get(_HEADERS, "").splitlines(), 1):
+        match = re.fullmatch(r"\s*(\S+)\s+(authorization|cookie):\s*(\S.*?)\s*", line, re.IGNORECASE)
+        if match:
+            yield match[1].lower(), match[2].title(), match[3]
+        elif line.strip():
+            raise DataError(
+                f"Cannot read line {number} of {_HEADERS}: it is not `HOST Authorization: VALUE` or `HOST Cookie: "
+                "VALUE`; correct it (no other headers are sent, as a redirect would take them to other hosts)"
+            )
+
+
+def _netrc_login(file: Path, host: str) -> str | None:
+    """USER:PASSWORD of a machine that has an entry of its own; what stands there for all others is not sent."""
     try:
-        with direct.open(
-            urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}), timeout=_PROBE_S
-        ) as answer:
-            return bool(answer.read(4096))
+        login, _, password = netrc.netrc(file).hosts[host]
+        return f"{login}:{password}"
+    except (FileNotFoundError, KeyError):
+        return None
+    except (OSError, UnicodeError, netrc.NetrcParseError) as error:  # whose words may be the password
+        at = f", line {error.lineno}" if isinstance(error, netrc.NetrcParseError) else ""
+        warn_once("Cannot read %s%s; no password of it is sent; correct it, or let NETRC name another file", file, at)
+        return None
+
+
+def _basic(login: str) -> dict[str, str]:
+    hide(login.partition(":")[2])
+    return {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
+
+
+def _with_headers(found: str, headers: dict[str, str]) -> Signing:
+    for value in headers.values():
+        hide(value, value.rpartition(" ")[2])
+    return Signing(f"signed with {found}", {}, headers)
+
+
+@functools.cache
+def _answers(host: str, path: str, header: str, value: str) -> bool:
+    """Whether the metadata service of the machine, one hop away and past all proxies, has something at a path."""
+    connection = http.client.HTTPConnection(host, timeout=_PROBE_S)
+    try:
+        connection.connect()
+        connection.sock.settimeout(_ANSWER_S)
+        connection.request("GET", path, headers={header: value})
+        answer = connection.getresponse()
+        return answer.status == 200 and bool(answer.read(4096))
     except (OSError, http.client.HTTPException):
         return False
+    finally:
+        connection.close()
 
 
 def _first_set(*names: str) -> str | None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import obstore
 from obstore.exceptions import BaseError, GenericError
-from obstore.store import GCSStore, HTTPStore, S3Store
+from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError, warn_once
@@ -30,9 +30,15 @@ from vesuvius.volumes.errors import (
     reason,
     status_of,
 )
-from vesuvius.volumes.store.credentials import Signing, find_signing
+from vesuvius.volumes.store.credentials import authority, find_signing
 
-_SCHEMES = ("http", "https", "s3", "gs")
+_BUCKETS: dict[str, type[S3Store | GCSStore | AzureStore]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+_WEB = ("http", "https", "hf")  # plain web servers, which cannot list
+_ENVIRONMENTS = {
+    "s3": " or the AWS_*",
+    "gs": " or the GOOGLE_*",
+    "az": " or AZURE_STORAGE_ACCOUNT_NAME and other AZURE_*",
+}
 _LONGEST_REQUEST = 20  # times `timeout_s`, for a large object that keeps arriving
 
 
@@ -135,14 +141,9 @@ def is_remote(address: str) -> bool:
     return "://" in address
 
 
-def is_web(address: str) -> bool:
-    """Whether an address is a plain web server's, which cannot list."""
-    return address.startswith(("http://", "https://"))
-
-
 def shown_address(address: str) -> str:
     """An address as messages name it: of web servers without user, password and query, which may be secrets."""
-    return redact(address, {}) if is_web(address) else address
+    return redact(address, {}) if address.startswith(("http://", "https://")) else address
 
 
 def last_name(address: str) -> str:
@@ -150,23 +151,22 @@ def last_name(address: str) -> str:
     return shown_address(address).removesuffix("?***").rstrip("/").rpartition("/")[2]
 
 
-def open_store(address: str, config: StoreConfig, signing: Signing | None = None) -> obstore.store.ObjectStore:
+def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
     """The obstore store of a URL.  No I/O but what `find_signing` does.
 
-    Keys of s3 and gs are taken literally: no character of theirs is special.  A web address is sent as it is written:
-    its query follows the name of each object, its user and password become a header.
-
-    Args:
-        signing: how requests to s3 and gs are signed; looked for where it is None.
+    Keys of s3, gs, az and hf are taken literally: no character of theirs is special.  A web address is sent as it is
+    written: its query follows the name of each object, its user and password become a header.
 
     Raises:
         DataError: a scheme that is not supported, an address that is not one, or credentials that cannot be used.
     """
     scheme, _, rest = address.partition("://")
-    if scheme not in _SCHEMES:
+    if scheme not in (*_WEB, *_BUCKETS):
         raise DataError(
-            f"a volume is a folder or an address of {', '.join(_SCHEMES)}; got {address}; copy it to one of them"
+            f"a volume is a folder or an address of {', '.join([*_WEB, *_BUCKETS])}; got {address}; copy it to one of "
+            "them"
         )
+    signing = find_signing(address, config.anonymous)
     options: dict[str, Any] = {
         # Ours: the retries of obstore itself would neither be counted nor cover a body that breaks off.
         "retry_config": {"max_retries": 0},
@@ -176,48 +176,52 @@ def open_store(address: str, config: StoreConfig, signing: Signing | None = None
             "connect_timeout": timedelta(seconds=min(config.timeout_s, 10)),
             "allow_http": True,
             "pool_max_idle_per_host": str(config.requests),
+            "default_headers": dict(signing.headers),
         },
-    }
+    } | signing.options
     try:
-        if is_web(address):
-            path, question_mark, query = rest.replace("#", "%23").partition("?")
-            user, at, _ = path.partition("/")[0].rpartition("@")
-            if at:
-                authorization = "Basic " + base64.b64encode(unquote(user).encode()).decode()
-                options["client_options"]["default_headers"] = {"Authorization": authorization}
-            return HTTPStore(
-                f"{scheme}://{path.removeprefix(user + at).removesuffix('/')}{question_mark}{query}", **options
-            )
+        if scheme in _WEB:
+            user, at, _ = authority(address).rpartition("@")
+            path, question_mark, query = rest.removeprefix(user + at).replace("#", "%23").partition("?")
+            url = f"{scheme}://{path.removesuffix('/')}{question_mark}{query}"
+            return HTTPStore(_hub_url(rest) if scheme == "hf" else url, **options)
         bucket, _, key = rest.partition("/")
         if not bucket or "" in key.split("/")[:-1]:  # obstore would leave it out
             raise ValueError("an empty name between two slashes" if bucket else "no bucket")
-        options |= (signing or find_signing(scheme, config.anonymous)).options
-        kind = S3Store if scheme == "s3" else GCSStore
-        return kind(bucket, prefix=key.removesuffix("/") or None, **options)
+        return _BUCKETS[scheme](bucket, prefix=key.removesuffix("/") or None, **options)
     except (BaseError, ValueError) as error:
+        environment = f",{_ENVIRONMENTS[scheme]} environment" if scheme in _ENVIRONMENTS else ""
         raise DataError(
-            f"Cannot open {shown_address(address)}: {reason(error)}; correct the address, or the AWS_* and GOOGLE_* "
-            "environment"
+            f"Cannot open {shown_address(address)}: {reason(error)}; correct the address{environment}"
         ) from error
+
+
+def _hub_url(path: str) -> str:
+    """Where the Hub serves what lies below hf://`path`.  Raises ValueError for what is no path of a data set."""
+    match = re.fullmatch(r"datasets/([^/@]+/[^/@]+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?(/.*)?", path, re.DOTALL)
+    if match is None:
+        raise ValueError("it is not hf://datasets/OWNER/NAME[@REVISION]/PATH")
+    name, revision, key = match.groups("")
+    hub = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    return f"{hub}/datasets/{name}/resolve/{quote(unquote(revision or 'main'), '')}{quote(key).removesuffix('/')}"
 
 
 class RemoteStore:
     """One store with a URL.  Its methods may be called from several threads, and try once.
 
     Attributes:
-        signing: how requests are signed; empty where they never are.
+        signing: how requests are signed.
         can_list: whether the store can list its objects, which plain web servers cannot.
     """
 
     def __init__(self, address: str, config: StoreConfig) -> None:
-        self.can_list = not is_web(address)
+        self._store = open_store(address, config)
+        self.signing = find_signing(address, config.anonymous).words
         scheme = address.partition("://")[0]
-        signing = find_signing(scheme, config.anonymous) if scheme in ("s3", "gs") else Signing("", {})
-        self.signing = signing.words
-        self._store = open_store(address, config, signing)
+        self.can_list = scheme not in _WEB
         self._name = shown_address(address)
         self._broken: set[str] = set()  # keys of bodies that broke off at the last try
-        self._has_suffixes: bool | None = None  # ranges from the end; None before one was asked for
+        self._has_suffixes = False if scheme == "az" else None  # ranges from the end; None before one was asked for
 
     def read(self, key: str, byte_range: ByteRange | None) -> Answer:
         """An object, or a range of it.  Raises FetchError where the object ends before the range does."""

@@ -1,0 +1,316 @@
+"""What is sent to web servers and to Hugging Face's Hub: the nearest credentials, to their host alone, never told."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import textured, write_array
+from tests.stream.test_stream import collect, make_job, open_stream
+from tests.support.odd_server import Asked, OddServer, answer, objects_of, odd_server, served, sized
+from tests.support.runs import WriteConfig, vesuvius_train
+from tests.volumes.test_volume import LAYOUTS
+from vesuvius.commands import volume as volume_command
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.errors import EXIT_DATA, EXIT_OK, DataError
+from vesuvius.volumes.errors import RefusedError
+from vesuvius.volumes.store.source import Source
+from vesuvius.volumes.volume import open_volume
+
+FAST = StoreConfig(outage_minutes=0.01)
+SECRET = "s3cr3t-0123456789"
+WEB = "VESUVIUS_HTTP_HEADERS"
+
+
+def basic(login: str) -> str:
+    return "Basic " + base64.b64encode(login.encode()).decode()
+
+
+@pytest.fixture
+def web() -> Iterator[OddServer]:
+    """Takes every request, and keeps them."""
+    with odd_server(lambda asked: served(b"data", asked, 'ETag: "1"')) as server:
+        yield server
+
+
+def sent(server: OddServer, name: str = "authorization") -> set[str | None]:
+    return {asked.headers.get(name) for asked in server.asked}
+
+
+# ---- web servers
+
+
+def test_of_address_variable_and_netrc_the_nearest_signs_every_request(
+    web: OddServer, monkeypatch: pytest.MonkeyPatch, cache_home: Path
+) -> None:
+    def used(address: str = web.url) -> set[str | None]:
+        web.asked.clear()
+        source = Source(f"{address}/v", FAST)
+        assert source.get("data") == b"data"
+        assert source.exists("data")
+        return sent(web)
+
+    assert used() == {None}
+    netrc = 'machine 127.0.0.1 login me password "pass word"\ndefault login x password y\n'
+    (cache_home / "netrc").write_text(netrc)
+    assert used() == {basic("me:pass word")}
+    host, other = web.url.removeprefix("http://"), web.url.replace("127.0.0.1", "localhost")
+    monkeypatch.setenv(WEB, f"\n  {host}   authorization:  Bearer {SECRET} \n127.0.0.1 Cookie: a=b; c=d\n")
+    assert used() == {f"Bearer {SECRET}"}
+    assert sent(web, "cookie") == {"a=b; c=d"}
+    assert used(web.url.replace("//", "//you:p%40w@")) == {basic("you:p@w")}
+    assert used(other) == {None}, "neither a line for another host, nor netrc's default"
+    assert sent(web, "cookie") == {None}
+    source = Source(f"{web.url}/v", StoreConfig(anonymous=True))
+    web.asked.clear()
+    source.get("data")
+    assert sent(web) == {None}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_redirect_to_another_host_or_port_does_not_take_credentials_along(
+    web: OddServer, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    target = f"Location: {web.url.replace('127.0.0.1', host)}/cdn"
+    with odd_server(lambda asked: sized("302 Found", b"", target)) as first:
+        monkeypatch.setenv(WEB, f"127.0.0.1 Authorization: Bearer {SECRET}\n127.0.0.1 Cookie: {SECRET}")
+        assert Source(first.url, FAST).get("data") == b"data"
+        assert sent(first) == {f"Bearer {SECRET}"}
+        assert sent(first, "cookie") == {SECRET}
+    assert SECRET not in str(web.asked)
+
+
+@pytest.mark.parametrize(
+    "line", [f"X-Api-Key: {SECRET}", f"host X-Api-Key: {SECRET}", f"Authorization: {SECRET}", SECRET]
+)
+def test_a_line_that_cannot_be_sent_safely_is_refused_without_its_words(
+    web: OddServer, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setenv(WEB, f"host Cookie: a\n{line}")
+    with pytest.raises(
+        DataError, match=f"Cannot read line 2 of {WEB}: it is not `HOST Authorization: VALUE`"
+    ) as caught:
+        Source(web.url, FAST)
+    assert SECRET not in str(caught.value)
+    assert not web.asked
+
+
+def test_a_header_that_is_none_is_refused_without_its_words(web: OddServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WEB, f"127.0.0.1 Authorization: Bearer {SECRET}\x01")
+    with pytest.raises(DataError, match="Cannot open ") as caught:
+        Source(web.url, FAST).get("data")
+    assert SECRET not in str(caught.value)
+
+
+def test_a_netrc_that_cannot_be_read_is_said_once_without_its_words(
+    web: OddServer, cache_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache_home / "netrc").write_text(f"machine 127.0.0.1\nlogin me\npasword {SECRET}\n")
+    assert Source(web.url, FAST).get("data") == b"data"
+    assert re.search(r"Cannot read .*netrc, line 3; no password of it is sent", caplog.text)
+    assert SECRET not in caplog.text
+
+
+def echo(status: str) -> Callable[[Asked], bytes]:
+    """A server that says what it was sent, as debugging proxies do."""
+    return lambda asked: sized(status, f"not allowed: {asked.headers.get('authorization', '')}".encode())
+
+
+WHO = {
+    "address": lambda url, home, patch: url.replace("//", f"//me:{SECRET}@"),
+    "variable": lambda url, home, patch: patch.setenv(WEB, f"127.0.0.1 Authorization: Bearer {SECRET}") or url,
+    "netrc": lambda url, home, patch: (
+        (home / "netrc").write_text(f"machine 127.0.0.1 login me password {SECRET}") and url
+    ),
+    "hub": lambda url, home, patch: hub_at(url, patch) or patch.setenv("HF_TOKEN", SECRET) or "hf://datasets/o/n",
+    "hub's file": lambda url, home, patch: hub_at(url, patch) or write_token(home) or "hf://datasets/o/n",
+}
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden", "404 Not Found", "418 Teapot"])
+@pytest.mark.parametrize("who", WHO)
+def test_no_error_and_no_log_line_holds_a_secret_even_where_the_server_sends_it_back(
+    monkeypatch: pytest.MonkeyPatch, cache_home: Path, caplog: pytest.LogCaptureFixture, who: str, status: str
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    texts = []
+    with odd_server(echo(status)) as server:
+        source = Source(WHO[who](server.url, cache_home, monkeypatch), FAST)
+        for probing in (True, False):
+            try:
+                assert source.get("data", probing=probing) is None
+            except DataError as error:
+                texts.append(str(error))
+        assert sent(server) in ({f"Bearer {SECRET}"}, {basic(f"me:{SECRET}")})
+    assert (status[:3] == "404") == (not texts)
+    assert (status[:3] == "403") == (source.forbidden is not None)
+    for text in (*texts, source.forbidden or "", source.shown, caplog.text):
+        for secret in (SECRET, basic(f"me:{SECRET}")[6:]):
+            assert secret not in text
+
+
+def test_a_refusal_says_with_what_was_asked_or_what_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch, cache_home: Path
+) -> None:
+    with odd_server(echo("401 Unauthorized")) as server:
+        looked = (
+            rf"not signed: there is no user in the address, no line for 127\.0\.0\.1 in {WEB}, no entry in .*netrc\)"
+        )
+        with pytest.raises(RefusedError, match=rf"refuses access: .*401.* \({looked}; check"):
+            Source(server.url, FAST).get("data")
+        for who, words in {"netrc": ".*/netrc", "variable": WEB, "hub": "HF_TOKEN of the environment"}.items():
+            with pytest.raises(RefusedError, match=rf"401.* \(.*signed with {words}\); check"):
+                Source(WHO[who](server.url, cache_home, monkeypatch), FAST).get("data")
+
+
+def test_readers_on_ray_have_the_credentials_and_no_file_of_the_run_and_no_output_holds_them(
+    tmp_path: Path, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The server refuses chunks when a step was made, and sends back what it was sent."""
+    monkeypatch.chdir(tmp_path)
+    objects = objects_of(write_array(tmp_path / "v.zarr", textured((96, 64, 64)), compressors=None), "/v.zarr")
+    monkeypatch.setenv(WEB, f"127.0.0.1 Authorization: Bearer {SECRET}")
+    metrics = tmp_path / "runs/tiny/metrics.jsonl"
+
+    def reply(asked: Asked) -> bytes:
+        if asked.headers.get("authorization") != f"Bearer {SECRET}":
+            return sized("401 Unauthorized", b"who are you?")
+        if asked.target[-1].isdigit() and metrics.is_file() and '"kind": "step"' in metrics.read_text():
+            return echo("401 Unauthorized")(asked)
+        data = objects.get(asked.target)
+        return sized("404 Not Found", b"") if data is None else served(data, asked)
+
+    with odd_server(reply) as server:
+        config = tiny_config(training={"workers": 1, "max_steps": 1000})
+        code = vesuvius_train(config, f'data.volumes=[{{path: "{server.url}/v.zarr", level: 0}}]')
+    printed = "".join(capfd.readouterr())
+    assert code == EXIT_DATA
+    assert "not allowed: Bearer ***" in printed or "not allowed: ***" in printed
+    files = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
+    assert len(files) > 5
+    for text in (printed, *(file.read_bytes().decode("latin-1") for file in files)):
+        assert SECRET not in text
+
+
+# ---- the Hub
+
+
+def hub_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"{url}/")
+
+
+def write_token(home: Path) -> None:
+    (home / "huggingface").mkdir()
+    (home / "huggingface/token").write_text(f"{SECRET}\n")
+
+
+ROOT = "/datasets/owner/name/resolve"
+
+
+@pytest.fixture
+def objects() -> dict[str, bytes]:
+    return {f"{ROOT}/main/v/data": b"data"}
+
+
+@pytest.fixture
+def hub(objects: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OddServer, OddServer]]:
+    """The Hub, which sends to a host of its own for what a repository holds; and that host."""
+
+    def deliver(asked: Asked) -> bytes:
+        assert asked.target.endswith("?signature=of-the-hub")
+        data = objects[asked.target.partition("?")[0]]
+        return served(data, asked, f'ETag: "{hash(data)}"')
+
+    with odd_server(deliver) as cdn:
+
+        def reply(asked: Asked) -> bytes:
+            if asked.target not in objects:
+                return answer("404 Not Found", b"Entry not found", "X-Error-Code: EntryNotFound", "Content-Length: 15")
+            if asked.target.endswith("json"):  # small files come from the Hub itself, by way of a path of it
+                return sized("307 Temporary Redirect", b"", f"Location: /api/resolve-cache{asked.target}")
+            return sized("302 Found", b"", f"Location: {cdn.url}{asked.target}?signature=of-the-hub")
+
+        def of_hub(asked: Asked) -> bytes:
+            path = asked.target.removeprefix("/api/resolve-cache")
+            return served(objects[path], asked, 'ETag: "small"') if path != asked.target else reply(asked)
+
+        with odd_server(of_hub) as server:
+            hub_at(server.url, monkeypatch)
+            yield server, cdn
+
+
+REVISIONS = {
+    "owner/name": f"{ROOT}/main",
+    "owner/name@v1.0": f"{ROOT}/v1.0",
+    "owner/name@refs/pr/7": f"{ROOT}/refs%2Fpr%2F7",
+    "owner/name@a%2Fbranch": f"{ROOT}/a%2Fbranch",
+}
+
+
+@pytest.mark.parametrize("name", REVISIONS)
+def test_an_address_of_the_hub_leads_to_the_file_of_its_revision(
+    hub: tuple[OddServer, OddServer], objects: dict[str, bytes], name: str
+) -> None:
+    objects[f"{REVISIONS[name]}/a%20b%231/data"] = b"of the revision"
+    source = Source(f"hf://datasets/{name}/a b#1/", FAST)
+    assert source.get("data") == b"of the revision"
+    assert source.get("none") is None
+
+
+@pytest.mark.parametrize("where", ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "cache", None])
+def test_the_token_goes_to_the_hub_and_not_to_where_it_redirects(
+    hub: tuple[OddServer, OddServer], monkeypatch: pytest.MonkeyPatch, cache_home: Path, where: str | None
+) -> None:
+    if where == "HF_TOKEN":
+        monkeypatch.setenv("HF_TOKEN", f" {SECRET}\n")
+    elif where is not None:
+        write_token(cache_home)
+        (cache_home / "huggingface").rename(home := cache_home / ("huggingface" if where == "cache" else "other"))
+        if where != "cache":
+            monkeypatch.setenv(where, str(home / "token" if where == "HF_TOKEN_PATH" else home))
+    for anonymous in (None, True):
+        for server in hub:
+            server.asked.clear()
+        assert Source("hf://datasets/owner/name/v", StoreConfig(anonymous=anonymous)).get("data") == b"data"
+        assert sent(hub[0]) == {f"Bearer {SECRET}" if where and not anonymous else None}
+        assert sent(hub[1]) == {None}
+
+
+@pytest.mark.parametrize("address", ["hf://", "hf://owner/name/v", "hf://datasets/name", "hf://spaces/owner/name/v"])
+def test_what_is_no_data_set_of_the_hub_is_refused(address: str) -> None:
+    with pytest.raises(DataError, match=r"it is not hf://datasets/OWNER/NAME\[@REVISION\]/PATH; correct the address"):
+        Source(address, FAST)
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
+def test_a_volume_on_the_hub_streams_and_is_copied_as_from_disk_and_cannot_be_listed(
+    hub: tuple[OddServer, OddServer],
+    objects: dict[str, bytes],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    layout: str,
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)), **LAYOUTS[layout])
+    (path / {"v2": "1/1/1", "v3-sharded": "c/1/1/1"}[layout]).unlink()
+    with open_stream(make_job(path)) as stream:
+        expected, _ = collect(stream, 8)
+    objects |= objects_of(path, f"{ROOT}/main/v.zarr")
+    address = "hf://datasets/owner/name/v.zarr"
+    with open_stream(make_job(address, store=FAST)) as stream:
+        patches, _ = collect(stream, 8)
+        assert not stream.events
+    np.testing.assert_array_equal(patches, expected)
+    assert volume_command.main(["info", address]) == EXIT_OK
+    assert "a web server cannot list" in capsys.readouterr().out
+    with pytest.raises(DataError, match=rf"needs a store that can list; got {address}, a web server; put a"):
+        Source(address, FAST).list_one_level("")
+    assert volume_command.main(["copy", address, str(tmp_path / "copy.zarr")]) == EXIT_OK
+    box = ((0, 0, 0), (96, 128, 128))
+    copied = open_volume(ArrayConfig(path=str(tmp_path / "copy.zarr"))).read(box)
+    np.testing.assert_array_equal(copied, open_volume(ArrayConfig(path=str(path))).read(box))
