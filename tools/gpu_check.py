@@ -1,70 +1,92 @@
-"""Is the training step right and fast on this GPU?  One command, under 8 minutes, a table and a JSON file.
+"""Is the training step of a config right on this GPU, and in which setting is it fastest?  At most 10 minutes.
 
-    python tools/gpu_check.py                          # everything, what is left out for lack of time is named
-    python tools/gpu_check.py --cap-gib 40 --minutes 4 --json check.json
+    python tools/gpu_check.py                          # configs/exp001_full.yaml
+    python tools/gpu_check.py --minutes 4 --cap-gib 40 --config configs/demo.yaml training.amp=fp16
     python tools/gpu_check.py --rehearse               # the same code in half a minute on a CPU with tiny sizes
 
-Needs one CUDA GPU and torch, numpy and pydantic: no network, no data, no Ray, and no installation of vesuvius, which is
-then taken from ../src.  Exit codes: 0 done; 1 a self-test or the parity of losses failed; 2 no GPU, or wrong options.
+Needs one CUDA GPU, and torch, numpy, pyyaml, psutil and pydantic: no network, no data, no zarr, no Ray, and no
+installation of vesuvius, which is then taken from ../src.  Exit codes: 0 done; 1 convolutions or losses are wrong, or
+no setting ran; 2 no GPU, a missing package, or wrong options.
 
-What is measured, most important first, at 72x136x136: a self-test of Conv3d; our default model over micro-batches
-1, 2, 4, ... until one does not fit; parity of the losses in float32, bf16 and fp16, and a step, both with edm and Muon
-as our configs have them (all else has cosine noise and AdamW, as the peers can);
-MONAI's U-Net of as many parameters and as many halvings, where it can be imported; each switch turned from its default;
-our plain full-resolution U-Net; the largest micro-batch under --cap-gib; torch.compile.  A row is some optimizer steps
-of its own (at least 3 and --seconds), after two to warm up, with the data on the device; medians.
+First each convolution of the network runs in 16 bits, in both memory orders, and is compared with float32.  Then one
+table, a row for each setting:
+ 1. the config's own;
+ 2. without torch.compile, micro-batches of 1, 2, 4 and 8 at the config's effective batch;
+ 3. at the fastest of these, the other memory order, then recompute_norm the other way round, then the other optimizer;
+ 4. the fastest compiled, both switches again, and half the micro-batch.
+At the end the fastest setting and the config's own take turns.  The winner is printed as overrides.  The optimizer is
+measured, not chosen: it decides what is learned.  A setting that fails is a row with the reason; a setting that there
+was no time for is listed.
 
-patches/s  of whole optimizer steps: noise, forward, backward, clipping, AdamW, EMA.
-peak GiB   allocated by tensors (reserved by the allocator) at the most, weights and optimizer in it.
-predicted  the allocated peak according to `vesuvius/training/forecast/memory_plan.py`, without having seen a GPU.
-MFU        FLOPs of forward and backward (nothing that is computed twice) over the peak of the device's tensor cores.
-waiting    share of the step in which the device waited for data, for copies or for the host, by its own events;
-           kernels: the same by torch's profiler, the share of the time in which a kernel ran.
+Each row starts with 3 optimizer steps whose losses and gradient lengths are compared with those in float32, eager and
+contiguous, from the same weights, patches, noise and timesteps.  A setting that is off beyond rounding is `wrong` and
+cannot win.  At least 3 more steps and --seconds are timed, with the data on the device; the row has medians.
+
+step s     a whole optimizer step: noise, forward, backward, clipping, optimizer, EMA, over all micro-batches.
+MFU        operations of forward and backward (nothing that is computed twice) over the peak of the device.
+peak GiB   most that is allocated by tensors (reserved by the allocator), with weights and optimizer.
+plan GiB   the allocated peak by `vesuvius/training/forecast/memory_plan.py` (measured peak over plan).
+waiting    share of the step in which the device waited for data, copies or the host, by its own events.
+off by     largest difference from float32: of the loss of a patch, and of the length of the gradient.
+warm-up s  the first 3 steps, with compilation and cuDNN's trials.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib
+import functools
 import importlib.util
 import json
 import os
+import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
+STARTED = time.monotonic()
+ROOT = Path(__file__).resolve().parents[1]
 if importlib.util.find_spec("vesuvius") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
-from bench.machine import describe_machine
-from gpu.measure import Bench, Budget, find_peak_tflops, fits, kernel_share, measured, predicted
-from gpu.networks import (
-    FULL_MONAI,
-    FULL_OURS,
-    FULL_PATCH,
-    FULL_PLAIN,
-    SHIPPED,
-    Spec,
-    count_parameters,
-    matched,
-    training_flops,
-)
-from gpu.parity import AMPS, convolution_self_test, parity
-from gpu.report import GIB, Row, figures, print_report
+    sys.path.insert(0, str(ROOT / "src"))
 
 EXIT_OK, EXIT_WRONG, EXIT_USAGE = 0, 1, 2
-SECTIONS = ("networks", "self_test", "parity", "steps", "kernels", "largest")
-LARGEST_SWEEP = 64
-LEAST_S = 8.0  # no measurement begins with less
-COMPILE_S = 60.0
-PACKAGES = ("torch", "numpy", "zarr", "pydantic", "monai")
 
+try:
+    import torch
+    from bench.machine import describe_machine
+    from gpu.measure import REHEARSED_BATCH, Bench, Budget, Row, Setting, attempt
+    from gpu.report import GIB, print_report, summary
 
-# ---- what was found
+    from vesuvius.config.load import read_config
+    from vesuvius.errors import ConfigError
+    from vesuvius.training.forecast.memory_plan import largest_batch, peak_flops_s
+    from vesuvius.training.step import step as step_module
+    from vesuvius.training.step.step import is_compiled, lies_channels_last, resolve_amp
+except ModuleNotFoundError as missing:
+    package = {"yaml": "pyyaml"}.get(missing.name or "", missing.name)
+    print(f"gpu_check cannot start: {missing}; run: python -m pip install {package}", file=sys.stderr)
+    sys.exit(EXIT_USAGE)
+
+MICRO_BATCHES = (1, 2, 4, 8)
+MARGIN = 0.01  # a setting that is not faster by so much changes nothing
+EAGER_S, COMPILED_S, TURN_S = 15.0, 45.0, 10.0  # no row begins with less left; in turns all is compiled
+MOST_S = 180.0  # of one row
+ROUNDS = 2
+VERIFY_S = 60.0  # kept for the turns
+SELF_TEST_PATCHES = 2
+VRAM_SHARE = 0.92  # of `training/forecast/micro_batch.py`
+PACKAGES = ("torch", "triton", "numpy", "pydantic")
+REHEARSED = (
+    "data.patch_size=[16,16,16]",
+    "training.amp=bf16",
+    f"training.train_batch_size={REHEARSED_BATCH}",
+    "training.accumulate_steps=2",
+    "model.channels=[8]",
+    "model.full_res_channels=4",
+    "model.blocks_per_level=1",
+    "model.attention_heads=2",
+)
 
 
 class Findings:
@@ -72,20 +94,19 @@ class Findings:
 
     def __init__(self, path: Path, about: Row) -> None:
         self._path = path
-        self.content: Row = {"about": about, "finished": False, "figures": {}, "skipped": []}
-        self.content |= {section: [] for section in SECTIONS}
+        self.content: Row = {"about": about, "finished": False, "self_test": [], "rows": [], "turns": [], "skipped": []}
         self.write()
 
     def add(self, section: str, row: Row) -> Row:
         self.content[section].append(row)
         self.write()
-        print(f"  {section}: {_summary(row)}", file=sys.stderr, flush=True)
+        print(f"  {time.monotonic() - STARTED:3.0f} s  {section}: {summary(row)}", file=sys.stderr, flush=True)
         return row
 
-    def skip(self, what: str, left_s: float) -> None:
-        self.content["skipped"].append(what)
+    def skip(self, keys: Row) -> None:
+        """For lack of time."""
+        self.content["skipped"].append(keys)
         self.write()
-        print(f"  skipped, {max(left_s, 0):.0f} s left: {what}", file=sys.stderr, flush=True)
 
     def write(self) -> None:
         part = self._path.with_name(self._path.name + ".part")
@@ -93,149 +114,108 @@ class Findings:
         os.replace(part, self._path)
 
 
-def _summary(row: Row) -> str:
-    names = "name channels system micro_batch settings amp outcome patches_s largest_difference ok detail"
-    values = [row[name] for name in names.split() if name in row]
-    parts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
-    return " ".join(part for part in parts if part != "{}")
+# ---- which settings are tried
 
 
-# ---- what is measured
+def search(
+    default: Setting, micro_batches: Sequence[int], measure: Callable[[Setting], float | None]
+) -> Setting | None:
+    """Turn one key at a time, from the default on, and keep what is faster; None if nothing ran.
 
-
-@dataclasses.dataclass(frozen=True)
-class Networks:
-    """What is compared, at equal parameters.  `monai` is None where it cannot be imported.
-
-    `batch` is the micro-batch of the switches.
+    Compiling takes a minute for each micro-batch, memory order and `recompute_norm`, so these are chosen without it
+    and compared again with it.  `micro_batches` are ascending.
     """
+    times: dict[Setting, float | None] = {}
 
-    ours: Spec
-    plain: Spec
-    monai: Spec | None
-    batch: int
+    def tried(setting: Setting) -> float | None:
+        if setting not in times:
+            times[setting] = measure(setting)
+        return times[setting]
+
+    def fastest(**keys: bool) -> Setting | None:
+        best, best_s = None, float("inf")
+        for setting, seconds in times.items():
+            fits = all(getattr(setting, key) == value for key, value in keys.items())
+            if fits and setting.optimizer == default.optimizer and seconds and seconds < (1 - MARGIN) * best_s:
+                best, best_s = setting, seconds
+        return best
+
+    tried(default)
+    eager = replace(default, compile=False)
+    for patches in micro_batches:
+        if tried(eager.with_micro_batch(patches)) is None and patches > default.train_batch_size:
+            break  # larger ones take more memory still
+    if best := fastest(compile=False):
+        tried(replace(best, channels_last=not best.channels_last))
+    if best := fastest(compile=False):
+        tried(replace(best, recompute_norm=not best.recompute_norm))
+    if best := fastest(compile=False):
+        tried(replace(best, optimizer="adamw" if best.optimizer == "muon" else "muon"))
+        tried(replace(best, compile=True))
+    for key in ("recompute_norm", "channels_last"):
+        if (best := fastest()) and best.compile:
+            tried(replace(best, **{key: not getattr(best, key)}))
+    if (best := fastest()) and best.compile and best.train_batch_size // 2 in micro_batches:
+        tried(best.with_micro_batch(best.train_batch_size // 2))
+    return fastest()
 
 
-def real_networks() -> Networks:
-    """The default model, and peers with as many parameters and a lowest level as small: 9x17x17."""
-    parameters = count_parameters(FULL_OURS)
-    monai = matched(FULL_MONAI[4], parameters) if can_import("monai") else None
-    return Networks(FULL_OURS, matched(FULL_PLAIN, parameters), monai, batch=8)
-
-
-def tiny_networks() -> Networks:
-    """For the rehearsal: the same kinds of network, not matched."""
-    heads = {"attention_heads": 2, "blocks_per_level": 1}
-    ours = Spec("ours", "vesuvius", (8, 16), {"full_res_channels": 4, **heads})
-    plain = Spec("plain", "vesuvius", (4, 8, 16), {"stem_stride": (1, 1, 1), "full_res_channels": 0, **heads})
-    blocks = {"num_res_blocks": 1, "num_head_channels": 8, "norm_num_groups": 4}
-    monai = Spec("monai", "monai", (4, 8, 16), blocks) if can_import("monai") else None
-    return Networks(ours, plain, monai, batch=2)
-
-
-def can_import(package: str) -> bool:
-    """Whether it is there, what it needs included."""
-    try:
-        importlib.import_module(package)
-    except ImportError:
-        return False
-    return True
+def default_setting(bench: Bench) -> Setting:
+    """What a run of the config does on a GPU."""
+    training, gpu = bench.config.training, torch.device("cuda")
+    return Setting(
+        compile=is_compiled(training, gpu),
+        channels_last=lies_channels_last(training, gpu),
+        recompute_norm=training.recompute_norm,
+        train_batch_size=training.train_batch_size,
+        accumulate_steps=training.accumulate_steps,
+        optimizer=training.optimizer,
+    )
 
 
 class Check:
     """The measurements in their order.  Each looks at the clock first."""
 
-    def __init__(self, bench: Bench, networks: Networks, budget: Budget, findings: Findings) -> None:
-        self._bench, self._networks, self._budget, self._findings = bench, networks, budget, findings
-        self._flops = {}
-        for spec in (networks.ours, networks.plain, networks.monai):
-            if spec is not None:
-                self._flops[spec.name] = training_flops(spec, bench.patch_zyx)
-                facts = {"parameters": count_parameters(spec), "training_flops_per_patch": self._flops[spec.name]}
-                findings.add("networks", dataclasses.asdict(spec) | facts)
+    def __init__(self, bench: Bench, budget: Budget, findings: Findings) -> None:
+        self._bench, self._budget, self._findings = bench, budget, findings
+        self.default = default_setting(bench)
 
     def run(self) -> None:
-        ours, monai = self._networks.ours, self._networks.monai
-        self._self_tests(ours, 2)
-        limits = self._sweep(ours)
-        batch = max(1, min(self._networks.batch, limits[0]))
-        self._parity(ours, min(batch, 2))  # one sample does not tell whether each has its own scale and shift
-        self._step(ours, batch, **SHIPPED)
-        self._step(ours, batch, channels_last=True)
-        if monai:
-            self._sweep(monai)
-        else:
-            self._findings.skip("monai, which cannot be imported", self._budget.left_s)
-        self._step(ours, batch, recompute_norm=False)
-        self._step(ours, batch, amp="fp16")
-        self._step(ours, batch, amp="off")
-        self._kernels(ours, batch)
-        self._step(ours, batch, checkpoint_levels=(0,))
-        self._step(ours, batch, checkpoint_levels=(0, 1))
-        self._step(ours, batch, cudnn_benchmark=False)
-        self._step(ours, batch, channels_last=True, recompute_norm=False)
-        self._sweep(self._networks.plain)
-        self._largest(ours, limits)
-        self._largest(ours, (1, None), checkpoint_levels=(0, 1))
-        if self._bench.on_gpu:  # the compiler of a CPU is another one, and takes minutes
-            self._step(ours, batch, needs_s=COMPILE_S, compile=True)
+        bench, content = self._bench, self._findings.content
+        for last in (True, False) if bench.amp != "off" else ():
+            test = functools.partial(bench.self_test, last, SELF_TEST_PATCHES)
+            self._findings.add("self_test", {"channels_last": last} | attempt(bench, self._budget, MOST_S, test))
+        micro_batches = [patches for patches in MICRO_BATCHES if bench.patches % patches == 0]
+        best = search(self.default, micro_batches, self._seconds)
+        if best and best != self.default:
+            best = self._verified(best)
+        content["default"], content["best"] = self.default.overrides, best and best.overrides
 
-    def _time_for(self, what: str, needs_s: float) -> bool:
-        if self._budget.left_s >= needs_s:
-            return True
-        self._findings.skip(what, self._budget.left_s)
-        return False
+    def _seconds(self, setting: Setting) -> float | None:
+        need_s = COMPILED_S if setting.compile else EAGER_S
+        return self._row("rows", setting, need_s, VERIFY_S).get("step_s")
 
-    def _step(self, spec: Spec, batch: int, needs_s: float = LEAST_S, **settings: Any) -> Row | None:
-        changed = " ".join(f"{name}={value}" for name, value in settings.items())
-        if not self._time_for(f"{spec.name}, micro-batch {batch} {changed}".strip(), needs_s):
-            return None
-        row = measured(self._bench, spec, batch, self._budget, self._flops[spec.name], **settings)
-        if row["outcome"] == "ok" and spec.kind == "vesuvius":
-            row |= predicted(spec, self._bench, row)
-        return self._findings.add("steps", row)
+    def _row(self, section: str, setting: Setting, need_s: float, reserve_s: float) -> Row:
+        left_s = self._budget.left_s - reserve_s
+        if left_s < need_s:
+            self._findings.skip(asdict(setting))
+            return {}
+        measure = functools.partial(self._bench.measure, setting)
+        row = attempt(self._bench, self._budget, min(MOST_S, left_s), measure)
+        return self._findings.add(section, asdict(setting) | row)
 
-    def _sweep(self, spec: Spec) -> tuple[int, int | None]:
-        """Micro-batches 1, 2, 4, ... until one fails or would take a third of the time that is left.
-
-        Returns the largest that fitted and the smallest that did not, None where it was not met.
-        """
-        fitting, batch, needs_s = 0, 1, LEAST_S
-        while batch <= LARGEST_SWEEP:
-            started = time.monotonic()
-            row = self._step(spec, batch, needs_s=max(LEAST_S, 3 * needs_s))
-            if row is None or row["outcome"] != "ok":
-                return fitting, batch if row and row["outcome"] in {"out of memory", "ConfigError"} else None
-            needs_s = 1.8 * (time.monotonic() - started)  # twice the patches, but not twice the start
-            fitting, batch = batch, 2 * batch
-        return fitting, None
-
-    def _largest(self, spec: Spec, limits: tuple[int, int | None], **settings: Any) -> None:
-        """The largest micro-batch, between what is known to fit and what is known not to, to a sixteenth."""
-        fitting, too_many = limits
-        while too_many is None or too_many - fitting > max(1, fitting // 16):
-            batch = max(2 * fitting, 1) if too_many is None else (fitting + too_many) // 2
-            if not self._time_for(f"largest micro-batch {settings}: at least {fitting}, less than {too_many}", LEAST_S):
-                break
-            went_through = fits(self._bench, spec, batch, self._budget, **settings)
-            if went_through is None:
-                break
-            fitting, too_many = (batch, too_many) if went_through else (fitting, batch)
-        row = {"system": spec.name, "settings": settings, "micro_batch": fitting, "too_many": too_many}
-        self._findings.add("largest", row)
-
-    def _self_tests(self, spec: Spec, batch: int) -> None:
-        for amp in AMPS[1:]:
-            self._findings.add("self_test", convolution_self_test(self._bench, spec, batch, amp))
-
-    def _parity(self, spec: Spec, batch: int) -> None:
-        if self._time_for("parity of losses", LEAST_S):
-            for row in parity(self._bench, spec, batch, self._budget):
-                self._findings.add("parity", row)
-
-    def _kernels(self, spec: Spec, batch: int) -> None:
-        if self._time_for("profile", LEAST_S):
-            self._findings.add("kernels", kernel_share(self._bench, spec, batch, self._budget))
+    def _verified(self, best: Setting) -> Setting:
+        """Measure the best and the default in turns; return the faster one, the default if it did not run."""
+        seconds: dict[Setting, list[float]] = {self.default: [], best: []}
+        for setting in (self.default, best) * ROUNDS:
+            if step_s := self._row("turns", setting, TURN_S, 0.0).get("step_s"):
+                seconds[setting].append(step_s)
+        own, found = (seconds[setting] for setting in (self.default, best))
+        if not (own and found):
+            return best
+        content, ratio = self._findings.content, statistics.median(own) / statistics.median(found)
+        content["speedup"], content["speedups"] = ratio, [a / b for a, b in zip(own, found, strict=False)]
+        return best if ratio > 1 + MARGIN else self.default
 
 
 # ---- the command
@@ -244,39 +224,50 @@ class Check:
 def parse() -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=7.5, help="what does not fit into them is skipped")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "exp001_full.yaml")
+    parser.add_argument("--minutes", type=float, default=9.5, help="what does not fit into them is skipped")
     parser.add_argument("--seconds", type=float, default=2.0, help="least length of a timed window")
-    parser.add_argument("--cap-gib", type=float, default=80.0, help="memory this process may use of the GPU")
-    parser.add_argument("--peak-tflops", type=float, help="dense 16-bit peak of the GPU; TF32 counts as half of it")
+    parser.add_argument("--cap-gib", type=float, help="memory this process may use of the GPU (default: all)")
+    parser.add_argument("--peak-tflops", type=float, help="dense peak of the device in the config's amp")
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), metavar="FILE")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny patches and networks")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with a tiny network and patch")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
     arguments = parser.parse_args()
-    if arguments.minutes <= 0 or arguments.cap_gib <= 0:
+    if arguments.minutes <= 0 or (arguments.cap_gib or 1) <= 0:
         parser.error(f"--minutes and --cap-gib must be above 0; got {arguments.minutes} and {arguments.cap_gib}")
     return arguments
 
 
-def prepare(arguments: argparse.Namespace) -> tuple[Bench, Networks, Row]:
-    """The device under its cap, the networks, and what to say about them."""
-    peak = (arguments.peak_tflops, arguments.peak_tflops / 2) if arguments.peak_tflops else None
-    about: Row = {"rehearsal": arguments.rehearse, "minutes": arguments.minutes, "cap_gib": None, "memory_gib": None}
+def prepare(arguments: argparse.Namespace) -> tuple[Bench, Row]:
+    """The device under its cap, the config, and what to say about them.  Raises ConfigError."""
+    overrides = [*(REHEARSED if arguments.rehearse else ()), *arguments.overrides]
+    config, device = read_config(arguments.config, overrides), torch.device("cpu" if arguments.rehearse else "cuda")
+    config = config.with_training(ranks=1, amp=resolve_amp(config.training.amp, device))
+    if config.training.train_batch_size == "auto":  # as `fit_micro_batch`, which needs what reads volumes
+        patches, room = config.training.accumulate_steps, int(VRAM_SHARE * torch.cuda.mem_get_info()[0])
+        most = largest_batch(config, room, config.training.amp)
+        config = config.with_micro_batch(
+            max(n for n in range(1, patches + 1) if patches % n == 0 and n <= max(most, 1))
+        )
+    peak_flops, about = (arguments.peak_tflops or 0) * 1e12 or None, {"device": "cpu"}
     if arguments.rehearse:
         torch.set_num_threads(1)  # more threads wait for one another longer than such sizes take
-        # Not flatter: oneDNN's weight gradient in bf16 is wrong for levels two planes deep (step/self_test.py).
-        bench, networks = Bench(torch.device("cpu"), (16, 16, 16), 0.0, peak), tiny_networks()
-        about["device"] = "cpu"
+        # Inductor would compile C++ for minutes.
+        step_module.CompiledRegions = functools.partial(step_module.CompiledRegions, "eager")
     else:
-        about["device"] = torch.cuda.get_device_name()
-        memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
-        about |= {"memory_gib": memory_gib, "cap_gib": min(arguments.cap_gib, memory_gib)}
-        torch.cuda.set_per_process_memory_fraction(min(arguments.cap_gib / memory_gib, 1.0))
-        peak = peak or find_peak_tflops(about["device"])
-        bench, networks = Bench(torch.device("cuda"), FULL_PATCH, arguments.seconds, peak), real_networks()
+        about["device"], memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min((arguments.cap_gib or memory) * GIB / memory, 1.0))
+        tf32 = torch.backends.cudnn.allow_tf32
+        peak_flops = peak_flops or peak_flops_s(about["device"], config.training.amp, tf32)
+        about["memory_gib"] = memory / GIB
+    # Each micro-batch compiles its own variants of a block; a run has one micro-batch.
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit = 1024, 4096
     versions = describe_machine(PACKAGES)["versions"]
     versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-    about |= {"peak_tflops": peak, "patch_size": bench.patch_zyx, "versions": versions}
-    about["tf32"] = {"conv": torch.backends.cudnn.allow_tf32, "matmul": torch.backends.cuda.matmul.allow_tf32}
-    return bench, networks, about
+    about |= {"config": arguments.config.name, "overrides": overrides, "amp": config.training.amp}
+    about |= {"rehearsal": arguments.rehearse, "minutes": arguments.minutes, "versions": versions}
+    about |= {"peak_tflops": peak_flops and peak_flops / 1e12, "cap_gib": arguments.cap_gib}
+    return Bench(device, config, 0.0 if arguments.rehearse else arguments.seconds, peak_flops), about
 
 
 def main() -> int:
@@ -288,16 +279,20 @@ def main() -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    budget = Budget(60 * arguments.minutes)
-    bench, networks, about = prepare(arguments)
+    budget = Budget(60 * arguments.minutes - (time.monotonic() - STARTED))
+    try:
+        bench, about = prepare(arguments)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
     findings = Findings(arguments.json, about)
-    Check(bench, networks, budget, findings).run()
+    Check(bench, budget, findings).run()
     content = findings.content
-    content |= {"figures": figures(content), "finished": True}
+    content["finished"] = True
     findings.write()
     print_report(json.loads(json.dumps(content)))  # as gpu/report.py prints it from the file
-    wrong = not content["figures"]["self_test_ok"] or content["figures"]["parity_ok"] is False
-    return EXIT_WRONG if wrong else EXIT_OK
+    right = all(row["outcome"] != "wrong" for row in (*content["self_test"], *content["rows"], *content["turns"]))
+    return EXIT_OK if right and content["best"] else EXIT_WRONG
 
 
 if __name__ == "__main__":

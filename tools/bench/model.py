@@ -5,7 +5,7 @@
     python tools/bench/model.py --full-size --systems ""          # only the bytes of one 72x136x136 patch, 155 M
     python tools/bench/model.py --systems ours,monai --repeats 3 --json bench.json
 
-ours, plain, monai, diffusers: see `gpu/networks.py`; all in float32, with the number of parameters of MONAI's U-Net
+ours, plain, monai, diffusers: see `networks.py`; all in float32, with the number of parameters of MONAI's U-Net
 of 32, 64 and 128 channels, within 3 %, to which the widths of the others are searched.  Ours keeps the proportions of
 the default model (1 : 2 : 4, a full-resolution block of a quarter of the first).
 
@@ -37,10 +37,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # gpu_check builds the same networks
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is shared with other tools
 
 from bench.machine import describe_machine
-from gpu.networks import (
+from bench.networks import (
     FULL_MONAI,
     FULL_OURS,
     FULL_PATCH,

@@ -1,6 +1,6 @@
-"""One measurement of `gpu_check.py`: some training steps of one network, timed by the device's clock, with its memory.
+"""One row of `gpu_check.py`: a training step in one setting, judged by its losses, timed by the device's clock.
 
-The data lie on the device: what is measured is the step (noise of the CPU and its copy included), not the reading.
+The data lie on the device: what is measured is the step (noise and its copy included), not the reading.
 Without a GPU everything runs on the CPU with memory figures None: that is the rehearsal.
 """
 
@@ -11,38 +11,52 @@ import gc
 import math
 import signal
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
-from gpu.networks import SHIPPED, Spec, Triple, build, experiment
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from vesuvius.config import Config
-from vesuvius.diffusion.randomness import stratified_timesteps
+from vesuvius.diffusion.network.regions import CompiledRegions
+from vesuvius.diffusion.randomness import draw_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import one_line
 from vesuvius.monitor.clock import StepTimes, make_clock
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
-from vesuvius.training.forecast.memory_plan import peak_flops_s
-from vesuvius.training.step.step import StepResult, TrainStep
+from vesuvius.training.forecast.memory_plan import plan_memory
+from vesuvius.training.step.self_test import TOLERANCES, convolution_errors, network_convolutions
+from vesuvius.training.step.step import AmpMode, StepOutcome, StepResult, TrainStep, build_network
 
 Row = dict[str, Any]
 
-WARM_UP_STEPS = 2  # the first makes the optimizer's state and cuDNN's choices
+JUDGED_STEPS = 3  # whose losses are compared with float32; they warm up, too
+# Of the loss of each patch, and of the length of the gradient.  bf16 came to 0.0004 and 0.001 with the weights of
+# exp001_full on a CPU, while the losses changed by 40 % from step to step.
+LOSS_LIMIT, GRADIENT_LIMIT = 0.01, 0.03
 LEAST_STEPS, MOST_STEPS = 3, 30
 REHEARSED_BATCH = 2  # in a rehearsal larger micro-batches "do not fit"
 
 
 class OutOfTimeError(BaseException):
-    """The budget is used up.  No `Exception`, so that nothing on the way takes it for a failure of the step."""
+    """The time is used up.  No `Exception`, so that nothing on the way takes it for a failure of the step."""
+
+
+class WrongResultError(RuntimeError):
+    """Losses or gradients are off beyond rounding."""
+
+
+class CompileFailedError(RuntimeError):
+    """Blocks were to be compiled and were not."""
 
 
 class Budget:
@@ -56,14 +70,15 @@ class Budget:
         return self._end - time.monotonic()
 
     @contextlib.contextmanager
-    def enforced(self) -> Iterator[None]:
-        """Raise OutOfTimeError in the main thread once nothing is left.  It waits for the kernel that runs."""
+    def enforced(self, most_s: float) -> Iterator[None]:
+        """Raise OutOfTimeError in the main thread after `most_s`, or once nothing is left, when the running kernel
+        has ended."""
 
         def ring(number: int, frame: FrameType | None) -> None:
             raise OutOfTimeError
 
         before = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, max(self.left_s, 0.01))
+        signal.setitimer(signal.ITIMER_REAL, max(min(self.left_s, most_s), 0.01))
         try:
             yield
         finally:
@@ -72,226 +87,240 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Where and on what is measured."""
+class Setting:
+    """How a step is computed: the keys of `training.*` that are tried."""
 
-    device: torch.device  # cuda, or in a rehearsal cpu
-    patch_zyx: Triple  # voxels of a patch
-    seconds: float  # least length of a timed window
-    peak_tflops: tuple[float, float] | None  # of 16-bit and of TF32 products; None: unknown, no MFU
+    compile: bool
+    channels_last: bool
+    recompute_norm: bool
+    train_batch_size: int
+    accumulate_steps: int
+    optimizer: Literal["adamw", "muon"]
+
+    def with_micro_batch(self, patches: int) -> Setting:
+        """Return the same with another micro-batch and as many patches a step."""
+        effective = self.train_batch_size * self.accumulate_steps
+        return Setting(**asdict(self) | {"train_batch_size": patches, "accumulate_steps": effective // patches})
+
+    @property
+    def overrides(self) -> str:
+        """For a command line.  The optimizer is left out: it decides what is learned, not only how fast."""
+        keys = {key: value for key, value in asdict(self).items() if key != "optimizer"}
+        return " ".join(f"training.{key}={str(value).lower()}" for key, value in keys.items())
+
+
+class Bench:
+    """The device, and a config whose step is measured on it.
+
+    Args:
+        config: with `amp` resolved and one rank.
+        seconds: least length of a timed window.
+        peak_flops_s: of the device in the config's amp; None = unknown, no MFU.
+    """
+
+    def __init__(self, device: torch.device, config: Config, seconds: float, peak_flops_s: float | None) -> None:
+        self.device, self.config, self._seconds, self._peak_flops_s = device, config, seconds, peak_flops_s
+        self._references: dict[str, list[StepOutcome]] = {}
+        self._drawer = ThreadPoolExecutor(1)
+        self._ahead: dict[int, Future[Tensor]] = {}  # noise by the number of its step
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def amp(self) -> AmpMode:
+        amp = self.config.training.amp
+        assert amp != "auto"
+        return amp
 
-def find_peak_tflops(device_name: str) -> tuple[float, float] | None:
-    """Peak of 16-bit and TF32 products by the device's name; None where the table has it not.  Pure."""
-    half, tf32 = (peak_flops_s(device_name, amp, tf32=True) for amp in ("bf16", "off"))
-    return (half / 1e12, tf32 / 1e12) if half and tf32 else None
+    @property
+    def patches(self) -> int:
+        """Of an optimizer step."""
+        return self.config.training.train_batch_size * self.config.training.accumulate_steps
+
+    @cached_property
+    def flops_per_patch(self) -> int:
+        """Of forward and backward pass: convolutions and products, 2 a multiply-add, nothing that is computed twice."""
+        once = {"checkpoint_levels": (), "optimizer": "adamw", "train_batch_size": 1, "accumulate_steps": 1}
+        return plan_memory(self.config.with_training(**once), amp=self.amp).flops_per_step
+
+    @cached_property
+    def x_0(self) -> Tensor:
+        """Smooth model values, float32 [patches, 1, Z, Y, X], on the device."""
+        size_zyx, generator = self.config.data.patch_size, torch.Generator().manual_seed(0)
+        coarse = torch.randn(self.patches, 1, *(max(size // 4, 1) for size in size_zyx), generator=generator)
+        return torch.tanh(F.interpolate(coarse.to(self.device), size=size_zyx, mode="trilinear"))
+
+    @cached_property
+    def condition(self) -> Tensor | None:
+        channels = self.config.condition_channels
+        shape = (self.patches, channels, *self.config.data.patch_size)
+        return torch.ones(shape, device=self.device) if channels else None
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return Schedule.from_config(self.config.diffusion, Spectrum.of(self.x_0[:2, 0].cpu()))
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    # ---- what is right
+
+    def self_test(self, channels_last: bool, batch: int) -> Row:
+        """Largest relative errors of the network's convolutions, as at the start of a run in 16 bits."""
+        errors: dict[str, float] = {}
+        for convolution in network_convolutions(self.config, batch):
+            found = convolution_errors(convolution, self.device, self.amp, channels_last)
+            errors |= {part: float(np.maximum(error, errors.get(part, 0.0))) for part, error in found.items()}
+        if any(not error <= TOLERANCES[self.amp] for error in errors.values()):  # also where it is NaN
+            worst = ", ".join(f"{part} {error:.1e}" for part, error in errors.items())
+            raise WrongResultError(f"convolutions are off by {worst}; {TOLERANCES[self.amp]:g} allowed")
+        return {"errors": errors}
+
+    def reference(self, optimizer: str) -> list[StepOutcome]:
+        """The first steps in float32 (no TF32), eager, contiguous; computed once for each optimizer."""
+        if optimizer not in self._references:
+            plain = {"compile": False, "channels_last": False, "train_batch_size": 1, "accumulate_steps": self.patches}
+            config = self.config.with_training(amp="off", optimizer=optimizer, **plain)
+            with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):
+                self._references[optimizer] = self._judged_steps(self._step(config), config)
+        return self._references[optimizer]
+
+    def _judged_steps(self, step: TrainStep, config: Config) -> list[StepOutcome]:
+        results = []
+        for number in range(JUDGED_STEPS):
+            results.append(self._one(step, config, number))
+            self.synchronize()
+            if (regions := step.network.execution.call) and isinstance(regions, CompiledRegions) and regions.failure:
+                raise CompileFailedError(regions.failure)
+        return [result.read() for result in results]
+
+    # ---- what is fast
+
+    def measure(self, setting: Setting) -> Row:
+        """Seconds, memory and shares of the step in a setting.
+
+        Raises WrongResultError and CompileFailedError.
+        """
+        reference = self.reference(setting.optimizer)
+        config = self.config.with_training(**asdict(setting))
+        if not self.on_gpu and setting.train_batch_size > REHEARSED_BATCH:
+            raise torch.OutOfMemoryError(f"rehearsed: micro-batches above {REHEARSED_BATCH} do not fit")
+        torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
+        step, started = self._step(config), time.perf_counter()
+        differences = compare(self._judged_steps(step, config), reference)
+        warm_up_s = time.perf_counter() - started
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # cuDNN's trials filled whatever memory was free
+            torch.cuda.reset_peak_memory_stats()
+        times = self._clocked(step, config)
+        steps_s = [one.step_s for one in times]
+        step_s = statistics.median(steps_s)
+        row: Row = {
+            "step_s": step_s,
+            "steps_s": steps_s,
+            "warm_up_s": warm_up_s,
+            "patches_s": self.patches / step_s,
+            "mfu": self._peak_flops_s and self.patches * self.flops_per_patch / step_s / self._peak_flops_s,
+            "waiting_share": _waiting_share(times),
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated() if self.on_gpu else None,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self.on_gpu else None,
+        }
+        plan = plan_memory(config, amp=self.amp)  # the allocator also hands out what the kernels work in
+        return row | differences | {"plan_peak_bytes": plan.peak_bytes + plan.workspace_bytes}
+
+    def _step(self, config: Config) -> TrainStep:
+        network = build_network(config, self.device)
+        _wake(network)
+        return TrainStep(config, network, self.schedule, self.device)
+
+    def _one(self, step: TrainStep, config: Config, number: int) -> StepResult:
+        """Optimizer step `number` of a run whose batch is always the same patches."""
+        t = stratified_timesteps(config.seed, number, self.patches, config.diffusion.timesteps)
+        size = config.training.train_batch_size
+        noise = self._ahead.get(number) or self._noise(number)
+        self._ahead = {number + 1: self._noise(number + 1)}
+        for first in range(0, self.patches, size):
+            part = slice(first, first + size)
+            condition = None if self.condition is None else self.condition[part]
+            eps = noise.result()[part].to(self.device, non_blocking=True)
+            last = first + size == self.patches
+            step.accumulate(self.x_0[part], self._indices(number)[part], t[part], condition, last, eps)
+        return step.apply(config.training.lr)
+
+    def _indices(self, number: int) -> NDArray[np.int64]:
+        return np.arange(self.patches, dtype=np.int64) + number * self.patches
+
+    def _noise(self, number: int) -> Future[Tensor]:
+        """Of a step, drawn on a thread while the device computes, as in a run."""
+        shape, seed = (1, *self.config.data.patch_size), self.config.seed
+        return self._drawer.submit(draw_noise, seed, self._indices(number), shape, pinned=self.on_gpu)
+
+    def _clocked(self, step: TrainStep, config: Config) -> list[StepTimes]:
+        """Steps as the training loop runs them: the host never waits for the device."""
+        started = time.perf_counter()
+        self._one(step, config, JUDGED_STEPS)
+        self.synchronize()
+        one_s = time.perf_counter() - started
+        clock = make_clock(self.device)
+        step.timed = clock.computing
+        times = []
+        for number in range(min(max(math.ceil(self._seconds / one_s), LEAST_STEPS), MOST_STEPS)):
+            self._one(step, config, JUDGED_STEPS + 1 + number)
+            clock.step_done()
+            times += clock.finished()
+        return times + clock.finished(wait=True)
 
 
-# ---- a step, timed
+def compare(found: Sequence[StepOutcome], reference: Sequence[StepOutcome]) -> Row:
+    """The largest relative differences of the losses of all patches and of the gradient's length.
+
+    Raises WrongResultError if they are beyond rounding or not a number.
+    """
+    losses = np.array([step.losses for step in found]) / np.array([step.losses for step in reference]) - 1
+    lengths = np.array([step.grad_norm for step in found]) / np.array([step.grad_norm for step in reference]) - 1
+    loss_off, gradient_off = float(np.abs(losses).max()), float(np.abs(lengths).max())
+    if not (loss_off <= LOSS_LIMIT and gradient_off <= GRADIENT_LIMIT):
+        raise WrongResultError(
+            f"losses are off by up to {loss_off:.1%}, gradients by {gradient_off:.1%} of their length, within "
+            f"{len(found)} steps; {LOSS_LIMIT:.0%} and {GRADIENT_LIMIT:.0%} allowed"
+        )
+    return {"loss_off": loss_off, "gradient_off": gradient_off}
 
 
-def attempt(bench: Bench, budget: Budget, row: Row, measure: Callable[[], Row]) -> Row:
-    """`row` with what `measure` found and outcome ok; or with an outcome that says why it found nothing.
+def attempt(bench: Bench, budget: Budget, most_s: float, measure: Callable[[], Row]) -> Row:
+    """What `measure` found with outcome ok; or an outcome that says why it found nothing, and a detail.
 
     Outcomes: ok, out of memory, out of time, or the name of the error.
     """
     try:
-        with budget.enforced():
-            row = row | measure() | {"outcome": "ok"}
+        with budget.enforced(most_s):
+            row = measure() | {"outcome": "ok"}
     except OutOfTimeError:
-        row = row | {"outcome": "out of time"}
+        row = {"outcome": "out of time", "detail": f"not done within {most_s:.0f} s"}
     except Exception as error:
-        row = row | {
-            "outcome": "out of memory" if is_gpu_memory_error(error) else type(error).__name__,
-            "detail": one_line(error),
-        }
+        known = {WrongResultError: "wrong", CompileFailedError: "not compiled"}
+        outcome = "out of memory" if is_gpu_memory_error(error) else known.get(type(error), type(error).__name__)
+        row = {"outcome": outcome, "detail": one_line(error)}
     # Only here: as long as an error is handled, its frames hold the tensors.
     gc.collect()
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
     if bench.on_gpu:
         torch.cuda.empty_cache()
     return row
 
 
-def measured(bench: Bench, spec: Spec, batch: int, budget: Budget, flops_per_patch: int, **training: Any) -> Row:
-    """Patches/s, memory and shares of the step.  `batch`: the micro-batch; `training`: as for `experiment`."""
-    row: Row = {"system": spec.name, "micro_batch": batch, "settings": spec.switches | training}
-    config = experiment(spec, bench.patch_zyx, batch, **training)
-    return attempt(bench, budget, row, lambda: _timed_steps(bench, spec, config, flops_per_patch))
+def _waiting_share(times: Sequence[StepTimes]) -> float:
+    """Share of the time in which the device neither computed nor had anything queued."""
+    return sum(one.data_s + one.h2d_s + one.other_s for one in times) / sum(one.step_s for one in times)
 
 
-def fits(bench: Bench, spec: Spec, batch: int, budget: Budget, **training: Any) -> bool | None:
-    """Whether two optimizer steps go through; None where something else than memory forbids it."""
-    config = experiment(spec, bench.patch_zyx, batch, **training)
-
-    def two_steps() -> Row:
-        step, x_0 = prepared(bench, spec, config)
-        for number in range(2):  # moments come with the first, gradients beside them with the second
-            one_step(step, config, x_0, number)
-        synchronize(bench)
-        return {}
-
-    outcome = attempt(bench, budget, {}, two_steps)["outcome"]
-    # ConfigError: a tensor would reach 2^31 elements, which is a limit as well.
-    return {"ok": True, "out of memory": False, "ConfigError": False}.get(outcome)
-
-
-def prepared(bench: Bench, spec: Spec, config: Config) -> tuple[TrainStep, Tensor]:
-    """The step of a run and a batch of patches, with cuDNN as the run would have it; memory is counted from here."""
-    torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
-    if bench.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    elif config.training.train_batch_size > REHEARSED_BATCH:
-        raise torch.OutOfMemoryError(f"rehearsed: micro-batches above {REHEARSED_BATCH} do not fit")
-    return make_step(bench, spec, config), resident_patches(bench, config.training.train_batch_size)
-
-
-def _timed_steps(bench: Bench, spec: Spec, config: Config, flops_per_patch: int) -> Row:
-    batch = config.training.train_batch_size
-    step, x_0 = prepared(bench, spec, config)
-    started = time.perf_counter()
-    for number in range(WARM_UP_STEPS):
-        warm_up_s = time.perf_counter() - started
-        one_step(step, config, x_0, number)
-        synchronize(bench)
-    step_s = time.perf_counter() - started - warm_up_s
-    count = min(max(math.ceil(bench.seconds / step_s), LEAST_STEPS), MOST_STEPS)
-    times = _clocked(bench, step, config, x_0, count)
-    steps_s = [one.step_s for one in times]
-    row: Row = {
-        "amp": step.amp,
-        "parameters": sum(p.numel() for p in step.network.parameters()),
-        "steps": count,
-        "step_s": statistics.median(steps_s),
-        "step_s_range": [min(steps_s), max(steps_s)],
-        "first_step_s": warm_up_s,
-        "patches_s": batch / statistics.median(steps_s),
-        **shares(times),
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated() if bench.on_gpu else None,
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved() if bench.on_gpu else None,
-    }
-    row["mfu"] = _mfu(bench, step.amp, row["patches_s"], flops_per_patch)
-    return row
-
-
-def make_step(bench: Bench, spec: Spec, config: Config) -> TrainStep:
-    """The training step of a run, around any of the networks."""
-    network = build(spec, config, bench.device)
-    spectrum = Spectrum.of(resident_patches(bench, 2)[:, 0].cpu())  # of as many frequencies as a run's
-    return TrainStep(config, network, Schedule.from_config(config.diffusion, spectrum), bench.device)
-
-
-def resident_patches(bench: Bench, batch: int) -> Tensor:
-    """Smooth model values, float32 [batch, 1, Z, Y, X], on the device."""
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.randn(batch, 1, *(max(size // 4, 1) for size in bench.patch_zyx), generator=generator)
-    return torch.tanh(F.interpolate(coarse.to(bench.device), size=bench.patch_zyx, mode="trilinear"))
-
-
-def one_step(step: TrainStep, config: Config, x_0: Tensor, number: int) -> StepResult:
-    """Optimizer step `number` of a run whose batch is always the same patches."""
-    batch = len(x_0)
-    t = stratified_timesteps(config.seed, number, batch, config.diffusion.timesteps)
-    step.accumulate(x_0, np.arange(batch, dtype=np.int64) + number * batch, t)
-    return step.apply(config.training.lr)
-
-
-def _clocked(bench: Bench, step: TrainStep, config: Config, x_0: Tensor, count: int) -> list[StepTimes]:
-    """Steps as the training loop runs them: the host never waits for the device."""
-    clock = make_clock(bench.device)
-    step.timed = clock.computing
-    times = []
-    for number in range(WARM_UP_STEPS, WARM_UP_STEPS + count):
-        with clock.waiting():
-            batch = x_0  # it is there already
-        one_step(step, config, batch, number)
-        clock.step_done()
-        times += clock.finished()
-    return times + clock.finished(wait=True)
-
-
-def shares(times: list[StepTimes]) -> Row:
-    """Shares of the step time, each of the sum over all steps, and those beside computing together."""
-    total_s = sum(one.step_s for one in times)
-    parts = {name: sum(getattr(one, f"{name}_s") for one in times) / total_s for name in ("data", "h2d", "other")}
-    return {f"{name}_share": share for name, share in parts.items()} | {"waiting_share": sum(parts.values())}
-
-
-def synchronize(bench: Bench) -> None:
-    if bench.on_gpu:
-        torch.cuda.synchronize()
-
-
-def _mfu(bench: Bench, amp: str, patches_s: float, flops_per_patch: int) -> float | None:
-    if bench.peak_tflops is None:
-        return None
-    half, tf32 = bench.peak_tflops
-    return patches_s * flops_per_patch / 1e12 / (tf32 if amp == "off" else half)
-
-
-# ---- what the device is busy with
-
-
-def kernel_share(bench: Bench, spec: Spec, batch: int, budget: Budget) -> Row:
-    """Shares of the wall time in which kernels ran, and copies from the host, by torch's profiler.
-
-    The check of the clock's shares.  Needs a GPU, and CUPTI.
-    """
-    row: Row = {"system": spec.name, "micro_batch": batch, "kernel_share": None, "copy_share": None}
-    return attempt(bench, budget, row, lambda: _profiled(bench, spec, batch))
-
-
-def _profiled(bench: Bench, spec: Spec, batch: int) -> Row:
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    if not bench.on_gpu:
-        raise RuntimeError("the profile needs a GPU")
-    config = experiment(spec, bench.patch_zyx, batch, **SHIPPED)
-    step, x_0 = prepared(bench, spec, config)
-    for number in range(WARM_UP_STEPS):
-        one_step(step, config, x_0, number)
-    synchronize(bench)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for number in range(LEAST_STEPS):
-            one_step(step, config, x_0, WARM_UP_STEPS + number)
-        synchronize(bench)
-    # Annotations, such as the optimizer's, span kernels and the gaps between them.
-    events = [
-        event
-        for event in profiler.events()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and "#" not in event.name
-    ]
-    if not events:
-        raise RuntimeError("the profiler saw no kernels: is CUPTI allowed here?")
-    begin, end = min(e.time_range.start for e in events), max(e.time_range.end for e in events)
-    copies = [e for e in events if e.name.startswith("Memcpy HtoD")]
-    kernels = [e for e in events if not e.name.startswith("Memcpy HtoD")]
-    return {"kernel_share": _covered(kernels) / (end - begin), "copy_share": _covered(copies) / (end - begin)}
-
-
-def _covered(events: list[Any]) -> float:
-    """Microseconds in which at least one of the events was under way."""
-    total, until = 0.0, 0.0
-    for event in sorted(events, key=lambda e: e.time_range.start):
-        begin, end = max(event.time_range.start, until), event.time_range.end
-        if end > begin:
-            total, until = total + end - begin, end
-    return total
-
-
-def predicted(spec: Spec, bench: Bench, row: Row) -> Row:
-    """What the memory plan says of a measured row of ours, or in `prediction` why it says nothing."""
-    try:
-        from vesuvius.training.forecast.memory_plan import plan_memory
-
-        plan = plan_memory(experiment(spec, bench.patch_zyx, row["micro_batch"], **row["settings"]), amp=row["amp"])
-    except Exception as error:  # the plan is checked here, so that its failure must not end the check
-        return {"prediction": f"{type(error).__name__}: {one_line(error)}"}
-    # The allocator also hands out what the kernels work in.
-    return {"predicted_peak_bytes": plan.peak_bytes + plan.workspace_bytes, "predicted_vram_bytes": plan.vram_bytes}
+@torch.no_grad()
+def _wake(network: nn.Module) -> None:
+    """Give small random values to weights that start as zero, or the first losses would not see the network."""
+    generator = torch.Generator().manual_seed(1)
+    for weight in network.parameters():
+        if weight.ndim > 1 and not weight.any():
+            values = torch.empty(weight.shape).normal_(std=0.5 * weight[0].numel() ** -0.5, generator=generator)
+            weight.copy_(values)

@@ -1,6 +1,6 @@
-"""What `gpu_check.py` found, as figures and as Markdown.  Needs nothing but the content of its JSON file.
+"""What `gpu_check.py` found, as Markdown.  Needs nothing but the content of its JSON file.
 
-python tools/gpu/report.py gpu_check.json          # the tables again, for docs/performance.md
+python tools/gpu/report.py gpu_check.json          # the table again, for docs/performance.md
 """
 
 from __future__ import annotations
@@ -14,93 +14,74 @@ from typing import Any
 Row = dict[str, Any]
 
 GIB = 2**30
+SWITCHES = ("compile", "channels_last", "recompute_norm")
+HEADS = [*SWITCHES, "micro-batch", "optimizer", "step s", "patches/s", "MFU", "peak GiB (reserved)", "plan GiB"]
+HEADS += ["waiting", "off by", "warm-up s"]
 
 
-def figures(content: Row) -> Row:
-    """What the project wants to know: ratios to MONAI, the largest micro-batch, the share of waiting; None: unknown."""
-    best = {}
-    for row in content["steps"]:
-        if row["outcome"] == "ok" and not row["settings"]:
-            best[row["system"]] = max(best.get(row["system"], 0.0), row["patches_s"])
-    monai = next((speed for name, speed in best.items() if name.startswith("monai")), None)
-    steps = [row for row in content["steps"] if row["system"] == "ours" and row["outcome"] == "ok"]
-    default = [row for row in steps if not row["settings"]]
-    swept = [row["micro_batch"] for row in default]
-    found = [row["micro_batch"] for row in content["largest"] if not row["settings"]]
-    errors = [
-        row["predicted_peak_bytes"] / row["peak_allocated_bytes"] - 1
-        for row in content["steps"]
-        if row.get("predicted_peak_bytes") and row.get("peak_allocated_bytes")
-    ]
-    return {
-        "self_test_ok": all(row["ok"] for row in content["self_test"]),
-        "parity_ok": all(row["ok"] for row in content["parity"]) if content["parity"] else None,
-        "patches_s_to_monai": best["ours"] / monai if monai and "ours" in best else None,
-        "largest_micro_batch": max(swept + found, default=None),
-        "mfu": max((row["mfu"] for row in default if row["mfu"] is not None), default=None),
-        "mfu_as_shipped": next((row["mfu"] for row in steps if row["settings"].get("noise") == "edm"), None),
-        "waiting_share": default[-1]["waiting_share"] if default else None,
-        "prediction_errors": [min(errors), max(errors)] if errors else None,
-    }
+def summary(row: Row) -> str:
+    """A row in a line, for those who wait."""
+    figures = f"{row['step_s']:.3f} s a step" if "step_s" in row else _reason(row)
+    return f"{_keys(row)}: {figures}"
 
 
 def print_report(content: Row) -> None:
-    """All sections as Markdown tables."""
-    _print_about(content["about"])
-    for network in content["networks"]:
-        widths = "/".join(map(str, network["channels"]))
-        teraflops = network["training_flops_per_patch"] / 1e12
-        print(
-            f"network   {network['name']}: {widths}, {network['parameters'] / 1e6:.1f} M, {teraflops:.1f} TFLOP a patch"
-        )
-    print("\nThe network's convolutions against float32, largest relative errors\n")
-    print_markdown(
-        ["dtype", "output", "input gradient", "weight gradient", "bias gradient", "ok"],
-        [[r["amp"], *(f"{error:.1e}" for error in r["errors"].values()), _yes(r)] for r in content["self_test"]],
-    )
-    print("\nLosses of a few steps, largest difference from float32\n")
-    print_markdown(
-        ["dtype", "difference", "first and last loss", "ok"],
-        [
-            [r["amp"], cell(r.get("largest_difference"), ".1e"), _ends(r.get("losses")), _yes(r)]
-            for r in content["parity"]
-        ],
-    )
-    print("\nTraining steps\n")
-    heads = ["system", "micro-batch", "settings", "patches/s", "step s", "peak GiB (reserved)", "predicted GiB"]
-    print_markdown([*heads, "MFU", "waiting"], [_step_cells(row) for row in content["steps"]])
-    print()
-    for row in content["kernels"]:
-        shares = f"kernels ran {cell(row['kernel_share'], '.1%')} of the time, copies {cell(row['copy_share'], '.1%')}"
-        print(f"profile   {row['system']}, {row['micro_batch']} patches: {shares} ({row['outcome']})")
-    for row in content["largest"]:
-        less = "" if row["too_many"] is None else f"; {row['too_many']} did not fit"
-        print(f"largest   {row['system']} {_settings(row)}: {row['micro_batch']}{less}")
-    for name, value in content["figures"].items():
-        print(f"figure    {name}: {'-' if value is None else value}")
-    for reason in {row["prediction"] for row in content["steps"] if "prediction" in row}:
-        print(f"no plan   {reason}")
-    for what in content["skipped"]:
-        print(f"skipped   {what}")
-
-
-def _print_about(about: Row) -> None:
+    """All that was found."""
+    about = content["about"]
     if about["rehearsal"]:
-        print("REHEARSAL on the CPU with tiny networks: no figure below says anything about a GPU.\n")
-    cap = "none" if about["cap_gib"] is None else f"{about['cap_gib']:.1f} GiB"
-    print(f"device    {about['device']}, {cell(about['memory_gib'], '.1f')} GiB, cap {cap}")
+        print("REHEARSAL on the CPU with a tiny network: no figure below says anything about a GPU.\n")
+    peak = (
+        "unknown: no MFU; --peak-tflops sets it"
+        if about["peak_tflops"] is None
+        else f"{about['peak_tflops']:g} TFLOP/s"
+    )
+    print(f"device    {about['device']}, {cell(about.get('memory_gib'), '.1f')} GiB, peak {peak}")
     print(f"versions  {', '.join(f'{name} {version}' for name, version in about['versions'].items())}")
-    print(f"peak      {about['peak_tflops'] or 'unknown: no MFU; --peak-tflops sets it'}")
-    print(f"patch     {'x'.join(map(str, about['patch_size']))}, {about['minutes']:g} minutes")
+    print(f"config    {' '.join([about['config'], *about['overrides']])}, amp {about['amp']}")
+    for row in content["self_test"]:
+        order = "channels last" if row["channels_last"] else "contiguous"
+        errors = ", ".join(f"{part} {error:.1e}" for part, error in row.get("errors", {}).items())
+        print(f"self-test {order}: {errors or _reason(row)}")
+    print()
+    print_markdown(HEADS, [_cells(row) for row in content["rows"]])
+    print()
+    for row in content["skipped"]:
+        print(f"no time   {_keys(row)}")
+    if "speedup" in content:
+        rounds = ", ".join(f"{ratio:.2f}" for ratio in content["speedups"])
+        print(f"in turns  the fastest is {content['speedup']:.2f} times as fast as the config's own (rounds: {rounds})")
+    for row in content["turns"]:
+        if row["outcome"] != "ok":
+            print(f"in turns  {summary(row)}")
+    print(f"own       {content['default']}")
+    print(f"best      {content['best'] or 'none: no setting ran'}")
 
 
-def _step_cells(row: Row) -> list[str]:
-    cells = [row["system"], str(row["micro_batch"]), _settings(row)]
+def _keys(row: Row) -> str:
+    return " ".join(f"{key}={row[key]}" for key in (*SWITCHES, "train_batch_size", "optimizer") if key in row)
+
+
+def _reason(row: Row) -> str:
+    return f"{row['outcome']}: {row['detail']}" if row.get("detail") else row["outcome"]
+
+
+def _cells(row: Row) -> list[str]:
+    cells = [*("on" if row[key] else "off" for key in SWITCHES)]
+    cells += [f"{row['train_batch_size']} x {row['accumulate_steps']}", row["optimizer"]]
     if row["outcome"] != "ok":
-        return [*cells, f"{row['outcome']}: {row['detail'][:80]}" if row.get("detail") else row["outcome"]]
-    peak, reserved = (_gib(row[f"peak_{kind}_bytes"]) for kind in ("allocated", "reserved"))
-    cells += [f"{row['patches_s']:.2f}", f"{row['step_s']:.3f}", f"{peak} ({reserved})"]
-    return [*cells, _gib(row.get("predicted_peak_bytes")), cell(row["mfu"], ".1%"), cell(row["waiting_share"], ".2%")]
+        return [*cells, _reason(row)[:160]]
+    peak, plan = row["peak_allocated_bytes"], row["plan_peak_bytes"]
+    return [
+        *cells,
+        f"{row['step_s']:.3f}",
+        f"{row['patches_s']:.2f}",
+        cell(row["mfu"], ".1%"),
+        f"{_gib(peak)} ({_gib(row['peak_reserved_bytes'])})",
+        f"{_gib(plan)} ({cell(peak and peak / plan, '.0%')})",
+        f"{row['waiting_share']:.1%}",
+        f"{row['loss_off']:.1%}, {row['gradient_off']:.1%}",
+        f"{row['warm_up_s']:.0f}",
+    ]
 
 
 def print_markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -108,18 +89,6 @@ def print_markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for cells in lines:
         print(f"| {' | '.join(cells)} |")
-
-
-def _settings(row: Row) -> str:
-    return ", ".join(f"{name}={value}" for name, value in row["settings"].items()) or "default"
-
-
-def _yes(row: Row) -> str:
-    return "yes" if row["ok"] else f"NO {row.get('outcome', '')} {row.get('detail', '')}".strip()
-
-
-def _ends(losses: list[float] | None) -> str:
-    return "-" if not losses else f"{losses[0]:.5f}, {losses[-1]:.5f}"
 
 
 def _gib(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The networks that `bench/model.py` and `gpu_check.py` compare: how each is built, and what is counted of it.
+"""The networks that `model.py` compares: how each is built, and what is counted of it.
 
 ours: `UNet`.  plain: the same without stem and full-resolution block, all its levels at full width from the first voxel
 on.  monai: `DiffusionModelUNet(use_flash_attention=True)`.  diffusers:
@@ -22,7 +22,6 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from vesuvius.config import Config, ModelConfig, Triple
 from vesuvius.diffusion.network.unet import UNet
@@ -57,7 +56,6 @@ class Spec:
         return dataclasses.replace(self, name=name, switches=self.switches | switches)
 
 
-SHIPPED = {"noise": "edm", "optimizer": "muon"}  # what our configs set; the peers' sizes are compared without
 DEFAULT_MODEL = ModelConfig()
 FULL_PATCH = (72, 136, 136)
 FULL_OURS = Spec(
@@ -87,10 +85,10 @@ FULL_MONAI = {
 # ---- building
 
 
-def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, noise: str = "cosine", **training: Any) -> Config:
+def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, **training: Any) -> Config:
     """The config of a run of this network.  Peers get one that fits every patch.
 
-    Of cosine noise the network sees one channel, as the peers do; of edm two.
+    Of cosine noise the network sees one channel, as the peers do.
     """
     model = ModelConfig(channels=spec.channels, **spec.architecture) if spec.kind == "vesuvius" else ANY_PATCH
     return Config.model_validate(
@@ -108,7 +106,7 @@ def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, noise: str = "cosi
                 **spec.switches,
                 **training,
             },
-            "diffusion": {"noise": noise},
+            "diffusion": {"noise": "cosine"},
             "model": model,
         }
     )
@@ -249,14 +247,3 @@ def saved_bytes_without_memory(spec: Spec, patch_zyx: Triple, amp: Literal["off"
             return F.mse_loss(out, torch.empty_like(x))
 
         return saved_bytes(network, forward)
-
-
-def training_flops(spec: Spec, patch_zyx: Triple) -> int:
-    """Floating-point operations of forward and backward for one patch: convolutions and matrix products, 2 per
-    multiply-add.  What checkpointing computes again is not in it.
-    """
-    spec = dataclasses.replace(spec, switches={})
-    network = build(spec, experiment(spec, patch_zyx), torch.device("meta"))
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        network(torch.empty(1, 1, *patch_zyx), torch.zeros(1, dtype=torch.int64)).sum().backward()
-    return int(counter.get_total_flops())
