@@ -28,7 +28,10 @@ def test_kernels_and_bytes_are_those_counted_by_hand(step_cost: Any) -> None:
         y.view(4, -1).t().add_(1.0)
         y.to(torch.bfloat16)
         torch._foreach_add_([y, x], 1.0)
-    size, kinds = x.nbytes, costs.kinds
+    size, kinds, bias = x.nbytes, costs.kinds, torch.zeros(4)
+    with step_cost.Costs() as with_bias:
+        functional.conv3d(x, weight, bias, padding=1)
+    assert (with_bias.kinds["bias"].kernels, with_bias.kinds["bias"].moved_bytes) == (1, 2 * size)
     assert (kinds["convolution"].flops, kinds["convolution"].moved_bytes) == (
         2 * 4 * 4 * 27 * 512,
         2 * size + weight.nbytes,
@@ -42,6 +45,7 @@ def test_kernels_and_bytes_are_those_counted_by_hand(step_cost: Any) -> None:
     assert costs.seconds("H100") == pytest.approx(
         sum(max(k.flops / peak, k.moved_bytes / bandwidth) for k in kinds.values())
     )
+    assert costs.seconds("H100", 0.5, 0.5) == pytest.approx(2 * costs.seconds("H100"))
 
 
 def test_a_value_that_the_host_waits_for_is_counted(step_cost: Any) -> None:
@@ -51,7 +55,38 @@ def test_a_value_that_the_host_waits_for_is_counted(step_cost: Any) -> None:
 
 
 def test_a_step_of_the_demo_waits_for_nothing(step_cost: Any) -> None:
-    micro_batch, update, batch, pieces = step_cost.count(REPOSITORY / "configs/demo.yaml", [], None, "bf16")
+    micro_batch, update, batch, pieces = step_cost.count(REPOSITORY / "configs/demo.yaml", [], None)
     assert (batch, pieces) == (8, 1)
     assert micro_batch.syncs == update.syncs == 0
     assert micro_batch.flops > 0 < update.kernels
+
+
+def test_a_compiled_block_is_counted_by_its_fused_kernels_forward_and_backward(step_cost: Any) -> None:
+    # A count without the backward pass, or of operations one by one, gives other figures.
+    def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * functional.silu(functional.conv3d(x, weight, padding=1)) + 1
+
+    costs, x = step_cost.Costs(), torch.randn(1, 16, 8, 8, 8, requires_grad=True)
+    weight, size = torch.randn(16, 16, 3, 3, 3, requires_grad=True), x.nbytes
+    torch.compiler.reset()
+    compiled = torch.compile(block, backend=step_cost.backend(costs.launch), fullgraph=True)
+    out = compiled(x, weight)
+    forward = {kind: (cost.kernels, cost.moved_bytes) for kind, cost in costs.kinds.items()}
+    assert forward == {"fused pointwise": (1, 2 * size), "convolution": (1, 2 * size + weight.nbytes)}
+    out.sum().backward()
+    torch.compiler.reset()
+    # the gradient and the result of the convolution are read, the latter's gradient is written
+    fused = costs.kinds["fused pointwise"]
+    assert (fused.kernels, fused.moved_bytes) == (2, 5 * size)
+    torch.testing.assert_close(out, block(x, weight))
+
+
+@pytest.mark.long
+def test_a_compiled_step_does_the_same_work_in_fewer_kernels(step_cost: Any) -> None:
+    small = ["model.channels=[16]", "model.blocks_per_level=1", "model.full_res_channels=0"]
+    eager, update, *_ = step_cost.count(REPOSITORY / "configs/demo.yaml", small, 2)
+    compiled, same_update, *_ = step_cost.count(REPOSITORY / "configs/demo.yaml", small, 2, compiled=True)
+    assert compiled.flops == eager.flops, "a pass, or a block, was not counted"
+    assert compiled.kernels < eager.kernels
+    assert compiled.syncs == 0
+    assert same_update.kernels == update.kernels

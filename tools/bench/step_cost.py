@@ -1,14 +1,19 @@
 """What a training step costs a GPU, counted without one: operations, bytes that kernels move, launches, a roofline.
 
-    python tools/bench/step_cost.py --config configs/exp001_full.yaml [--batch 8] [--amp bf16] [key.path=value ...]
+    python tools/bench/step_cost.py --config configs/exp001_full.yaml [--batch 8] [--compiled] [key.path=value ...]
 
-One micro-batch (noising, forward, backward) and one update (clipping, optimizer, averages) run eagerly on fake tensors
-(`training/forecast/memory_plan.py`), and every ATen operation counts as a kernel that reads its inputs and writes its
-outputs once; views are none.  What a fused kernel (`training.compile`) would save is not seen, nor are a kernel's own
-copies, such as cuDNN's of another memory order.  A CPU's fake tensors: attention and autocast of norms differ on CUDA.
+One micro-batch (noising, forward, backward) and one update (clipping, optimizer, averages) run on fake tensors
+(`training/forecast/memory_plan.py`) in a GPU's dtype and memory order.  Every ATen operation counts as a kernel that
+reads its inputs and writes its outputs once; views are none; a convolution's bias is another, as in cuDNN.  A kernel's
+own copies, such as cuDNN's of another memory order, are not seen.  A CPU's fake tensors: attention and autocast of
+norms differ on CUDA.
+
+--compiled: the blocks (`training.compile`) count as the kernels that inductor's scheduler makes of them for a GPU, with
+the bytes that it reckons for each (`cuda_kernels.py`); takes a minute.  The rest of the step counts as above.
 
 The roofline gives each kernel the larger of operations over the peak and bytes over the bandwidth, from data sheets:
 the least that a step takes; MFU is the share of that time in which the peak would do its convolutions and products.
+No kernel reaches its peak: --peak and --bandwidth set the shares of both that yours do, where you have measured them.
 
 --host measures what Python and torch's dispatch take: the processor time of the same step with a network as deep and
 almost without width, on patches of 8x8x8.  Above a third of the least device time, a GPU may have to wait for it.
@@ -20,18 +25,22 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from cuda_kernels import Kernel, backend
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from vesuvius.config.load import read_config
+from vesuvius.diffusion.network.regions import CompiledRegions
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.training.forecast.memory_plan import FLOPS, traced_step
 from vesuvius.training.step.step import TrainStep, build_network
@@ -49,6 +58,8 @@ _KINDS = {
 }
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "detach")
 _HOST_STEPS = 12
+# What one launch of torch's multi-tensor kernels takes (MultiTensorApply.cuh): tensors, by the number of lists; chunks.
+_MOST_TENSORS, _MOST_CHUNKS, _CHUNK = (110, 64, 48, 36, 30), 320, 65536
 _SYNCS = ("_local_scalar_dense", "nonzero", "item", "is_nonzero")
 
 
@@ -59,7 +70,6 @@ class Cost:
     kernels: int = 0
     moved_bytes: int = 0
     flops: int = 0
-    roofline_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(GPUS, 0.0))
 
 
 class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -69,30 +79,47 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         super().__init__()  # type: ignore[no-untyped-call]
         self.kinds: defaultdict[str, Cost] = defaultdict(Cost)
         self.syncs = 0
+        self._work: list[tuple[int, int]] = []  # operations and bytes of each kernel
+        self._fused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name = func._overloadpacket.__name__
+        name, of_flops = func._overloadpacket.__name__, FLOPS.get(func._overloadpacket)
+        if self._fused and not of_flops:
+            return out
         self.syncs += name in _SYNCS
         read = _tensors((args, kwargs))
         written = _tensors(out) or (_tensors(args[:1]) if func._schema.is_mutable else [])  # foreach returns nothing
         if written and not func.is_view and name not in _NO_KERNEL:
-            self._count(name, func, args, kwargs, out, sum(t.nbytes for t in (*read, *written)))
+            kind = next((kind for kind, names in _KINDS.items() if _is_one_of(name, names)), "pointwise")
+            flops = of_flops(*args, **kwargs, out_val=out) if of_flops else 0
+            self._add(kind, sum(t.nbytes for t in (*read, *written)), flops, _launches(name, args))
+            if name == "convolution" and args[2] is not None:
+                self._add("bias", 2 * out.nbytes)
+            if name == "convolution_backward" and args[-1][2]:
+                self._add("bias", args[0].nbytes)
         return out
 
-    def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -> None:
-        kind = next((kind for kind, names in _KINDS.items() if _is_one_of(name, names)), "pointwise")
-        count = FLOPS.get(func._overloadpacket)
-        flops = count(*args, **kwargs, out_val=out) if count else 0
+    def launch(self, graph: Any, arguments: Sequence[Any], kernels: Iterable[Kernel]) -> Any:
+        """Run a graph whose kernels are these, and its convolutions and products."""
+        for kernel in kernels:
+            self._add(kernel.kind, kernel.moved_bytes)
+        self._fused = True
+        try:
+            with self:
+                return graph(*arguments)
+        finally:
+            self._fused = False
+
+    def _add(self, kind: str, moved_bytes: int, flops: int = 0, launches: int = 1) -> None:
         cost = self.kinds[kind]
         cost.kernels, cost.moved_bytes, cost.flops = (
-            cost.kernels + 1,
+            cost.kernels + launches,
             cost.moved_bytes + moved_bytes,
             cost.flops + flops,
         )
-        for gpu, (peak, bandwidth) in GPUS.items():
-            cost.roofline_s[gpu] += max(flops / peak, moved_bytes / bandwidth)
+        self._work.append((flops, moved_bytes))
 
     @property
     def kernels(self) -> int:
@@ -107,8 +134,24 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         """Moved by all but convolutions and products."""
         return sum(cost.moved_bytes for kind, cost in self.kinds.items() if kind not in ("convolution", "product"))
 
-    def seconds(self, gpu: str) -> float:
-        return sum(cost.roofline_s[gpu] for cost in self.kinds.values())
+    def seconds(self, gpu: str, peak_share: float = 1.0, bandwidth_share: float = 1.0) -> float:
+        """The least that it takes, at these shares of what the data sheet says."""
+        peak, bandwidth = GPUS[gpu]
+        return sum(
+            max(flops / (peak * peak_share), moved_bytes / (bandwidth * bandwidth_share))
+            for flops, moved_bytes in self._work
+        )
+
+
+def _launches(name: str, args: Any) -> int:
+    """How many kernels an operation launches, as far as is known of it."""
+    if name == "convolution_backward":  # one for the input's gradient, one for the weights'
+        return sum(args[-1][:2])
+    if not name.startswith(("_foreach_", "_fused_")):
+        return 1
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor)]
+    chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in lists[0])
+    return max(-(-len(lists[0]) // _MOST_TENSORS[len(lists) - 1]), -(-chunks // _MOST_CHUNKS))
 
 
 def _is_one_of(name: str, names: Iterable[str]) -> bool:
@@ -119,29 +162,53 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def count(path: Path, overrides: list[str], batch: int | None, amp: Any) -> tuple[Costs, Costs, int, int]:
+def count(path: Path, overrides: list[str], batch: int | None, compiled: bool = False) -> tuple[Costs, Costs, int, int]:
     """Costs of a micro-batch and of an update, the patches of the former, and the micro-batches of a step."""
     config = read_config(path, overrides)
     batch = batch or config.training.micro_batch
-    traced, micro_batch, update = traced_step(config, amp), Costs(), Costs()
-    with traced.entered() as step:
-        with micro_batch:
+    traced, micro_batch, update = traced_step(config, None), Costs(), Costs()
+    # Gradients are clipped by multi-tensor kernels on a GPU; on a CPU torch has none.
+    on_gpu = patch("torch.nn.utils.clip_grad._device_has_foreach_support", lambda device: True)
+    with on_gpu, traced.entered() as step:
+        with micro_batch, _compiled(step.network, micro_batch) if compiled else nullcontext():
             traced.accumulate(batch)
         with update:
             step.apply(config.training.lr)
     return micro_batch, update, batch, config.global_batch // batch
 
 
-def host_seconds(path: Path, overrides: list[str], amp: Any) -> tuple[float, float]:
+@contextmanager
+def _compiled(network: nn.Module, costs: Costs) -> Iterator[None]:
+    """Within, the blocks of a network on fake tensors are compiled regions."""
+    regions = CompiledRegions(backend(costs.launch))
+
+    def call(block: nn.Module, *arguments: Any) -> Tensor:
+        with _disable_current_modes():  # torch does not compile within a mode
+            return regions(block, *arguments)
+
+    before = {module: module.execution for module in network.modules() if hasattr(module, "execution")}
+    torch.compiler.reset()
+    try:
+        for module, execution in before.items():
+            module.execution = replace(execution, call=call)
+        yield
+        assert regions._compiled is not None, "a block did not compile; the warning above says why"
+    finally:
+        for module, execution in before.items():
+            module.execution = execution
+        torch.compiler.reset()
+
+
+def host_seconds(path: Path, overrides: list[str]) -> tuple[float, float]:
     """Processor seconds of one thread for a micro-batch and for an update, medians."""
     config = read_config(path, overrides)
-    model = config.model
+    model, amp = config.model, config.training.amp
     thin = {"channels": (model.attention_heads,) * len(model.channels), "full_res_channels": 2}
     config = config.model_copy(
         update={
             "model": model.model_copy(update=thin),
             "data": config.data.model_copy(update={"patch_size": (8, 8, 8)}),
-            "training": config.training.model_copy(update={"amp": amp, "compile": False}),
+            "training": config.training.model_copy(update={"amp": "bf16" if amp == "auto" else amp, "compile": False}),
         }
     )
     device = torch.device("cpu")
@@ -164,13 +231,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--batch", type=int, help="patches of a micro-batch (default: the config's)")
-    parser.add_argument("--amp", choices=("bf16", "fp16", "off"), default="bf16")
-    parser.add_argument("--host", action="store_true", help="also measure what the host takes")
+    parser.add_argument("--compiled", action="store_true", help="count compiled blocks")
+    parser.add_argument("--host", action="store_true", help="also measure what the host takes, eagerly")
+    parser.add_argument("--peak", type=float, default=1.0, help="share of the peak that is reached (default: 1)")
+    parser.add_argument("--bandwidth", type=float, default=1.0, help="share of the bandwidth (default: 1)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    micro_batch, update, batch, pieces = count(args.config, args.overrides, args.batch, args.amp)
-    for what, costs in ((f"a micro-batch of {batch}", micro_batch), ("an update", update)):
+    micro_batch, update, batch, pieces = count(args.config, args.overrides, args.batch, args.compiled)
+    how = "compiled" if args.compiled else "eager"
+    for what, costs in ((f"a micro-batch of {batch}, {how}", micro_batch), ("an update", update)):
         print(f"\n| {what} | kernels | GB moved | TFLOP |\n| --- | --- | --- | --- |")
         for kind, cost in sorted(costs.kinds.items(), key=lambda item: -item[1].moved_bytes):
             print(f"| {kind} | {cost.kernels} | {cost.moved_bytes / 1e9:.3g} | {cost.flops / 1e12:.3g} |")
@@ -179,11 +249,12 @@ def main() -> None:
     print(f"host synchronisations: {pieces * micro_batch.syncs + update.syncs} a step")
     flops, host_s = pieces * micro_batch.flops, None
     if args.host:
-        micro_batch_s, update_s = host_seconds(args.config, args.overrides, args.amp)
+        micro_batch_s, update_s = host_seconds(args.config, args.overrides)
         host_s = pieces * micro_batch_s + update_s
         print(f"host: {1e3 * micro_batch_s:.1f} ms a micro-batch, {1e3 * update_s:.1f} ms an update")
     for gpu, (peak, _) in GPUS.items():
-        least_s = pieces * micro_batch.seconds(gpu) + update.seconds(gpu)
+        of_micro_batch, of_update = (costs.seconds(gpu, args.peak, args.bandwidth) for costs in (micro_batch, update))
+        least_s = pieces * of_micro_batch + of_update
         share = "" if host_s is None else f"; the host takes {host_s / least_s:.0%} of it"
         rate = f"MFU at most {flops / peak / least_s:.0%}"
         print(f"{gpu}: at least {1e3 * least_s:.0f} ms a step of {pieces} x {batch}, {rate}{share}")
