@@ -95,6 +95,8 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
             kind = next((kind for kind, names in _KINDS.items() if _is_one_of(name, names)), "pointwise")
             flops = of_flops(*args, **kwargs, out_val=out) if of_flops else 0
             self._add(kind, sum(t.nbytes for t in (*read, *written)), flops, _launches(name, args))
+            if self._fused:  # where biases are among the kernels
+                return out
             if name == "convolution" and args[2] is not None:
                 self._add("bias", 2 * out.nbytes)
             if name == "convolution_backward" and args[-1][2]:
@@ -192,7 +194,7 @@ def _compiled(network: nn.Module, costs: Costs) -> Iterator[None]:
         for module, execution in before.items():
             module.execution = replace(execution, call=call)
         yield
-        assert regions._compiled is not None, "a block did not compile; the warning above says why"
+        assert not regions.failure, regions.failure
     finally:
         for module, execution in before.items():
             module.execution = execution

@@ -80,9 +80,13 @@ def laid_out(x: Tensor) -> Tensor:
 
 
 def with_channels_last_strides(x: Tensor) -> Tensor:
-    """Return a view of a channels-last `x` [N, C, Z, Y, X] with the canonical strides of that order."""
+    """Return a channels-last `x` [N, C, Z, Y, X] with the canonical strides of that order: itself, or a view of it.
+
+    The backward pass of a view by strides fills a tensor with zeros and copies.
+    """
     _, c, z, y, x_size = x.shape
-    return x.as_strided(x.shape, (c * z * y * x_size, 1, y * x_size * c, x_size * c, c))
+    strides = c * z * y * x_size, 1, y * x_size * c, x_size * c, c
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 
 def layout_of(x: Tensor) -> torch.memory_format:
