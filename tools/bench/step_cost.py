@@ -170,7 +170,7 @@ def count(path: Path, overrides: list[str], batch: int | None, compiled: bool = 
     batch = batch or config.training.micro_batch
     traced, micro_batch, update = traced_step(config, None), Costs(), Costs()
     # Gradients are clipped by multi-tensor kernels on a GPU; on a CPU torch has none.
-    on_gpu = patch("torch.nn.utils.clip_grad._device_has_foreach_support", lambda device: True)
+    on_gpu = patch("torch.nn.utils.clip_grad._has_foreach_support", lambda tensors, device: True)
     with on_gpu, traced.entered() as step:
         with micro_batch, _compiled(step.network, micro_batch) if compiled else nullcontext():
             traced.accumulate(batch)
