@@ -29,14 +29,7 @@ check-python:
 
 # Writes a synthetic scroll, trains on it, shows where everything is.  DEMO_ARGS adds overrides.
 demo: $(VENV)/.runs
-	test -d volumes/demo.zarr || $(BIN)/vesuvius volume synth volumes/demo.zarr --shape 128,256,256 --seed 0
-	rm -rf runs/demo
-	$(BIN)/python -m vesuvius.train --config configs/demo.yaml $(DEMO_ARGS)
-	@echo
-	@echo "log         runs/demo/logs/train_full.log"
-	@echo "metrics     runs/demo/metrics.jsonl"
-	@echo "checkpoint  $$(ls -d runs/demo/checkpoints/step_* | tail -n 1)"
-	@echo "picture     $$(ls runs/demo/samples/*.png | tail -n 1)"
+	$(BIN)/vesuvius demo $(DEMO_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _END_WITHIN_S = 0.5
 
 COMMANDS = {
+    "demo": "write a synthetic scroll and train a tiny model on it, in minutes",
     "init": "write a first config for a volume on this machine",
     "train": "train a model from a config file, or resume training",
     "tune": "find the fastest settings of a config on this machine",
