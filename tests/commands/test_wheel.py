@@ -13,7 +13,13 @@ import pytest
 from vesuvius.commands import demo
 
 ROOT = Path(__file__).parents[2]
-TINY = ("training.epochs=1", "training.steps_per_epoch=2", "training.workers=0", "model.channels=[8, 16]")
+TINY = (
+    "training.epochs=1",
+    "training.steps_per_epoch=2",
+    "training.warmup_steps=1",
+    "training.workers=0",
+    "model.channels=[8, 16]",
+)
 
 
 @pytest.fixture(scope="module")
