@@ -167,8 +167,12 @@ def test_a_null_for_consolidated_metadata_and_a_byte_order_mark_are_read_over(tm
 
 
 NO_ZARR: dict[str, tuple[str, bytes, str]] = {
-    "a file": ("v.tif", b"II*\0rest", "but a file; unpack it, or convert it"),
-    "images": ("v/0001.tif", b"II*\0", r"but a folder of 0001\.tif; point path at the zarr itself"),
+    "a file": ("v.zip", b"PK", "but a file; unpack it, or convert it"),
+    "a scan": ("v.nii.gz", b"", r"but a file; import it: vesuvius volume import \S+/v\.nii\.gz v\.zarr$"),
+    "raw voxels": ("v.raw", b"", r"but a file; import it: .* v\.zarr --shape Z,Y,X --dtype uint16$"),
+    "images": ("v/01.TIF", b"II*\0", r"but a folder of 01\.TIF; import it: vesuvius volume import \S+/v v\.zarr$"),
+    "n5": ("v.n5/attributes.json", b"{}", r"but a folder of .*; import it: vesuvius volume import \S+/v\.n5 v\.zarr$"),
+    "other files": ("v/notes.txt", b"", r"but a folder of notes\.txt; point path at the zarr itself"),
     "parent": ("v/scan.zarr/.zarray", b"{}", r"but a folder of scan\.zarr; set path to \S+/v/scan\.zarr$"),
     "a file in it": ("v/.zarray", b"{}", r"but a file; unpack it"),
 }

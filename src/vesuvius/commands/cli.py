@@ -219,6 +219,15 @@ def triple(least: int, example: str) -> Callable[[str], tuple[int, int, int]]:
     return parse
 
 
+def lengths(text: str) -> tuple[float, float, float]:
+    """Three numbers z,y,x above 0."""
+    try:
+        z, y, x = (positive_number(part.strip()) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not three numbers z,y,x above 0; try 7.91,7.91,7.91") from None
+    return z, y, x
+
+
 def positive_number(text: str) -> float:
     """A number above 0."""
     if (number := number_from_0(text)) == 0:

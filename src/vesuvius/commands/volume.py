@@ -1,4 +1,4 @@
-"""`vesuvius volume`: make, look at, copy, list and verify volumes."""
+"""`vesuvius volume`: make, import, look at, copy, list and verify volumes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, redirect_stdout
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from vesuvius.commands.cli import as_command, natural, naturals, number_from_0, positive, say, triple
+from vesuvius.commands.cli import as_command, lengths, natural, naturals, number_from_0, positive, say, triple
 from vesuvius.commands.sample import array
 from vesuvius.config import ArrayConfig, StoreConfig
-from vesuvius.errors import EXIT_DATA, EXIT_OK
+from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError
 from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.units import format_sizes, size_text
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
+from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.info import BOX_ZYX, describe_volume, make_sidecar
 from vesuvius.volume_tools.partial import partial_path
 from vesuvius.volume_tools.phantom import MIN_SIZE_VOXELS, write_phantom
@@ -103,17 +104,55 @@ def _copy(arguments: argparse.Namespace) -> int:
         speed = f"{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
         progress.tell("chunks", figures.done, figures.chunks, failed + speed)
 
-    try:
-        with redirect_stdout(sys.stderr), Progress("copying") as progress:
-            figures = copy_box(request, _store(arguments), tell)
-    except KeyboardInterrupt:
-        if partial_path(arguments.out).exists():
-            log.warning("what is done is kept in %s; the same command continues", partial_path(arguments.out))
-        raise
+    with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("copying") as progress:
+        figures = copy_box(request, _store(arguments), tell)
     there = figures.before == figures.chunks
     told = {"out": f"{request.out}, {'is complete' if there else 'from ' + arguments.path}"}
     _print(told | vars(figures) | {"failures": len(figures.failures)}, arguments)
     return EXIT_OK
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    if (arguments.shape is None) != (arguments.dtype is None):
+        raise ConfigError("raw voxels need --shape and --dtype; got one of them; give both, or none")
+    request = ImportRequest(
+        source=arguments.source,
+        out=arguments.out,
+        select=arguments.select,
+        raw=arguments.shape and (arguments.shape, arguments.dtype),
+        voxel_size_um=arguments.voxel_size_um,
+        levels=arguments.levels,
+        zarr_format=2 if arguments.v2 else 3,
+    )
+
+    def tell(figures: CopyFigures, doing: str) -> None:
+        speed = f"{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
+        progress.tell("chunks", figures.done, figures.chunks, doing or speed)
+
+    with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("importing") as progress:
+        source, plan, figures = import_volume(request, tell)
+    there = figures.before == figures.chunks
+    facts = {
+        "out": f"{request.out}, {'is complete' if there else 'from ' + arguments.source}",
+        "shape_zyx": plan.shape_zyx,
+        "dtype": str(source.dtype),
+        "voxel_size_um": request.voxel_size_um or source.geometry.voxel_size_um,
+        "levels": plan.levels,
+    }
+    counts = ("chunks", "before", "written", "air", "voxel_bytes", "stored_bytes", "seconds")
+    _print(facts | {name: getattr(figures, name) for name in counts}, arguments)
+    return EXIT_OK
+
+
+@contextmanager
+def _kept(out: Path) -> Iterator[None]:
+    """Where Ctrl-C ends a copy, says that it can be continued."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if partial_path(out).exists():
+            log.warning("what is done is kept in %s; the same command continues", partial_path(out))
+        raise
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -205,11 +244,14 @@ def _plain(value: object) -> object:
 
 def _parser() -> argparse.ArgumentParser:
     """What `vesuvius volume ...` may look like.  A wrong command line makes it raise SystemExit(2)."""
-    top = argparse.ArgumentParser(prog="vesuvius volume", description="Make, look at, copy, list and verify volumes.")
+    top = argparse.ArgumentParser(
+        prog="vesuvius volume", description="Make, import, look at, copy, list and verify volumes."
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_synth(commands)
     _add_info(commands)
     _add_copy(commands)
+    _add_import(commands)
     _add_occupancy(commands)
     _add_verify(commands)
     return top
@@ -285,6 +327,43 @@ def _add_copy(commands: Commands) -> None:
     )
     _add_store(copy)
     copy.set_defaults(run=_copy)
+
+
+def _add_import(commands: Commands) -> None:
+    importer = commands.add_parser(
+        "import",
+        help="make an OME-Zarr of TIFF or PNG slices, TIFF, HDF5, NIfTI, NRRD, npy, N5; continues where it stopped",
+        description="Make an OME-Zarr 0.5 (zarr v3, chunks of 128^3 in shards of 512^3, blosc-zstd), all levels, of "
+        "a scan in another format.  Dtype and voxel size are kept, and the axes put in the order z, y, x.  However it "
+        "ends, the same command continues where it stopped; until it is complete, the volume lies in "
+        "OUT.zarr.partial.  Exit code 6: the source cannot be read.",
+    )
+    importer.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder of TIFF or PNG slices; a file .tif, .nii, .nii.gz, .nrrd, .nhdr, .npy, .h5:/DATASET; a folder "
+        ".n5:/DATASET; or raw voxels, with --shape and --dtype",
+    )
+    importer.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    importer.add_argument(
+        "--select",
+        type=naturals,
+        default=(),
+        metavar="I,...",
+        help="indices that fix the axes (longer than 1) other than z, y, x, such as channels, times and colours",
+    )
+    importer.add_argument("--shape", type=triple(1, "1024,2048,2048"), metavar="Z,Y,X", help="voxels of a raw file")
+    importer.add_argument("--dtype", metavar="T", help="of a raw file, e.g. uint8, uint16, >u2, float32")
+    importer.add_argument(
+        "--voxel-size-um", type=lengths, metavar="Z,Y,X", help="edges of a voxel (default: as the source says)"
+    )
+    importer.add_argument(
+        "--levels", type=natural, help="each the mean of 2x2x2 voxels (default: down to one that fits into a chunk)"
+    )
+    importer.add_argument(
+        "--v2", action="store_true", help="write OME-Zarr 0.4 instead (zarr v2, each chunk a file), for older programs"
+    )
+    importer.set_defaults(run=_import)
 
 
 def _add_occupancy(commands: Commands) -> None:

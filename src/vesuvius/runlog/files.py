@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -27,17 +28,21 @@ _KEPT_CALLS = 1000
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, check: Callable[[BinaryIO], None] = lambda file: None) -> None:
     """Through a file beside it, so that who reads at any moment finds the old one or the new one whole.
+
+    Args:
+        check: given the flushed file before it gets its name.
 
     Raises OSError, and leaves nothing behind then.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("wb") as file:
+        with beside.open("w+b") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+            check(file)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volume_tools.partial import PartialCopy, Pyramid, is_finished, multiscale, open_partial
+from vesuvius.volume_tools.partial import (
+    PartialCopy,
+    Pyramid,
+    check_levels,
+    check_name,
+    is_finished,
+    multiscale,
+    open_partial,
+)
 from vesuvius.volumes.box import Box, box_at, chunk_ranges, is_inside, shape_of, shifted
 from vesuvius.volumes.errors import OutageError, UnreadableChunkError
 from vesuvius.volumes.format.metadata import metadata_hash
@@ -60,6 +68,12 @@ class CopyFigures:
     def done(self) -> int:
         """Chunks that are done."""
         return self.before + self.written + self.air
+
+    def count(self, size: int) -> None:
+        """A chunk of so many bytes is written; 0 = air."""
+        self.stored_bytes += size
+        self.written += size > 0
+        self.air += size == 0
 
 
 def copy_box(
@@ -119,9 +133,7 @@ def _fill(
         on_progress(figures)
 
     def count(size: int) -> None:
-        figures.stored_bytes += size
-        figures.written += size > 0
-        figures.air += size == 0
+        figures.count(size)
         report()
 
     def stage(boxes: Sequence[Box], number: int) -> None:
@@ -157,8 +169,7 @@ def _fill(
 
 
 def _checked_box(request: CopyRequest, volume: Volume) -> Box:
-    if request.out.suffix != ".zarr":
-        raise ConfigError(f"the name of a volume must end in .zarr; got {request.out}; add the ending")
+    check_name(request.out)
     start, shape = request.start_zyx, volume.shape_zyx
     size = request.size_zyx or shape_of((start, shape))
     box = box_at(start, size)
@@ -167,12 +178,7 @@ def _checked_box(request: CopyRequest, volume: Volume) -> Box:
             f"a box must lie inside the level; got start {list(start)} and size {list(size)} in {volume.name} of "
             f"{format_sizes(shape)} voxels; change --start or --size"
         )
-    most = (max(size) - 1).bit_length() + 1
-    if not 1 <= request.levels <= most:
-        raise ConfigError(
-            f"a copy has at least 1 level, and at most {most}, where the last one is a single voxel; got "
-            f"{request.levels} for a box of {format_sizes(size)}; change --levels"
-        )
+    check_levels(request.levels, size)
     return box
 
 

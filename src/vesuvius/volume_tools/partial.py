@@ -6,8 +6,8 @@ Before that, its levels: shapes, voxels and OME-Zarr metadata, all of it pure.
     OUT.zarr.partial/lock           locked by the process that writes
     OUT.zarr.partial/volume.zarr/   OUT.zarr without metadata, so that nothing unfinished can be opened as a volume
 
-Each chunk is written under a temporary name, synced and renamed: a file that is there is whole, and is skipped.  Air is
-not stored, and made again by the next process.
+Each chunk, or shard, is written under a temporary name, synced, read back and renamed: a file that is there is whole,
+and is skipped.  Air is not stored, and made again by the next process.
 """
 
 from __future__ import annotations
@@ -21,20 +21,38 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import google_crc32c
 import numpy as np
 import zarr
 from numcodecs import Blosc
 from numpy.typing import NDArray
+from zarr.codecs import BloscCodec, Crc32cCodec
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_whole
 from vesuvius.runlog.records import parsed
-from vesuvius.volumes.box import Box, chunk_box, doubled, grid_shape, slices, triple
+from vesuvius.runlog.units import format_sizes
+from vesuvius.volume_tools.shard_file import EncodedChunk, ShardFile, check_written
+from vesuvius.volumes.box import (
+    Box,
+    chunk_box,
+    chunk_ranges,
+    doubled,
+    grid_shape,
+    intersection,
+    moved,
+    shape_of,
+    slices,
+    triple,
+)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,7 @@ class Pyramid:
     chunk_zyx: Triple
     levels: int
     voxel_bytes: int
+    per_shard: int = 0  # chunks of a shard of zarr v3, along each axis; 0 = zarr v2, each chunk a file
 
     @cached_property
     def shapes(self) -> list[Triple]:
@@ -69,6 +88,11 @@ class Pyramid:
     def box_of(self, level: int, chunk: Triple) -> Box:
         """The voxels of a chunk."""
         return chunk_box(chunk, self.chunk_zyx, self.shapes[level])
+
+
+def levels_to_one(shape_zyx: Triple, chunk: int) -> int:
+    """Levels down to the one that fits into a chunk."""
+    return max(1, (-(-max(shape_zyx) // chunk) - 1).bit_length() + 1)
 
 
 def multiscale(
@@ -161,9 +185,13 @@ class PartialCopy:
         return partial_path(self.out)
 
     def missing(self, level: int) -> list[Triple]:
-        """The chunks of a level that are not written; those of air too."""
-        chunks = map(triple, np.ndindex(self.plan.counts[level]))
-        return [chunk for chunk in chunks if not self._file(level, chunk).exists()]
+        """The chunks of a level that are not written, shard by shard; those of air too."""
+        counts, found = self.plan.counts[level], list[Triple]()
+        for file in map(triple, np.ndindex(grid_shape(counts, self._per_file))):
+            if not self._file(level, file).exists():
+                start, stop = chunk_box(file, self._per_file, counts)
+                found += (moved(start, place) for place in np.ndindex(shape_of((start, stop))))
+        return found
 
     def fill(
         self,
@@ -179,26 +207,61 @@ class PartialCopy:
             on_chunk: told of the bytes of each chunk that is done, 0 = air, from this thread.
             ahead: told of all boxes and the number of the next one, before that is read.
         """
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
+            if not (per := self.plan.per_shard):
+                for _, size in self._in_order(level, read, ahead, writers, partial(self.write, level)):
+                    on_chunk(size)
+                return
+            finished = list[Future[None]]()
+            encoded = self._in_order(level, read, ahead, writers, lambda _, voxels: self._encoded(voxels))
+            with disk_errors(self.out, self.kind):
+                for shard, chunks in groupby(encoded, lambda item: triple(i // per for i in item[0])):
+                    file = ShardFile(self._file(level, shard), per**3)
+                    for chunk, stored in chunks:
+                        file.add(int(np.ravel_multi_index([i % per for i in chunk], self._per_file)), stored)
+                        on_chunk(len(stored.data))
+                    for before in finished:
+                        before.result()
+                    finished = [writers.submit(file.finish)]
+                for last in finished:
+                    last.result()
+
+    def _in_order(
+        self,
+        level: int,
+        read: Callable[[Box], NDArray[Any] | None],
+        ahead: Callable[[Sequence[Box], int], None],
+        writers: ThreadPoolExecutor,
+        work: Callable[[Triple, NDArray[Any]], T],
+    ) -> Iterator[tuple[Triple, T]]:
+        """The missing chunks of a level, and what threads make of the voxels of each."""
         chunks = self.missing(level)
         boxes = [self.plan.box_of(level, chunk) for chunk in chunks]
-        writing = deque[Future[int]]()
-        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
-            for number, (chunk, box) in enumerate(zip(chunks, boxes, strict=True)):
-                ahead(boxes, number)
-                if (voxels := read(box)) is None:
-                    continue
-                writing.append(writers.submit(self.write, level, chunk, voxels))
-                if len(writing) > _WRITERS:
-                    on_chunk(writing.popleft().result())
-            for written in writing:
-                on_chunk(written.result())
+        working = deque[tuple[Triple, Future[T]]]()
+        for number, (chunk, box) in enumerate(zip(chunks, boxes, strict=True)):
+            ahead(boxes, number)
+            if (voxels := read(box)) is None:
+                continue
+            working.append((chunk, writers.submit(work, chunk, voxels)))
+            if len(working) > _WRITERS:
+                first, done = working.popleft()
+                yield first, done.result()
+        yield from ((chunk, done.result()) for chunk, done in working)
 
     def fill_coarser(self, on_chunk: Callable[[int], None] = lambda size: None) -> None:
         """Write the metadata of the finest level, whose chunks are done, and each coarser one from the one before."""
         finer = self._finish_level(0)
         for level in range(1, self.plan.levels):
-            self.fill(level, lambda box, finer=finer: halve(np.asarray(finer[slices(doubled(box))])), on_chunk)  # type: ignore[misc]
+            self.fill(level, partial(self._halved, finer), on_chunk)
             finer = self._finish_level(level)
+
+    def _halved(self, finer: zarr.Array[Any], box: Box) -> NDArray[Any]:
+        """A chunk of the next level; of each finer chunk at a time, as all eight and their sums take much memory."""
+        voxels, half = np.empty(shape_of(box), self.dtype), triple(-(-size // 2) for size in self.plan.chunk_zyx)
+        for place in product(*chunk_ranges(box, half)):
+            part = intersection(chunk_box(place, half, box[1]), box)
+            voxels[slices(part, box[0])] = halve(np.asarray(finer[slices(doubled(part))]))
+        return voxels
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any]) -> int:
         """Store a chunk, whole or not at all; any thread may call.  Returns the bytes of its file; 0 = air, not stored.
@@ -206,42 +269,80 @@ class PartialCopy:
         Args:
             voxels: of the volume's dtype; smaller than a chunk at the end of an axis.
         """
+        data, checksum = self._encoded(voxels)
+        if data:
+            with disk_errors(self.out, self.kind):
+                file = self._file(level, chunk)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(file, data, lambda written: check_written(written, [(0, len(data), checksum)]))
+        return len(data)
+
+    def _encoded(self, voxels: NDArray[Any]) -> EncodedChunk:
         fill = self.dtype.type(self.fill_value)
         if np.array_equal(voxels, np.broadcast_to(fill, voxels.shape), equal_nan=voxels.dtype.kind == "f"):
-            return 0
+            return EncodedChunk(b"", 0)
         padded = np.full(self.plan.chunk_zyx, fill, voxels.dtype.newbyteorder("<"))
         padded[tuple(map(slice, voxels.shape))] = voxels
-        data, file = bytes(_codec_for(voxels.dtype).encode(padded)), self._file(level, chunk)
-        with _disk_errors(self.out, self.kind):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, data)
-        return len(data)
+        return EncodedChunk(bytes(_codec_for(voxels.dtype).encode(padded)), google_crc32c.value(padded.tobytes()))
 
     def publish(self, multiscale: dict[str, Any]) -> None:
         """Write the group's metadata and give the whole volume its name."""
-        with _disk_errors(self.out, self.kind):
+        with disk_errors(self.out, self.kind):
             for torn in self._volume.rglob(".*.tmp"):  # was being written when its process was killed
                 torn.unlink()
-            group = zarr.open_group(str(self._volume), mode="a", zarr_format=2)
-            group.attrs.put({"multiscales": [multiscale], attribute(self.kind): self.record})
+            ome: dict[str, Any] = {"multiscales": [multiscale]}
+            if self.plan.per_shard:
+                ome = {
+                    "ome": {
+                        "version": "0.5",
+                        "multiscales": [{key: multiscale[key] for key in multiscale if key != "version"}],
+                    }
+                }
+            group = zarr.open_group(str(self._volume), mode="a", zarr_format=3 if self.plan.per_shard else 2)
+            group.attrs.put(ome | {attribute(self.kind): self.record})
             self._volume.rename(self.out)
             shutil.rmtree(self.path)
 
     def _finish_level(self, level: int) -> zarr.Array[Any]:
         """Write the metadata of a level whose chunks are all done; the array, to be read."""
         folder = self._volume / str(level)
-        with _disk_errors(self.out, self.kind):
-            if not (folder / ".zarray").exists():
+        with disk_errors(self.out, self.kind):
+            if not (folder / ("zarr.json" if self.plan.per_shard else ".zarray")).exists():
                 shape, fill = self.plan.shapes[level], self.dtype.type(self.fill_value).item()
-                new_array(self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill)
+                new_array(
+                    *(self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill),
+                    per_shard=self.plan.per_shard,
+                )
             return zarr.open_array(str(folder), mode="r")
 
     @property
     def _volume(self) -> Path:
         return self.path / "volume.zarr"
 
-    def _file(self, level: int, chunk: Triple) -> Path:
-        return self._volume.joinpath(str(level), *map(str, chunk))
+    @property
+    def _per_file(self) -> Triple:
+        """Chunks of a file along each axis."""
+        return (self.plan.per_shard or 1,) * 3
+
+    def _file(self, level: int, place: Triple) -> Path:
+        """That of a chunk, or of a shard."""
+        return self._volume.joinpath(str(level), *("c" * bool(self.plan.per_shard)), *map(str, place))
+
+
+def check_name(out: Path) -> None:
+    """Raises ConfigError for one that does not end in .zarr."""
+    if out.suffix != ".zarr":
+        raise ConfigError(f"the name of a volume must end in .zarr; got {out}; add the ending")
+
+
+def check_levels(levels: int, shape_zyx: Triple) -> None:
+    """Raises ConfigError for more levels than there can be, or none."""
+    most = (max(shape_zyx) - 1).bit_length() + 1
+    if not 1 <= levels <= most:
+        raise ConfigError(
+            f"a copy has at least 1 level, and at most {most}, where the last one is a single voxel; got {levels} "
+            f"for a box of {format_sizes(shape_zyx)}; change --levels"
+        )
 
 
 @contextmanager
@@ -268,7 +369,7 @@ def open_partial(
     path = partial_path(out)
     recorded = path / f"{kind}.json"
     with ExitStack() as held:
-        with _disk_errors(out, kind):
+        with disk_errors(out, kind):
             path.mkdir(parents=True, exist_ok=True)
             lock = held.enter_context((path / "lock").open("w"))
             if not take_lock(lock.fileno(), path / "lock"):
@@ -313,11 +414,14 @@ def is_finished(out: Path, record: dict[str, Any], kind: str = COPY) -> bool:
 
 def finished_record(out: Path, kind: str = COPY) -> Any:
     """The arguments that a finished volume was made with; None for any other volume."""
-    try:
-        attributes = parsed((out / ".zattrs").read_text())
-    except (OSError, UnicodeDecodeError):
-        return None
-    return attributes.get(attribute(kind)) if attributes else None
+    for name in (".zattrs", "zarr.json"):
+        try:
+            found: Any = parsed((out / name).read_text())
+        except (OSError, UnicodeDecodeError):
+            continue
+        attributes = found.get("attributes") if found and name == "zarr.json" else found
+        return attributes.get(attribute(kind)) if attributes else None
+    return None
 
 
 def check_record(path: Path, there: Any, wanted: dict[str, Any], kind: str = COPY) -> None:
@@ -343,20 +447,38 @@ def new_array(
     chunks: tuple[int, ...],
     fill_value: Any = 0,
     write_empty_chunks: bool = False,
+    per_shard: int = 0,
 ) -> zarr.Array[Any]:
-    """An array without voxels yet in the OME-Zarr 0.4 group at `root`.  Raises OSError."""
+    """An array without voxels yet in the OME-Zarr group at `root`: 0.4, or 0.5 where it has shards.  Raises OSError."""
+    form: dict[str, Any] = {
+        "compressors": _codec_for(dtype),
+        "order": "C",
+        "zarr_format": 2,
+        "chunk_key_encoding": {"name": "v2", "separator": "/"},
+    }
+    if per_shard:
+        blosc = _codec_for(dtype)
+        compressor = BloscCodec(
+            cname=blosc.cname,
+            clevel=blosc.clevel,
+            shuffle="shuffle" if blosc.shuffle == Blosc.SHUFFLE else "noshuffle",
+            typesize=dtype.itemsize,
+        )
+        form = {
+            "compressors": [compressor, Crc32cCodec()],
+            "shards": [size * per_shard for size in chunks],
+            "zarr_format": 3,
+            "dimension_names": list("zyx"),
+        }
     return zarr.create_array(
         str(root),
         name=name,
         shape=tuple(shape),
         dtype=dtype.newbyteorder("<"),
         chunks=chunks,
-        compressors=_codec_for(dtype),
         fill_value=fill_value,
-        order="C",
-        zarr_format=2,
-        chunk_key_encoding={"name": "v2", "separator": "/"},
         config={"write_empty_chunks": write_empty_chunks},
+        **form,
     )
 
 
@@ -365,7 +487,8 @@ def _codec_for(dtype: np.dtype[Any]) -> Blosc:
     return Blosc(cname="zstd", clevel=3, shuffle=Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE)
 
 
-def _disk_errors(out: Path, kind: str) -> AbstractContextManager[None]:
+def disk_errors(out: Path, kind: str) -> AbstractContextManager[None]:
+    """Turns what the disk says into a StorageError."""
     rule = f"a {kind} needs a writable disk with enough space"
     remedy = "free space or choose another place: what is done is kept, and the same command continues"
     return storage_errors(rule, remedy, f"while writing {out}")

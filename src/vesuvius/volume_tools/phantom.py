@@ -23,7 +23,15 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
-from vesuvius.volume_tools.partial import Pyramid, is_begun, is_finished, multiscale, open_partial, partial_path
+from vesuvius.volume_tools.partial import (
+    Pyramid,
+    check_name,
+    is_begun,
+    is_finished,
+    multiscale,
+    open_partial,
+    partial_path,
+)
 from vesuvius.volumes.box import Box, triple
 
 Float32 = NDArray[np.float32]
@@ -300,8 +308,7 @@ def write_phantom(
         StorageError: the disk refuses.
     """
     started = time.monotonic()
-    if path.suffix != ".zarr":
-        raise ConfigError(f"the name of a volume must end in .zarr; got {path}; add the ending")
+    check_name(path)
     if chunk < 8 or chunk % 2:
         raise ConfigError(
             f"chunk must be an even number of at least 8 voxels; got {chunk}; use 128 as the real scrolls do"

@@ -49,6 +49,7 @@ from vesuvius.volume_tools.partial import (
     Pyramid,
     is_begun,
     is_finished,
+    levels_to_one,
     multiscale,
     open_partial,
     partial_path,
@@ -158,7 +159,7 @@ class _Drawing:
         self._grey = facts.greys.volumes[request.volume]
         self._schedule = Schedule.from_config(config.diffusion, facts.spectrum)
         # Chunks of at most 128 voxels along each axis, and levels down to one chunk, at most six.
-        levels = min(_LEVELS, max(1, (-(-max(shape) // _CHUNK) - 1).bit_length() + 1))
+        levels = min(_LEVELS, levels_to_one(shape, _CHUNK))
         self.plan = Pyramid(shape, triple(min(size, _CHUNK) for size in shape), levels, self.dtype.itemsize)
         scale, unit, corner = inputs.space(facts.volumes[request.volume].voxel_size_um)
         self._multiscale = multiscale(request.out.stem, levels, scale, [unit] * 3, corner)

@@ -9,6 +9,9 @@ import hashlib
 import itertools
 import json
 import math
+import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ _MOST_CHUNKS = 2**40  # lists of a volume hold a byte for each, in memory that i
 _INNER = ("codecs", "index_codecs")  # of a shard
 _ONE_BYTE = ("u1", "i1", "b1", "uint8", "int8", "bool")
 _FILES = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
+_FOREIGN = re.compile(r"\.(tiff?|btf|h5|hdf5?|nxs|nii|nii\.gz|nrrd|nhdr|npy|n5|(?P<raw>raw|bin|vol))$", re.IGNORECASE)
+_SLICES = (".tif", ".tiff", ".png")
 _NAMED = 8  # arrays, or other names, that a message lists
 _MAGIC = {
     b"\x1f\x8b": ("gzip data", "store it uncompressed, or have the server send it without Content-Encoding"),
@@ -229,13 +234,28 @@ def no_zarr_error(source: Source) -> DataError:
         )
     what, remedy = "", "point path at the zarr itself (it holds .zarray, .zgroup or zarr.json)"
     if not source.remote and Path(source.address).is_file():
-        what, remedy = " but a file", "unpack it, or convert it to OME-Zarr"
+        what, remedy = " but a file", _import_command(source, []) or "unpack it, or convert it to OME-Zarr"
     elif names := sorted(itertools.chain(*_names(source))):
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        what, remedy = f" but a folder of {', '.join(names[:_NAMED])}{more}", _choice(source) or remedy
+        what, remedy = (
+            f" but a folder of {', '.join(names[:_NAMED])}{more}",
+            _choice(source) or _import_command(source, names) or remedy,
+        )
     elif not source.remote:
         what = " but an empty folder"
     return DataError(f"a volume must be a zarr array or group; got {source.shown}, which is neither{what}; {remedy}")
+
+
+def _import_command(source: Source, names: Sequence[str]) -> str:
+    """What makes a zarr of a file, or of a folder of these; '' where `volume import` reads no such."""
+    name = Path(source.address).resolve().name
+    ending = _FOREIGN.search(name)
+    slices = any(each == "attributes.json" or each.lower().endswith(_SLICES) for each in names)
+    if source.remote or not (slices if names else ending):
+        return ""
+    raw = " --shape Z,Y,X --dtype uint16" if ending and ending["raw"] else ""
+    out = f"{_FOREIGN.sub('', name)}.zarr"
+    return f"import it: vesuvius volume import {shlex.quote(source.address)} {shlex.quote(out)}{raw}"
 
 
 def _choice(source: Source) -> str:

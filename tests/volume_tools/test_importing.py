@@ -1,0 +1,617 @@
+"""What is imported equals the source, voxel by voxel, whatever its format; a kill changes no byte, and nothing that is
+cut short or mixed up becomes a volume.
+
+Voxels are random and the axes of three lengths, so that a transposed, mirrored or shifted result differs.  Chunks and
+shards are small here, so that there are many, with odd ends; one test has the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore
+import zarr
+
+from tests.support import fork_server
+from tests.support.small_disk import with_small_files
+from tests.volume_tools.test_copy import DOOR, chunk_files
+from vesuvius.commands import volume
+from vesuvius.config import ArrayConfig
+from vesuvius.errors import ConfigError, DataError, StorageError
+from vesuvius.volume_tools import importing
+from vesuvius.volume_tools.copy import CopyFigures
+from vesuvius.volume_tools.importing import ImportRequest, import_volume
+from vesuvius.volume_tools.partial import halve
+from vesuvius.volumes.volume import open_volume
+
+Voxels = np.ndarray[Any, Any]
+SHAPE = (37, 52, 71)
+UM, MM = "micrometer", "millimeter"
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 16^3 in shards of 32^3; layers of 32 slices."""
+    for name, value in (("_CHUNK", 16), ("_PER_SHARD", 2), ("_LAYER", 32)):
+        monkeypatch.setattr(importing, name, value)
+
+
+def scan(dtype: str = "uint16", shape: tuple[int, ...] = SHAPE) -> Voxels:
+    rng = np.random.default_rng(len(shape))
+    return (rng.random(shape) < 0.5) if dtype == "bool" else rng.integers(0, 120, shape).astype(dtype)
+
+
+def imported(out: Path, level: int = 0) -> Voxels:
+    return np.asarray(zarr.open_group(out, mode="r")[str(level)][...])
+
+
+# ---- formats.  Each writer gives the source, and maybe what differs from the defaults of `expected`.
+
+
+def tiff(name: str = "v.tif", like: Callable[[Voxels], Voxels] = lambda voxels: voxels, **options: Any) -> Any:
+    def write(folder: Path, voxels: Voxels) -> str:
+        import tifffile
+
+        tifffile.imwrite(folder / name, like(voxels), **options)
+        return str(folder / name)
+
+    return write
+
+
+def tiff_pages(**options: Any) -> Any:
+    """Pages with their headers between them, as most programs write them."""
+
+    def write(folder: Path, voxels: Voxels) -> str:
+        import tifffile
+
+        with tifffile.TiffWriter(folder / "v.tif") as writer:
+            for page in voxels:
+                writer.write(page, contiguous=False, metadata=None, **options)
+        return str(folder / "v.tif")
+
+    return write
+
+
+def ome_files(folder: Path, voxels: Voxels) -> str:
+    """An OME-TIFF of two files, the second half of the slices in the first."""
+    import tifffile
+
+    half = len(voxels) // 2
+    z, y, x = voxels.shape
+    data = "".join(
+        f'<TiffData FirstZ="{first}" IFD="0" PlaneCount="{count}"><UUID FileName="{name}.ome.tif">urn:uuid:{name}'
+        "</UUID></TiffData>"
+        for name, first, count in (("one", half, z - half), ("two", 0, half))
+    )
+    for name, part in (("one", voxels[half:]), ("two", voxels[:half])):
+        xml = (
+            '<?xml version="1.0"?><OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" '
+            f'UUID="urn:uuid:{name}"><Image ID="Image:0"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint16" '
+            f'SizeX="{x}" SizeY="{y}" SizeZ="{z}" SizeC="1" SizeT="1"><Channel ID="Channel:0:0" SamplesPerPixel="1"/>'
+            f"{data}</Pixels></Image></OME>"
+        )
+        with tifffile.TiffWriter(folder / f"{name}.ome.tif") as writer:
+            for number, page in enumerate(part):
+                writer.write(page, description=xml if number == 0 else None, metadata=None, compression="zlib")
+    return str(folder / "one.ome.tif")
+
+
+def slices(ending: str, **options: Any) -> Any:
+    """s_8, s_9, s_10, ...: by name the last one would come first."""
+
+    def write(folder: Path, voxels: Voxels) -> str:
+        import tifffile
+        from PIL import Image
+
+        (folder / "scan").mkdir()
+        for number, page in enumerate(voxels, 8):
+            file = folder / "scan" / f"s_{number}{ending}"
+            Image.fromarray(page).save(file) if ending == ".png" else tifffile.imwrite(file, page, **options)
+        (folder / "scan" / "notes.txt").write_text("")
+        (folder / "scan" / f"._s_1{ending}").write_text("of a file manager")
+        return str(folder / "scan")
+
+    return write
+
+
+def hdf5(
+    key: str = "entry/data", size: Any = None, like: Callable[[Voxels], Voxels] = lambda v: v, **options: Any
+) -> Any:
+    def write(folder: Path, voxels: Voxels) -> str:
+        import h5py
+
+        with h5py.File(folder / "v.h5", "w") as file:
+            data = file.create_dataset(key, data=like(voxels), **options)
+            file["angles"] = np.arange(9)
+            if size:
+                data.attrs["element_size_um"] = size
+        return f"{folder}/v.h5:/{key}"
+
+    return write
+
+
+def nifti(name: str = "v.nii", order: str = "<", slope: float | None = None) -> Any:
+    def write(folder: Path, voxels: Voxels) -> str:
+        import nibabel
+
+        header = nibabel.Nifti1Header(endianness=order)
+        header.set_data_dtype(voxels.dtype.newbyteorder(order))
+        image = nibabel.Nifti1Image(voxels.T, np.diag([0.5, -0.25, 2.0, 1.0]), header)
+        image.header.set_xyzt_units("mm")
+        if slope:
+            image.header.set_slope_inter(slope, 10)
+        nibabel.save(image, folder / name)
+        return str(folder / name)
+
+    return write
+
+
+def nrrd(name: str = "v.nrrd", like: Callable[[Voxels], Voxels] = lambda voxels: voxels, **header: Any) -> Any:
+    def write(folder: Path, voxels: Voxels) -> str:
+        import nrrd as library
+
+        array = np.asfortranarray(like(voxels).T)
+        library.write(str(folder / name), array, {"encoding": "raw"} | header, detached_header=name.endswith("nhdr"))
+        return str(folder / name)
+
+    return write
+
+
+def npy(like: Callable[[Voxels], Voxels]) -> Any:
+    def write(folder: Path, voxels: Voxels) -> str:
+        np.save(folder / "v.npy", like(voxels))
+        return str(folder / "v.npy")
+
+    return write
+
+
+def n5(folder: Path, voxels: Voxels) -> str:
+    import json
+
+    about = {"dimensions": SHAPE[::-1], "blockSize": [16, 8, 10], "dataType": "uint16", "compression": {"type": "gzip"}}
+    store = {"driver": "file", "path": str(folder / "v.n5/setup0/s0")}
+    array = tensorstore.open({"driver": "n5", "kvstore": store, "metadata": about}, create=True).result()
+    array[...] = voxels.T
+    about = json.loads((folder / "v.n5/setup0/s0/attributes.json").read_text())
+    pixel = {"pixelResolution": {"dimensions": [4, 3, 2], "unit": "um"}}
+    (folder / "v.n5/setup0/s0/attributes.json").write_text(json.dumps(about | pixel))
+    (folder / "v.n5/attributes.json").write_text('{"n5": "2.0.0"}')
+    return f"{folder}/v.n5:/setup0/s0"
+
+
+def others(*axes: int) -> Callable[[Voxels], Voxels]:
+    """Puts an array of 3 channels, of which number 1 holds the voxels, along an axis; each axis in turn."""
+
+    def like(voxels: Voxels) -> Voxels:
+        for axis in axes:
+            voxels = np.stack([voxels // 2, voxels, voxels // 3], axis)
+        return voxels
+
+    return like
+
+
+OME = {"ome": True, "metadata": {"axes": "ZYX", "PhysicalSizeX": 2.5, "PhysicalSizeY": 3.0, "PhysicalSizeZ": 4.0}}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tiff, big-endian": (tiff(byteorder=">"), {}),
+    "tiff, pages": (tiff_pages(), {}),
+    "tiff, pages of int16": (tiff_pages(), {"dtype": "int16"}),
+    "tiff, big-endian pages, lzw, float32": (tiff("v.tif", byteorder=">", compression="lzw"), {"dtype": "float32"}),
+    "tiff, zlib with a predictor, tiles": (tiff_pages(compression="zlib", predictor=True, tile=(32, 16)), {}),
+    "tiff, bool": (tiff_pages(), {"dtype": "bool"}),
+    "tiff, BigTIFF": (tiff("v.btf", bigtiff=True), {"dtype": "float16"}),
+    "ome-tiff": (tiff("v.ome.tif", **OME), {"scale": (4, 3, 2.5), "units": [UM] * 3}),
+    "ome-tiff, channels": (
+        tiff("v.ome.tif", others(0), ome=True, compression="zlib", metadata={"axes": "CZYX"}),
+        {"select": (1,)},
+    ),
+    "ome-tiff, times and channels": (
+        tiff("v.ome.tif", others(1, 0), ome=True, metadata={"axes": "TZCYX"}),
+        {"select": (1, 1)},
+    ),
+    "ome-tiff of two files": (ome_files, {}),
+    "imagej": (
+        tiff(imagej=True, metadata={"axes": "ZYX", "spacing": 3.0, "unit": "\\u00B5m"}, resolution=(2.0, 4.0)),
+        {"scale": (3, 0.25, 0.5), "units": [UM] * 3},
+    ),
+    "tiff, colours": (
+        tiff("v.tif", others(3), photometric="rgb", compression="lzw"),
+        {"dtype": "uint8", "select": (1,)},
+    ),
+    "slices": (slices(".tif"), {}),
+    "slices, lzw": (slices(".TIFF", compression="lzw"), {}),
+    "png": (slices(".png"), {}),
+    "png, uint8": (slices(".png"), {"dtype": "uint8"}),
+    "png, bool": (slices(".png"), {"dtype": "bool"}),
+    "hdf5": (hdf5(), {"dtype": ">i4"}),
+    "hdf5, chunks, size": (
+        hdf5(size=[2.0, 3.0, 4.0], chunks=(10, 20, 9), compression="gzip"),
+        {"scale": (2, 3, 4), "units": [UM] * 3},
+    ),
+    "hdf5, channels first": (hdf5(like=others(0), chunks=(1, 5, 52, 71)), {"select": (1,)}),
+    "hdf5, channels last": (hdf5(like=others(3)), {"select": (1,)}),
+    "nifti": (nifti(), {"scale": (2, 0.25, 0.5), "units": [MM] * 3}),
+    "nifti, gzip, big-endian, int16": (
+        nifti("v.nii.gz", ">"),
+        {"dtype": "int16", "scale": (2, 0.25, 0.5), "units": [MM] * 3},
+    ),
+    "nrrd": (
+        nrrd(spacings=[1.0, 2.0, 3.0], units=["mm", "mm", "um"]),
+        {"scale": (3, 2, 1), "units": [UM, MM, MM]},
+    ),
+    "nrrd, gzip, directions": (
+        nrrd(
+            **{
+                "encoding": "gzip",
+                "space directions": np.diag([1.0, -2.0, 3.0]),
+                "space units": ["mm"] * 3,
+                "space": "left-posterior-superior",
+            }
+        ),
+        {"dtype": "float64", "scale": (3, 2, 1), "units": [MM] * 3},
+    ),
+    "nrrd, detached": (nrrd("v.nhdr"), {"dtype": ">u4"}),
+    "nrrd, colours first": (nrrd(like=others(3), kinds=["vector", "domain", "domain", "domain"]), {"select": (1,)}),
+    "npy": (npy(lambda voxels: voxels), {"dtype": ">u2"}),
+    "npy, Fortran order": (npy(np.asfortranarray), {"dtype": "int8"}),
+    "n5": (n5, {"scale": (2, 3, 4), "units": [UM] * 3}),
+}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_imported_equals_the_source(tmp_path: Path, case: str) -> None:
+    write, expected = CASES[case]
+    voxels = scan(expected.get("dtype", "uint16"))
+    request = ImportRequest(write(tmp_path, voxels), tmp_path / "out.zarr", expected.get("select", ()), levels=2)
+    import_volume(request)
+    found = imported(tmp_path / "out.zarr")
+    assert found.dtype == voxels.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(found, voxels)
+    np.testing.assert_array_equal(imported(tmp_path / "out.zarr", 1), halve(voxels.astype(found.dtype)))
+    (entry,) = zarr.open_group(tmp_path / "out.zarr", mode="r").attrs["ome"]["multiscales"]
+    assert [axis["name"] for axis in entry["axes"]] == ["z", "y", "x"]
+    assert [axis.get("unit") for axis in entry["axes"]] == expected.get("units", [None] * 3)
+    scales = [each["coordinateTransformations"][0]["scale"] for each in entry["datasets"]]
+    scale = expected.get("scale", (1, 1, 1))
+    np.testing.assert_allclose(scales, [scale, [2 * size for size in scale]], rtol=1e-6)  # NIfTI: float32
+
+
+@pytest.mark.usefixtures("small")
+def test_raw_voxels_need_shape_and_dtype_and_these_have_to_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    voxels = scan(">i2")
+    (tmp_path / "v.raw").write_bytes(voxels.tobytes())
+    command = ["import", f"{tmp_path}/v.raw", f"{tmp_path}/out.zarr", "--shape=37,52,71", "--voxel-size-um=8,7.5,7"]
+    assert volume.main(command) == 2
+    assert volume.main([*command, "--dtype=pixels"]) == 2
+    assert volume.main([*command, "--dtype=uint8"]) == 6
+    assert volume.main([*command, "--dtype=>i4"]) == 6
+    said = capsys.readouterr().err
+    assert "raw voxels need --shape and --dtype" in said
+    assert "--dtype must be one of numpy's" in said
+    assert f"got {voxels.size} bytes more than 37x52x71 uint8" in said
+    assert f"The file is cut short: {tmp_path}/v.raw has {voxels.nbytes} bytes, of at least {2 * voxels.nbytes}" in said
+    assert volume.main([*command, "--dtype=>i2"]) == 0
+    np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), voxels)
+    assert open_volume(ArrayConfig(path=f"{tmp_path}/out.zarr", level=1)).voxel_size_um == (16, 15, 14)
+
+
+@pytest.mark.parametrize("zarr_format", [3, 2])
+def test_the_volume_has_the_form_that_is_promised_and_three_readers_read_the_same(
+    tmp_path: Path, zarr_format: int
+) -> None:
+    """With chunks and shards of the real size, each cut at one end or more; and air, which is not stored."""
+    voxels = scan("uint8", (140, 130, 520))
+    voxels[128:, :128, 256:384] = voxels[:, :, 512:] = 0
+    np.save(tmp_path / "v.npy", voxels)
+    out = tmp_path / "out.zarr"
+    _, plan, figures = import_volume(ImportRequest(f"{tmp_path}/v.npy", out, zarr_format=zarr_format))
+    assert plan.shapes == [(140, 130, 520), (70, 65, 260), (35, 33, 130), (18, 17, 65)]
+    assert (figures.air, figures.voxel_bytes) == (5 + 1 + 1, voxels.nbytes)
+    array = zarr.open_group(out, mode="r", zarr_format=zarr_format)["0"]
+    assert isinstance(array, zarr.Array)
+    assert array.chunks == (128, 128, 128)
+    assert array.shards == ((512, 512, 512) if zarr_format == 3 else None)
+    files = {str(path.relative_to(out / "0")) for path in (out / "0").rglob("[0-9]*") if path.is_file()}
+    if zarr_format == 3:
+        assert files == {"c/0/0/0"}, "of air alone there is no shard"
+        assert array.metadata.dimension_names == ("z", "y", "x")
+    else:
+        assert len(files) == 2 * 2 * 5 - 5
+    np.testing.assert_array_equal(np.asarray(array[...]), voxels)
+    np.testing.assert_array_equal(open_volume(ArrayConfig(path=str(out))).read(((0, 0, 0), voxels.shape)), voxels)
+    spec = {"driver": "zarr3" if zarr_format == 3 else "zarr", "kvstore": {"driver": "file", "path": str(out / "0")}}
+    np.testing.assert_array_equal(tensorstore.open(spec, read=True).result().read().result(), voxels)
+
+
+# ---- kills
+
+
+SMALL = (
+    "from vesuvius.volume_tools import importing\n"
+    "importing._CHUNK, importing._PER_SHARD, importing._LAYER = 16, 2, 32\n"
+)
+
+
+def commands_of(tmp_path: Path, source: str) -> list[list[str]]:
+    """The same import twice, to be disturbed and not."""
+    outs = [str(tmp_path / folder / "v.zarr") for folder in ("killed", "whole")]
+    return [[sys.executable, "-c", SMALL + DOOR, "import", source, out] for out in outs]
+
+
+def kill_when(command: list[str], reached: Callable[[], bool]) -> bool:
+    """Returns whether it was killed, rather than done before."""
+    with fork_server.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not reached():
+            if process.poll() is not None:
+                return False
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    return process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("form", ["shards", "chunks"])
+def test_an_import_that_was_killed_goes_on_and_equals_an_undisturbed_one(tmp_path: Path, form: str) -> None:
+    """Killed early, late, and in a coarser level."""
+    voxels = scan("uint16", (40, 120, 130))
+    source = slices(".tif", compression="lzw")(tmp_path, voxels)
+    killed, whole = commands_of(tmp_path, source)
+    if form == "chunks":
+        killed, whole = [*killed, "--v2"], [*whole, "--v2"]
+    unfinished = tmp_path / "killed/v.zarr.partial/volume.zarr"
+    for level, count in ((0, 3), (0, 25), (1, 2)):
+        files = (unfinished / str(level)).rglob
+        assert kill_when(killed, lambda: sum(file.is_file() for file in files("[0-9]")) > count)  # noqa: B023
+        assert not (tmp_path / "killed/v.zarr").exists()
+        with pytest.raises(DataError, match=r"neither|group"):
+            open_volume(ArrayConfig(path=str(unfinished)))
+    assert b"before         0" not in fork_server.run(killed, capture_output=True, check=True).stdout
+    fork_server.run(whole, capture_output=True, check=True)
+    assert chunk_files(tmp_path / "killed/v.zarr") == chunk_files(tmp_path / "whole/v.zarr")
+    np.testing.assert_array_equal(imported(tmp_path / "killed/v.zarr"), voxels)
+
+
+@pytest.mark.long
+def test_kills_at_random_moments_change_no_byte(tmp_path: Path) -> None:
+    voxels = scan("uint16", (100, 200, 210))
+    source = tiff_pages(compression="zlib")(tmp_path, voxels)
+    killed, whole = commands_of(tmp_path, source)
+    started = time.monotonic()
+    fork_server.run(whole, capture_output=True, check=True)
+    took, rng, kills = time.monotonic() - started, random.Random(), 0
+    while kills < 5:
+        deadline = time.monotonic() + rng.uniform(0.1, 0.5) * took
+        if kill_when(killed, lambda: time.monotonic() > deadline):  # noqa: B023
+            kills += 1
+        else:
+            shutil.rmtree(tmp_path / "killed")
+    fork_server.run(killed, capture_output=True, check=True)
+    assert chunk_files(tmp_path / "killed/v.zarr") == chunk_files(tmp_path / "whole/v.zarr")
+    np.testing.assert_array_equal(imported(tmp_path / "killed/v.zarr"), voxels)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_source_that_changes_meanwhile_is_not_mixed_with_what_it_was(tmp_path: Path) -> None:
+    source = slices(".tif")(tmp_path, scan())
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(figures: CopyFigures, doing: str) -> None:
+        if figures.written > 40:
+            raise Stop
+
+    request = ImportRequest(source, tmp_path / "out.zarr")
+    with pytest.raises(Stop):
+        import_volume(request, stop)
+    with pytest.raises(ConfigError, match="zarr_format 2 "):
+        import_volume(replace(request, zarr_format=2))
+    (tmp_path / "scan/s_20.tif").touch()
+    with pytest.raises(ConfigError, match=r"source_files .* use the same ones, choose another name, or remove it"):
+        import_volume(request)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_what_the_disk_does_not_give_back_is_no_volume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zarr_format: int
+) -> None:
+    """One bit of one chunk flips between the write and the look at it."""
+    source = slices(".tif")(tmp_path, scan())
+    flush, damaged = os.fsync, list[str]()
+
+    def flip(descriptor: int) -> None:
+        flush(descriptor)
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.fstat(descriptor).st_size > 3000 and not damaged:
+            damaged.append(name)
+            (byte,) = os.pread(descriptor, 1, 1500)
+            os.pwrite(descriptor, bytes([byte ^ 4]), 1500)
+
+    monkeypatch.setattr(os, "fsync", flip)
+    request = ImportRequest(source, tmp_path / "out.zarr", zarr_format=zarr_format)
+    with pytest.raises(StorageError, match=r"What was written reads back differently, .*out\.zarr"):
+        import_volume(request)
+    assert damaged
+    assert not (tmp_path / "out.zarr").exists()
+    import_volume(request)
+    np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), scan())
+
+
+def test_a_full_disk_ends_the_import_with_6_also_while_a_layer_is_decoded(tmp_path: Path) -> None:
+    source = slices(".tif", compression="lzw")(tmp_path, scan())
+    limit = scan().nbytes - 1
+    command = [*with_small_files("volume", limit), "import", source, f"{tmp_path}/out.zarr"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 6, done.stderr
+    assert "needs a writable disk with enough space; got [Errno 27] File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- what is no volume
+
+
+def cut(name: str, share: float) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        os.truncate(folder / name, int((folder / name).stat().st_size * share))
+
+    return damage
+
+
+def over(writer: Any) -> Callable[[Path], None]:
+    """Replaces one of the slices."""
+
+    def damage(folder: Path) -> None:
+        (folder / "other").mkdir()
+        writer(folder / "other/s_20.png" if (folder / "scan/s_20.png").exists() else folder / "other/s_20.tif")
+        (file,) = (folder / "other").iterdir()
+        file.replace(folder / "scan" / file.name)
+
+    return damage
+
+
+def save(page: Voxels, **options: Any) -> Any:
+    def write(file: Path) -> None:
+        import tifffile
+        from PIL import Image
+
+        Image.fromarray(page).save(file) if file.suffix == ".png" else tifffile.imwrite(file, page, **options)
+
+    return write
+
+
+def rename(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "scan/s_20.tif").rename(folder / "scan" / name) and None
+
+
+def two_images(folder: Path, voxels: Voxels) -> str:
+    import tifffile
+
+    with tifffile.TiffWriter(folder / "v.tif") as writer:
+        for page in voxels:
+            writer.write(page, contiguous=False, metadata=None)
+        writer.write(voxels[0][:9], contiguous=False, metadata=None)
+    return str(folder / "v.tif")
+
+
+PAGE = scan()[0]
+CUT = "The file is cut short"
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "tiff cut": (tiff(), cut("v.tif", 0.5), CUT),
+    "tiff pages cut": (tiff_pages(), cut("v.tif", 0.5), CUT),
+    "tiff cut in its last page": (tiff_pages(), cut("v.tif", 0.99), CUT),
+    "lzw pages cut": (tiff_pages(compression="lzw"), cut("v.tif", 0.6), CUT),
+    "imagej cut": (tiff(imagej=True, metadata={"axes": "ZYX"}), cut("v.tif", 0.5), CUT),
+    "ome-tiff cut": (tiff("v.ome.tif", compression="zlib", **OME), cut("v.ome.tif", 0.7), "corrupted.*; copy it again"),
+    "ome-tiff, a file missing": (ome_files, lambda folder: (folder / "two.ome.tif").unlink(), "got 18 missing"),
+    "npy cut": (npy(lambda voxels: voxels), cut("v.npy", 0.9), "greater than file size; copy it again"),
+    "nifti cut": (nifti(), cut("v.nii", 0.9), CUT),
+    "nifti gzip cut": (nifti("v.nii.gz"), cut("v.nii.gz", 0.9), "EOFError"),
+    "nrrd cut": (nrrd(), cut("v.nrrd", 0.9), CUT),
+    "nrrd gzip cut": (nrrd(encoding="gzip"), cut("v.nrrd", 0.9), "EOFError|Error -"),
+    "hdf5 cut": (hdf5(), cut("v.h5", 0.9), "OSError: .*truncated file.*; copy it again"),
+    "a slice cut": (slices(".tif"), cut("scan/s_20.tif", 0.9), CUT),
+    "a lzw slice cut": (slices(".tif", compression="lzw"), cut("scan/s_20.tif", 0.9), CUT),
+    "a png cut": (slices(".png"), cut("scan/s_20.png", 0.9), r"The voxels .* cannot be read: OSError: .*truncated"),
+    "no tiff at all": (slices(".tif"), lambda folder: (folder / "scan/s_20.tif").write_text("a"), "TiffFileError"),
+    "a slice of another shape": (
+        slices(".tif"), over(save(PAGE[:50])), r"all slices must .*; got 52x71 uint16 in s_8.tif, 50x71 uint16 in \S+20"
+    ),
+    "a slice of another dtype": (slices(".png"), over(save(PAGE.astype("u1"))), "52x71 uint16 in s_8.png, 52x71 uint8"),
+    "a colour slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "52x71x3 uint8 in"),
+    "a slice of two pages": (slices(".tif"), over(save(np.stack([PAGE] * 2))), "a slice must be one page; got 2"),
+    "a gap": (slices(".tif"), rename("s_99.tif"), "rises evenly; got s_19.tif and then s_21.tif"),
+    "two with one number": (slices(".tif"), rename("s_021.tif"), "rises evenly; got s_19.tif and then s_"),
+    "two stacks": (slices(".tif"), rename("t_20.tif"), r"got (s_19|t_20)\.tif and (t_20|s_21)\.tif in"),
+    "two kinds": (slices(".tif"), rename("s_20.png"), r"files of one kind; got \.png, \.tif in"),
+    "no slices": (slices(".jp2", photometric="minisblack"), None, "got none of .tif, .tiff, .png"),
+    "images of two shapes": (two_images, None, "must be one image, .*; got 2: 37x52x71 uint16, 9x71"),
+    "a series of times": (tiff("v.ome.tif", ome=True, metadata={"axes": "TYX"}), None, "each once; got axes TYX"),
+    "channels": (tiff("v.ome.tif", others(0), ome=True, metadata={"axes": "CZYX"}), None, "CZYX .* to 1 of .* 0$"),
+    "colours": (tiff("v.tif", others(3), photometric="rgb"), None, r"axes ZYXS of .*set --select to 1 of .* 0$"),
+    "complex": (npy(lambda voxels: voxels.astype("c8")), None, "floats of up to 8 bytes; got complex64"),
+    "colours as one": (npy(lambda v: v.astype([("r", "u1"), ("g", "u1")])), None, "floats of up to 8 bytes; got "),
+    "two axes": (npy(lambda voxels: voxels[0]), None, "z, y, x, each once; got axes YX of shape 52x71"),
+    "no such dataset": (hdf5(), "v.h5:/other", r"got /other, of entry/data, in \S+v.h5; name it: \S+v.h5:/entry/data"),
+    "a group": (n5, "v.n5", r"got none named, of setup0/s0, in \S+; name it: \S+v.n5:/setup0/s0"),
+    "nrrd as text": (nrrd(encoding="ascii"), None, "must be raw or gzip, .*; got encoding ascii"),
+    "another format": (slices(".tif"), "scan/notes.txt", "what is imported is a folder of slices"),
+    "nothing": (slices(".tif"), "nothing.tif", "what is imported must exist; got .*nothing.tif"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_volume_is_refused_and_leaves_none(tmp_path: Path, case: str) -> None:
+    write, change, words = WRONG[case]
+    source = write(tmp_path, scan("uint8" if case == "colours" else "uint16"))
+    if isinstance(change, str):
+        source = str(tmp_path / change)
+    elif change is not None:
+        change(tmp_path)
+    with pytest.raises((DataError, ConfigError), match=words):
+        import_volume(ImportRequest(source, tmp_path / "out.zarr"))
+    assert not (tmp_path / "out.zarr").exists()
+
+
+def test_the_only_dataset_of_three_axes_needs_no_name(tmp_path: Path) -> None:
+    source = hdf5()(tmp_path, scan())
+    import_volume(ImportRequest(source.partition(":")[0], tmp_path / "out.zarr"))
+    np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), scan())
+
+
+def test_nifti_is_imported_as_stored_and_a_scaling_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    voxels = scan("float32")
+    source = nifti(slope=3.0)(tmp_path, voxels)
+    import_volume(ImportRequest(source, tmp_path / "out.zarr"))
+    np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), voxels)
+    assert "scl_slope 3 and scl_inter 10 are not applied" in caplog.text
+
+
+PACKAGES = {
+    "tifffile": (tiff(), "this format needs the package tifffile; .*; pip install 'vesuvius-diffusion"),
+    "imagecodecs": (tiff(compression="lzw"), "imagecodecs.*; pip install imagecodecs"),
+    "h5py": (hdf5(), "needs the package h5py"),
+    "nibabel": (nifti(), "needs the package nibabel"),
+    "nrrd": (nrrd(), "needs the package nrrd"),
+    "tensorstore": (n5, "needs the package tensorstore"),
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_that_is_not_installed_is_named(tmp_path: Path, package: str) -> None:
+    write, words = PACKAGES[package]
+    command = f"import sys; sys.modules[{package!r}] = None\n{DOOR}"
+    arguments = [sys.executable, "-c", command, "import", write(tmp_path, scan()), f"{tmp_path}/out.zarr"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert re.search(words, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+PEAK = "import atexit; atexit.register(lambda: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]))\n"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compression", [None, "zlib"])
+def test_the_memory_that_an_import_takes_is_bounded(tmp_path: Path, compression: str | None) -> None:
+    """1.5 GiB: who keeps a slab of 128 whole slices, or a shard, takes more than the 512 MiB."""
+    page = np.tile(scan("uint16", (1, 256, 256))[0], (8, 12))
+    tiff_pages(compression=compression)(tmp_path, (np.roll(page, z) for z in range(128)))
+    command = [sys.executable, "-c", PEAK + DOOR, "import", f"{tmp_path}/v.tif", f"{tmp_path}/out.zarr"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 512 * 1024
+    np.testing.assert_array_equal(zarr.open_group(tmp_path / "out.zarr")["0"][127], np.roll(page, 127))
