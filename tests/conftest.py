@@ -119,7 +119,7 @@ def write_array(path: Path, voxels: np.ndarray[Any, Any], chunk: int = 32, **opt
     if options.get("zarr_format") == 3:
         defaults = {"fill_value": 0}
     array = zarr.create_array(
-        str(path), shape=voxels.shape, dtype=voxels.dtype, chunks=(chunk,) * voxels.ndim, **(defaults | options)
+        path, shape=voxels.shape, dtype=voxels.dtype, chunks=(chunk,) * voxels.ndim, **(defaults | options)
     )
     array[...] = voxels
     return path

@@ -106,6 +106,13 @@ def test_memory_does_not_grow_with_the_volume(tmp_path):
     assert peaks[1] - peaks[0] < 4 * 32**3
 
 
+@pytest.mark.parametrize("name", ["scan#1.zarr", "q?v=2.zarr"])
+def test_a_name_that_looks_like_a_part_of_a_url_is_a_name(tmp_path, name):
+    write_phantom(tmp_path / name, (16, 16, 16), seed=3, chunk=16)
+    assert {path.name for path in tmp_path.iterdir()} == {name, name.replace(".zarr", ".labels.zarr")}
+    assert levels_of(tmp_path / name)[0].any()
+
+
 def test_what_is_there_is_never_replaced(tmp_path):
     for name in ("v.zarr", "v.labels.zarr"):
         zarr.create_group(tmp_path / name, zarr_format=2, attributes={"mine": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,17 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ShardingCodec, ZstdCodec
+from zarr.abc.codec import BytesBytesCodec
+from zarr.codecs import (
+    BloscCodec,
+    BytesCodec,
+    Crc32cCodec,
+    GzipCodec,
+    ShardingCodec,
+    TransposeCodec,
+    ZstdCodec,
+)
+from zarr.registry import register_codec
 
 from tests.conftest import textured
 from tests.support.chunk_server import ChunkServer
@@ -198,3 +209,65 @@ def test_verify_lists_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     shard.write_bytes(data)
     (broken,) = verify_volume(ArrayConfig(path=str(path))).broken
     assert "checksum" in broken.cause
+
+
+# ---- codecs in any order
+
+
+@dataclass(frozen=True)
+class Inverted(BytesBytesCodec):
+    """A codec of another package, of which numcodecs knows nothing."""
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Inverted:
+        return cls()
+
+    def to_dict(self) -> Any:
+        return {"name": "tests.inverted"}
+
+    def compute_encoded_size(self, input_byte_length: int, chunk_spec: Any) -> int:
+        return input_byte_length
+
+    async def _decode_single(self, chunk_data: Any, chunk_spec: Any) -> Any:
+        return type(chunk_data).from_bytes(bytes(255 - byte for byte in chunk_data.to_bytes()))
+
+    async def _encode_single(self, chunk_data: Any, chunk_spec: Any) -> Any:
+        return await self._decode_single(chunk_data, chunk_spec)
+
+
+BIG, LITTLE = BytesCodec(endian="big"), BytesCodec(endian="little")
+TRANSPOSED = (TransposeCodec(order=(1, 2, 0)), TransposeCodec(order=(0, 2, 1)))
+CHAINS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
+    "transposed, crc32c in blosc in gzip": (
+        "int16", lambda: (*TRANSPOSED, BIG, Crc32cCodec(), BloscCodec(), GzipCodec())
+    ),
+    "a filter": ("int16", lambda: (numcodecs_of("Delta", dtype="<i2"), LITTLE, BloscCodec())),
+    "a filter of transposed voxels": ("int16", lambda: (*TRANSPOSED, numcodecs_of("Delta", dtype="<i2"), LITTLE)),
+    "a filter to another dtype": (
+        "float32",
+        lambda: (
+            numcodecs_of("FixedScaleOffset", dtype="<f4", astype="<u2", scale=1, offset=0),
+            LITTLE, numcodecs_of("Shuffle"), numcodecs_of("LZ4"),
+        ),
+    ),
+    "a codec from elsewhere in zstd": ("uint16", lambda: (*TRANSPOSED, BIG, Inverted(), ZstdCodec())),
+    "zstd in a codec from elsewhere": ("uint16", lambda: (BIG, ZstdCodec(), Inverted())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_codecs_in_any_order_decode_to_what_zarr_wrote(tmp_path: Path, chain: str, sharded: bool) -> None:
+    register_codec("tests.inverted", Inverted)
+    dtype, codecs = CHAINS[chain][0], list(CHAINS[chain][1]())
+    shape, chunk = (8, 12, 20), (4, 6, 10)  # no two axes alike
+    voxels = np.random.default_rng(0).integers(0, 1000, shape).astype(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        codecs = [ShardingCodec(chunk_shape=chunk, codecs=codecs)] if sharded else codecs
+        array = zarr.create(
+            store=str(tmp_path / "v.zarr"), shape=shape, dtype=dtype, chunk_shape=shape if sharded else chunk,
+            codecs=codecs, zarr_format=3,
+        )  # fmt: skip
+        array[...] = voxels
+    np.testing.assert_array_equal(open_at(str(tmp_path / "v.zarr")).read(((0, 0, 0), shape)), voxels)

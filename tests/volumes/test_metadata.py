@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+from zarr.storage import MemoryStore, StorePath
 
 from tests.conftest import textured, write_array
 from tests.support.odd_server import objects_of, serving
 from tests.volumes.test_axes import multiscale
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
+from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.volume import open_volume
 
 VOXELS = textured((16, 16, 16))
@@ -99,6 +101,11 @@ REFUSED: dict[str, tuple[int, Change, str]] = {
         set_to(chunks=[8, 8, 0]),
         r"no chunks, or more than 1.1e\+12: .*chunks of \[8, 8, 0\]",
     ),
+    "v3 chunks of 0": (
+        3,
+        set_to(chunk_grid={"name": "regular", "configuration": {"chunk_shape": [8, 0, 8]}}),
+        r"no chunks, or more than 1.1e\+12: .*chunks of \[8, 0, 8\]",
+    ),
     "no chunks": (2, lambda metadata: metadata.pop("chunks"), "refuses them .*chunks"),
     "huge": (2, set_to(shape=[10**12] * 3), r"shape \[10+, 10+, 10+\], chunks of \[8, 8, 8\]; correct"),
     "anything else": (2, set_to(fill_value="x"), r"zarr-python refuses them \(TypeError: .*\)"),
@@ -114,6 +121,42 @@ def test_what_cannot_be_read_is_named_before_a_chunk_is_called_damaged(tmp_path:
         with pytest.raises(DataError, match=rf"^The metadata \S+ of \S+ cannot be read: .*{words}") as refused:
             read(path)
     assert "\n" not in str(refused.value)
+
+
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+HASHES: dict[str, tuple[dict[str, Any], str]] = {
+    "v2": (
+        {
+            "zarr_format": 2, "shape": [128] * 3, "chunks": [64] * 3, "dtype": "|u1", "fill_value": 0, "order": "C",
+            "compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}, "filters": None,
+            "dimension_separator": "/", "attributes": {},
+        },
+        "732663116537be05",
+    ),
+    "shards": (
+        {
+            "zarr_format": 3, "node_type": "array", "shape": [128] * 3, "data_type": "uint8", "fill_value": 0,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [64] * 3}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "codecs": [{"name": "sharding_indexed", "configuration": {
+                "chunk_shape": [32] * 3,
+                "codecs": [LITTLE, {"name": "zstd", "configuration": {"level": 0, "checksum": False}}],
+                "index_codecs": [LITTLE, {"name": "crc32c"}],
+                "index_location": "end",
+            }}],
+            "attributes": {}, "dimension_names": ["z", "y", "x"],
+        },
+        "ecca11cc02956061",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", HASHES)
+def test_the_hash_of_metadata_is_that_of_each_release_of_zarr(layout: str) -> None:
+    """Sidecars and unfinished copies hold it, and zarr may be upgraded under them."""
+    document, expected = HASHES[layout]
+    array: Any = zarr.AsyncArray(document, StorePath(MemoryStore()))  # type: ignore[call-overload]
+    assert metadata_hash(zarr.Array(array)) == expected
 
 
 NO_JSON: dict[str, tuple[Callable[[bytes], bytes], str]] = {

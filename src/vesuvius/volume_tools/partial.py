@@ -298,7 +298,7 @@ class PartialCopy:
                         "multiscales": [{key: multiscale[key] for key in multiscale if key != "version"}],
                     }
                 }
-            group = zarr.open_group(str(self._volume), mode="a", zarr_format=3 if self.plan.per_shard else 2)
+            group = zarr.open_group(self._volume, mode="a", zarr_format=3 if self.plan.per_shard else 2)
             group.attrs.put(ome | {attribute(self.kind): self.record})
             self._volume.rename(self.out)
             shutil.rmtree(self.path)
@@ -313,7 +313,7 @@ class PartialCopy:
                     *(self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill),
                     per_shard=self.plan.per_shard,
                 )
-            return zarr.open_array(str(folder), mode="r")
+            return zarr.open_array(folder, mode="r")
 
     @property
     def _volume(self) -> Path:
@@ -471,7 +471,7 @@ def new_array(
             "dimension_names": list("zyx"),
         }
     return zarr.create_array(
-        str(root),
+        root,  # no str: zarr 3.4 takes what follows a # or ? in it for parts of a URL
         name=name,
         shape=tuple(shape),
         dtype=dtype.newbyteorder("<"),

@@ -288,7 +288,7 @@ def _opened(path: Path) -> Any:
     try:
         if path.suffix == ".npy":
             return np.lib.format.open_memmap(path, mode="r")  # unlike np.load, it never speaks of unpickling
-        found = zarr.open(str(path), mode="r")
+        found = zarr.open(path, mode="r")
         return found["0"] if isinstance(found, zarr.Group) else found
     except (OSError, ValueError, KeyError, zarr.errors.BaseZarrError) as error:
         raise ConfigError(f"--generated {path} is no .npy file or zarr array: {one_line(error)}") from error

@@ -20,7 +20,6 @@ import numcodecs.registry
 import numpy as np
 import zarr
 from numcodecs.errors import UnknownCodecError
-from zarr.core.array import AsyncArray
 from zarr.errors import UnknownCodecError as UnknownCodecV3Error
 from zarr.storage import MemoryStore, StorePath
 
@@ -87,15 +86,15 @@ def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
     cause, remedy = "", "correct them, or convert the volume"
     try:
         document = _normalised(node.document)
-        array = zarr.Array(AsyncArray(document, StorePath(MemoryStore(), path)))  # type: ignore[call-overload]
+        array = zarr.Array(zarr.AsyncArray(document, StorePath(MemoryStore(), path)))  # type: ignore[call-overload]
+        written = document["chunks"] if "chunks" in document else document["chunk_grid"]["configuration"]["chunk_shape"]
+        chunks = array.chunks if all(written) else tuple(written)  # zarr 3.4 takes 0 for 1
         if array.dtype.kind not in "buif" or array.dtype.itemsize > 8:
             cause = f"its dtype {dtype} is not bool, nor an integer or float of up to 8 bytes"
         elif not is_supported(getattr(array.metadata, "codecs", ())):
             cause = "shards inside or behind other codecs, or with an index in another form, are not supported"
-        elif (
-            not 1 <= math.prod(c and -(-n // c) for n, c in zip(array.shape, array.chunks, strict=True)) <= _MOST_CHUNKS
-        ):
-            sizes = f"shape {list(array.shape)}, chunks of {list(array.chunks)}"
+        elif not 1 <= math.prod(c and -(-n // c) for n, c in zip(array.shape, chunks, strict=True)) <= _MOST_CHUNKS:
+            sizes = f"shape {list(array.shape)}, chunks of {list(chunks)}"
             cause = f"it has no chunks, or more than {_MOST_CHUNKS:.2g}: {sizes}"
     except (UnknownCodecError, UnknownCodecV3Error) as error:
         cause = f"a codec is not installed ({one_line(error)})"

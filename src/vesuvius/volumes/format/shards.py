@@ -10,7 +10,7 @@ import google_crc32c
 import numpy as np
 import zarr
 from numpy.typing import NDArray
-from zarr.codecs import BytesCodec, Crc32cCodec, Endian, ShardingCodec
+from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 
 from vesuvius.volumes.store.objects import ByteRange
 
@@ -37,11 +37,12 @@ class ShardForm:
         assert array.shards is not None
         self.counts: Coords = tuple(s // c for s, c in zip(array.shards, array.chunks, strict=True))
         self.chunks = math.prod(self.counts)
-        self.index_bytes: int = codec._shard_index_size(self.counts)  # zarr has no public function for it
-        self._is_first = str(codec.index_location.value) == "start"
+        written = codec.to_dict()["configuration"]  # the codec's own attributes change their types with zarr's release
+        numbers, *self._checked = written["index_codecs"]
+        self._dtype = ">u8" if numbers.get("configuration", {}).get("endian") == "big" else "<u8"
+        self.index_bytes = 16 * self.chunks + (4 if self._checked else 0)
+        self._is_first = written["index_location"] == "start"
         self.index_range = ByteRange(0, self.index_bytes) if self._is_first else ByteRange(-self.index_bytes)
-        endian, *self._checked = codec.index_codecs
-        self._dtype = "<u8" if endian.endian is Endian.little else ">u8"
 
     def parse(self, data: bytes) -> Index:
         """The index in these bytes of a shard; zarr takes 100 times as long.
