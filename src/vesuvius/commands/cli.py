@@ -45,7 +45,7 @@ COMMANDS = {
     "tune": "find the fastest settings of a config on this machine",
     "sample": "draw samples from a trained model",
     "evaluate": "compare samples of a trained model with real patches",
-    "volume": "describe, copy, list, verify or make volumes",
+    "volume": "import, describe, copy, list, verify or make volumes",
     "quarantine": "list what a run could not read, or clear it",
     "doctor": "check whether this machine is fit for a run, and say how to fix it",
     "profile": "train some steps; say where their time goes and what to try",

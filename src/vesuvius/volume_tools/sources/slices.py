@@ -53,7 +53,10 @@ def open_tiff(file: Path) -> Stored:
             raise refuse("all slices of a stack must be there", f"{missing} missing", file, "copy all of its files")
         pages = [_tiff_page(page) for page in series.pages]
         files = sorted({Path(page.parent.filehandle.path) for page in series.pages})
-    lead = next(n for n in range(len(shape)) if math.prod(shape[:n]) == len(pages) and n > names.find("Z"))
+    leads = [n for n in range(len(shape)) if math.prod(shape[:n]) == len(pages) and n > names.find("Z")]
+    if not leads:
+        raise refuse("a page of a TIFF must be one slice", f"{len(pages)} of axes {names}", file, "save it as slices")
+    lead = leads[0]
     get = paged(shape, lead, lambda number: pages[number].load().reshape(shape[lead:]))
     unit = None if all(page.is_mapped for page in pages) else (*(1,) * lead, *shape[lead:])
     return Stored(files, names, shape, dtype, get, unit, **space)
