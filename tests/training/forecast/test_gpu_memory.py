@@ -135,6 +135,13 @@ def test_the_plan_is_asked_what_fits_beside_other_processes(monkeypatch: pytest.
         )
 
 
+@pytest.mark.usefixtures("plan_of_a_gib")
+def test_ranks_that_follow_the_remedy_keep_their_effective_batch() -> None:
+    config = small(*batches(6, 2), "training.ranks=4")
+    overrides = remedy(config, CPU, USE).split("--resume ")[1].split(",")[0].split()
+    assert small(*overrides, "training.ranks=4").global_batch == config.global_batch
+
+
 @pytest.fixture
 def plan_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without tracing a step, which takes seconds: it needs 1 GiB, and one patch more than half of that."""

@@ -317,12 +317,13 @@ def gpu_memory_error(
 
 
 def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
-    """The overrides with which to go on: the largest smaller micro-batch that divides the global batch, and fits by
+    """The overrides with which to go on: the largest smaller micro-batch that divides a rank's patches, and fits by
     the memory plan beside the other processes on the GPU; the next smaller one where that is not known.
 
     Raises nothing.
     """
-    training, total, why = config.training, config.global_batch, ""
+    training, why = config.training, ""
+    patches = training.micro_batch * training.accumulate_steps  # of a rank
     most = training.micro_batch - 1
     try:
         assert use is not None, "the GPU's memory cannot be read"
@@ -339,8 +340,8 @@ def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
         why = f"the memory plan needs {size_text(need_bytes)} of {size_text(usable_bytes)}: "
         if need_bytes <= usable_bytes:
             why += f"fragments, validation or another process took the rest; with {_EXPANDABLE} it may fit; "
-    batch = next((size for size in range(most, 0, -1) if total % size == 0), None)
+    batch = next((size for size in range(most, 0, -1) if patches % size == 0), None)
     if batch is None:
         return why + leaner(config)
-    overrides = f"training.train_batch_size={batch} training.accumulate_steps={total // batch}"
+    overrides = f"training.train_batch_size={batch} training.accumulate_steps={patches // batch}"
     return f"{why}continue with --resume {overrides}, which keeps the effective batch"
