@@ -160,3 +160,11 @@ def test_what_cannot_be_compiled_runs_plainly_with_one_warning(backend: Any, cap
     assert said[0].startswith(f"torch.compile failed: {regions.failure}; ")
     assert "no C compiler" in regions.failure
     assert said[0].endswith("training.compile=false does not try it")
+
+
+def test_a_deep_network_stays_compiled_when_its_micro_batch_was_halved_twice() -> None:
+    """24 kinds of blocks, each for three micro-batches; torch would say 'recompile_limit'."""
+    regions = CompiledRegions("eager")
+    for size in range(72):
+        regions(torch.exp, torch.ones(1 + size, requires_grad=True))
+    assert regions.failure == ""

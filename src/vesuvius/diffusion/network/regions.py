@@ -16,7 +16,9 @@ from vesuvius.errors import one_line
 
 log = logging.getLogger(__name__)
 
-_MOST_VARIANTS = 64  # different blocks of a network; torch's own limit of 8 is below the default network's
+# Different blocks of a network, again for each micro-batch that it is cut to out of memory.  torch's own limit of 8 is
+# below the default network's 15.
+_MOST_VARIANTS = 256
 
 
 def plainly(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
