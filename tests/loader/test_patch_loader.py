@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from tests.conftest import textured, write_array
 from vesuvius import ConfigError, DataConfig, PatchBatch, PatchDataset, PatchLoader, PatchStream, VolumeConfig
 from vesuvius.config import AugmentConfig, ForegroundConfig, ValidationConfig
 from vesuvius.plan.plan import Sample
-from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.options import StreamOptions, store_is_there
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volumes.box import slices
 
@@ -259,6 +260,22 @@ def test_a_resident_copy_changes_nothing(volume: Path) -> None:
     with load(volume, length=200) as plain, load(volume, length=200, resident=True) as kept:
         assert same(islice(plain, 200), islice(kept, 200)) == 200
         assert kept.stream.has_resident
+
+
+def test_two_loaders_with_readers_at_once(volume: Path) -> None:
+    """Ray Data's settings are one for all threads: one loader's executions must not run by the other's."""
+    options: dict[str, Any] = {"workers": 1, "resident": False, "normalize": False, "length": 100}
+    with load(volume, seed=1, batch_size=8, **options) as train, load(volume, seed=2, **options) as validation:
+        pairs = list(zip(train, validation, strict=True))
+        assert indices(batch for batch, _ in pairs) == list(range(800))
+        assert indices(batch for _, batch in pairs) == list(range(400))
+        train.close()
+        assert indices(islice(validation, 100)) == list(range(400, 800)), "whoever started Ray"
+
+
+def test_ray_that_another_thread_is_importing_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    assert not store_is_there()
 
 
 # ---- in a DataLoader

@@ -106,7 +106,8 @@ def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
 def store_is_there() -> bool:
     """Whether this process is connected to a Ray, whose store has its place in /dev/shm: it keeps what it once used."""
     ray = sys.modules.get("ray")
-    return ray is not None and ray.is_initialized()
+    started = getattr(ray, "is_initialized", None)  # not there while another thread imports it
+    return started is not None and started()
 
 
 def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:

@@ -210,7 +210,7 @@ def test_what_no_trainer_can_begin_with_says_why(config: Config, trials: Path) -
     with closing(TrialRunner(config, trials)) as lab:
         invalid = lab.measure(replace(Setting.of(config), train_batch_size=0), "run", 1.0, _HANG_S)
         assert invalid.ended == "failed"
-        assert "training.train_batch_size Input should be greater than or equal to 1" in invalid.cause
+        assert "Input should be greater than or equal to 1" in invalid.cause
         trials.mkdir()
         (trials / "000").symlink_to("/proc/no-such-place")
         unwritable = lab.measure(Setting.of(config), "run", 1.0, _HANG_S)

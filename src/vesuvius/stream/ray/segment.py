@@ -6,6 +6,7 @@ Ray Data's defaults are made for large blocks in any order; each setting below s
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ _OVERLAP_S = 15.0
 _OVERLAP_TASKS = 4
 _ROUND_S = 0.01
 _ROW = ("slots", "slots_ahead")
+# Ray Data's settings are one for all threads of a process: streams must not set theirs in each other's executions.
+_settings = threading.Lock()
 
 
 class ReaderLostError(DataError):
@@ -85,7 +88,7 @@ class Segment:
         self._blocks = 0
         self._began: float | None = None
         self._handle: type[_Pace] = type("_Pace", (_Pace,), {})  # Ray Data takes classes, not objects
-        with DataContext.current(_context(job, store_need_bytes(job, options), self._handle)):
+        with _settings, DataContext.current(_context(job, store_need_bytes(job, options), self._handle)):
             dataset = private.map_with_bounded_restarts(
                 ray.data.from_blocks(_rows(tasks, workers)),
                 RayReader,
