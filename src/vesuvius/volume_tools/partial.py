@@ -38,7 +38,7 @@ from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_whole
 from vesuvius.runlog.records import parsed
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volume_tools.shard_file import EncodedChunk, ShardFile, check_written
+from vesuvius.volume_tools.shard_file import ShardFile, check_written
 from vesuvius.volumes.box import (
     Box,
     chunk_box,
@@ -212,19 +212,17 @@ class PartialCopy:
                 for _, size in self._in_order(level, read, ahead, writers, partial(self.write, level)):
                     on_chunk(size)
                 return
-            finished = list[Future[None]]()
+            wait_for_last: Callable[[], None] = lambda: None  # noqa: E731
             encoded = self._in_order(level, read, ahead, writers, lambda _, voxels: self._encoded(voxels))
             with disk_errors(self.out, self.kind):
                 for shard, chunks in groupby(encoded, lambda item: triple(i // per for i in item[0])):
                     file = ShardFile(self._file(level, shard), per**3)
                     for chunk, stored in chunks:
                         file.add(int(np.ravel_multi_index([i % per for i in chunk], self._per_file)), stored)
-                        on_chunk(len(stored.data))
-                    for before in finished:
-                        before.result()
-                    finished = [writers.submit(file.finish)]
-                for last in finished:
-                    last.result()
+                        on_chunk(len(stored))
+                    wait_for_last()
+                    wait_for_last = writers.submit(file.finish).result
+                wait_for_last()
 
     def _in_order(
         self,
@@ -269,21 +267,21 @@ class PartialCopy:
         Args:
             voxels: of the volume's dtype; smaller than a chunk at the end of an axis.
         """
-        data, checksum = self._encoded(voxels)
-        if data:
+        if data := self._encoded(voxels):
             with disk_errors(self.out, self.kind):
                 file = self._file(level, chunk)
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(file, data, lambda written: check_written(written, [(0, len(data), checksum)]))
+                write_whole(file, data, lambda written: check_written(written, google_crc32c.value(data)))
         return len(data)
 
-    def _encoded(self, voxels: NDArray[Any]) -> EncodedChunk:
+    def _encoded(self, voxels: NDArray[Any]) -> bytes:
+        """As it is stored; b"" for air."""
         fill = self.dtype.type(self.fill_value)
         if np.array_equal(voxels, np.broadcast_to(fill, voxels.shape), equal_nan=voxels.dtype.kind == "f"):
-            return EncodedChunk(b"", 0)
+            return b""
         padded = np.full(self.plan.chunk_zyx, fill, voxels.dtype.newbyteorder("<"))
         padded[tuple(map(slice, voxels.shape))] = voxels
-        return EncodedChunk(bytes(_codec_for(voxels.dtype).encode(padded)), google_crc32c.value(padded.tobytes()))
+        return bytes(_codec_for(voxels.dtype).encode(padded))
 
     def publish(self, multiscale: dict[str, Any]) -> None:
         """Write the group's metadata and give the whole volume its name."""
@@ -292,12 +290,8 @@ class PartialCopy:
                 torn.unlink()
             ome: dict[str, Any] = {"multiscales": [multiscale]}
             if self.plan.per_shard:
-                ome = {
-                    "ome": {
-                        "version": "0.5",
-                        "multiscales": [{key: multiscale[key] for key in multiscale if key != "version"}],
-                    }
-                }
+                del multiscale["version"]
+                ome = {"ome": {"version": "0.5"} | ome}
             group = zarr.open_group(self._volume, mode="a", zarr_format=3 if self.plan.per_shard else 2)
             group.attrs.put(ome | {attribute(self.kind): self.record})
             self._volume.rename(self.out)
@@ -309,10 +303,8 @@ class PartialCopy:
         with disk_errors(self.out, self.kind):
             if not (folder / ("zarr.json" if self.plan.per_shard else ".zarray")).exists():
                 shape, fill = self.plan.shapes[level], self.dtype.type(self.fill_value).item()
-                new_array(
-                    *(self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill),
-                    per_shard=self.plan.per_shard,
-                )
+                about = self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill
+                new_array(*about, per_shard=self.plan.per_shard)
             return zarr.open_array(folder, mode="r")
 
     @property
@@ -457,13 +449,8 @@ def new_array(
         "chunk_key_encoding": {"name": "v2", "separator": "/"},
     }
     if per_shard:
-        blosc = _codec_for(dtype)
-        compressor = BloscCodec(
-            cname=blosc.cname,
-            clevel=blosc.clevel,
-            shuffle="shuffle" if blosc.shuffle == Blosc.SHUFFLE else "noshuffle",
-            typesize=dtype.itemsize,
-        )
+        shuffle: Any = "shuffle" if dtype.itemsize > 1 else "noshuffle"
+        compressor = BloscCodec(cname="zstd", clevel=3, shuffle=shuffle, typesize=dtype.itemsize)  # as _codec_for
         form = {
             "compressors": [compressor, Crc32cCodec()],
             "shards": [size * per_shard for size in chunks],

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import google_crc32c
 import numpy as np
-from numcodecs import Blosc
 
 _ABSENT = 2**64 - 1
-
-
-class EncodedChunk(NamedTuple):
-    """A chunk as it is stored."""
-
-    data: bytes  # b"" for air
-    checksum: int  # CRC-32C of its voxels
+_READ_BYTES = 2**22
 
 
 class ShardFile:
@@ -35,46 +27,38 @@ class ShardFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._beside.open("w+b")
         self._index = np.full((chunks, 2), _ABSENT, "<u8")
-        self._stored = list[tuple[int, int, int]]()  # offset, length and checksum of each chunk
+        self._checksum = 0
 
-    def add(self, place: int, chunk: EncodedChunk) -> None:
-        """Append the chunk that stands at this place in the index; air is left out."""
-        if chunk.data:
+    def add(self, place: int, chunk: bytes) -> None:
+        """Append the chunk that stands at this place in the index; air, b"", is left out."""
+        if chunk:
             offset = self._file.tell()
-            self._index[place] = offset, self._file.write(_with_checksum(chunk.data))
-            self._stored.append((offset, len(chunk.data), chunk.checksum))
+            self._index[place] = offset, self._write(chunk)
 
     def finish(self) -> None:
         """Write the index, read all back, and give the shard its name; of air alone none is left.  Any thread."""
         with self._file as file:
-            file.write(_with_checksum(self._index.tobytes()))
+            self._write(self._index.tobytes())
             file.flush()
             os.fsync(file.fileno())
-            check_written(file, self._stored)
-        if self._stored:
+            check_written(file, self._checksum)
+        if (self._index != _ABSENT).any():
             self._beside.replace(self._path)
         else:
             self._beside.unlink()
 
+    def _write(self, data: bytes) -> int:
+        data += int(google_crc32c.value(data)).to_bytes(4, "little")
+        self._checksum = google_crc32c.extend(self._checksum, data)
+        return self._file.write(data)
 
-def _with_checksum(data: bytes) -> bytes:
-    return data + int(google_crc32c.value(data)).to_bytes(4, "little")
 
-
-def check_written(file: BinaryIO, chunks: Iterable[tuple[int, int, int]]) -> None:
-    """Read a flushed file back from the disk.
-
-    Args:
-        chunks: offset, length and checksum of each chunk.
-
-    Raises:
-        OSError: a chunk does not decode to its voxels.
-    """
+def check_written(file: BinaryIO, checksum: int) -> None:
+    """Read a flushed file back from the disk.  Raises OSError where its CRC-32C differs."""
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else it is read from memory
-    for offset, size, checksum in chunks:
-        try:
-            voxels = bytes(Blosc().decode(os.pread(file.fileno(), size, offset)))
-        except (RuntimeError, ValueError):
-            voxels = b""
-        if google_crc32c.value(voxels) != checksum:
-            raise OSError(errno.EIO, f"What was written reads back differently, from byte {offset} on", file.name)
+    there = 0
+    file.seek(0)
+    while data := file.read(_READ_BYTES):
+        there = google_crc32c.extend(there, data)
+    if there != checksum:
+        raise OSError(errno.EIO, "What was written reads back differently", file.name)

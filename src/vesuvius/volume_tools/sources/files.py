@@ -1,46 +1,120 @@
-"""Files that hold a whole array: raw, npy, NIfTI, NRRD, HDF5; and N5, a folder of chunks."""
+"""Arrays as they lie in files: raw, npy, NIfTI, NRRD, HDF5; and N5, a folder of chunks."""
 
 from __future__ import annotations
 
-import importlib
+import gzip
 import json
-import logging
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.errors import ConfigError
-from vesuvius.volume_tools.sources.stored import Stored, flat, gzipped, library, named, refuse, sized
-
-log = logging.getLogger(__name__)
+from vesuvius.errors import DataError
+from vesuvius.runlog.units import format_sizes
+from vesuvius.volumes.box import triple
+from vesuvius.volumes.geometry import VOXELS, Geometry
 
 _UNIT_BYTES = 2**24  # that are decoded at once, where chunks are smaller
-_C_TYPES = {
-    "char": "i1", "uchar": "u1", "short": "i2", "ushort": "u2", "int": "i4", "uint": "u4", "longlong": "i8",
-    "ulonglong": "u8", "float": "f4", "double": "f8",
+_UNITS = {
+    "nm": "nanometer", "um": "micrometer", "\u00b5m": "micrometer", "\u03bcm": "micrometer", "\\u00B5m": "micrometer",
+    "micron": "micrometer", "microns": "micrometer", "mm": "millimeter", "cm": "centimeter", "m": "meter",
 }  # fmt: skip
+_C_TYPES = {"char": "i1", "uchar": "u1", "int": "i4", "uint": "u4", "float": "f4"}  # NRRD's, where numpy's differ
 
 
-def open_raw(file: Path, shape_zyx: Triple, dtype: str) -> Stored:
+@dataclass(frozen=True)
+class Stored:
+    """An array in files."""
+
+    files: Sequence[Path]
+    names: str  # a letter for each axis: Z, Y, X, and others
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    get: Callable[[tuple[Any, ...]], NDArray[Any]]  # of a part of one unit: a slice or a number for each axis
+    unit: tuple[int, ...]  # what is decoded at once
+    geometry: Geometry = VOXELS
+
+
+def geometry(sizes_zyx: Sequence[Any], units_zyx: Sequence[str | None]) -> Geometry:
+    """Where a voxel's size is known along all axes."""
+    sizes = [float(size) for size in sizes_zyx]
+    if len(sizes) != 3 or not all(0 < size < math.inf for size in sizes):
+        return VOXELS
+    units = [_UNITS.get(unit or "", unit if unit in _UNITS.values() else None) for unit in units_zyx]
+    return Geometry(triple(sizes), (0, 0, 0), triple(units))
+
+
+def paged(
+    files: Sequence[Path], names: str, shape: Sequence[int], dtype: Any, lead: int, page: Callable[[int], Any]
+) -> Stored:
+    """Of pages, each decoded whole, numbered along the first `lead` axes."""
+    shape = tuple(map(int, shape))
+    numbers = np.arange(math.prod(shape[:lead])).reshape(shape[:lead])
+
+    def get(index: tuple[Any, ...]) -> NDArray[Any]:
+        number = np.asarray(numbers[index[:lead]])
+        return np.asarray(page(number.item())[index[lead:]])[(None,) * number.ndim]
+
+    return Stored(files, names, shape, np.dtype(dtype), get, (*(1,) * lead, *shape[lead:]))
+
+
+def flat(file: Path, names: str, shape: Sequence[int], dtype: Any, start: int, gzip_at: int | None = None) -> Stored:
+    """Voxels from byte `start` of a file on; or of the gzip data in it from `gzip_at` on, read from the front."""
+    lead, dtype = min(map(names.find, "ZYX")) + 1, np.dtype(dtype)
+    size = math.prod(shape[lead:]) * dtype.itemsize
+    stream: Any = file.open("rb")
+    if gzip_at is None:
+        check_length(file, start + math.prod(shape) * dtype.itemsize)
+    else:
+        stream.seek(gzip_at)
+        stream = gzip.GzipFile(fileobj=stream)
+
+    def page(number: int) -> NDArray[Any]:
+        stream.seek(start + number * size)
+        return np.frombuffer(stream.read(size), dtype).reshape(shape[lead:])
+
+    return paged([file], names, shape, dtype, lead, page)
+
+
+def named(shape: Sequence[int]) -> str:
+    """Letters for an array that names no axes: z, y and x come last, but for up to 4 channels behind longer axes."""
+    channels = len(shape) > 3 and shape[-1] <= 4 < min(shape[-4:-1])
+    return ("C" * len(shape) + "ZYX" + "C" * channels)[-len(shape) :]
+
+
+def check_length(file: Path, due: int) -> None:
+    """Raises DataError for a file that ends before all of its voxels."""
+    if (there := file.stat().st_size) < due:
+        raise DataError(f"The file is cut short: {file} has {there} bytes, of at least {due}; copy it again")
+
+
+def refuse(rule: str, got: object, path: object, remedy: str) -> DataError:
+    """The error for what is no volume."""
+    return DataError(f"{rule}; got {got} in {path}; {remedy}")
+
+
+def sized(shape: Sequence[int], dtype: object) -> str:
+    """A shape and a dtype in words."""
+    return f"{format_sizes(shape)} {dtype}"
+
+
+# ---- formats
+
+
+def open_raw(file: Path, shape_zyx: Triple, dtype: Any) -> Stored:
     """Voxels and nothing else."""
-    try:
-        stored = flat(file, "ZYX", shape_zyx, dtype, 0)
-    except TypeError as error:
-        raise ConfigError(f"--dtype must be one of numpy's, e.g. uint16 or >u2; got {dtype}; correct it") from error
+    stored = flat(file, "ZYX", shape_zyx, dtype, 0)
     if more := file.stat().st_size - math.prod(shape_zyx) * stored.dtype.itemsize:
         got = f"{more} bytes more than {sized(shape_zyx, dtype)}"
-        raise refuse(
-            "--shape and --dtype must fit the file",
-            got,
-            file,
-            f"correct them; without a header of {more} bytes it is `tail -c +{more + 1}`",
-        )
+        remedy = f"correct them; without a header of {more} bytes it is `tail -c +{more + 1}`"
+        raise refuse("--shape and --dtype must fit the file", got, file, remedy)
     return stored
 
 
@@ -53,102 +127,69 @@ def open_npy(file: Path) -> Stored:
 
 def open_nifti(file: Path) -> Stored:
     """Stored (X, Y, Z), x fastest.  The affine is not applied but for the size of a voxel, nor is the scaling."""
-    image = library("nibabel").load(file)
+    image = import_module("nibabel").load(file)
     data, header = image.dataobj, image.header
-    if (data.slope, data.inter) != (1, 0):
-        words = "%s: voxels are imported as stored; scl_slope %g and scl_inter %g are not applied"
-        log.warning(words, file, data.slope, data.inter)
-    shape = (*data.shape, 1, 1)[: max(3, len(data.shape))]
-    names = ("XYZT" + "C" * len(shape))[: len(shape)]
-    space = {"scale_zyx": header.get_zooms()[2::-1], "units_zyx": [header.get_xyzt_units()[0]] * 3}
-    array = names[::-1], shape[::-1], data.dtype
-    if file.suffix == ".gz":
-        return gzipped(file, *array, 0, data.offset, **space)
-    return flat(file, *array, data.offset, **space)
+    names = ("XYZT" + "C" * len(data.shape))[: len(data.shape)]
+    packed = 0 if file.suffix == ".gz" else None
+    stored = flat(file, names[::-1], data.shape[::-1], data.dtype, data.offset, packed)
+    return replace(stored, geometry=geometry(header.get_zooms()[2::-1], [header.get_xyzt_units()[0]] * 3))
 
 
 def open_nrrd(file: Path) -> Stored:
-    """Stored (X, Y, Z), x fastest; other axes where `kinds` says so.  Of space directions the lengths are kept."""
+    """Stored (X, Y, Z), x fastest, maybe behind colours.  Of space directions the lengths are kept."""
     with file.open("rb") as stream:
-        header: dict[str, Any] = library("nrrd").read_header(stream)
+        header: dict[str, Any] = import_module("nrrd").read_header(stream)
         start = stream.tell()
-    sizes, encoding = header["sizes"].tolist(), header["encoding"]
     detached = header.get("data file", header.get("datafile"))
-    data = file if detached is None else file.parent / detached
-    skips = [header.get(f"{what} skip", header.get(f"{what}skip", 0)) for what in ("line", "byte")]
-    if encoding not in ("raw", "gzip", "gz") or any(skips) or not data.is_file():
-        got = f"encoding {encoding}, voxels in {data.name}, skips of {skips}"
+    data, encoding = file.parent / (detached or file.name), header["encoding"]
+    if encoding not in ("raw", "gzip", "gz") or any("skip" in key for key in header) or not data.is_file():
         rule = "an NRRD file must be raw or gzip, its voxels in one file, nothing before them"
+        got = f"encoding {encoding}, voxels in {data.name}"
         raise refuse(rule, got, file, "write it anew: unu save -f nrrd -e gzip")
-    kinds = header.get("kinds") or ["domain"] * len(sizes)
-    spatial = [axis for axis, kind in enumerate(kinds) if kind in ("domain", "space", "none", "???")]
-    names, scale, units = named(sizes[::-1])[::-1], None, None
-    if len(spatial) == 3:
-        names = "".join("XYZ"[spatial.index(axis)] if axis in spatial else "C" for axis in range(len(sizes)))
-        if "space directions" in header:
-            scale = [float(np.linalg.norm(header["space directions"][axis])) for axis in spatial]
-            units = header.get("space units")
-        elif "spacings" in header:
-            scale = [header["spacings"][axis] for axis in spatial]
-            units = [header["units"][axis] for axis in spatial] if "units" in header else None
-    word = re.sub(r"^signed |_t$| int$|(?<=long) (?=long)", "", header["type"].replace("unsigned ", "u"))
+    word = header["type"].removesuffix("_t").replace("unsigned ", "u").replace("signed ", "")
     dtype = np.dtype(_C_TYPES.get(word, word)).newbyteorder(">" if header.get("endian") == "big" else "<")
-    space: dict[str, Any] = {"scale_zyx": scale and scale[::-1], "units_zyx": (units or [None] * 3)[::-1]}
-    array = names[::-1], sizes[::-1], dtype, 0 if detached else start
-    return flat(data, *array, **space) if encoding == "raw" else gzipped(data, *array, 0, **space)
+    shape, start = header["sizes"][::-1].tolist(), 0 if detached else start
+    stored = flat(data, named(shape), shape, dtype, *((start,) if encoding == "raw" else (0, start)))
+    sizes, units = header.get("spacings", ()), header.get("units")
+    if "space directions" in header:
+        sizes, units = [np.linalg.norm(row) for row in header["space directions"]], header.get("space units")
+    sizes = [size for size in sizes if size > 0]  # of colours it is NaN
+    return replace(stored, geometry=geometry(sizes[::-1], (units or [None] * 3)[::-1]))
 
 
 def open_hdf5(file: Path, inside: str) -> Stored:
     """A dataset (Z, Y, X), named unless it is the only one of three axes; its attribute element_size_um is z, y, x."""
-    h5py = library("h5py")
     with suppress(ImportError):
-        importlib.import_module("hdf5plugin")  # more filters
-    root = h5py.File(file, "r")
-    found = list[str]()
+        import_module("hdf5plugin")  # more filters
+    root, found = import_module("h5py").File(file, "r"), list[str]()
     root.visititems(lambda name, item: found.append(name) if len(getattr(item, "shape", ())) > 2 else None)
     name = inside.strip("/") or (found[0] if len(found) == 1 else "")
     if name not in found:
-        raise _which(file, inside, found)
+        got = f"{inside or 'none named'}, of {', '.join(found[:8]) or 'no dataset of three axes'},"
+        raise refuse("one dataset is imported", got, file, f"name it: {file}:/{found[0] if found else 'DATASET'}")
     data = root[name]
-    size = data.attrs.get("element_size_um")
-    space = {} if size is None else {"scale_zyx": list(size)[-3:], "units_zyx": ["um"] * 3}
-    if data.chunks is None and (start := data.id.get_offset()) is not None:
-        return flat(file, named(data.shape), data.shape, data.dtype, start, **space)
-    unit = data.chunks and _chunks_at_once(data.chunks, data.shape, data.dtype)
-    return Stored([file], named(data.shape), data.shape, data.dtype, data.__getitem__, unit, **space)
+    names = named(data.shape)
+    chunks = data.chunks or [1 if axis <= names.find("Z") else size for axis, size in enumerate(data.shape)]
+    size = data.attrs.get("element_size_um", ())
+    unit = _at_once(chunks, data.shape, data.dtype)
+    voxel = geometry(size[-3:], ["um"] * 3)
+    return Stored([file], names, data.shape, data.dtype, data.__getitem__, unit, voxel)
 
 
 def open_n5(folder: Path, inside: str) -> Stored:
     """A dataset, stored (X, Y, Z)."""
     path = (folder / inside.strip("/")).resolve()
     about = json.loads((path / "attributes.json").read_text())
-    if "dimensions" not in about:
-        names = sorted(str(each.parent.relative_to(folder)) for each in folder.rglob("attributes.json"))
-        raise _which(folder, inside, [name for name in names if name != "."])
     spec = {"driver": "n5", "kvstore": {"driver": "file", "path": str(path)}}
-    data = library("tensorstore").open(spec, read=True).result().T
-    shape, dtype = tuple(data.shape), np.dtype(data.dtype.numpy_dtype)
-    pixel = about.get("pixelResolution")
-    size, units = about.get("resolution"), about.get("units")
-    if isinstance(pixel, dict):
-        size, units = pixel["dimensions"], [pixel.get("unit")] * 3
-    space = {"scale_zyx": size and size[2::-1], "units_zyx": (units or [None] * 3)[2::-1]}
-    unit = _chunks_at_once(data.chunk_layout.read_chunk.shape, shape, dtype)
+    data = import_module("tensorstore").open(spec, read=True).result().T
+    shape, dtype, pixel = data.shape, np.dtype(data.dtype.numpy_dtype), about.get("pixelResolution", {})
+    unit = _at_once(data.chunk_layout.read_chunk.shape, shape, dtype)
+    voxel = geometry(pixel.get("dimensions", ())[2::-1], [pixel.get("unit")] * 3)
     files = [path / "attributes.json"]
-    return Stored(files, named(shape), shape, dtype, lambda index: data[index].read().result(), unit, **space)
+    return Stored(files, named(shape), shape, dtype, lambda index: data[index].read().result(), unit, voxel)
 
 
-def _chunks_at_once(chunks: Sequence[int], shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
+def _at_once(chunks: Sequence[int], shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     """As many along the last axis as are worth a call."""
     many = max(1, _UNIT_BYTES // (math.prod(chunks) * dtype.itemsize))
     return (*chunks[:-1], min(shape[-1], chunks[-1] * many))
-
-
-def _which(path: Path, inside: str, found: Sequence[str]) -> Exception:
-    there = ", ".join(found[:8]) or "no dataset of three axes"
-    return refuse(
-        "one dataset is imported",
-        f"{inside or 'none named'}, of {there},",
-        path,
-        f"name it: {path}:/{found[0] if found else 'DATASET'}",
-    )
