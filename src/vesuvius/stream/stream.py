@@ -5,6 +5,7 @@ The content of batch n depends on the plan alone: not on the number of workers, 
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -113,7 +114,7 @@ class PatchStream(Iterator[Batch]):
         self._delivered = 0  # into the present ring
         self._held: list[Batch] = []
         self._failure: BaseException | None = None
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         _close_at_exit()
         _open.add(self)
         try:
@@ -150,8 +151,10 @@ class PatchStream(Iterator[Batch]):
         """End the readers for good.  Safe to call again.
 
         Takes at most half a minute: a private Ray whose head hangs is killed, a shared one is left behind, each with a
-        warning.
+        warning.  In a forked child, such as a DataLoader's worker, it does nothing: all belongs to its parent.
         """
+        if os.getpid() != self._pid:
+            return
         self._closed = True
         try:
             self._close_readers()
