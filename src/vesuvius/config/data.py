@@ -19,9 +19,10 @@ class ArrayConfig(Section):
     path: PathText = Field(
         description="zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://"
     )
-    level: NonNegativeInt = Field(0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
+    level: NonNegativeInt = Field(default=0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
     select: tuple[NonNegativeInt, ...] = Field(
-        (), description="indices that fix the axes before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array"
+        default=(),
+        description="indices that fix the axes before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array",
     )
 
 
@@ -29,25 +30,32 @@ class ForegroundConfig(Section):
     """What counts as foreground where `data.min_foreground` is above 0 and a volume names no mask."""
 
     source: Literal["chunks", "level"] = Field(
-        "chunks", description="chunks = chunks that are stored (sidecar or listing); level = a coarse level's voxels"
+        default="chunks",
+        description="chunks = chunks that are stored (sidecar or listing); level = a coarse level's voxels",
     )
-    level: PositiveInt = Field(5, description="which level of the same pyramid, with source: level")
-    threshold: float = Field(0.0, ge=0, description="grey value above which a voxel of that level is foreground")
+    level: PositiveInt = Field(default=5, description="which level of the same pyramid, with source: level")
+    threshold: float = Field(
+        default=0.0, ge=0, description="grey value above which a voxel of that level is foreground"
+    )
 
 
 class VolumeConfig(ArrayConfig):
     """One zarr volume to draw patches from."""
 
-    weight: float = Field(1.0, gt=0, description="share of the regions drawn from this volume, relative to the others")
+    weight: float = Field(
+        default=1.0, gt=0, description="share of the regions drawn from this volume, relative to the others"
+    )
     mask: ArrayConfig | None = Field(
-        None, description="volume whose nonzero voxels are foreground; placed as a condition is"
+        default=None, description="volume whose nonzero voxels are foreground; placed as a condition is"
     )
     min_foreground: float | None = Field(
-        None, ge=0, le=1, description="data.min_foreground of this entry; null = that of all"
+        default=None, ge=0, le=1, description="data.min_foreground of this entry; null = that of all"
     )
-    foreground: ForegroundConfig | None = Field(None, description="data.foreground of this entry; null = that of all")
+    foreground: ForegroundConfig | None = Field(
+        default=None, description="data.foreground of this entry; null = that of all"
+    )
     condition: ArrayConfig | None = Field(
-        None,
+        default=None,
         description="labels, a second scan or another level, cut at the same place as a second tensor; placed by OME "
         "scale and translation (docs/volumes.md); patches are drawn where both exist",
     )
@@ -56,15 +64,21 @@ class VolumeConfig(ArrayConfig):
 class AugmentConfig(Section):
     """Random symmetries, drawn by the plan per sample and applied on the device."""
 
-    flip: bool = Field(True, description="mirror along z, y and x at random, each with probability 1/2")
-    turn: bool = Field(True, description="turn by 0, 90, 180 or 270 degrees in the y-x plane; needs patch y = x")
+    flip: bool = Field(default=True, description="mirror along z, y and x at random, each with probability 1/2")
+    turn: bool = Field(
+        default=True, description="turn by 0, 90, 180 or 270 degrees in the y-x plane; needs patch y = x"
+    )
 
 
 class NormalizeConfig(Section):
     """Grey values to model values: low -> -1, high -> +1, linear, not clipped."""
 
-    low: float | None = Field(None, description="grey value that becomes -1; null = 0.5th percentile of a sample")
-    high: float | None = Field(None, description="grey value that becomes +1; null = 99.5th percentile of a sample")
+    low: float | None = Field(
+        default=None, description="grey value that becomes -1; null = 0.5th percentile of a sample"
+    )
+    high: float | None = Field(
+        default=None, description="grey value that becomes +1; null = 99.5th percentile of a sample"
+    )
 
     def contradictions(self) -> Iterator[str]:
         if (self.low is None) != (self.high is None):
@@ -77,83 +91,97 @@ class ValidationConfig(Section):
     """The part of every volume that training never sees: a slab across one axis."""
 
     fraction: float = Field(
-        0.05, ge=0, lt=1, description="share of the split axis held out (at least one patch); 0 = none"
+        default=0.05, ge=0, lt=1, description="share of the split axis held out (at least one patch); 0 = none"
     )
     guard: float = Field(
-        1.0, ge=0, description="gap between training and validation, in patches; below 1 they may share texture"
+        default=1.0, ge=0, description="gap between training and validation, in patches; below 1 they may share texture"
     )
 
 
 class StoreConfig(Section):
     """How chunks are fetched, from disks and from remote stores."""
 
-    requests: PositiveInt = Field(16, description="requests in flight per reader on remote stores")
+    requests: PositiveInt = Field(default=16, description="requests in flight per reader on remote stores")
     outage_minutes: float = Field(
-        60.0, ge=0, description="how long reads are retried while the network, server or mount is away; then exit 6"
+        default=60.0,
+        ge=0,
+        description="how long reads are retried while the network, server or mount is away; then exit 6",
     )
-    timeout_s: float = Field(30.0, gt=0, description="seconds without a byte after which a request counts as failed")
+    timeout_s: float = Field(
+        default=30.0, gt=0, description="seconds without a byte after which a request counts as failed"
+    )
     anonymous: bool | None = Field(
-        None,
+        default=None,
         description="true = send no credentials; false = always sign s3, gs and az; null = send those that are found",
     )
     forbidden_is_absent: bool = Field(
-        False, description="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
+        default=False, description="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
     )
-    cache_dir: PathText | None = Field(None, description="folder that keeps fetched chunk bytes; null = no cache")
-    cache_gib: float = Field(50.0, gt=0, description="limit on that folder, within 10 %, shared by all readers, GiB")
+    cache_dir: PathText | None = Field(
+        default=None, description="folder that keeps fetched chunk bytes; null = no cache"
+    )
+    cache_gib: float = Field(
+        default=50.0, gt=0, description="limit on that folder, within 10 %, shared by all readers, GiB"
+    )
 
 
 class DataConfig(Section):
     """Where patches come from and in which order."""
 
     volumes: tuple[VolumeConfig, ...] = Field(min_length=1, description="the zarr volumes to draw from")
-    patch_size: SizeZYX = Field((72, 136, 136), description="voxels (z, y, x) of one training example")
+    patch_size: SizeZYX = Field(default=(72, 136, 136), description="voxels (z, y, x) of one training example")
     stream_gib: float = Field(
-        1.0, gt=0, description="memory for the regions in flight, GiB; the size of regions, K and M follow from it"
+        default=1.0,
+        gt=0,
+        description="memory for the regions in flight, GiB; the size of regions, K and M follow from it",
     )
     resident: Literal["auto"] | NonNegativeFloat = Field(
-        "auto",
+        default="auto",
         description="keep the volumes decoded in memory from their first pass on, once for all ranks of a machine: "
         "auto = where they fit and pay; a number = up to so many GiB; 0 = never",
     )
     patches_per_region: PositiveInt | None = Field(
-        None,
+        default=None,
         description="K, patches cut from each region read; null = 1 to 128, by the size of a region; 1 = a region of "
         "its own for every patch",
     )
     regions_in_flight: PositiveInt | None = Field(
-        None, description="M, regions that samples are mixed from, in the object store; null = 32, or 24 to 64 that fit"
+        default=None,
+        description="M, regions that samples are mixed from, in the object store; null = 32, or 24 to 64 that fit",
     )
     regions_per_task: PositiveInt | None = Field(
-        None, description="R, regions that a reader reads in one task; null = 1 to 8, of 128 MiB together"
+        default=None, description="R, regions that a reader reads in one task; null = 1 to 8, of 128 MiB together"
     )
-    region_size: SizeZYX | None = Field(None, description="voxels (z, y, x) read at once; null = from chunks and patch")
+    region_size: SizeZYX | None = Field(
+        default=None, description="voxels (z, y, x) read at once; null = from chunks and patch"
+    )
     min_foreground: float = Field(
-        0.0, ge=0, le=1, description="minimum share of foreground in every patch; 0 = patches from everywhere"
+        default=0.0, ge=0, le=1, description="minimum share of foreground in every patch; 0 = patches from everywhere"
     )
-    foreground: ForegroundConfig = Field(ForegroundConfig(), description="what is foreground")
+    foreground: ForegroundConfig = Field(default=ForegroundConfig(), description="what is foreground")
     missing_chunk: Literal["air", "error"] = Field(
-        "air", description="missing chunks are treated as air (the fill value), or end the run with exit 6"
+        default="air", description="missing chunks are treated as air (the fill value), or end the run with exit 6"
     )
     nan: Literal["air", "error"] | float = Field(
-        "air",
+        default="air",
         description="what NaN and infinity are read as: air = the fill value, or 0 where that is no number; a number; "
         "error = damage",
     )
     max_quarantined: NonNegativeInt = Field(
-        32, description="unreadable regions to replace with others; one more ends the run with exit 6"
+        default=32, description="unreadable regions to replace with others; one more ends the run with exit 6"
     )
-    store: StoreConfig = Field(StoreConfig(), description="how chunks are fetched")
-    augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")
-    normalize: NormalizeConfig = Field(NormalizeConfig(), description="grey values to model values")
-    condition_normalize: NormalizeConfig = Field(NormalizeConfig(), description="grey values of the condition")
+    store: StoreConfig = Field(default=StoreConfig(), description="how chunks are fetched")
+    augment: AugmentConfig = Field(default=AugmentConfig(), description="random symmetries")
+    normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="grey values to model values")
+    condition_normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="grey values of the condition")
     condition_classes: PositiveInt | None = Field(
-        None, description="the condition holds labels of n classes, shown as n channels of 0 and 1; null = grey values"
+        default=None,
+        description="the condition holds labels of n classes, shown as n channels of 0 and 1; null = grey values",
     )
     condition_values: tuple[int, ...] | None = Field(
-        None, description="the stored label of each of the condition_classes, in order; null = 0 ... n-1"
+        default=None, description="the stored label of each of the condition_classes, in order; null = 0 ... n-1"
     )
-    validation: ValidationConfig = Field(ValidationConfig(), description="what is held out")
+    validation: ValidationConfig = Field(default=ValidationConfig(), description="what is held out")
 
     @property
     def labels(self) -> tuple[int, ...] | None:
