@@ -32,7 +32,7 @@ def main(scan: str, labels: str, steps: int = 20) -> list[float]:
         scan, labels=labels, patch_size=(16, 32, 32), batch_size=4, workers=0, device=device, length=steps
     ) as loader:
         for batch in loader:
-            pairs = [changed({"image": a, "label": b}) for a, b in zip(batch.image, batch.label > 0, strict=True)]
+            pairs = [changed({"image": a, "label": b}) for a, b in zip(batch.image, batch.label != 0, strict=True)]
             image, label = (torch.stack([pair[key] for pair in pairs]) for key in ("image", "label"))
             loss = loss_of(network(image), label)
             optimizer.zero_grad()

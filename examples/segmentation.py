@@ -33,7 +33,7 @@ def main(scan: str, labels: str, checkpoint: str = "segmentation.pt") -> list[fl
             begin = state["epoch"]
         for epoch in range(begin, EPOCHS):
             for batch in loader:
-                target = (batch.label[:, 0] > 0).long()  # (B, Z, Y, X): 1 where there is a label
+                target = (batch.label[:, 0] != 0).long()  # (B, Z, Y, X): 1 where there is a label
                 loss = nn.functional.cross_entropy(network(batch.image), target)
                 optimizer.zero_grad()
                 loss.backward()

@@ -29,7 +29,7 @@ def scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def labels(tmp_path: Path) -> str:
-    return str(write_array(tmp_path / "labels.zarr", (textured(SHAPE) > 128).astype(np.uint8)))
+    return str(write_array(tmp_path / "labels.zarr", (textured(SHAPE) > 128).astype(np.uint16)))
 
 
 def example(name: str, *needs: str) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import vesuvius
 from tests.conftest import textured, write_array
-from vesuvius import ConfigError, DataConfig, PatchBatch, PatchDataset, PatchLoader, PatchStream, VolumeConfig
+from vesuvius import ConfigError, DataConfig, PatchBatch, PatchDataset, PatchLoader, PatchStream, VolumeConfig, config
 from vesuvius.config import AugmentConfig, ForegroundConfig, ValidationConfig
 from vesuvius.plan.plan import Sample
 from vesuvius.stream.options import StreamOptions, store_is_there
@@ -278,6 +281,40 @@ def test_ray_that_another_thread_is_importing_is_not_there(monkeypatch: pytest.M
     assert not store_is_there()
 
 
+def test_arguments_may_be_numpy_s_and_lists(volume: Path) -> None:
+    """And the state is plain data all the same."""
+    numpys: Any = {
+        "patch_size": np.array(PATCH),
+        "normalize": [20, 220],
+        "seed": np.int64(3),
+        "batch_size": np.int32(4),
+        "length": np.int64(3),
+        "rank": np.int64(0),
+        "world": np.int64(1),
+    }
+    with load(volume, **numpys) as loader, load(volume, normalize=(20, 220), seed=3, length=3) as plain:
+        assert same(islice(loader, 2), islice(plain, 2)) == 2
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert state == plain.state_dict()
+
+
+# ---- with other threads and processes
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_ends_no_readers_of_its_parent(volume: Path) -> None:
+    """As a worker of any DataLoader does not, when its interpreter exits or it drops its copy of the loader."""
+    with load(volume, length=4) as loader, load(volume, length=4) as other:
+        batches = iter(loader)
+        first = next(batches)
+        if (child := os.fork()) == 0:
+            before = loader.stream._source
+            loader.stream.close()
+            os._exit(0 if before is not None and loader.stream._source is before else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert same([first, *batches], other) == 4
+
+
 # ---- in a DataLoader
 
 
@@ -301,9 +338,20 @@ def test_a_data_loader_gets_the_same_batches_and_may_have_no_workers(volume: Pat
         ({"labels": []}, "0 labels for 1 volumes"),
         ({"rank": 1}, "rank and world go together"),
         ({"rank": 2, "world": 2}, "rank 2 is not one of world=2"),
+        ({"rank": "0", "world": "2"}, "rank must be an integer"),  # as the environment has them
         ({"epochs": 2}, "epochs=2 needs length"),
-        ({"length": 0}, "length=0 leaves no batches"),
-        ({"patch_size": (8, 16)}, "patch_size"),
+        ({"length": 0}, "length must be an integer of at least 1; got 0"),
+        ({"length": 2.5}, "length must be"),
+        ({"seed": -1}, "seed must be"),
+        ({"patch_size": (8, 16)}, "patch_size must be voxels"),
+        ({"patch_size": 16}, "patch_size must be voxels"),
+        ({"patch_size": (8, 16, 16.5)}, "patch_size must be an integer"),
+        ({"normalize": "minmax"}, r"normalize must be True, False or \(low, high\)"),
+        ({"normalize": (0, 1, 2)}, "normalize must be"),
+        ({"labels": np.zeros(3)}, "labels must be paths or ArrayConfigs; got ndarray"),
+        ({"device": "gpu"}, "device must be one that torch knows; got 'gpu'"),
+        ({"device": "meta"}, r"device must be the CPU or a CUDA GPU; got 'meta'.*batch.to\('meta'\)"),
+        ({"device": f"cuda:{torch.cuda.device_count()}"}, "device must be there"),
         ({"batch_size": 0}, "batch_size must be"),
         ({"normalize": (3, 3)}, "low must be below high"),
         ({"augment": True, "patch_size": (8, 16, 16), "min_foreground": 2.0}, "min_foreground"),
@@ -312,6 +360,11 @@ def test_a_data_loader_gets_the_same_batches_and_may_have_no_workers(volume: Pat
 def test_wrong_arguments_are_refused(volume: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(volume, **options)
+
+
+def test_volumes_that_are_open_are_refused(volume: Path) -> None:
+    with pytest.raises(ConfigError, match="volumes must be paths or VolumeConfigs; got Volume"):
+        load(vesuvius.open_volume(volume))
 
 
 def test_a_whole_section_and_keywords_for_it_do_not_go_together(volume: Path) -> None:
@@ -345,6 +398,15 @@ def test_the_package_loads_nothing_until_a_name_is_used() -> None:
         assert name in dir(vesuvius)
     with pytest.raises(AttributeError, match="no attribute 'Patchloader'"):
         vesuvius.Patchloader  # noqa: B018
+
+
+def test_type_checkers_know_the_defaults_of_configs() -> None:
+    """Without pydantic's plugin they see those that are given by keyword, and demand the other fields."""
+    assert config.data.__file__ is not None
+    tree = ast.parse(Path(config.data.__file__).read_text(encoding="utf-8"))
+    fields = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Field"]
+    assert len(fields) > 30
+    assert not [ast.unparse(field) for field in fields if field.args]
 
 
 def test_an_open_volume_is_indexed_as_an_array(volume: Path) -> None:

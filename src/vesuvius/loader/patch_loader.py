@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
@@ -14,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeConfig, ValidationConfig, VolumeConfig
 from vesuvius.config.load import read_config
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, one_line
 from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
 from vesuvius.plan.plan import Sample
@@ -24,7 +25,7 @@ from vesuvius.stream.start.prepare import GreyRange, prepare_data
 from vesuvius.stream.stream import PatchStream, check_state
 from vesuvius.volumes.box import Box
 
-T = TypeVar("T")
+Spec = TypeVar("Spec", bound=ArrayConfig)
 PathLike = str | Path
 Volumes = PathLike | VolumeConfig | Sequence[PathLike | VolumeConfig] | DataConfig
 Arrays = PathLike | ArrayConfig | Sequence[PathLike | ArrayConfig]
@@ -53,14 +54,15 @@ class PatchLoader(Iterable[PatchBatch]):
 
     Which patches come, and in which order, follows from `seed`, the volumes and what says how patches are drawn; not
     from `workers`, `prefetch_factor` or the device.  A context manager: at the end the readers, and Ray if the loader
-    started it, end in about a second.  Without `with` they do at `close()`, or when the interpreter exits.
+    started it, end in about a second.  Without `with` they do at `close()`, with the last reference to the loader, or
+    when the interpreter exits.
 
     Args:
         volumes: OME-Zarr groups or zarr arrays: a path or address (https://, s3://, gs://, az://, hf://),
             `VolumeConfig`s, which have level, weight and more, or several of both; or all of `data.*`, as a
             `DataConfig` or the YAML file of a run.
         batch_size: patches of a batch of this rank.
-        patch_size: voxels (z, y, x).
+        patch_size: voxels (z, y, x); None = (72, 136, 136), or what `volumes` says.
         workers: reader processes; 0 reads in this process, without Ray.
         seed: of the order; by default 0, or that of the YAML file.
         labels: a volume for each of `volumes`, cut at the same place: labels, or a second scan.  Where it lies, OME
@@ -72,9 +74,9 @@ class PatchLoader(Iterable[PatchBatch]):
             not clipped; (low, high) = from these; False = grey values as stored.
         augment: mirror and turn patches at random, labels with them; turns need y = x.
         validation_fraction: share of each volume that no patch touches: `validation_boxes`.
-        device: where to; None = the current GPU, or the CPU where there is none.
+        device: CPU or CUDA GPU; None = the current GPU, or the CPU where there is none.
         rank, world: rank r of n gets the samples i with i mod n = r; None = as torch.distributed says, if it runs.
-        length: batches of an epoch, what `len` returns and a `for` loop gets; None = endless.
+        length: batches of an epoch, of each rank: what `len` returns and a `for` loop gets; None = endless.
         epochs: epochs of `length` batches after which nothing comes; None = any number.
         prefetch_factor: batches assembled ahead for each worker.
         resident: keep the decoded volumes in memory from their first pass on.
@@ -110,6 +112,7 @@ class PatchLoader(Iterable[PatchBatch]):
         prefetch_factor: int = 2,
         resident: bool = False,
     ) -> None:
+        target = _device(device)
         drawing = {
             "patch_size": patch_size,
             "labels": labels,
@@ -121,18 +124,20 @@ class PatchLoader(Iterable[PatchBatch]):
         }
         data, seed = _data(volumes, {key: value for key, value in drawing.items() if value is not None}, seed)
         self._rank, self._world = _place(rank, world)
+        options = StreamOptions(_whole("batch_size", batch_size, 1), workers, prefetch_factor)
+        self._length = None if length is None else _whole("length", length, 1)
+        self._epochs = None if epochs is None else _whole("epochs", epochs, 1)
+        if epochs is not None and length is None:
+            raise ConfigError(f"epochs={epochs} needs length, the batches of an epoch")
+        self._samples_per_batch = options.batch_size * self._world
+        self._samples_per_epoch = None if self._length is None else self._length * self._samples_per_batch
         prepared = prepare_data(seed, data, self._rank, self._world)
-        options = StreamOptions(batch_size, workers, prefetch_factor)
-        _check_epochs(length, epochs)
         self._job, self._keeps = prepared.job, resident
-        self._length, self._epochs = length, epochs
-        self._samples_per_batch = batch_size * self._world
-        self._samples_per_epoch = None if length is None else length * self._samples_per_batch
         self.validation_boxes: tuple[Box | None, ...] = tuple(split.validation for split in prepared.splits)
         self.grey_ranges: tuple[GreyRange, ...] = ()
         if normalize is not False:
             self.grey_ranges = prepared.grey_ranges(data.model_copy(update={"condition_classes": 1})).volumes
-        self._feed = DeviceFeed(_device(device), options, self._job, self.grey_ranges, lambda raw, _: raw, False)
+        self._feed = DeviceFeed(target, options, self._job, self.grey_ranges, lambda raw, _: raw, False)
         self._clock = HostClock()  # nobody asks where the time goes
         self._stream: PatchStream | None = None
         self._closing = ExitStack()
@@ -255,36 +260,59 @@ def _data(volumes: Volumes, drawing: dict[str, Any], seed: int | None) -> tuple[
     if isinstance(volumes, (str, Path)) and Path(volumes).suffix in (".yaml", ".yml"):
         config = read_config(Path(volumes))
         volumes, seed = config.data, config.seed if seed is None else seed
-    seed = 0 if seed is None else seed
+    seed = 0 if seed is None else _whole("seed", seed, 0)
     if isinstance(volumes, DataConfig):
         if drawing:
             raise ConfigError(f"{', '.join(drawing)} cannot be given beside a whole data section: set it there")
         return volumes, seed
-    named = [each if isinstance(each, VolumeConfig) else VolumeConfig(path=str(each)) for each in _several(volumes)]
+    named = _several("volumes", volumes, VolumeConfig)
     for argument, key in (("labels", "condition"), ("mask", "mask")):
         if argument not in drawing:
             continue
-        arrays = _several(drawing[argument])
+        arrays = _several(argument, drawing[argument], ArrayConfig)
         if len(arrays) != len(named):
             raise ConfigError(f"{len(arrays)} {argument} for {len(named)} volumes: give one for each volume")
-        array = [each if isinstance(each, ArrayConfig) else ArrayConfig(path=str(each)) for each in arrays]
-        named = [volume.model_copy(update={key: each}) for volume, each in zip(named, array, strict=True)]
+        named = [volume.model_copy(update={key: each}) for volume, each in zip(named, arrays, strict=True)]
     keys: dict[str, Any] = {"volumes": tuple(named)}
     if "patch_size" in drawing:
-        keys["patch_size"] = tuple(drawing["patch_size"])
+        sizes = _numbers("patch_size", drawing["patch_size"], 3, "voxels (z, y, x)")
+        keys["patch_size"] = tuple(_whole("patch_size", size, 1) for size in sizes)
     square = "patch_size" not in drawing or len({*keys["patch_size"][1:]}) == 1
     augments = drawing.get("augment", True)
     keys["augment"] = AugmentConfig(flip=augments, turn=augments and square)
     keys["min_foreground"] = drawing.get("min_foreground", _MASKED_FOREGROUND if "mask" in drawing else 0.0)
-    if isinstance(drawing.get("normalize"), tuple):
-        low, high = drawing["normalize"]
+    if drawing.get("normalize", True) is not True:
+        low, high = _numbers("normalize", drawing["normalize"], 2, "True, False or (low, high)")
         keys["normalize"] = NormalizeConfig(low=float(low), high=float(high))
     keys["validation"] = ValidationConfig(fraction=drawing.get("validation_fraction", 0.0))
     return DataConfig(**keys), seed
 
 
-def _several(given: T | Sequence[T]) -> list[T]:
-    return [given] if isinstance(given, (str, Path, ArrayConfig)) else list(given)  # type: ignore[arg-type]
+def _several(name: str, given: Any, kind: type[Spec]) -> list[Spec]:
+    """One or several paths or configs, as configs.  Raises ConfigError for anything else."""
+    found = []
+    for each in given if isinstance(given, (list, tuple)) else [given]:
+        if not isinstance(each, (str, Path, kind)):
+            raise ConfigError(
+                f"{name} must be paths or {kind.__name__}s; got {type(each).__name__}; give where it lies"
+            )
+        found.append(each if isinstance(each, kind) else kind(path=str(each)))
+    return found
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    """An integer of any kind as int.  Raises ConfigError for anything else, and below `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}; got {value!r}; change it")
+    return int(value)
+
+
+def _numbers(name: str, value: Any, count: int, what: str) -> list[Any]:
+    """So many numbers.  Raises ConfigError for anything else."""
+    found = list(value) if isinstance(value, Iterable) else []
+    if len(found) != count or not all(isinstance(each, Real) for each in found):
+        raise ConfigError(f"{name} must be {what}; got {value!r}; change it")
+    return found
 
 
 def _place(rank: int | None, world: int | None) -> tuple[int, int]:
@@ -295,20 +323,27 @@ def _place(rank: int | None, world: int | None) -> tuple[int, int]:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return 0, 1
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if not 0 <= rank < world:
+    rank, world = _whole("rank", rank, 0), _whole("world", world, 1)
+    if rank >= world:
         raise ConfigError(f"rank {rank} is not one of world={world} ranks: give 0 to {world - 1}")
     return rank, world
 
 
-def _check_epochs(length: int | None, epochs: int | None) -> None:
-    for name, value in (("length", length), ("epochs", epochs)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} leaves no batches: give at least 1, or None for no end")
-    if epochs is not None and length is None:
-        raise ConfigError(f"epochs={epochs} needs length, the batches of an epoch")
-
-
 def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """Raises ConfigError for one that is not there, or that batches cannot be copied to."""
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be one that torch knows; got {device!r}: {one_line(error)}") from error
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"device must be the CPU or a CUDA GPU; got {str(found)!r}; take device='cpu' and batch.to({str(found)!r})"
+        )
+    if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"device must be there; got {str(found)!r} where torch finds {count} CUDA GPUs; choose another, 'cpu', or "
+            "None, which takes a GPU if there is one"
+        )
+    return found
