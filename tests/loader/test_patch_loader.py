@@ -298,9 +298,6 @@ def test_arguments_may_be_numpy_s_and_lists(volume: Path) -> None:
         assert state == plain.state_dict()
 
 
-# ---- with other threads and processes
-
-
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_ends_no_readers_of_its_parent(volume: Path) -> None:
     """As a worker of any DataLoader does not, when its interpreter exits or it drops its copy of the loader."""
