@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+
+from vesuvius.diffusion.network.layers import ResidualBlock
+from vesuvius.diffusion.network.regions import CompiledRegions
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -79,6 +83,42 @@ def test_a_compiled_block_is_counted_by_its_fused_kernels_forward_and_backward(s
     fused = costs.kinds["fused pointwise"]
     assert (fused.kernels, fused.moved_bytes) == (2, 5 * size)
     torch.testing.assert_close(out, block(x, weight))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_compiled_block_passes_over_its_activations_as_often_as_counted_by_hand(step_cost: Any, batch: int) -> None:
+    # A copy in another order of memory, a float32 activation, or statistics computed again are passes more.
+    size, last = (batch, 16, 16, 16, 16), torch.channels_last_3d
+    one_pass, launches, passes = 2 * math.prod(size), [], []
+
+    def launch(graph: Any, arguments: Any, kernels: Any) -> Any:
+        launches.append(len(kernels))
+        moved = [kernel.moved_bytes for kernel in kernels if kernel.moved_bytes > 0.9 * one_pass]  # not the weights
+        passes.append(sum(moved) / one_pass)
+        return graph(*arguments)
+
+    x = torch.randn(size, dtype=torch.bfloat16).contiguous(memory_format=last).requires_grad_()
+    embedding, block = torch.randn(batch, 64, requires_grad=True), ResidualBlock(16, 16, 64)
+    torch.compiler.reset()
+    regions = CompiledRegions(step_cost.backend(launch))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = regions(block.to(memory_format=last), x, embedding, True)  # type: ignore[call-overload]
+    out.backward(torch.ones_like(out))
+    torch.compiler.reset()
+    assert not regions.failure
+    # forward: for each norm 1 for statistics and 2 to apply it, 3 for the sum with x; backward: for each norm 2 to
+    # compute its result again, 2 for sums and 3 for x's gradient, 1 to add the sum's, 1 for the last bias's
+    assert passes == pytest.approx([9, 16], abs=0.5)
+    assert launches[0] <= 16
+    assert launches[1] <= 28
+
+
+@pytest.mark.long
+def test_the_full_experiment_compiled_costs_what_its_page_says(step_cost: Any) -> None:
+    compiled, *_ = step_cost.count(REPOSITORY / "configs/exp001_full.yaml", [], 1, compiled=True)
+    # docs/performance.md
+    assert compiled.kernels == pytest.approx(1240, rel=0.05)
+    assert compiled.other_bytes == pytest.approx(27.6e9, rel=0.05)
 
 
 @pytest.mark.long

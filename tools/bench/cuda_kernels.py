@@ -29,6 +29,7 @@ from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
+from torch._prims_common import suggest_memory_format
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -129,6 +130,12 @@ def _kernel(node: Any) -> Kernel:
     return Kernel(kind, node.get_read_write_buffers_sizes(), tuple(sorted(names)))
 
 
+def _order_of_cudnn(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
+    """Memory order of a convolution's results: channels last where its input or its weights lie so."""
+    last = torch.channels_last_3d
+    return last if last in (suggest_memory_format(x), suggest_memory_format(weight)) else torch.contiguous_format
+
+
 @contextmanager
 def _a_gpu() -> Iterator[None]:
     interface = "torch._dynamo.device_interface.CudaInterface."
@@ -143,6 +150,8 @@ def _a_gpu() -> Iterator[None]:
         "torch._inductor.scheduler.has_triton": lambda: True,
         # decompositions for a GPU, though graphs are traced on the CPU: the bias of a convolution
         "torch._inductor.decomposition.is_gpu": lambda device: True,
+        # torch without CUDA takes a convolution of its own, whose result is contiguous
+        "torch._C._conv_determine_backend_memory_format": _order_of_cudnn,
     }
     with ExitStack() as stack:
         for name, answer in answers.items():

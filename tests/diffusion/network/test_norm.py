@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,6 +71,38 @@ def test_parity_with_the_formula_in_fp64_and_the_same_numbers_kept_or_recomputed
         allowed = 2 * (theirs - truth).abs().max() + 1e-7 * truth.abs().max()
         assert (ours - truth).abs().max() <= allowed
         assert torch.equal(ours, plain), "the same kernels on the same numbers"
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_compiled_code_takes_a_bias_before_the_norm_up_and_is_as_exact(
+    batch: int, dtype: torch.dtype, layout: torch.memory_format
+) -> None:
+    # A bias whose way through the statistics, or past them, is forgotten has another gradient.
+    def results(norm: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        x, weight, bias, conv = _parts(2)
+        x, weight, bias = (part.detach()[:batch].requires_grad_() for part in (x, weight, bias))
+        before = torch.linspace(-1, 1, 8).requires_grad_()
+        out = norm(x.to(dtype).contiguous(memory_format=layout), weight, bias, GROUPS, conv.to(dtype), True, before)
+        assert out.dtype == dtype
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(dtype))
+        found = [out.detach(), *(part.grad for part in (x, weight, bias, before, conv.weight, conv.bias))]
+        return [part.double() for part in found if part is not None]
+
+    def formula(
+        x: Tensor, weight: Tensor, bias: Tensor, groups: int, conv: nn.Conv3d, recompute: bool, before: Tensor
+    ) -> Tensor:
+        scale, shift = (part.to(x.dtype).view(-1, 8, 1, 1, 1) for part in (weight, bias))
+        return conv(F.silu(F.group_norm(x + before.to(x.dtype).view(-1, 1, 1, 1), groups) * scale + shift))
+
+    torch.compiler.reset()
+    ours = results(torch.compile(norm_silu_conv, backend="aot_eager", fullgraph=True), dtype)
+    plain, exact = results(formula, dtype), results(formula, torch.float64)
+    assert len(ours) == 7
+    for one, other, truth in zip(ours, plain, exact, strict=True):
+        allowed = 2 * (other - truth).abs().max() + torch.finfo(dtype).eps * truth.abs().max()
+        assert (one - truth).abs().max() <= allowed
 
 
 class _Counted(TorchDispatchMode):

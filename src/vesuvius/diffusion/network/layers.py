@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -24,7 +26,13 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def norm_silu_conv(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, conv: Callable[[Tensor], Tensor], recompute: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    conv: Callable[[Tensor], Tensor],
+    recompute: bool,
+    before: Tensor | None = None,
 ) -> Tensor:
     """Return conv(SiLU(GroupNorm(x) weight + bias)).
 
@@ -34,6 +42,7 @@ def norm_silu_conv(
         groups: a divisor of C.
         recompute: keep only x for the backward pass, which computes norm and SiLU again.  It stops in front of the
             convolution, whose result it does not need.
+        before: [C], added to x; only in compiled code, where it takes no pass of its own.
     """
 
     def applied(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -41,16 +50,95 @@ def norm_silu_conv(
         y = F.silu(z, inplace=not torch.is_grad_enabled())
         return conv(y.contiguous(memory_format=layout_of(x)))  # on CUDA the norm comes out contiguous
 
+    def fused(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        y: Tensor = AffineSiLU.apply(x, scale, shift)  # type: ignore[no-untyped-call]
+        return conv(y)
+
+    function: Callable[..., Tensor] = applied
+    arguments: tuple[Tensor, ...] = x, weight, bias
+    if torch.compiler.is_compiling():
+        rows = (part.expand(len(x), -1) for part in (weight, bias))
+        arguments = x, *AsAffine.apply(x, *rows, before, groups)  # type: ignore[no-untyped-call]
+        function = fused
     if recompute and torch.is_grad_enabled():
         # Nothing in it is random, so no generator state has to be restored.
-        out: Tensor = checkpoint(applied, x, weight, bias, use_reentrant=False, preserve_rng_state=False)
+        out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
         return out
-    return applied(x, weight, bias)
+    return function(*arguments)
+
+
+class AsAffine(torch.autograd.Function):
+    """The scale and shift, float32 [B, C, 1, 1, 1], with which GroupNorm(x + before) weight + bias is x scale + shift.
+
+    With `AffineSiLU` the norm of compiled code, written so that inductor moves the least: forward, x is read for its
+    statistics, and read to write the result; backward, x and the gradient are read for the sums of each channel, and
+    read to write x's gradient.  Statistics are computed once, and no tensor as large as x is float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None, groups: int
+    ) -> tuple[Tensor, Tensor]:
+        def by_group(x: Tensor) -> Tensor:
+            return x.view(*x.shape[:-1], groups, -1)
+
+        full = x.to(torch.promote_types(x.dtype, torch.float32))
+        of_channels, means = (by_group(part) for part in torch.var_mean(full, (2, 3, 4), correction=0))
+        moved = means if before is None else means + by_group(before)
+        mean = moved.mean(2, keepdim=True)
+        var = (of_channels + (moved - mean).square()).mean(2, keepdim=True)
+        rstd = torch.rsqrt(var + NORM_EPS)
+        mean = mean.expand_as(means) if before is None else mean - by_group(before)
+        scale = rstd * by_group(weight)
+        ctx.save_for_backward(x, by_group(weight), means, mean, rstd, scale)
+        ctx.has_before = before is not None
+        return _by_channel(scale), _by_channel(by_group(bias) - mean * scale)
+
+    @staticmethod
+    def backward(ctx: Any, *of_affine: Tensor) -> Any:
+        x, weight, means, mean, rstd, scale = ctx.saved_tensors
+        of_scale, of_shift = (part.view(weight.shape) for part in of_affine)
+        voxels = x[0, 0].numel()
+        elements = voxels * weight.shape[2]
+        of_weight = (of_scale - of_shift * mean) * rstd
+        slope = -rstd.square() * (of_weight * weight).sum(2, keepdim=True) / elements
+        offset = -rstd * (of_shift * weight).sum(2, keepdim=True) / elements - slope * mean
+        of_x = x * _by_channel(slope.expand_as(weight)) + _by_channel(offset)
+        of_before = None
+        if ctx.has_before:
+            of_before = (of_shift * scale + voxels * (slope * means + offset)).sum(0).flatten()
+        return of_x.to(x.dtype), of_weight.flatten(1), of_shift.flatten(1), of_before, None
+
+
+class AffineSiLU(torch.autograd.Function):
+    """SiLU(x scale + shift), in the dtype of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale, shift)
+        return F.silu(x * scale + shift).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, scale, shift = ctx.saved_tensors
+        z = x * scale + shift
+        sigmoid = torch.sigmoid(z)
+        of_z = grad * (sigmoid * (1 + z * (1 - sigmoid)))
+        of_scale, of_shift = (part.sum((2, 3, 4), keepdim=True) for part in (of_z * x, of_z))
+        return (of_z * scale).to(x.dtype), of_scale, of_shift
+
+
+def _by_channel(x: Tensor) -> Tensor:
+    """[B, groups, channels of a group] -> [B, channels, 1, 1, 1], by strides: inductor then computes it once, and not
+    for each voxel that needs it.
+    """
+    channels = x.shape[1] * x.shape[2]
+    return x.contiguous().as_strided((len(x), channels, 1, 1, 1), (channels, 1, 1, 1, 1))
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
     """Return GroupNorm(x) weight + bias, with statistics, weight and bias in float32 also where x has 16 bits; but for
-    rows of weights channels last, which only compiled code applies in float32.
+    rows of weights channels last.
 
     `x` is from `laid_out`, the others as in `norm_silu_conv`.
     """
@@ -61,9 +149,8 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
         folded = x.reshape(1, -1, *x.shape[2:])
         return F.group_norm(folded, len(x) * groups, weight.reshape(-1), bias.reshape(-1), NORM_EPS).view(x.shape)
     one, zero = torch.ones_like(weight[0]), torch.zeros_like(bias[0])
-    dtype = weight.dtype if torch.compiler.is_compiling() else x.dtype  # fused, float32 takes no passes of its own
-    scale, shift = (part.to(dtype).view(*part.shape, 1, 1, 1) for part in (weight, bias))
-    return torch.addcmul(shift, F.group_norm(x.to(dtype), groups, one, zero, NORM_EPS), scale).to(x.dtype)
+    scale, shift = (part.to(x.dtype).view(*part.shape, 1, 1, 1) for part in (weight, bias))
+    return torch.addcmul(shift, F.group_norm(x, groups, one, zero, NORM_EPS), scale)
 
 
 def laid_out(x: Tensor) -> Tensor:
@@ -127,7 +214,7 @@ class NormSiLU(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: Tensor, conv: nn.Conv3d, recompute: bool) -> Tensor:
+    def forward(self, x: Tensor, conv: Callable[[Tensor], Tensor], recompute: bool) -> Tensor:
         return norm_silu_conv(x, self.weight, self.bias, self.groups, conv, recompute)
 
 
@@ -142,11 +229,18 @@ class AdaptiveNormSiLU(nn.Module):
         self.groups = group_count(channels)
         self.project = nn.Linear(embedding, 2 * channels)
 
-    def forward(self, x: Tensor, embedding: Tensor, conv: nn.Conv3d, recompute: bool) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        embedding: Tensor,
+        conv: Callable[[Tensor], Tensor],
+        recompute: bool,
+        before: Tensor | None = None,
+    ) -> Tensor:
         """[B, C, Z, Y, X] and [B, embedding] -> conv(SiLU(norm(x) (1 + scale) + shift))."""
         with no_autocast(x.device):  # 1 + scale in bf16 would lose most of a small scale
             scale, shift = self.project(embedding).chunk(2, dim=1)
-        return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, recompute)
+        return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, recompute, before)
 
 
 class ResidualBlock(nn.Module):
@@ -162,8 +256,12 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor, recompute: bool) -> Tensor:
         """[B, channels_in, Z, Y, X] and [B, embedding] -> [B, channels_out, Z, Y, X]."""
-        h = self.norm_1(x, self.conv_1, recompute)
-        out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, recompute)
+        conv_1: Callable[[Tensor], Tensor] = self.conv_1
+        before: Tensor | None = None
+        if torch.compiler.is_compiling():  # the norm takes the bias up
+            conv_1, before = partial(F.conv3d, weight=self.conv_1.weight, padding=1), self.conv_1.bias
+        h = self.norm_1(x, conv_1, recompute)
+        out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, recompute, before)
         return out
 
 

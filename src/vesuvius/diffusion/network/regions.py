@@ -44,10 +44,14 @@ class CompiledRegions:
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
         import torch._dynamo.config
         import torch._functorch.config
+        import torch._inductor.config
 
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
         # Backward passes compile with their forward pass, where a failure leaves no half of a gradient behind.
         torch._functorch.config.force_non_lazy_backward_lowering = True
+        # Inductor takes channels last for the best order of 2D convolutions and contiguous for that of all others,
+        # whose inputs and weights it then copies.  Without, it keeps the order that they have.
+        torch._inductor.config.layout_optimization = False
         self._failures = torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
         self._compiled: Any = torch.compile(plainly, backend=backend, fullgraph=True, dynamic=False)
         self.failure = ""
