@@ -102,8 +102,7 @@ def _copy(arguments: argparse.Namespace) -> int:
 
     def tell(figures: CopyFigures) -> None:
         failed = f"{len(figures.failures)} FAILED, " if figures.failures else ""
-        speed = f"{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
-        progress.tell("chunks", figures.done, figures.chunks, failed + speed)
+        progress.tell("chunks", figures.done, figures.chunks, failed + _speed(figures))
 
     with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("copying") as progress:
         figures = copy_box(request, _store(arguments), tell)
@@ -119,22 +118,18 @@ def _import(arguments: argparse.Namespace) -> int:
     request = ImportRequest(*(getattr(arguments, field.name) for field in fields(ImportRequest)))
 
     def tell(figures: CopyFigures, doing: str) -> None:
-        speed = f"{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
-        progress.tell("chunks", figures.done, figures.chunks, doing or speed)
+        progress.tell("chunks", figures.done, figures.chunks, doing or _speed(figures))
 
     with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("importing") as progress:
-        source, plan, figures = import_volume(request, tell)
-    there = figures.before == figures.chunks
-    facts = {
-        "out": f"{request.out}, {'is complete' if there else 'from ' + arguments.source}",
-        "shape_zyx": plan.shape_zyx,
-        "dtype": str(source.dtype),
-        "voxel_size_um": request.voxel_size_um or source.geometry.voxel_size_um,
-        "levels": plan.levels,
-    }
-    counts = ("chunks", "before", "written", "air", "voxel_bytes", "stored_bytes", "seconds")
-    _print(facts | {name: getattr(figures, name) for name in counts}, arguments)
+        source, figures = import_volume(request, tell)
+    there = "is complete" if figures.before == figures.chunks else f"from {arguments.source}"
+    facts = {"dtype": source.dtype.name, "voxel_size_um": source.geometry.voxel_size_um} | vars(figures)
+    _print({"out": f"{request.out}, {there}"} | facts | {"failures": 0}, arguments)
     return EXIT_OK
+
+
+def _speed(figures: CopyFigures) -> str:
+    return f"{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
 
 
 @contextmanager

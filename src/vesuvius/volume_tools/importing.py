@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,14 @@ class ImportRequest:
 
 def import_volume(
     request: ImportRequest, on_progress: Callable[[CopyFigures, str], None] = lambda figures, doing: None
-) -> tuple[Stored, Pyramid, CopyFigures]:
+) -> tuple[Stored, CopyFigures]:
     """Import a scan, or resume its import; a finished one is left as it is.
 
     Args:
         on_progress: called after each chunk, and with words while a layer is decoded, from this thread.
 
     Returns:
-        What was imported, as what, and the figures.
+        What was imported, and the figures.
 
     Raises:
         ConfigError: the arguments are wrong, or something else is at `out`.
@@ -76,9 +76,9 @@ def import_volume(
     started = time.monotonic()
     check_name(request.out)
     source = open_source(request.source, request.select, request.shape, request.dtype)
-    shape, geometry = triple(source.shape), source.geometry
     if request.voxel_size_um:
-        geometry = Geometry(request.voxel_size_um, (0, 0, 0), ("micrometer",) * 3)
+        source = replace(source, geometry=Geometry(request.voxel_size_um, (0, 0, 0), ("micrometer",) * 3))
+    shape, geometry = triple(source.shape), source.geometry
     levels = levels_to_one(shape, _CHUNK) if request.levels is None else request.levels
     check_levels(levels, shape)
     chunk = triple(min(size, _CHUNK) for size in shape)
@@ -87,7 +87,7 @@ def import_volume(
     record = _record(request, source)
     if is_finished(request.out, record):
         figures.before = figures.chunks
-        return source, plan, figures
+        return source, figures
 
     def count(size: int) -> None:
         figures.count(size)
@@ -100,7 +100,7 @@ def import_volume(
             target.fill(0, read, count)
         target.fill_coarser(count)
         target.publish(multiscale(request.out.stem, levels, geometry.scale_zyx, geometry.units_zyx))
-    return source, plan, figures
+    return source, figures
 
 
 def _record(request: ImportRequest, source: Stored) -> dict[str, Any]:
@@ -128,19 +128,17 @@ def _by_layers(
     def slice_at(z: int) -> NDArray[Any]:
         return np.memmap(file, source.dtype, "r+", z % _LAYER * slice_bytes, tuple(plane))
 
-    def decode(layer: Box) -> None:
-        for place in itertools.product(*chunk_ranges(layer, unit)):
-            box = intersection(chunk_box(place, unit, shape), layer)
-            tell(figures, f"decoding slice {box[0][0]} of {depth}")
-            for z, voxels in enumerate(source.get(slices(box)), box[0][0]):
-                slice_at(z)[slices(box)[1:]] = voxels
-
     def read(box: Box) -> NDArray[Any]:
         nonlocal decoded
         (first, *_), (last, *_) = box
         if decoded != (decoded := first // _LAYER):
-            decode(chunk_box((decoded, 0, 0), (_LAYER, plane[0], plane[1]), shape))
-        voxels = np.stack([slice_at(z)[slices(box)[1:]] for z in range(first, last)])
+            layer = chunk_box((decoded, 0, 0), (_LAYER, plane[0], plane[1]), shape)
+            for place in itertools.product(*chunk_ranges(layer, unit)):
+                part = intersection(chunk_box(place, unit, shape), layer)
+                tell(figures, f"decoding slice {part[0][0]} of {depth}")
+                for z, each in enumerate(source.get(slices(part)), part[0][0]):
+                    slice_at(z)[slices(part)[1:]] = each
+        voxels = np.stack([slice_at(z)[slices(box)[1:]].copy() for z in range(first, last)])  # one map at a time
         figures.voxel_bytes += voxels.nbytes
         return voxels
 

@@ -33,8 +33,8 @@ _MOST_CHUNKS = 2**40  # lists of a volume hold a byte for each, in memory that i
 _INNER = ("codecs", "index_codecs")  # of a shard
 _ONE_BYTE = ("u1", "i1", "b1", "uint8", "int8", "bool")
 _FILES = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
-_FOREIGN = re.compile(r"\.(tiff?|btf|h5|hdf5?|nxs|nii|nii\.gz|nrrd|nhdr|npy|n5|(?P<raw>raw|bin|vol))$", re.IGNORECASE)
-_SLICES = (".tif", ".tiff", ".png")
+_FOREIGN = re.compile(r"\.(tiff?|btf|h5|hdf5?|nxs|nii|nii\.gz|nrrd|nhdr|npy|n5|raw)$", re.IGNORECASE)
+_SLICES = (".tif", ".tiff", ".png", "attributes.json")
 _NAMED = 8  # arrays, or other names, that a message lists
 _MAGIC = {
     b"\x1f\x8b": ("gzip data", "store it uncompressed, or have the server send it without Content-Encoding"),
@@ -236,10 +236,8 @@ def no_zarr_error(source: Source) -> DataError:
         what, remedy = " but a file", _import_command(source, []) or "unpack it, or convert it to OME-Zarr"
     elif names := sorted(itertools.chain(*_names(source))):
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        what, remedy = (
-            f" but a folder of {', '.join(names[:_NAMED])}{more}",
-            _choice(source) or _import_command(source, names) or remedy,
-        )
+        what = f" but a folder of {', '.join(names[:_NAMED])}{more}"
+        remedy = _choice(source) or _import_command(source, names) or remedy
     elif not source.remote:
         what = " but an empty folder"
     return DataError(f"a volume must be a zarr array or group; got {source.shown}, which is neither{what}; {remedy}")
@@ -248,13 +246,11 @@ def no_zarr_error(source: Source) -> DataError:
 def _import_command(source: Source, names: Sequence[str]) -> str:
     """What makes a zarr of a file, or of a folder of these; '' where `volume import` reads no such."""
     name = Path(source.address).resolve().name
-    ending = _FOREIGN.search(name)
-    slices = any(each == "attributes.json" or each.lower().endswith(_SLICES) for each in names)
-    if source.remote or not (slices if names else ending):
+    if source.remote or not (any(each.lower().endswith(_SLICES) for each in names) or _FOREIGN.search(name)):
         return ""
-    raw = " --shape Z,Y,X --dtype uint16" if ending and ending["raw"] else ""
-    out = f"{_FOREIGN.sub('', name)}.zarr"
-    return f"import it: vesuvius volume import {shlex.quote(source.address)} {shlex.quote(out)}{raw}"
+    more = " --shape Z,Y,X --dtype uint16" if name.lower().endswith(".raw") else ""
+    places = map(shlex.quote, (source.address, _FOREIGN.sub("", name) + ".zarr"))
+    return f"import it: vesuvius volume import {' '.join(places)}{more}"
 
 
 def _choice(source: Source) -> str:
