@@ -20,7 +20,7 @@ from tests.stream.test_stream import collect, make_job, open_stream
 from tests.support import fork_server
 from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
-from vesuvius.stream import events
+from vesuvius.stream import events, sources
 from vesuvius.stream import stream as stream_module
 from vesuvius.stream.cutter import Cutter, Patch, StreamOrderError, WaitTime
 from vesuvius.stream.options import StreamOptions
@@ -34,7 +34,7 @@ def test_a_reconfigure_that_fails_does_not_look_like_the_end(volume: Path, monke
     with open_stream(make_job(volume)) as stream:
         next(stream)
         with monkeypatch.context() as broken:
-            broken.setattr(stream_module, "LocalRegions", refuse)
+            broken.setattr(sources, "LocalRegions", refuse)
             with pytest.raises(ConfigError, match="no readers today"):
                 stream.reconfigure(prefetch_factor=3)
         for _ in range(2):

@@ -9,18 +9,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, DataError, one_line
-from vesuvius.plan.plan import Task
 from vesuvius.stream.cutter import Cutter, StreamOrderError
 from vesuvius.stream.events import EventRecorder
 from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederFigures, check_rings
@@ -30,17 +29,14 @@ from vesuvius.stream.options import (
     batches_ahead,
     check_store,
     store_ahead_bytes,
-    store_bytes,
     store_is_there,
 )
-from vesuvius.stream.reading.local import REGIONS_AHEAD, LocalRegions, LocalThenRay, Regions
+from vesuvius.stream.reading.local import REGIONS_AHEAD, Regions
 from vesuvius.stream.reading.notes import TrainerReads
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
 from vesuvius.stream.reading.resident import Resident
-
-if TYPE_CHECKING:
-    from vesuvius.stream.ray.session import Session  # Ray is not needed with workers: 0
+from vesuvius.stream.sources import Sources
 
 _ENDLESS = 2**62
 _open = set["PatchStream"]()
@@ -92,8 +88,8 @@ class PatchStream(Iterator[Batch]):
         self._job = job
         self._resident = resident
         # A run without readers has nobody else to read.
-        self._reads = TrainerReads(Path(job.notes_dir)) if job.notes_dir and options.workers else None
-        if resident is not None and job.plan.is_small and not (self._reads and self._reads.broke_off):
+        reads = TrainerReads(Path(job.notes_dir)) if job.notes_dir and options.workers else None
+        if resident is not None and job.plan.is_small and not (reads and reads.broke_off):
             options = replace(options, workers=0)
         self.options = options
         self._next_sample = first
@@ -103,12 +99,10 @@ class PatchStream(Iterator[Batch]):
         self._buffers = (buffers, condition_buffers)
         self._readers = Readers()
         self._events = EventRecorder(job, quarantined)
+        self._sources = Sources(reads, partial(self._events.record, "spill"), self._reader_died)
         self.events, self.quarantined = self._events.events, self._events.quarantined
         self.readers = self._readers.living
-        self._session: Session | None = None
-        self._starting_ray = threading.Lock()
         self._source: Regions | None = None
-        self._replaced: Callable[[str, int, str], None] | None = None  # told of readers that died
         self._feeder: Feeder | None = None
         self._clock = FeederClock()
         self._delivered = 0  # into the present ring
@@ -155,13 +149,13 @@ class PatchStream(Iterator[Batch]):
         """
         if os.getpid() != self._pid:
             return
-        self._closed = True
+        self._closed = self._sources.closed = True
         try:
             self._close_readers()
         finally:
             _open.discard(self)
             self._drop_resident()
-            self._end_session()
+            self._sources.end_ray()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream, as plain data: enough to continue with any workers, prefetch or cache.
@@ -218,7 +212,7 @@ class PatchStream(Iterator[Batch]):
             raise TypeError(f"a running stream cannot change {', '.join(unknown)}, only {can}; make another stream")
         check_rings((buffers or (), condition_buffers))
         options = replace(self.options, **changes)
-        if not store_is_there() or not self._fits(options):
+        if not store_is_there() or not self._sources.fits(self._job, options):
             check_store(self._job, options)
         self.options = options
         self._close_readers()
@@ -236,7 +230,7 @@ class PatchStream(Iterator[Batch]):
             return "the readers to start or stop"
         workers, source = self.options.workers, self._source
         readers = f"{workers} readers" if workers else "no readers: the trainer reads"
-        if workers and self._session is None:
+        if workers and not self._sources.has_ray:
             readers = f"Ray, which has {workers} readers, is starting"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
@@ -306,8 +300,8 @@ class PatchStream(Iterator[Batch]):
             job = replace(job, data=job.data.with_store(requests=requests))
         self._readers.clear()
         try:
-            self._source = self._open_source(job)
             place = self._next_sample, self._stop
+            self._source = self._sources.open(job, self.options, job.tasks(*place), self._resident)
             cutter = Cutter(job, self._source, self._take_report, self._clock.starved, *place, self._resident)
             layout, ahead = job.batch_layout(self.options.batch_size), batches_ahead(self.options)
             ring = self._buffers, self._delivered, self._held
@@ -330,66 +324,28 @@ class PatchStream(Iterator[Batch]):
             source.close()
         self._feeder = self._source = None
 
-    def _open_source(self, job: ReaderJob) -> Regions:
-        options, tasks = self.options, job.tasks(self._next_sample, self._stop)
-        if options.workers == 0:
-            return LocalRegions(job, tasks, self._resident, self._reads)
-        if self._session is not None and not self._fits(options):
-            self._end_session()
-        if self._session is None and not store_is_there():
-            check_store(job, options)
-            return LocalThenRay(job, tasks, self._resident, self._reads, partial(self._start_ray, job))
-        return self._start_ray(job, tasks)
-
-    def _start_ray(self, job: ReaderJob, tasks: Iterable[Task]) -> Regions:
-        # Ray takes a second to import and is not needed with workers: 0
-        from vesuvius.stream.ray.regions import RayRegions
-        from vesuvius.stream.ray.session import Session
-
-        options = self.options
-        with self._starting_ray:  # where the stream was changed meanwhile, the start of before may go on
-            if self._session is None:
-                self._session = Session(options.cluster, options.workers, job.world, store_bytes(job, options))
-            if self._closed:
-                if threading.main_thread().is_alive():  # else Ray ends with the interpreter
-                    self._end_session()
-                raise ConfigError("the stream was closed while Ray started")
-        regions = RayRegions(job, tasks, options, partial(self._events.record, "spill"), self._reader_died)
-        self._replaced = regions.replaced
-        return regions
-
     def _end_readers(self) -> None:
         """All that is needed is in memory: go on without readers and Ray."""
         began = time.monotonic()
         self._close_readers()
-        self._end_session()
+        self._sources.end_ray()
         self._ended_readers, self.options = self.options.workers, replace(self.options, workers=0)
         self._open_readers()
         where = f"from sample {self._next_sample} on patches are cut from the volumes in memory"
         text = f"{where}; the readers ended in {time.monotonic() - began:.1f} s"
         self._events.record("resident", text, {"sample": self._next_sample})
 
-    def _end_session(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
-
     def _drop_resident(self) -> None:
         if self._resident is not None:
             self._resident.close()
             self._resident = None
 
-    def _fits(self, options: StreamOptions) -> bool:
-        """Whether the Ray in use has room for readers of these options."""
-        need = options.workers, self._job.world, store_bytes(self._job, options)
-        return self._session is None or self._session.fits(*need)
-
     def _take_report(self, report: BlockReport) -> None:
         """On the feeder's thread."""
         # Blocks come in order: once one of the next execution does, readers of the last one have no more to read.
         died = self._readers.take(report, self.options.workers)
-        if died is not None and self._replaced is not None:
-            self._replaced(report.actor, *died)
+        if died is not None:
+            self._sources.replaced(report.actor, *died)
         for record in report.quarantined:
             self._events.quarantine(record)
         for found in report.nonfinite:

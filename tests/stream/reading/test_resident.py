@@ -22,6 +22,7 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.local import LocalRegions
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.resident import Resident
+from vesuvius.stream.sources import Sources
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.volumes.box import Box, box_along, slices
@@ -211,8 +212,9 @@ def test_every_brick_is_whole_in_the_region_of_some_cell(tmp_path: Path) -> None
 def test_readers_end_after_a_pass(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three ranks each reads nearly all regions: they do not share a pass, though they share the copy."""
     job, asked = replace(plain(tmp_path), world=world), list[int]()
-    monkeypatch.setattr(PatchStream, "_start_ray", lambda self, job, tasks: LocalRegions(job, tasks, self._resident))
-    with PatchStream(job, StreamOptions(4, 2), resident=Resident(job, sharers=world)) as stream:
+    resident = Resident(job, sharers=world)
+    monkeypatch.setattr(Sources, "_start_ray", lambda self, job, options, tasks: LocalRegions(job, tasks, resident))
+    with PatchStream(job, StreamOptions(4, 2), resident=resident) as stream:
         for _ in range(batches_of_passes(job, 4, 4 * world)):
             next(stream)
             asked.append(stream.options.workers)
