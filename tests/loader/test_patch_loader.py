@@ -242,6 +242,35 @@ def test_ranks_share_the_order_and_their_state(volume: Path) -> None:
     assert len(places[1]) == 16, "a loop that was left is followed by a whole epoch"
 
 
+def test_a_state_with_another_batch_size_or_length_goes_on_and_leaves_no_epoch_empty(volume: Path) -> None:
+    with load(volume, length=6) as loader:
+        list(islice(loader, 3))
+        state = loader.state_dict()
+    for options, batches in (
+        ({"length": 6, "batch_size": 8}, [5, 6]),  # 36 samples more of 48, so the last batch reaches beyond
+        ({"length": 2}, [2, 2]),
+        ({"length": 12, "batch_size": 2}, [6, 12]),
+    ):
+        with load(volume, **options) as other:
+            other.load_state_dict(state)
+            for count in batches:
+                begin = other.state_dict()["sample_index"]
+                size = int(options.get("batch_size", 4))
+                assert indices(other) == list(range(begin, begin + count * size))
+                assert other.state_dict()["in_epoch"] == 0
+    with load(volume, length=6) as loader, pytest.raises(ConfigError, match="in_epoch of a state must be"):
+        loader.load_state_dict(state | {"in_epoch": "12"})
+
+
+def test_the_readers_end_with_the_last_reference(volume: Path) -> None:
+    loader = load(volume)
+    next(iter(loader))
+    stream = loader.stream
+    assert stream.waiting_for() != "the readers to start or stop"
+    del loader
+    assert stream.waiting_for() == "the readers to start or stop"
+
+
 def test_epochs(volume: Path) -> None:
     with load(volume, length=3, epochs=2) as loader:
         assert len(loader) == 3

@@ -181,20 +181,23 @@ class PatchLoader(Iterable[PatchBatch]):
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain data: for a checkpoint, between two batches.  The same for all ranks."""
         state = self._state if self._stream is None else self._stream.state_dict()
-        whole = self._samples_per_epoch or self._in_epoch + 1
-        return state | {"in_epoch": self._in_epoch % whole}
+        return state | {"in_epoch": self._of_epoch(self._in_epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where another loader over the same plan was, also with other workers or on another device.
+
+        With another batch size, length or number of ranks the samples go on, too; of an epoch that would already be
+        over, the next one begins.
 
         Raises:
             ConfigError: it is not a state, or of other volumes, seed, patches or draws; the loader stays as it was.
         """
         check_state(state, self._job)
+        in_epoch = _whole("in_epoch of a state", state.get("in_epoch", 0), 0)
         if self._stream is not None:
             self._stream.load_state_dict(state)
         self._state = {key: state[key] for key in self._state}
-        self._in_epoch, self._continues = state.get("in_epoch", 0), True
+        self._in_epoch, self._continues = self._of_epoch(in_epoch), True
 
     def close(self) -> None:
         """End the readers.  Safe to call again; a later loop starts others, at the next batch."""
@@ -215,6 +218,10 @@ class PatchLoader(Iterable[PatchBatch]):
         """
         self.stream  # noqa: B018 - is opened
         self._feed.reconfigure(**changes)
+
+    def _of_epoch(self, samples: int) -> int:
+        """So many samples of an epoch, which are 0 of the next one once it is over."""
+        return samples if self._samples_per_epoch is None or samples < self._samples_per_epoch else 0
 
     def _open(self) -> PatchStream:
         stop = None
