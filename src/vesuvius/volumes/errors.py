@@ -72,7 +72,10 @@ class BrokenOffError(ConnectionError):
 
 
 class ClosedError(Exception):
-    """A source was closed, by whoever ends the stream, while another thread read from it."""
+    """A source was closed, by whoever ends the stream, while another thread read from it, or before."""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} was closed; open it again"
 
 
 class UnreadableChunkError(DataError):
