@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from vesuvius.commands.cli import as_command, lengths, natural, naturals, number_from_0, positive, say, triple
 from vesuvius.commands.sample import array
 from vesuvius.config import ArrayConfig, StoreConfig
-from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError
+from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.units import format_sizes, size_text
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
@@ -113,8 +113,6 @@ def _copy(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    if (arguments.shape is None) != (arguments.dtype is None):
-        raise ConfigError("raw voxels need --shape and --dtype; got one of them; give both, or none")
     request = ImportRequest(*(getattr(arguments, field.name) for field in fields(ImportRequest)))
 
     def tell(figures: CopyFigures, doing: str) -> None:
@@ -349,12 +347,7 @@ def _add_import(commands: Commands) -> None:
         "--levels", type=natural, help="each the mean of 2x2x2 voxels (default: down to one that fits into a chunk)"
     )
     importer.add_argument(
-        "--v2",
-        action="store_const",
-        const=2,
-        default=3,
-        dest="zarr_format",
-        help="write OME-Zarr 0.4 instead (zarr v2, each chunk a file), for older programs",
+        "--v2", action="store_true", help="write OME-Zarr 0.4 instead (zarr v2, each chunk a file), for older programs"
     )
     importer.set_defaults(run=_import)
 

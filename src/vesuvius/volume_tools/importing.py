@@ -54,7 +54,7 @@ class ImportRequest:
     dtype: np.dtype[Any] | None = None
     voxel_size_um: FloatTriple | None = None  # None = as the source says
     levels: int | None = None  # None = down to the one that fits into a chunk
-    zarr_format: int = 3  # 2 = OME-Zarr 0.4
+    v2: bool = False  # write OME-Zarr 0.4
 
 
 def import_volume(
@@ -82,7 +82,7 @@ def import_volume(
     levels = levels_to_one(shape, _CHUNK) if request.levels is None else request.levels
     check_levels(levels, shape)
     chunk = triple(min(size, _CHUNK) for size in shape)
-    plan = Pyramid(shape, chunk, levels, source.dtype.itemsize, _PER_SHARD if request.zarr_format == 3 else 0)
+    plan = Pyramid(shape, chunk, levels, source.dtype.itemsize, 0 if request.v2 else _PER_SHARD)
     figures = CopyFigures(box_at((0, 0, 0), shape), plan.chunk_count)
     record = _record(request, source)
     if is_finished(request.out, record):

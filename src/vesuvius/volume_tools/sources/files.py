@@ -108,14 +108,13 @@ def sized(shape: Sequence[int], dtype: object) -> str:
 # ---- formats
 
 
-def open_raw(file: Path, shape_zyx: Triple, dtype: Any) -> Stored:
+def open_raw(file: Path, shape_zyx: Triple, dtype: np.dtype[Any]) -> Stored:
     """Voxels and nothing else."""
-    stored = flat(file, "ZYX", shape_zyx, dtype, 0)
-    if more := file.stat().st_size - math.prod(shape_zyx) * stored.dtype.itemsize:
-        got = f"{more} bytes more than {sized(shape_zyx, dtype)}"
-        remedy = f"correct them; without a header of {more} bytes it is `tail -c +{more + 1}`"
-        raise refuse("--shape and --dtype must fit the file", got, file, remedy)
-    return stored
+    there, due = file.stat().st_size, math.prod(shape_zyx) * dtype.itemsize
+    if there != due:
+        got = f"{there} bytes, and {sized(shape_zyx, dtype)} are {due},"
+        raise refuse("--shape and --dtype must fit a file without a header", got, file, "correct them, or the file")
+    return flat(file, "ZYX", shape_zyx, dtype, 0)
 
 
 def open_npy(file: Path) -> Stored:

@@ -26,7 +26,9 @@ _OPENERS: dict[str, Callable[[Path], Stored]] = {
 }  # fmt: skip
 
 
-def open_source(path: str, select: tuple[int, ...] = (), shape: Triple | None = None, dtype: Any = None) -> Stored:
+def open_source(
+    path: str, select: tuple[int, ...] = (), shape: Triple | None = None, dtype: np.dtype[Any] | None = None
+) -> Stored:
     """Open a scan; reads headers.
 
     Args:
@@ -44,7 +46,7 @@ def open_source(path: str, select: tuple[int, ...] = (), shape: Triple | None = 
     head, _, inside = path.rpartition(":")
     file, inside = (Path(head), inside) if head and not Path(path).exists() else (Path(path), "")
     with _library_errors(f"{path} cannot be opened"):
-        stored = files.open_raw(file, shape, dtype) if shape and dtype else _opened(file, inside)
+        stored = files.open_raw(file, shape, dtype) if shape and dtype is not None else _opened(file, inside)
     if stored.dtype.kind not in "buif" or stored.dtype.itemsize > 8:
         raise refuse("voxels are bool, or integers or floats of up to 8 bytes", stored.dtype, path, "convert them")
     axes, native = _axes(stored, select, path), stored.dtype.newbyteorder("=")
@@ -98,5 +100,6 @@ def _axes(stored: Stored, select: tuple[int, ...], path: str) -> Axes:
     fixed = dict(zip(longer, select, strict=False))
     if len(select) != len(longer) or any(i >= stored.shape[axis] for axis, i in fixed.items()):
         rule = "--select fixes all axes but z, y, x (channels, times, colours) that are longer than 1"
-        raise refuse(rule, got, path, f"set it to {len(longer)} of 0..N-1, e.g. {','.join('0' * len(longer)) or '-'}")
+        remedy = f"give one index each, e.g. --select {','.join('0' * len(longer))}" if longer else "leave it out"
+        raise refuse(rule, got, path, remedy)
     return Axes(zyx, tuple(fixed.get(axis, 0) for axis in others))
