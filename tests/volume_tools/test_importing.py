@@ -85,28 +85,33 @@ def tiff_pages(**options: Any) -> Any:
     return write
 
 
-def ome_files(folder: Path, voxels: Voxels) -> str:
-    """An OME-TIFF of two files, the second half of the slices in the first."""
-    import tifffile
+def ome_files(count: int) -> Any:
+    """An OME-TIFF of so many files, opened by the last one; where each holds one slice, by the folder."""
 
-    half = len(voxels) // 2
-    z, y, x = voxels.shape
-    data = "".join(
-        f'<TiffData FirstZ="{first}" IFD="0" PlaneCount="{count}"><UUID FileName="{name}.ome.tif">urn:uuid:{name}'
-        "</UUID></TiffData>"
-        for name, first, count in (("one", half, z - half), ("two", 0, half))
-    )
-    for name, part in (("one", voxels[half:]), ("two", voxels[:half])):
-        xml = (
-            '<?xml version="1.0"?><OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" '
-            f'UUID="urn:uuid:{name}"><Image ID="Image:0"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint16" '
-            f'SizeX="{x}" SizeY="{y}" SizeZ="{z}" SizeC="1" SizeT="1"><Channel ID="Channel:0:0" SamplesPerPixel="1"/>'
-            f"{data}</Pixels></Image></OME>"
+    def write(folder: Path, voxels: Voxels) -> str:
+        import tifffile
+
+        parts, (z, y, x) = np.array_split(voxels, count), voxels.shape
+        firsts = np.cumsum([0, *map(len, parts)])
+        data = "".join(
+            f'<TiffData FirstZ="{first}" IFD="0" PlaneCount="{len(part)}"><UUID FileName="s_{number}.ome.tif">'
+            f"urn:uuid:{number}</UUID></TiffData>"
+            for number, (first, part) in enumerate(zip(firsts, parts, strict=False))
         )
-        with tifffile.TiffWriter(folder / f"{name}.ome.tif") as writer:
-            for number, page in enumerate(part):
-                writer.write(page, description=xml if number == 0 else None, metadata=None, compression="zlib")
-    return str(folder / "one.ome.tif")
+        (folder / "scan").mkdir()
+        for number, part in enumerate(parts):
+            xml = (
+                '<?xml version="1.0"?><OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" '
+                f'UUID="urn:uuid:{number}"><Image ID="Image:0"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" '
+                f'Type="uint16" SizeX="{x}" SizeY="{y}" SizeZ="{z}" SizeC="1" SizeT="1"><Channel ID="Channel:0:0" '
+                f'SamplesPerPixel="1"/>{data}</Pixels></Image></OME>'
+            )
+            with tifffile.TiffWriter(folder / f"scan/s_{number}.ome.tif") as writer:
+                for place, page in enumerate(part):
+                    writer.write(page, description=None if place else xml, metadata=None, compression="zlib")
+        return str(folder / "scan" if count == z else folder / f"scan/s_{count - 1}.ome.tif")
+
+    return write
 
 
 def slices(ending: str, **options: Any) -> Any:
@@ -220,7 +225,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         tiff("v.ome.tif", others(1, 0), ome=True, metadata={"axes": "TZCYX"}),
         {"select": (1, 1)},
     ),
-    "ome-tiff of two files": (ome_files, {}),
+    "ome-tiff of two files": (ome_files(2), {}),
+    "ome-tiff, a file a slice": (ome_files(len(scan())), {}),
     "ome-tiff, slices as times": (tiff("v.ome.tif", ome=True, metadata={"axes": "TYX"}), {}),
     "imagej": (
         tiff(imagej=True, metadata={"axes": "ZYX", "spacing": 3.0, "unit": "\\u00B5m"}, resolution=(2.0, 4.0)),
@@ -523,7 +529,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "lzw pages cut": (tiff_pages(compression="lzw"), cut("v.tif", 0.6), CUT),
     "imagej cut": (tiff(imagej=True, metadata={"axes": "ZYX"}), cut("v.tif", 0.5), CUT),
     "ome-tiff cut": (tiff("v.ome.tif", compression="zlib", **OME), cut("v.ome.tif", 0.7), "corrupted.*; copy it again"),
-    "ome-tiff, a file missing": (ome_files, lambda folder: (folder / "two.ome.tif").unlink(), "got 18 missing"),
+    "ome-tiff, a file missing": (ome_files(2), lambda folder: (folder / "scan/s_0.ome.tif").unlink(), "got 19 missing"),
     "npy cut": (npy(lambda voxels: voxels), cut("v.npy", 0.9), "greater than file size; copy it again"),
     "nifti cut": (nifti(), cut("v.nii", 0.9), CUT),
     "nifti gzip cut": (nifti("v.nii.gz"), cut("v.nii.gz", 0.9), "EOFError"),

@@ -74,7 +74,7 @@ def open_folder(folder: Path) -> Stored:
         if is_png:
             with import_module("PIL.Image").open(files[number]) as image:
                 return np.asarray(image)
-        return np.asarray(import_module("tifffile").imread(files[number])).reshape(shape)
+        return np.asarray(import_module("tifffile").imread(files[number], key=0))
 
     return paged(files, "ZYXS"[: 1 + len(shape)], (len(files), *shape), dtype, 1, load)
 
@@ -85,16 +85,17 @@ def _in_order(files: list[Path], folder: Path) -> list[Path]:
     files = sorted(files, key=lambda file: [int(part) for part in parts[file][1::2]])
     numbers = [[int(part) for part in parts[file][1::2]] for file in files]
     varying = next((column for column in zip(*numbers, strict=False) if len(set(column)) > 1), range(len(files)))
-    steps = np.diff(varying).tolist()
+    steps = np.diff(varying)
+    usual = max(1, np.median(steps)) if len(files) > 1 else 1
     for before, after, step in zip(files, files[1:], steps, strict=False):
-        if parts[before][::2] != parts[after][::2] or step != max(1, np.median(steps)):
+        if parts[before][::2] != parts[after][::2] or step != usual:
             rule, got = "slices must differ in a number that rises evenly", f"{before.name} and then {after.name}"
             raise refuse(rule, got, folder, "restore what is missing; one folder a stack")
     return files
 
 
 @contextmanager
-def _whole_tiff(file: Path) -> Iterator[Any]:
+def _whole_tiff(file: Path, **options: Any) -> Iterator[Any]:
     """An open TIFF.  Of one that is cut short tifffile gives what is left, and says so in its log alone."""
     said, logger = list[str](), logging.getLogger("tifffile")
 
@@ -104,7 +105,7 @@ def _whole_tiff(file: Path) -> Iterator[Any]:
 
     logger.addFilter(listen)
     try:
-        with import_module("tifffile").TiffFile(file) as tiff:
+        with import_module("tifffile").TiffFile(file, **options) as tiff:
             len(tiff.pages), tiff.series
             if cut := [text for text in said if "page offset" in text or "corrupt" in text]:
                 raise DataError(f"The file is cut short: {file}: {cut[0]}; copy it again")
@@ -120,7 +121,7 @@ def _check_page(page: Any) -> None:
 
 
 def _tiff_header(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    with _whole_tiff(file) as tiff:
+    with _whole_tiff(file, is_ome=False) as tiff:  # else each slice of an OME-TIFF of many files opens them all
         if len(tiff.pages) != 1:
             raise refuse("a slice must be one page", f"{len(tiff.pages)} pages", file, "import that stack alone")
         _check_page(tiff.pages[0])
