@@ -24,6 +24,7 @@ from tests.conftest import textured, write_array
 from vesuvius import ConfigError, DataConfig, PatchBatch, PatchDataset, PatchLoader, PatchStream, VolumeConfig, config
 from vesuvius.config import AugmentConfig, ForegroundConfig, ValidationConfig
 from vesuvius.plan.plan import Sample
+from vesuvius.stream.feeder import arrays_nobody_holds
 from vesuvius.stream.options import StreamOptions, store_is_there
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volumes.box import slices
@@ -286,6 +287,22 @@ def test_a_closed_loader_goes_on_where_it_was(volume: Path) -> None:
     loader.close()
     assert indices(loader) == list(range(8, 16))
     loader.close()
+
+
+def test_memory_is_used_again_once_nobody_holds_a_batch_and_not_before(volume: Path) -> None:
+    with load(volume, normalize=False, augment=False) as loader:
+        held = [(batch.image[1:, 0, 2:], batch.samples[1:]) for batch in islice(loader, 20)]
+    for images, samples in held:
+        for image, sample in zip(images, samples, strict=True):
+            np.testing.assert_array_equal(image.numpy(), textured(SHAPE)[slices(sample.box)][2:])
+    arrays = arrays_nobody_holds((4,), np.dtype(np.uint8), kept=2)
+    first, second, third = [next(arrays) for _ in range(3)]
+    kept = id(first), id(second)
+    view = memoryview(first[1:])
+    del first, second, third
+    assert id(next(arrays)) == kept[1]
+    del view
+    assert id(next(arrays)) == kept[0]
 
 
 def test_a_resident_copy_changes_nothing(volume: Path) -> None:

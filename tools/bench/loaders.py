@@ -26,7 +26,8 @@ from statistics import median
 import numpy as np
 from feeds import Batches, Figures, Setup, run_feed, touch, uniform_feed
 
-from vesuvius.config import Config
+from vesuvius import PatchLoader
+from vesuvius.config import AugmentConfig, Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.experiments.bench.results import speed_words
 from vesuvius.experiments.paired import compare_one_of
@@ -38,8 +39,11 @@ from vesuvius.training.forecast.run_plan import resident_bytes
 from vesuvius.volumes.store.objects import is_remote, open_store
 
 OURS = "vesuvius"
+LOADER = "PatchLoader"
+"""`PatchStream`, and what a loop of one's own takes."""
 PEERS = {"zarr-python": "zarr", "zarrs": "zarrs", "tensorstore": "tensorstore"}
 """Other loaders, with the package that each needs."""
+_NO_SYMMETRIES = AugmentConfig(flip=False, turn=False)
 _DEMAND = 2 / 3
 """Of what the loader delivers, by a trainer that should not wait."""
 
@@ -89,11 +93,35 @@ class OurFeed:
         return waited_s / (time.perf_counter() - began)
 
 
+class OurLoader(OurFeed):
+    """The same through `PatchLoader`, as stored: on a CPU, without symmetries and grey range."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._data, self._seed = config.data.model_copy(update={"augment": _NO_SYMMETRIES}), config.seed
+
+    def batches(self) -> Batches:
+        options = self._options
+        with PatchLoader(
+            self._data,
+            batch_size=options.batch_size,
+            workers=options.workers,
+            prefetch_factor=options.prefetch_factor,
+            seed=self._seed,
+            normalize=False,
+            device="cpu",
+            resident=self.resident,
+        ) as loader:
+            self._stream = loader.stream
+            for batch in loader:
+                yield batch.image.numpy()
+
+
 def measure(system: str, config: Config, seconds: float) -> Figures:
     """The figures of one loader.  Raises whatever it raises."""
-    if system != OURS:
+    if system not in (OURS, LOADER):
         return run_feed(uniform_feed(system, setup_of(config, seconds)), seconds)  # type: ignore[arg-type]
-    feed = OurFeed(config)
+    feed = OurFeed(config) if system == OURS else OurLoader(config)
     figures = run_feed(feed, seconds)
     batches_s = (figures["samples_s"] or math.nan) / config.training.micro_batch
     return figures | {"wait_share": feed.wait(batches_s, seconds), "resident": float(feed.resident)}
@@ -122,7 +150,7 @@ def commands(config: Config, source: Path, seconds: float, peers: list[str]) -> 
         for name, package in PEERS.items()
         if find_spec(package)
     }
-    found[OURS] = [*here, "--config", str(source), "--measure", OURS]
+    found |= {name: [*here, "--config", str(source), "--measure", name] for name in (OURS, LOADER)}
     options = [f"--volume={setup.volume}", f"--level={setup.level}", f"--patch={','.join(map(str, setup.patch_zyx))}"]
     options += [f"--batch={setup.batch}", f"--workers={setup.workers}"]
     for peer in peers:
@@ -171,7 +199,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--measure", choices=(OURS, *PEERS), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=(OURS, LOADER, *PEERS), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
     config = read_config(args.config, args.overrides)

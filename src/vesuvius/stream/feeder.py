@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,6 +96,35 @@ def check_rings(rings: Sequence[Sequence[NDArray[Any]]]) -> None:
         )
 
 
+def arrays_nobody_holds(shape: tuple[int, ...], dtype: np.dtype[Any], kept: int) -> Iterator[NDArray[Any]]:
+    """Arrays of before once they and all views of them are gone, as fresh memory costs as much as the copy into it.
+
+    Up to `kept` are used again; where more are held, new ones come.
+    """
+    made: list[NDArray[Any]] = []
+    while True:
+        array = _unheld(made)
+        if array is None:
+            array = np.empty(shape, dtype)
+            if len(made) < kept:
+                made.append(array)
+        yield array
+        del array
+
+
+def _unheld(made: list[NDArray[Any]]) -> NDArray[Any] | None:
+    """The first that is in this list alone."""
+    return next((array for array in made if sys.getrefcount(array) <= _UNHELD), None)
+
+
+def _references_within() -> int:
+    """What `_unheld` counts of an array that only a list holds; differs by version of Python."""
+    return next(sys.getrefcount(array) for array in [np.empty(0)])
+
+
+_UNHELD = _references_within()
+
+
 class Feeder:
     """Copies patches into batches, ahead of whoever takes them.
 
@@ -102,7 +132,8 @@ class Feeder:
         layout: shape and dtype of a batch's arrays; the last batch may be shorter.
         cutter: iterated on the feeder's thread.
         ahead: batches assembled ahead; fewer where the rings are shorter.
-        rings: buffers to deliver patches in, and those for conditions; either may be empty, for new arrays.
+        rings: buffers to deliver patches in, and those for conditions; either may be empty, for arrays that nobody else
+            holds.
         delivered: batches delivered in these rings so far: the next one goes into the buffer after theirs.
         held: the last batches of the feeder before this one, still in their buffers.
         interrupted: asked several times a second while a batch is waited for: whether to stop waiting.
@@ -121,15 +152,20 @@ class Feeder:
     ) -> None:
         check_rings(rings)
         self._interrupted = interrupted
-        self._layout, self._batch_size = layout, layout[0][0][0]
+        self._batch_size = layout[0][0][0]
         self._cutter = cutter
         self._patches = cutter.patches()
         # Of regions that stay where they are two threads copy patches, as memory answers them sooner; others are copied
         # before the next patch is cut.
         self._copiers = ThreadPoolExecutor(_COPIERS, "cut") if cutter.is_resident else None
         self._clock = clock
-        self._rings = [itertools.islice(itertools.cycle(ring), delivered % max(len(ring), 1), None) for ring in rings]
         size = min([HELD + ahead, *(len(ring) for ring in rings if ring)])
+        self._rings = [
+            itertools.islice(itertools.cycle(ring), delivered % len(ring), None)
+            if ring
+            else arrays_nobody_holds(*of, size)
+            for ring, of in zip(rings, layout, strict=False)
+        ]
         # Both are queues in C.  A lock of Python, which a semaphore has too, would stay held if Ctrl-C came in it.
         self._free: SimpleQueue[None] = SimpleQueue()
         for _ in range(size - len(held)):
@@ -214,10 +250,7 @@ class Feeder:
                 self._copiers.shutdown()
 
     def _next(self) -> Batch | None:
-        arrays = [
-            array if (array := next(ring, None)) is not None else np.empty(shape, dtype)
-            for ring, (shape, dtype) in zip(self._rings, self._layout, strict=False)
-        ]
+        arrays = [next(ring) for ring in self._rings]
         samples: list[Sample] = []
         copies: list[Future[None]] = []
         for sample, views in itertools.islice(self._patches, self._batch_size):
