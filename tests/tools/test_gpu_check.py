@@ -239,8 +239,8 @@ from vesuvius.diffusion.network import layers, regions
 
 right = layers.norm_silu_conv
 
-def wrong(x, weight, bias, groups, conv, recompute):
-    return right(x, weight, bias, groups, conv, recompute) * (1.0 if recompute else 1.1)
+def wrong(x, weight, bias, groups, conv, recompute, before=None):
+    return right(x, weight, bias, groups, conv, recompute, before) * (1.0 if recompute else 1.1)
 
 layers.norm_silu_conv = wrong
 
