@@ -104,7 +104,7 @@ class FixedMachine:
 class Session:
     """The steps of a run on a CPU, with neither checkpoints nor validation.
 
-    `again` takes the place of what computes a step again; `kept` are the patches of its batches.
+    `again` takes the place of what computes a step again; `kept` are its batches.
     """
 
     config: Config
@@ -137,7 +137,7 @@ class Session:
                     batch = self._feed.next(self.clock)
                     self.step.accumulate(batch.x_0, batch.indices, t, batch.condition)
                     batches.append((batch.stored, t))
-                    self.kept.append(weakref.ref(batch.stored.patches))
+                    self.kept.append(weakref.ref(batch.stored))
                 result = self.step.apply(1e-3)
                 self.clock.step_done()
                 reporter.launched(Launched(number + 1, number * config.global_batch, 1e-3, result, batches))

@@ -180,4 +180,4 @@ def test_a_run_that_goes_on_after_a_bad_step_trains_as_if_that_had_not_been_comp
 def test_batches_are_let_go_once_their_step_is_reported(tiny_config: WriteConfig) -> None:
     session = Session(read_config(tiny_config()), Path.cwd(), LateClock())
     session.run(4)
-    assert [patches() for patches in session.kept] == [None] * 8
+    assert [batch() for batch in session.kept] == [None] * 8

@@ -95,15 +95,15 @@ def test_chunks_of_air_are_absent_and_all_others_are_there(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_volume(tmp_path):
-    """Three times the depth: 32 more chunks of grey and label at level 0, less than 4 more in memory."""
+    """Twelve times the depth, 5.8 MB more of grey and label at level 0; what several writers hold varies."""
     Phantom(0, SHAPE).box((0, 0, 0), (8, 8, 8))
     peaks = []
-    for depth in (64, 192):
+    for number, depth in enumerate((64, 64, 768)):  # the first also imports what it needs
         tracemalloc.start()
-        write_phantom(tmp_path / f"{depth}.zarr", (depth, 64, 64), seed=0, chunk=32)
+        write_phantom(tmp_path / f"{number}.zarr", (depth, 64, 64), seed=0, chunk=32)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] - peaks[0] < 4 * 32**3
+    assert peaks[2] - min(peaks[:2]) < 4 * 2**20
 
 
 @pytest.mark.parametrize("name", ["scan#1.zarr", "q?v=2.zarr"])

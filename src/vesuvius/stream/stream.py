@@ -153,6 +153,7 @@ class PatchStream(Iterator[Batch]):
         try:
             self._close_readers()
         finally:
+            self._held = []
             _open.discard(self)
             self._drop_resident()
             self._sources.end_ray()
