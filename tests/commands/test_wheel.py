@@ -53,7 +53,7 @@ def test_a_wheel_is_all_that_is_needed(wheel: Path, tmp_path: Path) -> None:
         return done.stdout
 
     assert "checkpoint  runs/demo/checkpoints/step_" in run("vesuvius", "demo", *TINY)
-    run("vesuvius", "init", str(demo.VOLUME), "--out", "first.yaml")
+    run("vesuvius", "init", str(demo.VOLUME), "--name", "first", "--out", "first.yaml")
     run("python", "-m", "vesuvius.train", "--config", "first.yaml", "--dry-run")
     snippet = (
         "import vesuvius\n"
