@@ -38,12 +38,14 @@ import functools
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 
 STARTED = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,6 +76,7 @@ EAGER_S, COMPILED_S, TURN_S = 15.0, 45.0, 10.0  # no row begins with less left; 
 MOST_S = 180.0  # of one row
 ROUNDS = 2
 VERIFY_S = 60.0  # kept for the turns
+GRACE_S = 20.0  # after the end, for a row that is under way: they look at the clock between micro-batches
 SELF_TEST_PATCHES = 2
 VRAM_SHARE = 0.92  # of `training/forecast/micro_batch.py`
 PACKAGES = ("torch", "triton", "numpy", "pydantic")
@@ -95,6 +98,7 @@ class Findings:
     def __init__(self, path: Path, about: Row) -> None:
         self._path = path
         self.content: Row = {"about": about, "finished": False, "self_test": [], "rows": [], "turns": [], "skipped": []}
+        self.content |= {"default": None, "best": None}
         self.write()
 
     def add(self, section: str, row: Row) -> Row:
@@ -176,32 +180,33 @@ def default_setting(bench: Bench) -> Setting:
 class Check:
     """The measurements in their order.  Each looks at the clock first."""
 
-    def __init__(self, bench: Bench, budget: Budget, findings: Findings) -> None:
-        self._bench, self._budget, self._findings = bench, budget, findings
+    def __init__(self, bench: Bench, findings: Findings) -> None:
+        self._bench, self._findings = bench, findings
         self.default = default_setting(bench)
 
     def run(self) -> None:
         bench, content = self._bench, self._findings.content
+        content["default"] = self.default.overrides
         for last in (True, False) if bench.amp != "off" else ():
             test = functools.partial(bench.self_test, last, SELF_TEST_PATCHES)
-            self._findings.add("self_test", {"channels_last": last} | attempt(bench, self._budget, MOST_S, test))
+            self._findings.add("self_test", {"channels_last": last} | attempt(bench, MOST_S, test))
         micro_batches = [patches for patches in MICRO_BATCHES if bench.patches % patches == 0]
         best = search(self.default, micro_batches, self._seconds)
         if best and best != self.default:
             best = self._verified(best)
-        content["default"], content["best"] = self.default.overrides, best and best.overrides
+        content["best"] = best and best.overrides
 
     def _seconds(self, setting: Setting) -> float | None:
         need_s = COMPILED_S if setting.compile else EAGER_S
         return self._row("rows", setting, need_s, VERIFY_S).get("step_s")
 
     def _row(self, section: str, setting: Setting, need_s: float, reserve_s: float) -> Row:
-        left_s = self._budget.left_s - reserve_s
+        left_s = self._bench.budget.left_s - reserve_s
         if left_s < need_s:
             self._findings.skip(asdict(setting))
             return {}
         measure = functools.partial(self._bench.measure, setting)
-        row = attempt(self._bench, self._budget, min(MOST_S, left_s), measure)
+        row = attempt(self._bench, min(MOST_S, left_s), measure)
         return self._findings.add(section, asdict(setting) | row)
 
     def _verified(self, best: Setting) -> Setting:
@@ -239,7 +244,8 @@ def parse() -> argparse.Namespace:
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[Bench, Row]:
-    """The device under its cap, the config, and what to say about them.  Raises ConfigError."""
+    """The budget, the device under its cap, the config, and what to say about them.  Raises ConfigError."""
+    budget = Budget(60 * arguments.minutes - (time.monotonic() - STARTED))
     overrides = [*(REHEARSED if arguments.rehearse else ()), *arguments.overrides]
     config, device = read_config(arguments.config, overrides), torch.device("cpu" if arguments.rehearse else "cuda")
     config = config.with_training(ranks=1, amp=resolve_amp(config.training.amp, device))
@@ -267,7 +273,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Bench, Row]:
     about |= {"config": arguments.config.name, "overrides": overrides, "amp": config.training.amp}
     about |= {"rehearsal": arguments.rehearse, "minutes": arguments.minutes, "versions": versions}
     about |= {"peak_tflops": peak_flops and peak_flops / 1e12, "cap_gib": arguments.cap_gib}
-    return Bench(device, config, 0.0 if arguments.rehearse else arguments.seconds, peak_flops), about
+    return Bench(device, config, 0.0 if arguments.rehearse else arguments.seconds, peak_flops, budget), about
 
 
 def main() -> int:
@@ -279,15 +285,24 @@ def main() -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    budget = Budget(60 * arguments.minutes - (time.monotonic() - STARTED))
     try:
         bench, about = prepare(arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
     findings = Findings(arguments.json, about)
-    Check(bench, budget, findings).run()
     content = findings.content
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # A compiler or a kernel hangs, which no row can be interrupted in.
+        print_report(content)
+        print(f"gpu_check stops in the middle of a row: {arguments.minutes:g} minutes are over", flush=True)
+        os._exit(EXIT_WRONG)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(bench.budget.left_s, 0.0) + GRACE_S)
+    Check(bench, findings).run()
+    signal.setitimer(signal.ITIMER_REAL, 0)
     content["finished"] = True
     findings.write()
     print_report(json.loads(json.dumps(content)))  # as gpu/report.py prints it from the file

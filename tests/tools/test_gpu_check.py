@@ -152,9 +152,9 @@ def test_a_switch_that_gains_nothing_stays_as_the_config_has_it(gpu_check: Any) 
 def test_without_time_every_setting_is_named(gpu_check: Any, tmp_path: Path) -> None:
     overrides = ["training.amp=bf16", "training.train_batch_size=1"]
     config = read_config(REPOSITORY / "configs/exp001_full.yaml", overrides)
-    bench = gpu_check.Bench(torch.device("cpu"), config, 0.0, None)
+    bench = gpu_check.Bench(torch.device("cpu"), config, 0.0, None, gpu_check.Budget(0.0))
     findings = gpu_check.Findings(tmp_path / "check.json", {})
-    check = gpu_check.Check(bench, gpu_check.Budget(0.0), findings)
+    check = gpu_check.Check(bench, findings)
     check.run()
     content = read(tmp_path)
     assert content["skipped"][0] == asdict(check.default)
@@ -271,6 +271,34 @@ def test_wrong_settings_and_those_that_do_not_compile_are_rows_with_a_reason_and
     assert "training.compile=false" in content["best"]
     assert "training.recompute_norm=true" in content["best"]
     assert "| wrong: losses are off" in done.stdout
+
+
+HANGING = f"""
+import sys, time
+sys.path.insert(0, {str(REPOSITORY / "tools")!r})
+from vesuvius.diffusion.network import layers
+
+right = layers.norm_silu_conv
+
+def hang(x, *rest):
+    if x.device.type != "meta":  # as which the self-test finds the convolutions
+        time.sleep(600)
+    return right(x, *rest)
+
+layers.norm_silu_conv = hang
+"""
+
+
+@pytest.mark.long
+def test_a_row_that_hangs_ends_with_the_time_and_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGING)
+    done = run_check(tmp_path, "--rehearse", "--minutes=1.8", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1] == "gpu_check stops in the middle of a row: 1.8 minutes are over"
+    assert done.stdout.count("self-test") == 2
+    content = read(tmp_path)
+    assert not content["finished"]
+    assert [row["outcome"] for row in content["self_test"]] == ["ok", "ok"]
 
 
 @pytest.mark.gpu

@@ -6,17 +6,14 @@ Without a GPU everything runs on the CPU with memory figures None: that is the r
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
@@ -47,8 +44,8 @@ LEAST_STEPS, MOST_STEPS = 3, 30
 REHEARSED_BATCH = 2  # in a rehearsal larger micro-batches "do not fit"
 
 
-class OutOfTimeError(BaseException):
-    """The time is used up.  No `Exception`, so that nothing on the way takes it for a failure of the step."""
+class OutOfTimeError(RuntimeError):
+    """The time of a row is used up."""
 
 
 class WrongResultError(RuntimeError):
@@ -60,30 +57,25 @@ class CompileFailedError(RuntimeError):
 
 
 class Budget:
-    """The time that is left, and an alarm that ends a measurement which exceeds it."""
+    """The time that is left: of all, and of the row that is measured."""
 
     def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+        self._end = self._row_end = time.monotonic() + seconds
 
     @property
     def left_s(self) -> float:
         return self._end - time.monotonic()
 
-    @contextlib.contextmanager
-    def enforced(self, most_s: float) -> Iterator[None]:
-        """Raise OutOfTimeError in the main thread after `most_s`, or once nothing is left, when the running kernel
-        has ended."""
+    def begin_row(self, most_s: float) -> None:
+        self._row_end = min(self._end, time.monotonic() + most_s)
 
-        def ring(number: int, frame: FrameType | None) -> None:
+    def check(self) -> None:
+        """Raise OutOfTimeError once the row's time is used up.
+
+        Asked between pieces of work: an exception out of a signal's handler leaves torch's stacks of modes broken.
+        """
+        if time.monotonic() >= self._row_end:
             raise OutOfTimeError
-
-        before = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, max(min(self.left_s, most_s), 0.01))
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(frozen=True)
@@ -116,10 +108,14 @@ class Bench:
         config: with `amp` resolved and one rank.
         seconds: least length of a timed window.
         peak_flops_s: of the device in the config's amp; None = unknown, no MFU.
+        budget: asked before each convolution of the self-test and each micro-batch.
     """
 
-    def __init__(self, device: torch.device, config: Config, seconds: float, peak_flops_s: float | None) -> None:
+    def __init__(
+        self, device: torch.device, config: Config, seconds: float, peak_flops_s: float | None, budget: Budget
+    ) -> None:
         self.device, self.config, self._seconds, self._peak_flops_s = device, config, seconds, peak_flops_s
+        self.budget = budget
         self._references: dict[str, list[StepOutcome]] = {}
         self._drawer = ThreadPoolExecutor(1)
         self._ahead: dict[int, Future[Tensor]] = {}  # noise by the number of its step
@@ -172,6 +168,7 @@ class Bench:
         """Largest relative errors of the network's convolutions, as at the start of a run in 16 bits."""
         errors: dict[str, float] = {}
         for convolution in network_convolutions(self.config, batch):
+            self.budget.check()
             found = convolution_errors(convolution, self.device, self.amp, channels_last)
             errors |= {part: float(np.maximum(error, errors.get(part, 0.0))) for part, error in found.items()}
         if any(not error <= TOLERANCES[self.amp] for error in errors.values()):  # also where it is NaN
@@ -243,6 +240,7 @@ class Bench:
         noise = self._ahead.get(number) or self._noise(number)
         self._ahead = {number + 1: self._noise(number + 1)}
         for first in range(0, self.patches, size):
+            self.budget.check()
             part = slice(first, first + size)
             condition = None if self.condition is None else self.condition[part]
             eps = noise.result()[part].to(self.device, non_blocking=True)
@@ -290,14 +288,14 @@ def compare(found: Sequence[StepOutcome], reference: Sequence[StepOutcome]) -> R
     return {"loss_off": loss_off, "gradient_off": gradient_off}
 
 
-def attempt(bench: Bench, budget: Budget, most_s: float, measure: Callable[[], Row]) -> Row:
+def attempt(bench: Bench, most_s: float, measure: Callable[[], Row]) -> Row:
     """What `measure` found with outcome ok; or an outcome that says why it found nothing, and a detail.
 
     Outcomes: ok, out of memory, out of time, or the name of the error.
     """
+    bench.budget.begin_row(most_s)
     try:
-        with budget.enforced(most_s):
-            row = measure() | {"outcome": "ok"}
+        row = measure() | {"outcome": "ok"}
     except OutOfTimeError:
         row = {"outcome": "out of time", "detail": f"not done within {most_s:.0f} s"}
     except Exception as error:
