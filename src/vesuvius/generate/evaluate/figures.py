@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool3d
 
 from vesuvius.config import AugmentConfig
+from vesuvius.generate.evaluate.features import kernel_scores, patch_features
 from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, apart_from
 from vesuvius.generate.evaluate.two_sample import area_under_curve, two_sample_scores
 from vesuvius.training.validation.texture import (
@@ -117,16 +120,22 @@ def judge(generated: PatchSet, real: RealPatches, augment: AugmentConfig, classi
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            auc = pool.submit(classifier_auc, unseen, taught, generated, steps=classifier_steps)
+            compared = unseen, taught, generated
+            train = partial(two_sample_scores, steps=classifier_steps)
+            auc = pool.submit(classifier_auc, *compared, [each.values for each in compared], train)
             nearest = [
                 pool.submit(nearest_distances, real.searched, each.values, augment) for each in (generated, held_out)
             ]
             parts = {name: list(pool.map(measure_patch, each.values)) for name, each in sets.items()}
+            features = [np.stack(list(pool.map(patch_features, each.values))) for each in compared]
+        second = classifier_auc(*compared, features, kernel_scores, ("features_auc", "AUC of fixed features"))
         figures = _textures(parts, generated.groups(), real.training.groups())
     finally:
         torch.set_num_threads(threads)
     copies = _copies(nearest[0].result(), nearest[1].result(), generated.groups(), held_out.groups())
-    return Judgement((*figures, auc.result(), copies), {name: joint_texture(each) for name, each in parts.items()})
+    return Judgement(
+        (*figures, auc.result(), second, copies), {name: joint_texture(each) for name, each in parts.items()}
+    )
 
 
 def exchanges(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
@@ -177,28 +186,39 @@ def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: I
     return figures
 
 
-def classifier_auc(real: PatchSet, training: PatchSet, other: PatchSet, *, steps: int) -> Figure:
+def classifier_auc(
+    real: PatchSet,
+    training: PatchSet,
+    other: PatchSet,
+    shown: Sequence[NDArray[Any]],
+    scores: Callable[[tuple[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], ...]], tuple[Floats, ...]],
+    named: tuple[str, str] = ("auc", "classifier AUC"),
+) -> Figure:
     """Two classifiers, each trained on one side of `other` and tested on the other side and on `real` patches.
 
     The AUC is the mean of both, and p that of the smaller one for two tries; NaN where `other` has no two sides that
     share no voxel.  `real` shares none with `training`.
+
+    Args:
+        shown: what the classifiers see of the patches of each set.
+        scores: of real and other patches to train on, how real each of some tests looks.
+        named: key and name of the figure.
     """
     areas, chances = [], []
     for train, test, rows in folds(other, real):
-        tests = (real.values[rows], other.values[test])
-        scores = two_sample_scores((training.values, other.values[train]), tests, steps=steps)
-        pooled = np.concatenate(scores)
+        found = scores((shown[1], shown[2][train]), (shown[0][rows], shown[2][test]))
+        pooled = np.concatenate(found)
         # Wider groups, as patches that overlap across the border of two have like scores, too: of equal sets that are
         # cut from two volumes, 3 % are told apart with these, 8 % with those of twice a patch.
         groups = real.groups(3)[rows], other.groups(3)[test]
         by_chance = [area_under_curve(pooled[side], pooled[~side]) for side in exchanges(*groups)]
-        areas.append(area_under_curve(*scores))
+        areas.append(area_under_curve(*found))
         chances.append(chance(areas[-1], by_chance))
     area, known = float(np.mean(areas)) if areas else math.nan, [p for p in chances if math.isfinite(p)]
     if not known:
-        return Figure("auc", "classifier AUC", {}, area, 0.5, math.nan, "too few patches share no voxel")
+        return Figure(*named, {}, area, 0.5, math.nan, "too few patches share no voxel")
     note = "" if len(other) >= _ENOUGH else f"{len(other)} samples are a weak test"
-    return Figure("auc", "classifier AUC", {}, area, 0.5, min(1.0, len(known) * min(known)), note)
+    return Figure(*named, {}, area, 0.5, min(1.0, len(known) * min(known)), note)
 
 
 def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
