@@ -12,7 +12,8 @@ __version__ = "0.1.0.dev0"
 _MODULES = {
     "config": ("ArrayConfig", "DataConfig", "StoreConfig", "VolumeConfig"),
     "errors": ("ConfigError", "DataError", "VesuviusError"),
-    "loader.patch_loader": ("PatchBatch", "PatchDataset", "PatchLoader"),
+    "loader.device": ("PatchBatch",),
+    "loader.patch_loader": ("PatchDataset", "PatchLoader"),
     "stream.options": ("StreamOptions",),
     "stream.start.prepare": ("prepare_data",),
     "stream.stream": ("PatchStream",),

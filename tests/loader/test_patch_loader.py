@@ -475,5 +475,5 @@ def test_an_open_volume_is_indexed_as_an_array(volume: Path) -> None:
         with pytest.raises(error):
             opened[index]
     opened.close()
-    with pytest.raises(Exception, match=r"scan.zarr was closed; open it again"):
+    with pytest.raises(vesuvius.VesuviusError, match=r"scan.zarr was closed; open it again"):
         opened[0]

@@ -36,6 +36,7 @@ from vesuvius.training.replay import Diagnosis, diagnose
 from vesuvius.training.reporting.report import Launched, RankNews, StepReporter
 from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.conditioner import Conditioner
+from vesuvius.training.step.feed import TrainingFeed
 from vesuvius.training.step.step import TrainStep, build_network
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.validation import measure_spectrum
@@ -122,7 +123,7 @@ class Session:
         self.step.timed = self.clock.computing
         conditioner = Conditioner(config.data.labels, greys.conditions, CPU)
         options = StreamOptions.from_config(config.training, config.cluster)
-        self._feed = DeviceFeed(CPU, options, self.data.job, greys.volumes, conditioner)
+        self._feed = TrainingFeed(DeviceFeed(CPU, options, self.data.job, greys.volumes), conditioner)
 
     def run(self, steps: int) -> list[dict[str, Any]]:
         """Returns what was recorded.  Raises NonFiniteError as a run does."""

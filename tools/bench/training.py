@@ -39,7 +39,6 @@ from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import GreyRanges, PreparedData, prepare_data
-from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.step import TrainStep, build_network, choose_device, learning_rate, parameter_count
 
 _WIDTHS = range(4, 257, 4)
@@ -131,13 +130,12 @@ def _train(
 ) -> None:
     config = contenders[0].config
     options = StreamOptions.from_config(config.training, config.cluster)
-    conditioner = Conditioner(None, (), device)
-    feed = DeviceFeed(device, options, data.job, greys.volumes, conditioner)
+    feed = DeviceFeed(device, options, data.job, greys.volumes)
     with feed.open():
         for first in range(0, arguments.steps, _TURN_STEPS):
             numbers = range(first, min(first + _TURN_STEPS, arguments.steps))
-            # Cloned: the stream gives its buffers out again.
-            batches = [(batch.x_0.clone(), batch.indices.copy()) for batch in (feed.next(HostClock()) for _ in numbers)]
+            taken = (feed.next(HostClock()) for _ in numbers)
+            batches = [(batch.image.clone(), stored.indices) for batch, stored in taken]
             for contender in contenders:
                 _turn(contender, numbers, batches, device)
             done = numbers[-1] + 1

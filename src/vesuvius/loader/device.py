@@ -1,15 +1,13 @@
-"""Last stop of a patch: from a batch in its stored dtype to model values on the device.
+"""Last stop of a patch: from a batch in its stored dtype to normalised images and labels on the device.
 
 On a GPU batches are put together in a small ring of pinned buffers (`BatchRing`) and copied from there on a stream of
-their own; on a CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.  The noise of
-the next batch is drawn on a thread while the device computes, and travels with it.
+their own; on a CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,55 +18,43 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.diffusion.estimate import Condition
-from vesuvius.diffusion.randomness import draw_noise
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.loader.grey_values import grey_scales, normalised, signed_view
 from vesuvius.monitor.clock import StepClock
-from vesuvius.plan.plan import Augmentation
+from vesuvius.plan.plan import Augmentation, Sample
 from vesuvius.stream.feeder import HELD, Batch
-from vesuvius.stream.options import StreamChanges, StreamOptions, batches_ahead
+from vesuvius.stream.options import StreamChanges, StreamOptions, StreamStart, batches_ahead
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.stream.stream import PatchStream
 
 
 @dataclass(frozen=True)
-class DeviceBatch:
-    """A batch where the model is."""
+class PatchBatch:
+    """Patches on the device."""
 
-    indices: NDArray[np.int64]  # int64 [B], on the host
-    x_0: Tensor  # float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1
-    eps: Tensor  # its noise, like x_0; empty without
-    condition: Condition  # what the network is shown beside, mirrored and turned with its patch
-    stored: Batch  # the batch as it was read, in memory of its own on the host
+    # (B, 1, Z, Y, X): float32, -1 and +1 at the ends of the grey range, or as stored with `normalize=False`
+    image: Tensor
+    # (B, 1, Z, Y, X) in the dtype stored, cut, mirrored and turned as the image; None without labels
+    label: Tensor | None
+    samples: tuple[Sample, ...]  # index, volume, box and symmetry of each patch
 
-    def part(self, of: slice) -> DeviceBatch:
-        """Some of it, in the same memory."""
-        condition = None if self.condition is None else self.condition[of]
-        return DeviceBatch(self.indices[of], self.x_0[of], self.eps[of], condition, self.stored.part(of))
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PatchBatch:
+        """The same on another device; what frameworks that move batches themselves call."""
+        label = None if self.label is None else self.label.to(device, non_blocking=non_blocking)
+        return replace(self, image=self.image.to(device, non_blocking=non_blocking), label=label)
 
 
 class DeviceFeed:
-    """Opens a stream, takes batches from it and delivers model values on `device`; `greys` are the volumes'."""
+    """Opens a stream, takes batches from it and delivers them on `device`, normalised by `greys`, those of the volumes,
+    or as stored without any."""
 
     def __init__(
-        self,
-        device: torch.device,
-        options: StreamOptions,
-        job: ReaderJob,
-        greys: Sequence[GreyRange],
-        conditioner: Callable[[Tensor | None, Sequence[int]], Tensor | None],
-        noise: bool = True,
+        self, device: torch.device, options: StreamOptions, job: ReaderJob, greys: Sequence[GreyRange]
     ) -> None:
-        self._job, self._options = job, options
+        self.device, self.job, self.options = device, job, options
         self._stream: PatchStream | None = None
-        self._device = device
-        self._draw = partial(draw_noise, job.plan.seed, shape_czyx=(1, *job.plan.patch_zyx)) if noise else _no_noise
-        self._batch_bytes = options.batch_size * job.patch_bytes
         self._scales = grey_scales(greys)
-        self._conditioner = conditioner
         self._ring: BatchRing | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -76,31 +62,11 @@ class DeviceFeed:
             self._ring = BatchRing(allocate, HELD + batches_ahead(options))
 
     @contextmanager
-    def open(
-        self,
-        *,
-        first: int = 0,
-        stop: int | None = None,
-        quarantined: Sequence[dict[str, Any]] = (),
-        interrupted: Callable[[], bool] = lambda: False,
-        resident: Resident | None = None,
-    ) -> Iterator[PatchStream]:
+    def open(self, **start: Unpack[StreamStart]) -> Iterator[PatchStream]:
         """The stream that `next` draws from, closed at the end; arguments and errors as of `PatchStream`."""
-        with (
-            ThreadPoolExecutor(1, "noise") as self._drawer,
-            PatchStream(
-                self._job,
-                self._options,
-                first=first,
-                stop=stop,
-                buffers=self._ring.buffers if self._ring else (),
-                condition_buffers=self._ring.condition_buffers if self._ring else (),
-                quarantined=quarantined,
-                interrupted=interrupted,
-                resident=resident,
-            ) as self._stream,
-        ):
-            self._noise = self._drawn_ahead(first + self._job.rank)
+        ring = self._ring
+        buffers = {"buffers": ring.buffers, "condition_buffers": ring.condition_buffers} if ring else {}
+        with PatchStream(self.job, self.options, **buffers, **start) as self._stream:
             try:
                 yield self._stream
             finally:
@@ -115,7 +81,7 @@ class DeviceFeed:
     @property
     def memory_of_batch(self) -> int:
         """Bytes that one more batch ahead takes; torch rounds pinned buffers up to a power of two."""
-        return self._ring.slot_bytes if self._ring else self._batch_bytes
+        return self._ring.slot_bytes if self._ring else self.options.batch_size * self.job.patch_bytes
 
     def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
         """Change the stream as `PatchStream.reconfigure` does, and the ring with it; between two batches.
@@ -134,63 +100,52 @@ class DeviceFeed:
             if hasattr(torch.accelerator, "empty_host_cache"):  # older versions keep it for the next buffers
                 torch.accelerator.empty_host_cache()
 
-    def next(self, clock: StepClock) -> DeviceBatch:
-        """The next batch, on the device."""
+    def next(self, clock: StepClock) -> tuple[PatchBatch, Batch]:
+        """The next batch on the device, and as it was read.
+
+        On a GPU that lies in a buffer which is filled again two batches on; on a CPU it is the caller's.
+        """
+        ring = self._ring
         with clock.waiting():
-            if self._ring:
-                self._ring.wait()
+            if ring:
+                ring.wait()
             batch = next(self.stream)
-            eps = self._noise.result()[: len(batch.indices)]
-        self._noise = self._drawn_ahead(int(batch.indices[-1]) + self._job.world)
-        if self._ring:
-            *raw, eps = self._copy_to_device(self._ring, batch, eps, clock)
-            # Its buffers are filled again two batches on; the device computes meanwhile.
-            condition = None if batch.condition is None else batch.condition.copy()
-            batch = Batch(batch.patches.copy(), batch.samples, condition)
-        else:
-            with clock.copying():
-                raw = [torch.from_numpy(part) for part in (batch.patches, batch.condition) if part is not None]
+        parts = ring.take(batch.patches) if ring else _tensors(batch)
+        raw = self.copy([part[: len(batch.samples)] for part in parts], clock)
+        if ring:
+            ring.copying(self._copies.record_event())
         with clock.computing("forward"):
-            return self._augmented(batch, eps, *raw)
+            return self._augmented(batch, *raw), batch
 
-    def to_device(self, batch: Batch) -> DeviceBatch:
-        """A batch that `next` has delivered before (`DeviceBatch.stored`), again; waits for the copy."""
-        parts = [part for part in (batch.patches, batch.condition) if part is not None]
-        eps = self._draw(batch.indices).to(self._device)
-        return self._augmented(batch, eps, *(torch.from_numpy(part).to(self._device) for part in parts))
+    def to_device(self, batch: Batch) -> PatchBatch:
+        """A batch that `next` has delivered before, again; waits for the copy."""
+        return self._augmented(batch, *(part.to(self.device) for part in _tensors(batch)))
 
-    def _drawn_ahead(self, first: int) -> Future[Tensor]:
-        """The noise of the batch that begins with this sample; the stream makes sure that it comes next."""
-        indices = first + self._job.world * np.arange(self._options.batch_size)
-        return self._drawer.submit(self._draw, indices, pinned=self._device.type == "cuda")
-
-    def _copy_to_device(self, ring: BatchRing, batch: Batch, eps: Tensor, clock: StepClock) -> list[Tensor]:
-        slot, count = ring.take(batch.patches), len(batch.indices)
-        main = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._copies):
+    def copy(self, parts: Sequence[Tensor], clock: StepClock) -> list[Tensor]:
+        """Host tensors on the device.  To a GPU they are copied, from pinned memory, while it computes; what it is
+        given to compute from now on waits for them."""
+        if self.device.type != "cuda":
             with clock.copying():
-                raw = [part[:count].to(self._device, non_blocking=True) for part in (*slot, eps)]
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        ring.copying(event)
-        main.wait_event(event)
-        for part in raw:
+                return list(parts)
+        main = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._copies), clock.copying():
+            copies = [part.to(self.device, non_blocking=True) for part in parts]
+        main.wait_stream(self._copies)
+        for part in copies:
             part.record_stream(main)  # or the allocator could hand its memory out while the main stream still reads it
-        return raw
+        return copies
 
-    def _augmented(self, batch: Batch, eps: Tensor, raw: Tensor, raw_condition: Tensor | None = None) -> DeviceBatch:
+    def _augmented(self, batch: Batch, raw: Tensor, raw_label: Tensor | None = None) -> PatchBatch:
         augmentations = [sample.augmentation for sample in batch.samples]
-        volumes = [sample.volume for sample in batch.samples]
-        x_0 = apply_symmetries(raw, augmentations).unsqueeze(1)
+        image = apply_symmetries(raw, augmentations).unsqueeze(1)
         if len(self._scales):
-            x_0 = normalised(x_0, self._scales[volumes])
-        if raw_condition is not None:
-            raw_condition = apply_symmetries(raw_condition, augmentations).unsqueeze(1)
-        return DeviceBatch(batch.indices, x_0, eps, self._conditioner(raw_condition, volumes), batch)
+            image = normalised(image, self._scales[[sample.volume for sample in batch.samples]])
+        label = None if raw_label is None else apply_symmetries(raw_label, augmentations).unsqueeze(1)
+        return PatchBatch(image, label, batch.samples)
 
 
-def _no_noise(indices: NDArray[np.int64], *, pinned: bool = False) -> Tensor:
-    return torch.empty(0)
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [torch.from_numpy(part) for part in (batch.patches, batch.condition) if part is not None]
 
 
 def _pinned_slot(layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Tensor]:

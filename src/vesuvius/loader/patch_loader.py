@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeConfig, ValidationConfig, VolumeConfig
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.loader.device import DeviceFeed
+from vesuvius.loader.device import DeviceFeed, PatchBatch
 from vesuvius.monitor.clock import HostClock
-from vesuvius.plan.plan import Sample
 from vesuvius.stream.options import StreamChanges, StreamOptions
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import GreyRange, prepare_data
@@ -31,22 +28,6 @@ Volumes = PathLike | VolumeConfig | Sequence[PathLike | VolumeConfig] | DataConf
 Arrays = PathLike | ArrayConfig | Sequence[PathLike | ArrayConfig]
 
 _MASKED_FOREGROUND = 0.5
-
-
-@dataclass(frozen=True)
-class PatchBatch:
-    """Patches on the device."""
-
-    # (B, 1, Z, Y, X): float32, -1 and +1 at the ends of the grey range, or as stored with `normalize=False`
-    image: Tensor
-    # (B, 1, Z, Y, X) in the dtype stored, cut, mirrored and turned as the image; None without labels
-    label: Tensor | None
-    samples: tuple[Sample, ...]  # index, volume, box and symmetry of each patch
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PatchBatch:
-        """The same on another device; what frameworks that move batches themselves call."""
-        label = None if self.label is None else self.label.to(device, non_blocking=non_blocking)
-        return replace(self, image=self.image.to(device, non_blocking=non_blocking), label=label)
 
 
 class PatchLoader(Iterable[PatchBatch]):
@@ -137,7 +118,7 @@ class PatchLoader(Iterable[PatchBatch]):
         self.grey_ranges: tuple[GreyRange, ...] = ()
         if normalize is not False:
             self.grey_ranges = prepared.grey_ranges(data.model_copy(update={"condition_classes": 1})).volumes
-        self._feed = DeviceFeed(target, options, self._job, self.grey_ranges, lambda raw, _: raw, False)
+        self._feed = DeviceFeed(target, options, self._job, self.grey_ranges)
         self._clock = HostClock()  # nobody asks where the time goes
         self._stream: PatchStream | None = None
         self._closing = ExitStack()
@@ -172,11 +153,11 @@ class PatchLoader(Iterable[PatchBatch]):
             if self._stream is None:
                 self._open()
             try:
-                batch = self._feed.next(self._clock)
+                batch, _ = self._feed.next(self._clock)
             except StopIteration:
                 return
             self._in_epoch += self._samples_per_batch
-            yield PatchBatch(batch.x_0, batch.condition, batch.stored.samples)
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain data: for a checkpoint, between two batches.  The same for all ranks."""

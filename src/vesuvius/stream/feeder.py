@@ -53,6 +53,10 @@ class Batch:
         """Some of it, in the same memory."""
         return Batch(self.patches[of], self.samples[of], None if self.condition is None else self.condition[of])
 
+    def copy(self) -> Batch:
+        """The same in memory of its own."""
+        return Batch(self.patches.copy(), self.samples, None if self.condition is None else self.condition.copy())
+
     @property
     def nbytes(self) -> int:
         """Bytes of patches and condition."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 import socket
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Self, TypedDict
+from typing import Any, Self, TypedDict
 
 from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.reading.resident import Resident
 
 # Dispatched to a reader at once, so that it never waits for the next one; it may finish them early.
 TASKS_IN_FLIGHT = 2
@@ -53,6 +55,16 @@ class StreamOptions:
             # Also of the one rank that `min_ranks: 1` may leave: it has reserved the processors of its readers.
             cluster = cluster.model_copy(update={"reader_nodes": "same"})
         return cls(training.micro_batch, training.workers, training.prefetch_factor, cluster=cluster)
+
+
+class StreamStart(TypedDict, total=False):
+    """Where and how a stream begins: parameters of `PatchStream`."""
+
+    first: int
+    stop: int | None
+    quarantined: Sequence[dict[str, Any]]
+    interrupted: Callable[[], bool]
+    resident: Resident | None
 
 
 class StreamChanges(TypedDict, total=False):

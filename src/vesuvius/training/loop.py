@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import NonFiniteError, one_line
-from vesuvius.loader.device import DeviceBatch, DeviceFeed
+from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import StepClock, make_clock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
@@ -32,6 +32,7 @@ from vesuvius.training.reporting.monitoring import reader_died
 from vesuvius.training.reporting.report import Launched, RankNews, StepReporter
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.conditioner import Conditioner
+from vesuvius.training.step.feed import TrainingBatch, TrainingFeed
 from vesuvius.training.step.step import TrainStep, learning_rate
 from vesuvius.training.validation.validation import Reference
 
@@ -54,7 +55,8 @@ class Tuner(Protocol):
 class TrainingLoop:
     """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due.
 
-    `feed` delivers the batches of `job` to the device, where they are computed `micro_batch` patches at once.
+    `feed` delivers the patches of `job` to the device, `batches` what is trained on, which is computed `micro_batch`
+    patches at once.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class TrainingLoop:
         self.job = replace(checked.data.job, notes_dir=str(run.directory.reading.absolute()))
         options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.part.micro_batch)
         conditioner = Conditioner(config.data.labels, facts.greys.conditions, run.device)
-        self.feed = DeviceFeed(run.device, options, self.job, facts.greys.volumes, conditioner)
+        self.feed = DeviceFeed(run.device, options, self.job, facts.greys.volumes)
+        self.batches = TrainingFeed(self.feed, conditioner)
         fixed = checked.fixed
         reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
         self.milestones = Milestones(run, train_step, reference, writer)
@@ -90,7 +93,7 @@ class TrainingLoop:
         if progress.step >= config.stop_step:
             return
         watchdog.expects("batch", "the readers to start")
-        with self.feed.open(
+        with self.batches.open(
             first=progress.sample_index,
             stop=progress.sample_index + (config.stop_step - progress.step) * config.global_batch,
             quarantined=progress.quarantined,
@@ -98,7 +101,7 @@ class TrainingLoop:
             resident=self._open_resident(),
         ) as stream:
             clock, news = make_clock(self.run.device), RankNews(self.run)
-            self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.feed)
+            self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.batches)
             reporter = StepReporter(self.run, clock, stream, self.monitor, again, news)
             make = self.run.request.make_tuner
             tuner: Tuner = make(self, reporter) if make else Autotuner(self.run, self.job)
@@ -168,13 +171,13 @@ class TrainingLoop:
             return False
         return True
 
-    def _next_batch(self, clock: StepClock) -> DeviceBatch:
+    def _next_batch(self, clock: StepClock) -> TrainingBatch:
         self.run.watchdog.expects("batch", self.feed.stream.waiting_for)
-        batch = self.feed.next(clock)
+        batch = self.batches.next(clock)
         self.run.watchdog.expects("step", "the network to compute it")
         return batch
 
-    def _one_step(self, clock: StepClock, reporter: StepReporter, batch: DeviceBatch) -> None:
+    def _one_step(self, clock: StepClock, reporter: StepReporter, batch: TrainingBatch) -> None:
         """Run one optimizer step over all micro-batches of its global batch, and report the steps that are finished.
 
         Raises StreamInterrupted: a stop came while a further micro-batch was awaited; the step counts as not begun.
@@ -191,9 +194,9 @@ class TrainingLoop:
                 batch = self._next_batch(clock)
                 self._in_step = False
             delivered.append((batch.stored, t))
-            todo: Iterable[tuple[DeviceBatch, NDArray[np.int64]]] = [(batch, t)]
+            todo: Iterable[tuple[TrainingBatch, NDArray[np.int64]]] = [(batch, t)]
             while not self._computes(todo, last=len(delivered) == part.accumulate_steps):
-                todo = ((self.feed.to_device(stored), t) for stored, t in delivered)
+                todo = ((self.batches.to_device(stored), t) for stored, t in delivered)
         batches = [(stored.part(of), t[of]) for stored, t in delivered for of in self._pieces(t)]
         result = self.train_step.apply(lr)
         clock.step_done()
@@ -202,7 +205,7 @@ class TrainingLoop:
         self.run.watchdog.expects("step", "what is done between two steps")
         reporter.report()
 
-    def _computes(self, batches: Iterable[tuple[DeviceBatch, NDArray[np.int64]]], last: bool) -> bool:
+    def _computes(self, batches: Iterable[tuple[TrainingBatch, NDArray[np.int64]]], last: bool) -> bool:
         """Add the gradients of batches and their timesteps; returns False where they found no memory: then the step has
         to begin again, in the smaller pieces that `micro_batch` allows now.
 

@@ -30,6 +30,7 @@ from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
 from vesuvius.training.checkpoint.trained import DataFacts
 from vesuvius.training.step.conditioner import Conditioner
+from vesuvius.training.step.feed import TrainingFeed
 from vesuvius.training.step.step import TrainStep, build_network, check_initial_weights, choose_device, choose_kernels
 from vesuvius.volumes.box import format_box
 
@@ -66,7 +67,7 @@ class Diagnosis:
         return f"gradients that are not finite: {', '.join(self.gradients[:_NAMES_SHOWN])}{more}"
 
 
-def diagnose(step: TrainStep, feed: DeviceFeed, batches: Sequence[MicroBatch]) -> Diagnosis:
+def diagnose(step: TrainStep, feed: TrainingFeed, batches: Sequence[MicroBatch]) -> Diagnosis:
     """Compute a step again with the present weights, and drop it.  Between two steps; waits for the device."""
     found: list[tuple[str, list[int], float]] = []
     indices, losses = np.empty(0, np.int64), list[Tensor]()
@@ -126,7 +127,7 @@ def replay(config: Config, number: int, overrides: Sequence[str] = ()) -> Iterat
     data = prepare_data(config.seed, config.data)
     conditioner = Conditioner(config.data.labels, facts.greys.conditions, device)
     options = replace(StreamOptions.from_config(config.training, config.cluster), workers=0)
-    feed = DeviceFeed(device, options, data.job, facts.greys.volumes, conditioner)
+    feed = TrainingFeed(DeviceFeed(device, options, data.job, facts.greys.volumes), conditioner)
     first = state["sample_index"] + (number - 1 - state["step"]) * config.global_batch
     timesteps = stratified_timesteps(config.seed, number - 1, config.global_batch, config.diffusion.timesteps)
     parts = np.split(timesteps, config.global_batch // options.batch_size)

@@ -345,7 +345,7 @@ class Staging:
         try:
             return future.result()
         except CancelledError:
-            raise ClosedError(self._grid.source.shown) from None
+            raise ClosedError(f"{self._grid.source.shown} was closed; open it again") from None
 
     def release(self, box: Box) -> None:
         """Free the bytes of a staged box that no other box needs; called when it has been read."""

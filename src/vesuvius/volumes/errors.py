@@ -9,7 +9,7 @@ import socket
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
 from vesuvius.config import Triple
-from vesuvius.errors import DataError, one_line
+from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.runlog.redact import redact
 from vesuvius.volumes.box import Box, format_box
 
@@ -71,11 +71,8 @@ class BrokenOffError(ConnectionError):
         self.after = after
 
 
-class ClosedError(Exception):
+class ClosedError(VesuviusError):
     """A source was closed, by whoever ends the stream, while another thread read from it, or before."""
-
-    def __str__(self) -> str:
-        return f"{self.args[0]} was closed; open it again"
 
 
 class UnreadableChunkError(DataError):

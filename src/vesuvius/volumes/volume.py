@@ -277,7 +277,7 @@ class Volume:
             except (DataError, ClosedError):
                 raise
             except CancelledError:
-                raise ClosedError(self.source.shown) from None
+                raise ClosedError(f"{self.source.shown} was closed; open it again") from None
             except Exception as error:  # codecs and stores raise whatever they like
                 if not tries_left:
                     if isinstance(error.__cause__ or error, ReplacedError):

@@ -17,6 +17,7 @@ from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import GreyRange, prepare_data
 from vesuvius.training.step.conditioner import Conditioner
+from vesuvius.training.step.feed import TrainingFeed
 
 CPU = torch.device("cpu")
 
@@ -99,7 +100,7 @@ def test_a_condition_travels_with_its_patch_mirrored_and_turned_alike(tmp_path: 
     greys = data.grey_ranges(config.data)
     options = StreamOptions(8, workers=0)
     conditioner = Conditioner(None, greys.conditions, CPU)
-    feed = DeviceFeed(CPU, options, data.job, greys.volumes, conditioner)
+    feed = TrainingFeed(DeviceFeed(CPU, options, data.job, greys.volumes), conditioner)
     with feed.open():
         batch = feed.next(HostClock())
     assert batch.condition is not None

@@ -24,7 +24,7 @@ from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import EXIT_STOPPED
 from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_settled, sustained_s
 from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
-from vesuvius.loader.device import DeviceBatch, synchronize
+from vesuvius.loader.device import synchronize
 from vesuvius.monitor.clock import HostClock
 from vesuvius.monitor.probes.vram import process_peaks
 from vesuvius.monitor.verdict import Verdict
@@ -34,6 +34,7 @@ from vesuvius.stream.reading.reader_figures import ReaderTotals
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.reporting.report import StepReporter
+from vesuvius.training.step.feed import TrainingBatch
 from vesuvius.training.step.step import learning_rate
 
 log = logging.getLogger(__name__)
@@ -218,10 +219,10 @@ class TuneWorker:
             took.append(steps(piece))
         return {"samples": len(took) * piece * config.global_batch, "measured_s": math.fsum(took)}
 
-    def _take_batch(self) -> DeviceBatch:
+    def _take_batch(self) -> TrainingBatch:
         """The next batch, on the device."""
         self._loop.run.watchdog.expects("batch", self._stream.waiting_for)
-        batch = self._loop.feed.next(HostClock())
+        batch = self._loop.batches.next(HostClock())
         self._loop.run.progress.sample_index += len(batch.indices)
         self._between()
         return batch

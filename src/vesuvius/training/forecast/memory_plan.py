@@ -6,8 +6,8 @@ have a shape, a dtype and no memory, and `Footprint` watches it.  So the plan fo
 The fake tensors are those of a CPU: torch without CUDA refuses to compute with fake CUDA tensors, and on meta tensors
 attention would form the whole matrix of scores.  Convolutions, linear maps and attention have the same autocast dtype
 on both.  What differs on CUDA: autocast computes the norm in front of the attention in float32, which here counts in
-bf16: some MiB a patch at the lowest level, and every norm with `recompute_norm: false`.  Beside the step, `DeviceFeed`
-holds 5 bytes a voxel more than the plan has.
+bf16: some MiB a patch at the lowest level, and every norm with `recompute_norm: false`.  Beside the step,
+`TrainingFeed` holds 5 bytes a voxel more than the plan has.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class TracedStep:
             yield self._step
 
     def accumulate(self, batch: int) -> None:
-        """Noising, forward and backward pass of a batch as `DeviceFeed` delivers it; within `entered`."""
+        """Noising, forward and backward pass of a batch as `TrainingFeed` delivers it; within `entered`."""
         patch_size, channels = self._config.data.patch_size, self._config.condition_channels
         condition = torch.empty(batch, channels, *patch_size) if channels else None
         x_0 = torch.empty(batch, 1, *patch_size)

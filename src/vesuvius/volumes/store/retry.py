@@ -124,7 +124,7 @@ class Retrier:
                 self.closed.wait(random.uniform(0, pause_s))  # at random, so that many readers do not ask at once
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             answered = False
-            raise ClosedError(self._address)
+            raise ClosedError(f"{self._address} was closed; open it again")
         finally:
             self._end(answered)
 

@@ -181,7 +181,7 @@ class Source:
         """Call a function on one of the `config.requests` threads."""
         with self._lock:
             if self._retrier.closed.is_set():
-                raise ClosedError(self.shown)
+                raise ClosedError(f"{self.shown} was closed; open it again")
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.config.requests, thread_name_prefix="fetch")
             return self._pool.submit(function, *arguments)
