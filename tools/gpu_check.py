@@ -63,8 +63,8 @@ try:
     from vesuvius.config.load import read_config
     from vesuvius.errors import ConfigError
     from vesuvius.training.forecast.memory_plan import largest_batch, peak_flops_s
-    from vesuvius.training.step import step as step_module
-    from vesuvius.training.step.step import is_compiled, lies_channels_last, resolve_amp
+    from vesuvius.training.step import setup
+    from vesuvius.training.step.setup import is_compiled, lies_channels_last, resolve_amp
 except ModuleNotFoundError as missing:
     package = {"yaml": "pyyaml"}.get(missing.name or "", missing.name)
     print(f"gpu_check cannot start: {missing}; run: python -m pip install {package}", file=sys.stderr)
@@ -259,7 +259,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Bench, Row]:
     if arguments.rehearse:
         torch.set_num_threads(1)  # more threads wait for one another longer than such sizes take
         # Inductor would compile C++ for minutes.
-        step_module.CompiledRegions = functools.partial(step_module.CompiledRegions, "eager")
+        setup.CompiledRegions = functools.partial(setup.CompiledRegions, "eager")
     else:
         about["device"], memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min((arguments.cap_gib or memory) * GIB / memory, 1.0))

@@ -37,7 +37,8 @@ from vesuvius.training.reporting.report import Launched, RankNews, StepReporter
 from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.feed import TrainingFeed
-from vesuvius.training.step.step import TrainStep, build_network
+from vesuvius.training.step.setup import build_network
+from vesuvius.training.step.step import TrainStep
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.validation import measure_spectrum
 

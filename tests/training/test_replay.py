@@ -26,7 +26,8 @@ from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.reporting.report import StepReporter
-from vesuvius.training.step.step import TrainStep, build_network
+from vesuvius.training.step.setup import build_network
+from vesuvius.training.step.step import TrainStep
 from vesuvius.volumes.box import intersects
 
 WriteConfig = Callable[..., Path]

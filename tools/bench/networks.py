@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vesuvius.config import Config, ModelConfig, Triple
 from vesuvius.diffusion.network.unet import UNet
-from vesuvius.training.step.step import build_network, execution, lay_out_network
+from vesuvius.training.step.setup import build_network, execution, lay_out_network
 
 LARGEST_DEVIATION = 0.03  # of the parameters, which still counts as equal
 LAST_LEVEL_RANGE = 0.12  # share by which the last level may leave the proportions of the widths

@@ -63,7 +63,7 @@ from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.reporting.report import StepReporter
-from vesuvius.training.step.step import autocast, build_network, choose_device, parameter_count, resolve_amp
+from vesuvius.training.step.setup import autocast, build_network, choose_device, parameter_count, resolve_amp
 
 _BATCHES = 8
 

@@ -48,7 +48,8 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, parse_stored, read_config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.records import read_records
-from vesuvius.training.step.step import TrainStep, build_network
+from vesuvius.training.step.setup import build_network
+from vesuvius.training.step.step import TrainStep
 
 CPU = torch.device("cpu")
 _NODE_GPUS, _COMPUTE_S = 8, 8.0

@@ -43,7 +43,8 @@ from vesuvius.config.load import read_config
 from vesuvius.diffusion.network.regions import CompiledRegions
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.training.forecast.memory_plan import FLOPS, traced_step
-from vesuvius.training.step.step import TrainStep, build_network
+from vesuvius.training.step.setup import build_network
+from vesuvius.training.step.step import TrainStep
 
 # Dense bf16 operations a second, and bytes a second of the memory, from NVIDIA's data sheets.
 GPUS = {"A100-80": (312e12, 2.04e12), "H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}

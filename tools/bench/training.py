@@ -39,7 +39,8 @@ from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import GreyRanges, PreparedData, prepare_data
-from vesuvius.training.step.step import TrainStep, build_network, choose_device, learning_rate, parameter_count
+from vesuvius.training.step.setup import build_network, choose_device, parameter_count
+from vesuvius.training.step.step import TrainStep, learning_rate
 
 _WIDTHS = range(4, 257, 4)
 _TURN_STEPS = 5

@@ -25,7 +25,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.generate.drawing import Watch
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.volume.work import Sampling, VolumeJob, Work, this_process
-from vesuvius.training.step.step import build_network
+from vesuvius.training.step.setup import build_network
 
 
 def network_job(config_path: Path, times: int, overlap: float) -> tuple[VolumeJob, Estimate]:

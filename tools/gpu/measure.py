@@ -32,7 +32,8 @@ from vesuvius.monitor.clock import StepTimes, make_clock
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.step.self_test import TOLERANCES, convolution_errors, network_convolutions
-from vesuvius.training.step.step import AmpMode, StepOutcome, StepResult, TrainStep, build_network
+from vesuvius.training.step.setup import AmpMode, build_network
+from vesuvius.training.step.step import StepOutcome, StepResult, TrainStep
 
 Row = dict[str, Any]
 

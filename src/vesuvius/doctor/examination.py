@@ -201,7 +201,7 @@ def look_at_gpus(config: Config | None) -> Finding:
     import torch
 
     from vesuvius.training.step.self_test import cudnn_problem
-    from vesuvius.training.step.step import lies_channels_last, resolve_amp
+    from vesuvius.training.step.setup import lies_channels_last, resolve_amp
 
     if not torch.cuda.is_available():
         with Gpus(within_s=5.0) as gpus:

@@ -20,7 +20,7 @@ from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.micro_batch import VRAM_SHARE, with_numbers
 from vesuvius.training.forecast.run_plan import plan_run
 from vesuvius.training.reporting.monitoring import memory_limits
-from vesuvius.training.step.step import choose_device
+from vesuvius.training.step.setup import choose_device
 
 _PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover between Ray executions
 

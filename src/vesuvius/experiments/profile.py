@@ -35,7 +35,7 @@ from vesuvius.training.ranks.part import one_rank
 from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.request import Request
 from vesuvius.training.run import train
-from vesuvius.training.step.step import parameter_count
+from vesuvius.training.step.setup import parameter_count
 
 FOLDER = "profiles"
 TRACE = "trace.json.gz"

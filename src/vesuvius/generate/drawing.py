@@ -22,7 +22,7 @@ from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, Denoiser, check_weights, read_checkpoint_info
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
-from vesuvius.training.step.step import choose_device, lay_out_network, lies_channels_last
+from vesuvius.training.step.setup import choose_device, lay_out_network, lies_channels_last
 from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)

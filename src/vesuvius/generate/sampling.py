@@ -49,7 +49,7 @@ from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
-from vesuvius.training.step.step import AmpMode
+from vesuvius.training.step.setup import AmpMode
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.preview import MontageCell, draw_grid, magnification, orthogonal_slices
 from vesuvius.volumes.alignment import Alignment, shape_on

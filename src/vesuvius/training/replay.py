@@ -31,7 +31,8 @@ from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoin
 from vesuvius.training.checkpoint.trained import DataFacts
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.feed import TrainingFeed
-from vesuvius.training.step.step import TrainStep, build_network, check_initial_weights, choose_device, choose_kernels
+from vesuvius.training.step.setup import build_network, choose_device, choose_kernels
+from vesuvius.training.step.step import TrainStep, check_initial_weights
 from vesuvius.volumes.box import format_box
 
 MicroBatch = tuple[Batch, NDArray[np.int64]]

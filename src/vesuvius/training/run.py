@@ -48,7 +48,8 @@ from vesuvius.training.reporting.monitoring import (
 )
 from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.self_test import check_kernels
-from vesuvius.training.step.step import TrainStep, build_network, choose_device, choose_kernels, resolve_amp
+from vesuvius.training.step.setup import build_network, choose_device, choose_kernels, resolve_amp
+from vesuvius.training.step.step import TrainStep
 from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
 from vesuvius.training.validation.validation import patches_of_rank
 from vesuvius.volumes.store.cache import open_cache

@@ -23,7 +23,8 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast.memory_plan import Footprint, TracedStep, largest_batch, plan_memory, traced_step
 from vesuvius.training.forecast.preflight import checkpoint_sizes
-from vesuvius.training.step.step import AmpMode, TrainStep, build_network, lay_out_network, parameter_count
+from vesuvius.training.step.setup import AmpMode, build_network, lay_out_network, parameter_count
+from vesuvius.training.step.step import TrainStep
 
 CPU = torch.device("cpu")
 EXP001 = REPOSITORY / "configs" / "exp001_full.yaml"

@@ -23,7 +23,7 @@ from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast import run_plan, start_log
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.run_plan import RamPart, RunPlan, first_pass_samples, plan_run, resident_bytes
-from vesuvius.training.step.step import lay_out_network, parameter_count
+from vesuvius.training.step.setup import lay_out_network, parameter_count
 from vesuvius.volumes.box import shape_of
 
 MIB = 2**20

@@ -19,7 +19,7 @@ import os, sys, threading, time
 import torch.distributed as dist
 from vesuvius.commands import train
 from vesuvius.errors import DataError
-from vesuvius.training.step.step import TrainStep
+from vesuvius.training.step.step import (TrainStep)
 
 rank, mode = int(os.environ["RANK"]), os.environ["TEST_ABORT"]
 aborted, sums = threading.Event(), []

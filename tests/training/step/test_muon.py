@@ -22,7 +22,7 @@ from vesuvius.diffusion.network.unet import UNet
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.muon import Muon, common_sides, polynomial_of
 from vesuvius.training.step.optimizer import make_optimizer
-from vesuvius.training.step.step import execution
+from vesuvius.training.step.setup import execution
 
 LR, DECAY = 0.02, 0.1
 

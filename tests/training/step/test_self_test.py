@@ -21,7 +21,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.training.ranks.ranks import SINGLE
 from vesuvius.training.run import _check_kernels
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem, network_convolutions
-from vesuvius.training.step.step import AmpMode, build_network
+from vesuvius.training.step.setup import AmpMode, build_network
 
 CPU = torch.device("cpu")
 conv3d = F.conv3d

@@ -26,16 +26,8 @@ from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import ResumePoint, restore
 from vesuvius.training.step.optimizer import make_optimizer
-from vesuvius.training.step.step import (
-    StepOutcome,
-    StepResult,
-    TrainStep,
-    build_network,
-    execution,
-    is_compiled,
-    learning_rate,
-    lies_channels_last,
-)
+from vesuvius.training.step.setup import build_network, execution, is_compiled, lies_channels_last
+from vesuvius.training.step.step import StepOutcome, StepResult, TrainStep, learning_rate
 
 CPU = torch.device("cpu")
 

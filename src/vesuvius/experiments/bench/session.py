@@ -37,7 +37,7 @@ from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration, number, size_text
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.step.step import choose_device
+from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StoppedError, unless_stopped
 
 log = logging.getLogger(__name__)

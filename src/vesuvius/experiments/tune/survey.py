@@ -24,7 +24,7 @@ from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.memory_plan import indexable_batch
 from vesuvius.training.forecast.preflight import READERS_PER_CORE
 from vesuvius.training.forecast.run_plan import local_ranks, plan_run
-from vesuvius.training.step.step import choose_device
+from vesuvius.training.step.setup import choose_device
 
 _MOST_PREFETCH = 16
 _MOST_REQUESTS = 256

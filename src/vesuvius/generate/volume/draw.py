@@ -42,7 +42,7 @@ from vesuvius.generate.volume.work import (
 from vesuvius.runlog.files import free_disk_bytes, write_whole
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
-from vesuvius.training.step.step import choose_device
+from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import (
     PartialCopy,

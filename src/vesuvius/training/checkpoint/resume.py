@@ -21,7 +21,8 @@ from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.checkpoint.format import STATE, load_checkpoint, load_state, step_of
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.trained import DataFacts, TrainedVolume, trained_volumes
-from vesuvius.training.step.step import TrainStep, lay_out_network, learning_rate, weight_problems
+from vesuvius.training.step.setup import lay_out_network
+from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
 
 _PLAN_VERSION = "plan.version: "
 _THREADS = "OMP_NUM_THREADS"  # the variable from which torch takes the number of its threads

@@ -36,7 +36,7 @@ from vesuvius.training.checkpoint.format import (
     weights_file,
 )
 from vesuvius.training.checkpoint.save import write_state
-from vesuvius.training.step.step import AmpMode, autocast, build_network, parameter_count, resolve_amp
+from vesuvius.training.step.setup import AmpMode, autocast, build_network, parameter_count, resolve_amp
 from vesuvius.volumes.alignment import ONES, ZEROS, Fractions
 from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import FloatTriple

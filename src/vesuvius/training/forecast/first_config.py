@@ -36,7 +36,7 @@ from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.micro_batch import fit_micro_batch, room_here
 from vesuvius.training.forecast.run_plan import plan_run, ram_limit, resident_bytes
 from vesuvius.training.forecast.start_log import step_range_s
-from vesuvius.training.step.step import AmpMode, choose_device, lay_out_network, parameter_count, resolve_amp
+from vesuvius.training.step.setup import AmpMode, choose_device, lay_out_network, parameter_count, resolve_amp
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
 from vesuvius.volumes.store.objects import is_remote
 

@@ -36,15 +36,15 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import one_line
 from vesuvius.runlog.units import GIB
 from vesuvius.training.ranks.part import Part
-from vesuvius.training.step.step import (
+from vesuvius.training.step.setup import (
     AmpMode,
-    TrainStep,
     choose_device,
     execution,
     lay_out_network,
     lies_channels_last,
     resolve_amp,
 )
+from vesuvius.training.step.step import TrainStep
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from vesuvius.config import Config
 from vesuvius.runlog.units import size_text
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, MemoryPlan, indexable_batch, plan_memory
 from vesuvius.training.forecast.run_plan import local_ranks, ram_limit
-from vesuvius.training.step.step import choose_device, resolve_amp
+from vesuvius.training.step.setup import choose_device, resolve_amp
 
 VRAM_SHARE = 0.92
 """Of a GPU's memory, what is planned with; kernels, fragments and validations differ from the plan."""

@@ -28,7 +28,8 @@ from vesuvius.training.checkpoint.trained import (
     trained_volumes,
 )
 from vesuvius.training.step.optimizer import saved_copies
-from vesuvius.training.step.step import check_initial_weights, lay_out_network, parameter_count
+from vesuvius.training.step.setup import lay_out_network, parameter_count
+from vesuvius.training.step.step import check_initial_weights
 from vesuvius.training.validation.preview import PREVIEWED
 from vesuvius.training.validation.validation import measure_spectrum
 from vesuvius.volumes.store.cache import open_cache

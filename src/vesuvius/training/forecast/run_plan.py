@@ -45,7 +45,7 @@ from vesuvius.training.forecast.memory_plan import (
     plan_memory,
 )
 from vesuvius.training.forecast.preflight import checkpoint_sizes, fixed_count
-from vesuvius.training.step.step import choose_device, resolve_amp
+from vesuvius.training.step.setup import choose_device, resolve_amp
 
 _MIB = 2**20
 

@@ -28,7 +28,7 @@ from vesuvius.training.forecast.micro_batch import with_numbers
 from vesuvius.training.forecast.preflight import Preflight, doubts, preflight
 from vesuvius.training.forecast.run_plan import RunPlan, first_pass_samples, local_ranks, plan_run, resident_bytes
 from vesuvius.training.ranks.part import Part
-from vesuvius.training.step.step import AmpMode, autocast, choose_device, resolve_amp
+from vesuvius.training.step.setup import AmpMode, autocast, choose_device, resolve_amp
 from vesuvius.volumes.box import format_box
 
 log = logging.getLogger(__name__)

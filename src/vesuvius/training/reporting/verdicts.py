@@ -22,7 +22,7 @@ from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.units import quantile
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.request import RunContext
-from vesuvius.training.step.step import is_compiled, lies_channels_last
+from vesuvius.training.step.setup import is_compiled, lies_channels_last
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
-from vesuvius.training.step.step import AmpMode, autocast, lay_out_network, lies_channels_last
+from vesuvius.training.step.setup import AmpMode, autocast, lay_out_network, lies_channels_last
 
 # Norm of the error over the norm of the result.  One rounding to bf16 is up to 2^-9, to fp16 2^-12; there is room for
 # the roundings of inputs, weights and output together.

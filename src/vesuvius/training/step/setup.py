@@ -1,0 +1,91 @@
+"""What a step is computed by: the device and its kernels, the autocast dtype, the network."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from vesuvius.config import Config, TrainingConfig
+from vesuvius.diffusion.network.regions import CompiledRegions
+from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
+
+AmpMode = Literal["off", "bf16", "fp16"]
+
+
+def choose_device(local_rank: int = 0) -> torch.device:
+    """The GPU of this rank where there is one, otherwise the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count()) if local_rank else torch.device("cuda")
+
+
+def choose_kernels(device: torch.device, config: TrainingConfig) -> None:
+    """Which kernels torch may take on a GPU.  To be called before anything runs there."""
+    if device.type != "cuda":
+        return
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not
+        torch.use_deterministic_algorithms(True)
+
+
+def parameter_count(network: nn.Module) -> int:
+    """Number of trainable weights."""
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+
+def execution(config: TrainingConfig) -> Execution:
+    """How the network is computed, eagerly; changes no number of weights and no result beyond rounding."""
+    return Execution(config.recompute_norm, config.checkpoint_levels)
+
+
+def build_network(config: Config, device: torch.device) -> UNet:
+    """The network with the initial weights of `config.seed`, on `device`.  Raises ConfigError for torch 2.9."""
+    computed = execution(config.training)
+    if is_compiled(config.training, device):
+        computed = replace(computed, call=CompiledRegions())
+    network = build_unet(config.model, config.seed, config.input_channels, device, computed)
+    if lies_channels_last(config.training, device):
+        network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]  # torch declares channels_last only
+    return network
+
+
+def lay_out_network(config: Config) -> UNet:
+    """The network without memory for its weights (on the meta device)."""
+    with torch.device("meta"):
+        return UNet(config.model, config.input_channels, execution(config.training))
+
+
+def resolve_amp(amp: Literal["auto", "off", "bf16", "fp16"], device: torch.device) -> AmpMode:
+    """The autocast dtype for a device: auto = bf16 on Ampere and newer, fp16 on older GPUs, off on a CPU."""
+    if amp != "auto":
+        return amp
+    if device.type != "cuda":
+        return "off"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+
+
+def lies_channels_last(config: TrainingConfig, device: torch.device) -> bool:
+    """Whether weights and activations lie channels last: auto = on a GPU in 16 bits, whose cuDNN kernels want it."""
+    if config.channels_last != "auto":
+        return config.channels_last
+    return device.type == "cuda" and resolve_amp(config.amp, device) != "off"
+
+
+def is_compiled(config: TrainingConfig, device: torch.device) -> bool:
+    """Whether blocks are compiled: auto = on a GPU, but for what timing chooses there where runs are to repeat."""
+    if config.compile != "auto":
+        return config.compile
+    return device.type == "cuda" and not config.deterministic
+
+
+def autocast(device: torch.device, amp: AmpMode) -> AbstractContextManager[Any]:
+    """The context in which the network, and nothing else, is computed."""
+    if amp == "off":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if amp == "bf16" else torch.float16)
