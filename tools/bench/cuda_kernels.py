@@ -37,6 +37,7 @@ from vesuvius.training.forecast.memory_plan import FLOPS
 
 # An A100, as far as inductor asks: reductions are split so that its multiprocessors have work.
 _GPU = SimpleNamespace(
+    name="A100",
     multi_processor_count=108,
     major=8,
     minor=0,
