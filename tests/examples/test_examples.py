@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 
 import vesuvius
 from tests.conftest import textured, write_array
+from tests.support.rank_runs import ends_of, output_of, started_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHAPE = (64, 96, 96)
@@ -68,18 +67,10 @@ def test_monai_takes_the_batches(scan: str, labels: str) -> None:
     assert np.mean(losses[-5:]) < 0.95 * np.mean(losses[:5])
 
 
-def test_two_ranks_share_one_order(scan: str) -> None:
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        EXAMPLES / "torchrun_ranks.py",
-        scan,
-    ]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    read = dict(re.findall(r"rank (\d) read (\[[^]]*\])", done.stdout))
+def test_two_ranks_share_one_order(scan: str, tmp_path: Path) -> None:
+    with started_ranks(None, tmp_path, 2, program=(str(EXAMPLES / "torchrun_ranks.py"), scan)) as ranks:
+        assert ends_of(ranks) == [0, 0], output_of(tmp_path, 2)
+    read = dict(re.findall(r"rank (\d) read (\[[^]]*\])", output_of(tmp_path, 2)))
     assert {int(rank): eval(seen) for rank, seen in read.items()} == {
         0: list(range(0, 80, 2)),
         1: list(range(1, 80, 2)),

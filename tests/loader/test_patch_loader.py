@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader
 
 import vesuvius
 from tests.conftest import textured, write_array
+from tests.support.forked import in_child
 from vesuvius import ConfigError, DataConfig, PatchBatch, PatchDataset, PatchLoader, PatchStream, VolumeConfig, config
 from vesuvius.config import AugmentConfig, ForegroundConfig, ValidationConfig
 from vesuvius.plan.plan import Sample
@@ -350,11 +350,14 @@ def test_a_forked_child_ends_no_readers_of_its_parent(volume: Path) -> None:
     with load(volume, length=4) as loader, load(volume, length=4) as other:
         batches = iter(loader)
         first = next(batches)
-        if (child := os.fork()) == 0:
-            before = loader.stream._source
+        before = loader.stream._source
+        assert before is not None
+
+        def act() -> None:
             loader.stream.close()
-            os._exit(0 if before is not None and loader.stream._source is before else 1)
-        assert os.waitpid(child, 0)[1] == 0
+            assert loader.stream._source is before
+
+        assert in_child(act) == 0
         assert same([first, *batches], other) == 4
 
 

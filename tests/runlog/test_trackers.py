@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
 
 from tests.support.small_disk import fill, small_disk
 from vesuvius.errors import ConfigError
@@ -114,7 +113,10 @@ def write(run: Path, *records: Record) -> None:
     board.close()
 
 
-def read(directory: Path) -> EventAccumulator:
+def read(directory: Path) -> Any:
+    """An `EventAccumulator`, whose import takes a second."""
+    from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
+
     return EventAccumulator(str(directory), size_guidance=STORE_EVERYTHING_SIZE_GUIDANCE).Reload()
 
 

@@ -18,16 +18,18 @@ TRAIN = ("-m", "vesuvius.train")
 
 @contextmanager
 def started_ranks(
-    config: Path, cwd: Path, world: int, *arguments: str, program: Sequence[str] = TRAIN
+    config: Path | None, cwd: Path, world: int, *arguments: str, program: Sequence[str] = TRAIN
 ) -> Iterator[list[Any]]:
     """Start them; at the end none is left.
 
     Args:
+        config: None: the program takes none.
         program: what Python runs, before `--config`.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    command = [sys.executable, *program, *(("--config", str(config)) if config else ()), *arguments]
     processes = []
     try:
         for rank in range(world):
@@ -36,7 +38,7 @@ def started_ranks(
             with (cwd / f"rank_{rank}.txt").open("w") as out:
                 processes.append(
                     fork_server.Popen(
-                        [sys.executable, *program, "--config", str(config), *arguments],
+                        command,
                         cwd=cwd,
                         env=os.environ | {name: str(value) for name, value in place.items()},
                         stdout=out,

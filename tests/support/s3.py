@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import boto3
-
 
 def s3_client(address: str) -> Any:
     """A client with credentials that such a server takes for good."""
+    import boto3  # takes a second
+
     return boto3.client(
         "s3", endpoint_url=address, region_name="us-east-1", aws_access_key_id="key", aws_secret_access_key="secret"
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import fork_server
+from tests.support.forked import in_child
 from vesuvius.runlog.records import read_records
 from vesuvius.training.stop import StopRequest
 
@@ -65,12 +66,12 @@ def test_a_signal_while_ray_starts_stops_the_run_as_any_other(
 
 
 def test_the_first_signal_behind_the_time_limit_is_no_second_one(tmp_path: Path) -> None:
-    if (child := os.fork()) == 0:
+    def act() -> None:
         with StopRequest(max_hours=0) as stop:
             assert stop.wanted()
             os.kill(os.getpid(), signal.SIGTERM)
             (tmp_path / "saves").write_text(str(stop.exit_code))
             os.kill(os.getpid(), signal.SIGTERM)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+    assert in_child(act) == -signal.SIGTERM
     assert (tmp_path / "saves").read_text() == "75"

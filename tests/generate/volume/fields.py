@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -144,19 +142,6 @@ def box_noise(seed: int, stream: int, number: int, tiling: Tiling, box: Box) -> 
         _, there, here = shared_part(tiling.block_box(block), box)
         noise[here] = block_noise(seed, stream, number, tiling, block)[there]
     return noise
-
-
-def in_child(act: Callable[[], None]) -> int:
-    """Run in a forked process; its wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            act()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
 
 
 def expected_periodogram(correlation: Correlation, shape_zyx: Triple) -> Tensor:

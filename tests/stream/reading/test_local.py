@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.stream.test_stream import make_job
+from tests.support import fork_server
 from tests.support.orphans import MARK, bearers_of
 from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import Task
@@ -157,7 +157,7 @@ with PatchStream(
 @pytest.mark.parametrize(
     ("when", "waits_s", "says"),
     [
-        ("at once", 100, ""),
+        pytest.param("at once", 100, "", marks=pytest.mark.long),
         ("waiting", 100, ""),
         pytest.param("waiting", 0.1, "Ray has not started within 0.1 s", marks=pytest.mark.long),
     ],
@@ -168,7 +168,7 @@ def test_a_stream_may_be_closed_while_ray_starts(when: str, waits_s: float, says
     mark = f"closes-{time.time_ns()}"
     command = [sys.executable, "-c", _CLOSES, str(volume), when, str(waits_s)]
     environment = os.environ | {MARK: mark}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = fork_server.run(command, env=environment, capture_output=True, text=True, timeout=100)
     waiting = "Ray, which has 1 readers, is starting)\n" if when == "waiting" else ""
     assert (done.returncode, done.stdout) == (0, f"[0, 1, 2, 3]\n{waiting}")
     assert done.stderr.startswith(says)

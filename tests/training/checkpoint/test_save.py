@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.forked import in_child
 from tests.training.checkpoint.test_format import CONFIG, as_nobody, save, small_files, state_of, steps_in
 from vesuvius.config import TrainingConfig
 from vesuvius.errors import StorageError
@@ -108,22 +109,22 @@ def test_once_a_best_one_was_saved_best_points_to_a_whole_one(tmp_path: Path, se
 
 def killed_before(number: int, directory: Path) -> bool:
     """Whether a save of a step that is there dies before the call that is the `number`-th to change a name on disk."""
-    if (child := os.fork()) == 0:
-        count = 0
+    count = 0
 
-        def die(event: str, _: Any) -> None:
-            nonlocal count
-            if event in {"os.rename", "os.remove", "os.rmdir", "os.symlink", "os.mkdir"}:
-                count += 1
-                if count == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
+    def die(event: str, _: Any) -> None:
+        nonlocal count
+        if event in {"os.rename", "os.remove", "os.rmdir", "os.symlink", "os.mkdir"}:
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
+    def act() -> None:
         sys.addaudithook(die)
-        try:
-            save_checkpoint(directory, 2, state_of(9) | {"best": {"step": 2}}, CONFIG, TrainingConfig(keep_last=1))
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        save_checkpoint(directory, 2, state_of(9) | {"best": {"step": 2}}, CONFIG, TrainingConfig(keep_last=1))
+
+    code = in_child(act)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
 
 
 def test_a_step_is_saved_again_whole_wherever_a_kill_falls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

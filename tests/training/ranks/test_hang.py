@@ -62,7 +62,15 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 @pytest.mark.usefixtures("of_two_micro_batches")
-@pytest.mark.parametrize(("failing", "abort"), [(1, "raises"), (0, "raises"), (1, "returns"), (1, "deaf")])
+@pytest.mark.parametrize(
+    ("failing", "abort"),
+    [
+        pytest.param(1, "raises", marks=pytest.mark.long),
+        (0, "raises"),
+        pytest.param(1, "returns", marks=pytest.mark.long),
+        (1, "deaf"),
+    ],
+)
 def test_all_ranks_are_gone_soon_after_one_has_failed_in_a_step_and_their_records_say_why(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, abort: str
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support import fork_server
 from vesuvius.config.load import read_config
 from vesuvius.diffusion.network.unet import UNet
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
@@ -98,7 +98,7 @@ def test_ranks_share_the_work_and_hold_the_same_weights(tmp_path: Path) -> None:
     """Each side has two kernels: the third rank has none."""
     world = 3
     processes = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(world), str(tmp_path)]) for rank in range(world)
+        fork_server.Popen([sys.executable, __file__, str(rank), str(world), str(tmp_path)]) for rank in range(world)
     ]
     assert [process.wait(240) for process in processes] == [0] * world
     alone, *of_ranks = (trained(3), *(torch.load(tmp_path / f"{rank}.pt") for rank in range(world)))
