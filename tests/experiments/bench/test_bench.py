@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,13 +47,12 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def interrupt_when_it_trains() -> None:
-    give_up = time.monotonic() + _HANG_S
-    while time.monotonic() < give_up:
+def interrupt_when_it_trains(over: threading.Event) -> None:
+    while not over.is_set():  # once it is, Ctrl-C would end the tests
         files = Path("runs/tiny/benches").glob("*/cells/*/metrics.jsonl")
         if any(record["kind"] == "step" for metrics in files for record in read_records(metrics)):
             return os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.02)
+        over.wait(0.02)
     return None
 
 
@@ -68,10 +66,14 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_resumed(
         monkeypatch.setenv("VESUVIUS_TRAINING__ACCUMULATE_STEPS", "3")  # of the config, not of a cell
         return command.main([*asked, *more])
 
-    thread = threading.Thread(target=interrupt_when_it_trains)
+    over = threading.Event()
+    thread = threading.Thread(target=interrupt_when_it_trains, args=(over,))
     thread.start()
-    assert bench("--seconds", "1000") == EXIT_INTERRUPTED
-    thread.join()
+    try:
+        assert bench("--seconds", "1000") == EXIT_INTERRUPTED
+    finally:
+        over.set()
+        thread.join()
     folder = folder_of()
     session = read_session(next(folder.glob("cells/*/session.json")))
     assert session is not None
