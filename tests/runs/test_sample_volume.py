@@ -83,7 +83,7 @@ def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
     assert "is already there: 12x24x24 uint8" in capsys.readouterr().out
     assert draws(out, "--shape", "12,24,24", "--guidance", 0, "--seed", 1) == 2
-    assert "a drawing continues with the arguments it was started with; got seed 1 (there: 0)" \
+    assert "big.zarr was begun with other arguments: seed 1 (there: 0)" \
         in capsys.readouterr().err  # fmt: skip
     assert voxels(out).tobytes() == before
 
@@ -285,5 +285,5 @@ def test_what_cannot_be_drawn_is_refused_in_one_line_and_nothing_is_written(
     out.mkdir()
     (out / "mine").touch()
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 2
-    assert "a drawing does not replace files" in capsys.readouterr().err
+    assert "out.zarr exists and was not made by this command" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["out.zarr", "mine"]

@@ -295,7 +295,7 @@ def test_another_box_into_the_same_place_and_a_source_that_has_changed_are_refus
         with pytest.raises(Interrupted):
             copy_box(CopyRequest(**request), QUICK, interrupt)
     for other in OTHERS:
-        words = rf"started with; got {next(iter(other))} .* \(there: .*choose another name"
+        words = rf"begun with other arguments: {next(iter(other))} .* \(there: .*choose another name"
         with pytest.raises(ConfigError, match=words):
             copy_box(CopyRequest(**request | other), QUICK)
     aside = source.rename(tmp_path / "aside.zarr")
@@ -311,12 +311,12 @@ def test_what_is_no_copy_is_never_replaced(tmp_path: Path) -> None:
     source = write_array(tmp_path / "v.zarr", textured((16, 16, 16)), chunk=16)
     other = write_array(tmp_path / "c.zarr", textured((16, 16, 16), seed=1), chunk=16)
     before = chunk_files(other)
-    with pytest.raises(ConfigError, match=r"does not replace files; got .*choose another name, or remove it"):
+    with pytest.raises(ConfigError, match=r"was not made by this command; choose another name, or remove it"):
         copy_box(CopyRequest(ArrayConfig(path=str(source)), other), QUICK)
     assert chunk_files(other) == before
     (tmp_path / "d.zarr.partial").mkdir()
     (tmp_path / "d.zarr.partial" / "thesis.tex").write_text("")
-    with pytest.raises(ConfigError, match=r"does not replace files; got .*d\.zarr\.partial"):
+    with pytest.raises(ConfigError, match=r"d\.zarr\.partial exists and was not made by this command"):
         copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "d.zarr"), QUICK)
     assert {path.name for path in (tmp_path / "d.zarr.partial").iterdir()} == {"lock", "thesis.tex"}
 
@@ -327,7 +327,7 @@ BAD_BOXES: list[tuple[dict[str, Any], str]] = [
         r"start \[0, 0, 41\] and size \[8, 8, 8\] .* 48x48x48 voxels; change",
     ),
     ({"start_zyx": (48, 0, 0)}, "inside the level"),
-    ({"levels": 0}, "at least 1 level, and at most 7"),
+    ({"levels": 0}, "--levels 0 is impossible for .* voxels; choose 1 to 7"),
     ({"out": Path("c.tif")}, "must end in .zarr; got c.tif"),
 ]
 
@@ -404,7 +404,7 @@ def test_a_full_disk_ends_the_copy_with_6_and_nothing_is_torn(tmp_path: Path) ->
     arguments = ["copy", str(source), str(tmp_path / "c.zarr")]
     limited = fork_server.run([*with_small_files("volume", 3000), *arguments], capture_output=True, text=True)
     assert limited.returncode == 6, limited.stderr
-    assert "a copy needs a writable disk with enough space; got [Errno 27] File too large" in limited.stderr
+    assert "c.zarr needs a writable disk with enough space; got [Errno 27] File too large" in limited.stderr
     assert "Traceback" not in limited.stderr
     assert not list((tmp_path / "c.zarr.partial").glob("volume.zarr/0/*/*/*"))
     assert fork_server.run([sys.executable, "-c", DOOR, *arguments], capture_output=True).returncode == 0

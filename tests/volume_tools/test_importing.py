@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -209,7 +208,6 @@ def others(*axes: int) -> Callable[[Voxels], Voxels]:
 OME = {"ome": True, "metadata": {"axes": "ZYX", "PhysicalSizeX": 2.5, "PhysicalSizeY": 3.0, "PhysicalSizeZ": 4.0}}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "tiff, big-endian": (tiff(byteorder=">"), {}),
-    "tiff, pages": (tiff_pages(), {}),
     "tiff, pages of int16": (tiff_pages(), {"dtype": "int16"}),
     "tiff, big-endian pages, lzw, float32": (tiff("v.tif", byteorder=">", compression="lzw"), {"dtype": "float32"}),
     "tiff, zlib with a predictor, tiles": (tiff_pages(compression="zlib", predictor=True, tile=(32, 16)), {}),
@@ -236,7 +234,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         tiff("v.tif", others(3), photometric="rgb", compression="lzw"),
         {"dtype": "uint8", "select": (1,)},
     ),
-    "slices": (slices(".tif"), {}),
     "slices, lzw": (slices(".TIFF", compression="lzw"), {}),
     "png": (slices(".png"), {}),
     "png, uint8": (slices(".png"), {"dtype": "uint8"}),
@@ -310,7 +307,7 @@ def test_raw_voxels_need_shape_and_dtype_and_these_have_to_fit(
     said = capsys.readouterr().err
     assert "add --shape Z,Y,X --dtype T if it holds raw voxels" in said
     assert "argument --dtype: invalid dtype value: 'pixels'" in said
-    assert f"must fit a file without a header; got {voxels.nbytes} bytes, and 37x52x71 uint8 are {voxels.size}," in said
+    assert f"v.raw: it has {voxels.nbytes} bytes, but 37x52x71 uint8 are {voxels.size}; correct --shape" in said
     assert volume.main([*command, "--dtype=>i2"]) == 0
     np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), voxels)
     assert open_volume(ArrayConfig(path=f"{tmp_path}/out.zarr", level=1)).voxel_size_um == (16, 15, 14)
@@ -376,16 +373,13 @@ def kill_when(command: list[str], reached: Callable[[], bool]) -> bool:
     return process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("form", ["shards", "chunks"])
-def test_an_import_that_was_killed_goes_on_and_equals_an_undisturbed_one(tmp_path: Path, form: str) -> None:
-    """Killed early, late, and in a coarser level."""
+def test_an_import_that_was_killed_goes_on_and_equals_an_undisturbed_one(tmp_path: Path) -> None:
+    """Killed early, late, and in a coarser level; of chunks without shards test_copy.py says the same."""
     voxels = scan("uint16", (40, 120, 130))
     source = slices(".tif", compression="lzw")(tmp_path, voxels)
     killed, whole = commands_of(tmp_path, source)
-    if form == "chunks":
-        killed, whole = [*killed, "--v2"], [*whole, "--v2"]
     unfinished = tmp_path / "killed/v.zarr.partial/volume.zarr"
-    for level, count in ((0, 3), (0, 25), (1, 2)):
+    for level, count in ((0, 3), (0, 20), (1, 2)):
         files = (unfinished / str(level)).rglob
         assert kill_when(killed, lambda: sum(file.is_file() for file in files("[0-9]")) > count)  # noqa: B023
         assert not (tmp_path / "killed/v.zarr").exists()
@@ -430,10 +424,10 @@ def test_a_source_that_changes_meanwhile_is_not_mixed_with_what_it_was(tmp_path:
     request = ImportRequest(source, tmp_path / "out.zarr")
     with pytest.raises(Stop):
         import_volume(request, stop)
-    with pytest.raises(ConfigError, match="v2 true "):
+    with pytest.raises(ConfigError, match=r"partial was begun with other arguments: v2 true \(there: false\); use"):
         import_volume(replace(request, v2=True))
     (tmp_path / "scan/s_20.tif").touch()
-    with pytest.raises(ConfigError, match=r"source_files .* use the same ones, choose another name, or remove it"):
+    with pytest.raises(ConfigError, match="other arguments: source_files "):
         import_volume(request)
 
 
@@ -468,9 +462,9 @@ def test_a_full_disk_ends_the_import_with_6_also_while_a_layer_is_decoded(tmp_pa
     source = slices(".tif", compression="lzw")(tmp_path, scan())
     limit = scan().nbytes - 1
     command = [*with_small_files("volume", limit), "import", source, f"{tmp_path}/out.zarr"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = fork_server.run(command, capture_output=True, text=True)
     assert done.returncode == 6, done.stderr
-    assert "needs a writable disk with enough space; got [Errno 27] File too large" in done.stderr
+    assert "out.zarr needs a writable disk with enough space; got [Errno 27] File too large" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -521,47 +515,45 @@ def two_images(folder: Path, voxels: Voxels) -> str:
 
 
 PAGE = scan()[0]
-CUT = "The file is cut short"
+CUT = "it is cut short"
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "tiff cut": (tiff(), cut("v.tif", 0.5), CUT),
     "tiff pages cut": (tiff_pages(), cut("v.tif", 0.5), CUT),
     "tiff cut in its last page": (tiff_pages(), cut("v.tif", 0.99), CUT),
-    "lzw pages cut": (tiff_pages(compression="lzw"), cut("v.tif", 0.6), CUT),
     "imagej cut": (tiff(imagej=True, metadata={"axes": "ZYX"}), cut("v.tif", 0.5), CUT),
     "ome-tiff cut": (tiff("v.ome.tif", compression="zlib", **OME), cut("v.ome.tif", 0.7), "corrupted.*; copy it again"),
-    "ome-tiff, a file missing": (ome_files(2), lambda folder: (folder / "scan/s_0.ome.tif").unlink(), "got 19 missing"),
+    "ome-tiff, a file missing": (ome_files(2), lambda folder: (folder / "scan/s_0.ome.tif").unlink(), "19 .* missing"),
     "npy cut": (npy(lambda voxels: voxels), cut("v.npy", 0.9), "greater than file size; copy it again"),
     "nifti cut": (nifti(), cut("v.nii", 0.9), CUT),
     "nifti gzip cut": (nifti("v.nii.gz"), cut("v.nii.gz", 0.9), "EOFError"),
     "nrrd cut": (nrrd(), cut("v.nrrd", 0.9), CUT),
     "nrrd gzip cut": (nrrd(encoding="gzip"), cut("v.nrrd", 0.9), "EOFError|Error -"),
     "hdf5 cut": (hdf5(), cut("v.h5", 0.9), "OSError: .*truncated file.*; copy it again"),
-    "a slice cut": (slices(".tif"), cut("scan/s_20.tif", 0.9), CUT),
     "a lzw slice cut": (slices(".tif", compression="lzw"), cut("scan/s_20.tif", 0.9), CUT),
-    "a png cut": (slices(".png"), cut("scan/s_20.png", 0.9), r"slice 12 on of .* cannot be read: OSError: .*truncated"),
+    "a png cut": (slices(".png"), cut("scan/s_20.png", 0.9), r"scan: slice 12: OSError: .*truncated"),
     "no tiff at all": (slices(".tif"), lambda folder: (folder / "scan/s_20.tif").write_text("a"), "TiffFileError"),
     "a slice of another shape": (
-        slices(".tif"), over(save(PAGE[:50])), r"all slices must .*; got 52x71 uint16 in s_8.tif, 50x71 uint16 in \S+20"
+        slices(".tif"), over(save(PAGE[:50])), r"s_20.tif: it has 50x71 uint16, and s_8.tif has 52x71 uint16"
     ),
-    "a slice of another dtype": (slices(".png"), over(save(PAGE.astype("u1"))), "52x71 uint16 in s_8.png, 52x71 uint8"),
-    "a colour slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "must be grey, .* got RGB"),
-    "a slice of two pages": (slices(".tif"), over(save(np.stack([PAGE] * 2))), "a slice must be one page; got 2"),
-    "a gap": (slices(".tif"), rename("s_99.tif"), "rises evenly; got s_19.tif and then s_21.tif"),
-    "two with one number": (slices(".tif"), rename("s_021.tif"), "rises evenly; got s_19.tif and then s_"),
-    "two stacks": (slices(".tif"), rename("t_20.tif"), r"got (s_19|t_20)\.tif and then (t_20|s_21)\.tif in"),
-    "two kinds": (slices(".tif"), rename("s_20.png"), r"files of one kind; got \.png, \.tif in"),
-    "no slices": (slices(".jp2", photometric="minisblack"), None, "got none of .tif, .tiff, .png"),
-    "images of two shapes": (two_images, None, "must be one image, .*; got 37x52x71 uint16, 9x71"),
+    "a slice of another dtype": (slices(".png"), over(save(PAGE.astype("u1"))), "has 52x71 uint8, and s_8"),
+    "a colour slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "is RGB, not grey"),
+    "a slice of two pages": (slices(".tif"), over(save(np.stack([PAGE] * 2))), "one page, and it has 2"),
+    "a gap": (slices(".tif"), rename("s_99.tif"), "rise evenly: s_19.tif and then s_21.tif"),
+    "two with one number": (slices(".tif"), rename("s_021.tif"), "rise evenly: s_19.tif and then s_"),
+    "two stacks": (slices(".tif"), rename("t_20.tif"), r"evenly: (s_19|t_20)\.tif and then (t_20|s_21)\.tif"),
+    "two kinds": (slices(".tif"), rename("s_20.png"), r"it has \.png and \.tif files"),
+    "no slices": (slices(".jp2", photometric="minisblack"), None, "it has no .tif, .tiff, .png files"),
+    "images of two shapes": (two_images, None, r"differ in shape or dtype \(37x52x71 uint16, 9x71"),
     "channels": (tiff("v.ome.tif", others(0), ome=True, metadata={"axes": "CZYX"}), None, "CZYX .*, e.g. --select 0$"),
     "colours": (tiff("v.tif", others(3), photometric="rgb"), None, r"axes ZYXS of .*, e.g. --select 0$"),
-    "complex": (npy(lambda voxels: voxels.astype("c8")), None, "floats of up to 8 bytes; got complex64"),
-    "colours as one": (npy(lambda v: v.astype([("r", "u1"), ("g", "u1")])), None, "floats of up to 8 bytes; got "),
-    "two axes": (npy(lambda voxels: voxels[0]), None, "z, y, x, each once; got axes YX of shape 52x71"),
-    "no such dataset": (hdf5(), "v.h5:/other", r"got /other, of entry/data, in \S+v.h5; name it: \S+v.h5:/entry/data"),
-    "a group": (n5, "v.n5", r"v\.n5 cannot be opened: ValueError"),
-    "nrrd as text": (nrrd(encoding="ascii"), None, "must be raw or gzip, .*; got encoding ascii"),
-    "another format": (slices(".tif"), "scan/notes.txt", "what is imported is a folder of slices"),
-    "nothing": (slices(".tif"), "nothing.tif", "nothing.tif cannot be opened: FileNotFoundError: .*; correct the path"),
+    "complex": (npy(lambda voxels: voxels.astype("c8")), None, "voxels are complex64, not bool"),
+    "colours as one": (npy(lambda v: v.astype([("r", "u1"), ("g", "u1")])), None, "floats of up to 8 bytes"),
+    "two axes": (npy(lambda voxels: voxels[0]), None, "it has axes YX of shape 52x71, not Z, Y, X"),
+    "no such dataset": (hdf5(), "v.h5:/other", r"v.h5: it has no dataset /other; name one: \S+v.h5:/entry/data"),
+    "a group": (n5, "v.n5", r"v\.n5: ValueError"),
+    "nrrd as text": (nrrd(encoding="ascii"), None, "encoding ascii, .*; convert it"),
+    "another format": (slices(".tif"), "scan/notes.txt", "its name ends in none of"),
+    "nothing": (slices(".tif"), "nothing.tif", "nothing.tif: FileNotFoundError: .*; correct the path"),
 }  # fmt: skip
 
 
@@ -586,15 +578,16 @@ def test_the_only_dataset_of_three_axes_needs_no_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["tifffile", "imagecodecs"])
-def test_a_package_that_is_not_installed_is_named(tmp_path: Path, package: str) -> None:
-    command = f"import sys; sys.modules[{package!r}] = None\n{DOOR}"
+def test_a_package_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
     source = tiff(compression="lzw")(tmp_path, scan())
-    arguments = [sys.executable, "-c", command, "import", source, f"{tmp_path}/out.zarr"]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    assert re.search(
-        rf"cannot be (read|opened): .*{package}.*; pip install 'vesuvius-diffusion\[import\]'", done.stderr
-    )
-    assert "Traceback" not in done.stderr
+    for module in [name for name in sys.modules if name.partition(".")[0] in ("tifffile", "imagecodecs")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    words = rf"Cannot import .*v\.tif: .*{package}.*; pip install 'vesuvius-diffusion\[import\]'"
+    with pytest.raises(DataError, match=words):
+        import_volume(ImportRequest(source, tmp_path / "out.zarr"))
 
 
 PEAK = "import atexit; atexit.register(lambda: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]))\n"

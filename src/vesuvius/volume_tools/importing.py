@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.partial import (
+    IMPORT,
     PartialCopy,
     Pyramid,
     check_levels,
@@ -85,7 +86,7 @@ def import_volume(
     plan = Pyramid(shape, chunk, levels, source.dtype.itemsize, 0 if request.v2 else _PER_SHARD)
     figures = CopyFigures(box_at((0, 0, 0), shape), plan.chunk_count)
     record = _record(request, source)
-    if is_finished(request.out, record):
+    if is_finished(request.out, record, IMPORT):
         figures.before = figures.chunks
         return source, figures
 
@@ -94,7 +95,7 @@ def import_volume(
         figures.seconds = time.monotonic() - started
         on_progress(figures, "")
 
-    with open_partial(request.out, record, plan, source.dtype, 0) as target:
+    with open_partial(request.out, record, plan, source.dtype, 0, IMPORT) as target:
         figures.before = figures.chunks - sum(len(target.missing(level)) for level in range(levels))
         with _by_layers(source, target, figures, on_progress) as read:
             target.fill(0, read, count)
@@ -120,7 +121,7 @@ def _by_layers(
     shape, unit = triple(source.shape), triple(source.unit)
     depth, *plane = shape
     slice_bytes, decoded = math.prod(plane) * source.dtype.itemsize, -1
-    with disk_errors(target.out, target.kind):
+    with disk_errors(target.out):
         file = tempfile.TemporaryFile(dir=target.path)  # noqa: SIM115 - its use raises other errors
         # It is written through memory maps, which end the process where the disk is full.
         os.posix_fallocate(file.fileno(), 0, min(depth, _LAYER) * slice_bytes)

@@ -165,7 +165,7 @@ def _pair_sums(voxels: NDArray[Any]) -> NDArray[Any]:
 
 _WRITERS = min(4, os.cpu_count() or 1)
 
-COPY = "copy"  # what is being written, as messages, the file of its arguments and the attribute have it
+COPY, IMPORT = "copy", "import"  # what is being written, as the file of its arguments and the attribute are called
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class PartialCopy:
                 return
             wait_for_last: Callable[[], None] = lambda: None  # noqa: E731
             encoded = self._in_order(level, read, ahead, writers, lambda _, voxels: self._encoded(voxels))
-            with disk_errors(self.out, self.kind):
+            with disk_errors(self.out):
                 for shard, chunks in groupby(encoded, lambda item: triple(i // per for i in item[0])):
                     file = ShardFile(self._file(level, shard), per**3)
                     for chunk, stored in chunks:
@@ -268,7 +268,7 @@ class PartialCopy:
             voxels: of the volume's dtype; smaller than a chunk at the end of an axis.
         """
         if data := self._encoded(voxels):
-            with disk_errors(self.out, self.kind):
+            with disk_errors(self.out):
                 file = self._file(level, chunk)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(file, data, lambda written: check_written(written, google_crc32c.value(data)))
@@ -285,7 +285,7 @@ class PartialCopy:
 
     def publish(self, multiscale: dict[str, Any]) -> None:
         """Write the group's metadata and give the whole volume its name."""
-        with disk_errors(self.out, self.kind):
+        with disk_errors(self.out):
             for torn in self._volume.rglob(".*.tmp"):  # was being written when its process was killed
                 torn.unlink()
             ome: dict[str, Any] = {"multiscales": [multiscale]}
@@ -300,7 +300,7 @@ class PartialCopy:
     def _finish_level(self, level: int) -> zarr.Array[Any]:
         """Write the metadata of a level whose chunks are all done; the array, to be read."""
         folder = self._volume / str(level)
-        with disk_errors(self.out, self.kind):
+        with disk_errors(self.out):
             if not (folder / ("zarr.json" if self.plan.per_shard else ".zarray")).exists():
                 shape, fill = self.plan.shapes[level], self.dtype.type(self.fill_value).item()
                 about = self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill
@@ -332,8 +332,8 @@ def check_levels(levels: int, shape_zyx: Triple) -> None:
     most = (max(shape_zyx) - 1).bit_length() + 1
     if not 1 <= levels <= most:
         raise ConfigError(
-            f"a copy has at least 1 level, and at most {most}, where the last one is a single voxel; got {levels} "
-            f"for a box of {format_sizes(shape_zyx)}; change --levels"
+            f"--levels {levels} is impossible for {format_sizes(shape_zyx)} voxels; choose 1 to {most}, with which "
+            "the last level is a single voxel"
         )
 
 
@@ -352,7 +352,7 @@ def open_partial(
         out: where the whole volume will be.
         record: the arguments; plain JSON.
         dtype, fill_value: of all levels.
-        kind: what it is for messages ("copy", "drawing", "phantom").
+        kind: "copy", "import", "drawing" or "phantom".
 
     Raises:
         ConfigError: another process writes it, or it was begun with other arguments.
@@ -361,7 +361,7 @@ def open_partial(
     path = partial_path(out)
     recorded = path / f"{kind}.json"
     with ExitStack() as held:
-        with disk_errors(out, kind):
+        with disk_errors(out):
             path.mkdir(parents=True, exist_ok=True)
             lock = held.enter_context((path / "lock").open("w"))
             if not take_lock(lock.fileno(), path / "lock"):
@@ -369,9 +369,9 @@ def open_partial(
                     f"one process may write a volume; got another one writing {path}; wait for it or stop it"
                 )
             if recorded.exists():
-                check_record(path, parsed(recorded.read_text()), record, kind)
+                check_record(path, parsed(recorded.read_text()), record)
             elif any(name != "lock" and name[0] != "." for name in os.listdir(path)):
-                check_record(path, None, record, kind)
+                check_record(path, None, record)
             else:
                 write_whole(recorded, json.dumps(record, indent=2).encode())
         yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind)
@@ -399,7 +399,7 @@ def is_finished(out: Path, record: dict[str, Any], kind: str = COPY) -> bool:
     """
     if not os.path.lexists(out):
         return False
-    check_record(out, finished_record(out, kind), record, kind)
+    check_record(out, finished_record(out, kind), record)
     shutil.rmtree(partial_path(out), ignore_errors=True)
     return True
 
@@ -416,18 +416,15 @@ def finished_record(out: Path, kind: str = COPY) -> Any:
     return None
 
 
-def check_record(path: Path, there: Any, wanted: dict[str, Any], kind: str = COPY) -> None:
-    """Raises ConfigError where the volume at `path` was made with other arguments, or is none of this kind."""
+def check_record(path: Path, there: Any, wanted: dict[str, Any]) -> None:
+    """Raises ConfigError if what lies at `path` was begun with other arguments, or `there` is no record of any."""
     if not isinstance(there, dict):
-        raise ConfigError(
-            f"a {kind} does not replace files; got {path}, which is none; choose another name, or remove it"
-        )
+        raise ConfigError(f"{path} exists and was not made by this command; choose another name, or remove it")
     differing = [key for key in wanted if there.get(key) != wanted[key]]
     if differing:
         got = ", ".join(f"{key} {json.dumps(wanted[key])} (there: {json.dumps(there.get(key))})" for key in differing)
         raise ConfigError(
-            f"a {kind} continues with the arguments it was started with; got {got} for {path}; use the "
-            "same ones, choose another name, or remove it"
+            f"{path} was begun with other arguments: {got}; use the same ones, choose another name, or remove it"
         )
 
 
@@ -474,8 +471,7 @@ def _codec_for(dtype: np.dtype[Any]) -> Blosc:
     return Blosc(cname="zstd", clevel=3, shuffle=Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE)
 
 
-def disk_errors(out: Path, kind: str) -> AbstractContextManager[None]:
+def disk_errors(out: Path) -> AbstractContextManager[None]:
     """Turns what the disk says into a StorageError."""
-    rule = f"a {kind} needs a writable disk with enough space"
     remedy = "free space or choose another place: what is done is kept, and the same command continues"
-    return storage_errors(rule, remedy, f"while writing {out}")
+    return storage_errors(f"{out} needs a writable disk with enough space", remedy)

@@ -31,9 +31,16 @@ FloatTriple = tuple[float, float, float]
 
 MICROMETERS = {
     "angstrom": 1e-4, "nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6,
-    "nm": 1e-3, "um": 1.0, "\u00b5m": 1.0, "\u03bcm": 1.0, "micron": 1.0, "mm": 1e3,
+    "nm": 1e-3, "um": 1.0, "\u00b5m": 1.0, "\u03bcm": 1.0, "\\u00B5m": 1.0, "micron": 1.0, "microns": 1.0, "mm": 1e3,
+    "cm": 1e4, "m": 1e6,
 }  # fmt: skip
 """How long units of length are: names of OME-Zarr, and what writers abbreviate them to."""
+
+
+def unit_name(unit: str | None) -> str | None:
+    """OME-Zarr's name of a unit of length; None for anything else."""
+    length = MICROMETERS.get(unit or "")
+    return next((name for name, micrometers in MICROMETERS.items() if micrometers == length), None)
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) ->
         return out
     wanted = describe(asked, info, "off", 0)
     del wanted["amp"], wanted["evaluations_per_sample"]  # only drawing shows them
-    check_record(out, finished_record(out / SAMPLES, SAMPLE), wanted, SAMPLE)
+    check_record(out, finished_record(out / SAMPLES, SAMPLE), wanted)
     log.info("using the existing samples: %s", out)
     return out
 

@@ -19,13 +19,9 @@ from vesuvius.config import Triple
 from vesuvius.errors import DataError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import triple
-from vesuvius.volumes.geometry import VOXELS, Geometry
+from vesuvius.volumes.geometry import VOXELS, Geometry, unit_name
 
 _UNIT_BYTES = 2**24  # that are decoded at once, where chunks are smaller
-_UNITS = {
-    "nm": "nanometer", "um": "micrometer", "\u00b5m": "micrometer", "\u03bcm": "micrometer", "\\u00B5m": "micrometer",
-    "micron": "micrometer", "microns": "micrometer", "mm": "millimeter", "cm": "centimeter", "m": "meter",
-}  # fmt: skip
 _C_TYPES = {"char": "i1", "uchar": "u1", "int": "i4", "uint": "u4", "float": "f4"}  # NRRD's, where numpy's differ
 
 
@@ -47,8 +43,7 @@ def geometry(sizes_zyx: Sequence[Any], units_zyx: Sequence[str | None]) -> Geome
     sizes = [float(size) for size in sizes_zyx]
     if len(sizes) != 3 or not all(0 < size < math.inf for size in sizes):
         return VOXELS
-    units = [_UNITS.get(unit or "", unit if unit in _UNITS.values() else None) for unit in units_zyx]
-    return Geometry(triple(sizes), (0, 0, 0), triple(units))
+    return Geometry(triple(sizes), (0, 0, 0), triple(map(unit_name, units_zyx)))
 
 
 def paged(
@@ -92,12 +87,12 @@ def named(shape: Sequence[int]) -> str:
 def check_length(file: Path, due: int) -> None:
     """Raises DataError for a file that ends before all of its voxels."""
     if (there := file.stat().st_size) < due:
-        raise DataError(f"The file is cut short: {file} has {there} bytes, of at least {due}; copy it again")
+        raise refuse(file, f"it is cut short: {there} bytes, of at least {due}", "copy it again")
 
 
-def refuse(rule: str, got: object, path: object, remedy: str) -> DataError:
+def refuse(path: object, problem: str, remedy: str) -> DataError:
     """The error for what is no volume."""
-    return DataError(f"{rule}; got {got} in {path}; {remedy}")
+    return DataError(f"Cannot import {path}: {problem}; {remedy}")
 
 
 def sized(shape: Sequence[int], dtype: object) -> str:
@@ -112,8 +107,8 @@ def open_raw(file: Path, shape_zyx: Triple, dtype: np.dtype[Any]) -> Stored:
     """Voxels and nothing else."""
     there, due = file.stat().st_size, math.prod(shape_zyx) * dtype.itemsize
     if there != due:
-        got = f"{there} bytes, and {sized(shape_zyx, dtype)} are {due},"
-        raise refuse("--shape and --dtype must fit a file without a header", got, file, "correct them, or the file")
+        problem = f"it has {there} bytes, but {sized(shape_zyx, dtype)} are {due}"
+        raise refuse(file, problem, "correct --shape and --dtype, or the file")
     return flat(file, "ZYX", shape_zyx, dtype, 0)
 
 
@@ -142,9 +137,8 @@ def open_nrrd(file: Path) -> Stored:
     detached = header.get("data file", header.get("datafile"))
     data, encoding = file.parent / (detached or file.name), header["encoding"]
     if encoding not in ("raw", "gzip", "gz") or any("skip" in key for key in header) or not data.is_file():
-        rule = "an NRRD file must be raw or gzip, its voxels in one file, nothing before them"
-        got = f"encoding {encoding}, voxels in {data.name}"
-        raise refuse(rule, got, file, "write it anew: unu save -f nrrd -e gzip")
+        problem = f"encoding {encoding}, voxels in {data.name}, where raw or gzip data in one file can be read"
+        raise refuse(file, problem, "convert it: unu save -f nrrd -e gzip")
     word = header["type"].removesuffix("_t").replace("unsigned ", "u").replace("signed ", "")
     dtype = np.dtype(_C_TYPES.get(word, word)).newbyteorder(">" if header.get("endian") == "big" else "<")
     shape, start = header["sizes"][::-1].tolist(), 0 if detached else start
@@ -164,8 +158,8 @@ def open_hdf5(file: Path, inside: str) -> Stored:
     root.visititems(lambda name, item: found.append(name) if len(getattr(item, "shape", ())) > 2 else None)
     name = inside.strip("/") or (found[0] if len(found) == 1 else "")
     if name not in found:
-        got = f"{inside or 'none named'}, of {', '.join(found[:8]) or 'no dataset of three axes'},"
-        raise refuse("one dataset is imported", got, file, f"name it: {file}:/{found[0] if found else 'DATASET'}")
+        problem = f"it has no dataset {inside}" if inside else f"it has {len(found)} datasets of three axes or more"
+        raise refuse(file, problem, f"name one: {', '.join(f'{file}:/{each}' for each in found[:8]) or '-'}")
     data = root[name]
     names = named(data.shape)
     chunks = data.chunks or [1 if axis <= names.find("Z") else size for axis, size in enumerate(data.shape)]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.errors import ConfigError, DataError, VesuviusError, one_line
+from vesuvius.errors import ConfigError, VesuviusError, one_line
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.sources import files, slices
 from vesuvius.volume_tools.sources.files import Stored, refuse
@@ -45,14 +45,15 @@ def open_source(
     """
     head, _, inside = path.rpartition(":")
     file, inside = (Path(head), inside) if head and not Path(path).exists() else (Path(path), "")
-    with _library_errors(f"{path} cannot be opened"):
+    with _library_errors(path):
         stored = files.open_raw(file, shape, dtype) if shape and dtype is not None else _opened(file, inside)
     if stored.dtype.kind not in "buif" or stored.dtype.itemsize > 8:
-        raise refuse("voxels are bool, or integers or floats of up to 8 bytes", stored.dtype, path, "convert them")
+        problem = f"its voxels are {stored.dtype}, not bool, integers or floats of up to 8 bytes"
+        raise refuse(path, problem, "convert them")
     axes, native = _axes(stored, select, path), stored.dtype.newbyteorder("=")
 
     def get(index: tuple[slice, ...]) -> NDArray[Any]:
-        with _library_errors(f"voxels from slice {index[0].start} on of {path} cannot be read"):
+        with _library_errors(path, f"slice {index[0].start}: "):
             voxels = np.asarray(stored.get(axes.stored(index, axes.select)))
             return axes.to_zyx(voxels).astype(native, copy=False)
 
@@ -69,13 +70,13 @@ def _opened(file: Path, inside: str) -> Stored:
         if file.name.lower().endswith(ending):
             return opener(file)
     raise ConfigError(
-        "what is imported is a folder of slices or N5, or a file .tif, .h5, .nii, .nii.gz, .nrrd, .nhdr or .npy; got "
-        f"{file}; add --shape Z,Y,X --dtype T if it holds raw voxels, or convert it to TIFF"
+        f"Cannot import {file}: its name ends in none of .tif, .h5, .nii, .nii.gz, .nrrd, .nhdr, .npy, and it is no "
+        "folder of slices; add --shape Z,Y,X --dtype T if it holds raw voxels, or convert it to TIFF"
     )
 
 
 @contextmanager
-def _library_errors(what: str) -> Iterator[None]:
+def _library_errors(path: str, where: str = "") -> Iterator[None]:
     """Make DataErrors of what libraries raise, whatever it is."""
     try:
         yield
@@ -87,19 +88,19 @@ def _library_errors(what: str) -> Iterator[None]:
             remedy = "correct the path"
         elif isinstance(error, ImportError) or re.search("imagecodecs|filter", text):
             remedy = "pip install 'vesuvius-diffusion[import]' hdf5plugin"
-        raise DataError(f"{what}: {type(error).__name__}: {text}; {remedy}") from error
+        raise refuse(path, f"{where}{type(error).__name__}: {text}", remedy) from error
 
 
 def _axes(stored: Stored, select: tuple[int, ...], path: str) -> Axes:
-    got = f"axes {stored.names} of shape {format_sizes(stored.shape)} and --select {','.join(map(str, select)) or '-'}"
+    found = f"axes {stored.names} of shape {format_sizes(stored.shape)}"
     if any(stored.names.count(letter) != 1 for letter in "ZYX"):
-        raise refuse("a volume has three axes z, y, x, each once", got, path, "save it with its axes named so")
+        raise refuse(path, f"it has {found}, not Z, Y, X once each", "save it with its axes named so")
     zyx = triple(map(stored.names.index, "ZYX"))
     others = [axis for axis in range(len(stored.shape)) if axis not in zyx]
     longer = [axis for axis in others if stored.shape[axis] > 1]
     fixed = dict(zip(longer, select, strict=False))
     if len(select) != len(longer) or any(i >= stored.shape[axis] for axis, i in fixed.items()):
-        rule = "--select fixes all axes but z, y, x (channels, times, colours) that are longer than 1"
-        remedy = f"give one index each, e.g. --select {','.join('0' * len(longer))}" if longer else "leave it out"
-        raise refuse(rule, got, path, remedy)
+        example = ",".join("0" * len(longer))
+        remedy = f"give one index for each other axis, e.g. --select {example}" if longer else "leave it out"
+        raise refuse(path, f"--select {','.join(map(str, select)) or '(none)'} does not fit {found}", remedy)
     return Axes(zyx, tuple(fixed.get(axis, 0) for axis in others))
