@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import vesuvius
 from tests.conftest import textured, write_array
 from tests.support.rank_runs import ends_of, output_of, started_ranks
+from tests.training.step.test_conditioning import write_group
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHAPE = (64, 96, 96)
@@ -65,6 +67,28 @@ def test_accelerate_saves_the_loader_with_the_rest(scan: str, tmp_path: Path) ->
 def test_monai_takes_the_batches(scan: str, labels: str) -> None:
     losses = example("monai_network", "monai").main(scan, labels)
     assert np.mean(losses[-5:]) < 0.95 * np.mean(losses[:5])
+
+
+def test_nnunet_gets_every_voxel_of_the_pairs_on_the_grid_of_the_scan(tmp_path: Path, scan: str) -> None:
+    example_module, nibabel = example("export_nnunet", "nibabel"), pytest.importorskip("nibabel")
+    voxels = np.random.default_rng(0).integers(0, 3, (8, 20, 11), np.uint16)
+    for part, sign in (("images/7", 1000), ("labels/7_labels", 0)):
+        write_group(tmp_path / f"pairs/{part}.zarr", (voxels + sign).astype(np.uint16), [2.0, 3.0, 4.0])
+    out = tmp_path / "Dataset501_Pairs"
+    assert example_module.main(str(tmp_path / "pairs"), str(out), "16,8,8", "sheet", "ignore") == 6
+    covered = np.zeros(voxels.shape, int)
+    for path in (out / "labelsTr").iterdir():
+        name = path.name.removesuffix(".nii.gz")
+        where = tuple(slice(int(lo), int(lo) + side) for lo, side in zip(name.split("_")[1:], (8, 8, 8), strict=True))
+        covered[where] += 1
+        for file, offset in ((path, 0), (out / f"imagesTr/{name}_0000.nii.gz", 1000)):
+            read = nibabel.load(file)
+            np.testing.assert_array_equal(np.asarray(read.dataobj).T, voxels[where] + offset)
+            np.testing.assert_allclose(read.header.get_zooms(), (0.004, 0.003, 0.002))
+    assert covered.min() == 1
+    about = json.loads((out / "dataset.json").read_text())
+    assert about["labels"] == {"background": 0, "sheet": 1, "ignore": 2}
+    assert (about["numTraining"], about["file_ending"]) == (6, ".nii.gz")
 
 
 def test_two_ranks_share_one_order(scan: str, tmp_path: Path) -> None:

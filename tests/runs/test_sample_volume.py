@@ -27,7 +27,9 @@ from vesuvius.generate.drawing import OnProgress, SamplingStoppedError
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
 from vesuvius.generate.volume.inputs import GivenVolumes
 from vesuvius.generate.volume.work import Work
-from vesuvius.volume_tools.partial import halve
+from vesuvius.loader.patch_loader import PatchLoader
+from vesuvius.volume_tools.partial import halve, halve_labels
+from vesuvius.volumes.box import slices
 from vesuvius.volumes.volume import open_volume
 
 SHAPE = (12, 24, 24)
@@ -39,9 +41,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("volumes")
     voxels = textured((64, 64, 64))
     scan = write_group(place / "scan.zarr", voxels, [8.0] * 3)
-    labels = write_group(place / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
+    labels = write_group(place / "labels.zarr", np.uint8((voxels > 100) * 2), [8.0] * 3)
     volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
-    config = write_config(place / "shown.yaml", volumes, {"condition_classes": 2}, {})
+    config = write_config(place / "shown.yaml", volumes, {"condition_classes": 3}, {})
     return train_in(place, config)
 
 
@@ -98,9 +100,46 @@ def test_a_condition_of_any_size_is_shown_tile_by_tile_and_a_box_keeps_its_place
     cut = write_array(tmp_path / "cut.zarr", labels)
     assert draws(moved, "--condition", cut, "--batch-size", 3) == 0
     np.testing.assert_array_equal(voxels(boxed), voxels(moved))
-    other = write_array(tmp_path / "other.zarr", 1 - labels)
+    other = write_array(tmp_path / "other.zarr", 2 - labels)
     assert draws(tmp_path / "another.zarr", "--condition", other, "--batch-size", 3) == 0
     assert (voxels(boxed) != voxels(tmp_path / "another.zarr")).mean() > 0.1
+
+
+def test_a_pair_is_a_scan_and_its_labels_on_one_grid_and_says_what_it_was_drawn_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vesuvius.generate.volume.draw._CHUNK", 16)
+    pairs, box = tmp_path / "pairs", ("--condition", "labels.zarr", "--box", "4:16,0:24,8:32", "--seed", 3)
+    assert draws(pairs, *box) == 0
+    scan, labels = pairs / "images" / "3.zarr", pairs / "labels" / "3_labels.zarr"
+    one, other = (open_volume(ArrayConfig(path=str(path))) for path in (scan, labels))
+    assert (one.shape_zyx, one.chunk_zyx, one.geometry) == (other.shape_zyx, other.chunk_zyx, other.geometry)
+    assert one.geometry is not None
+    assert one.geometry.translation_zyx == (32.0, 0.0, 64.0)
+    np.testing.assert_array_equal(voxels(labels), voxels(Path("labels.zarr"))[4:16, 0:24, 8:32])
+    assert set(np.unique(voxels(labels, 1))) == {0, 2}, "no mean of labels"
+    np.testing.assert_array_equal(voxels(labels, 1), halve_labels(voxels(labels)))
+
+    records = [json.loads((path / ".zattrs").read_text())["vesuvius_drawing"] for path in (scan, labels)]
+    assert records[0] == records[1]
+    weights = next(Path("runs/shown/checkpoints").glob("*/model.safetensors"))
+    assert records[0]["weights_sha256"] == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert (records[0]["seed"], records[0]["config"]["data"]["condition_classes"]) == (3, 3)
+
+    with PatchLoader(scan, labels=labels, patch_size=PATCH, batch_size=4, workers=0, augment=False, device="cpu",
+                     length=1) as loader:  # fmt: skip
+        (batch,) = loader
+    assert batch.label is not None
+    for label, each in zip(batch.label, batch.samples, strict=True):
+        np.testing.assert_array_equal(label[0], voxels(labels)[slices(each.box)])
+
+    drawn = voxels(scan)
+    shutil.rmtree(scan)  # a kill between the two
+    assert draws(pairs, *box) == 0
+    np.testing.assert_array_equal(voxels(scan), drawn)
+    assert draws(pairs, *box) == 0
+    assert "3.zarr is already there" in capsys.readouterr().out
+    assert draws(pairs, *box[:2], "--box", "4:16,0:24,0:24", "--seed", 3) == 2, "the seed names a pair"
 
 
 def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled_and_what_is_not_finite_is_read_as_training_does(

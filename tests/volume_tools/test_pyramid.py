@@ -1,4 +1,4 @@
-"""Coarser levels: the mean of 2x2x2 voxels, in every dtype and at odd ends."""
+"""Coarser levels: the mean of 2x2x2 voxels, or their most frequent label, in every dtype and at odd ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from vesuvius.volume_tools.partial import Pyramid, halve
+from vesuvius.volume_tools.partial import Pyramid, halve, halve_labels
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 
@@ -37,6 +37,15 @@ def test_each_voxel_is_the_mean_of_those_that_exist(dtype: str, shape: tuple[int
             assert halved[z, y, x] == np.float64(float(mean)).astype(dtype)
         else:
             assert int(halved[z, y, x]) == math.floor(mean + Fraction(1, 2))
+
+
+def test_each_label_is_the_most_frequent_of_those_that_exist_and_of_several_the_largest() -> None:
+    labels = np.random.default_rng(0).choice(np.array([0, 3, 60_000], np.uint16), (5, 6, 7))
+    halved = halve_labels(labels)
+    assert (halved.dtype, halved.shape) == (np.uint16, (3, 3, 4))
+    for z, y, x in np.ndindex(halved.shape):
+        block = labels[2 * z : 2 * z + 2, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].ravel().tolist()
+        assert halved[z, y, x] == max(block, key=lambda label: (block.count(label), label))
 
 
 def test_shapes_are_halved_and_rounded_up() -> None:

@@ -34,8 +34,9 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     out = arguments.out
     volume = bool((out is not None and out.suffix == ".zarr") or arguments.shape or arguments.inpaint)
+    volume |= arguments.condition is not None
     if volume and out is None:
-        parser.error("--out is missing; add --out NAME.zarr")
+        parser.error("--out is missing; add --out NAME.zarr, or with --condition --out FOLDER for pairs")
     others = _OF_PATCHES if volume else (*_OF_VOLUMES, "condition", "box", "mask", "dry_run")
     if given := [name for name in others if getattr(arguments, name)]:
         of, remedy = (
@@ -51,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vesuvius sample",
         description="Draw from a trained model: samples of the size of a patch, or with --shape, --inpaint or an --out "
-        "that ends in .zarr a volume of any size.  Samples: samples.zarr (OME-Zarr, one chunk a sample, in the grey "
+        "that ends in .zarr a volume of any size; with --condition and another --out a scan and its labels, in "
+        "OUT/images and OUT/labels.  Samples: samples.zarr (OME-Zarr, one chunk a sample, in the grey "
         "values of the training volume), montage.png and, for a conditional model, conditions.zarr.  Sample n depends "
         "on the seed and n only, bit for bit at equal batch size.",
     )
@@ -182,7 +184,12 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 
     given = GivenVolumes(arguments.inpaint, arguments.mask, arguments.condition, arguments.box)
     options = {name: found for name in _OF_VOLUMES if (found := getattr(arguments, name)) is not None}
-    request = VolumeRequest(**common, out=arguments.out, shape_zyx=arguments.shape, given=given, **options)
+    out, labels_out = arguments.out, None
+    if out.suffix != ".zarr" and arguments.condition and not arguments.inpaint:
+        # The layout that villa's trainer reads: images/NAME.zarr, labels/NAME_TARGET.zarr.
+        labels_out = out / "labels" / f"{arguments.seed}_labels.zarr"
+        out = out / "images" / f"{arguments.seed}.zarr"
+    request = VolumeRequest(**common, out=out, shape_zyx=arguments.shape, given=given, labels_out=labels_out, **options)
     if arguments.dry_run:
         say(forecast_volume(request))
         return EXIT_OK

@@ -147,6 +147,18 @@ def halve(voxels: NDArray[Any]) -> NDArray[Any]:
     return mean.astype(voxels.dtype, copy=False)
 
 
+def halve_labels(labels: NDArray[Any]) -> NDArray[Any]:
+    """The label that most of 2x2x2 voxels have, or of as many as exist at an odd end; of several the largest.
+
+    Args:
+        labels: (Z, Y, X) of any stored dtype.
+    """
+    classes = np.unique(labels)[::-1]
+    votes = [_pair_sums((labels == each).astype(np.uint8)) for each in classes]
+    most: NDArray[Any] = classes[np.argmax(votes, axis=0)]
+    return most
+
+
 def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """What eight voxels are summed in."""
     kind = "u" if dtype.kind == "b" else dtype.kind
@@ -178,6 +190,7 @@ class PartialCopy:
     dtype: np.dtype[Any]
     fill_value: Any  # of all levels
     kind: str
+    halved: Callable[[NDArray[Any]], NDArray[Any]] = halve  # voxels of a level -> of the next
 
     @property
     def path(self) -> Path:
@@ -258,7 +271,7 @@ class PartialCopy:
         voxels, half = np.empty(shape_of(box), self.dtype), triple(-(-size // 2) for size in self.plan.chunk_zyx)
         for place in product(*chunk_ranges(box, half)):
             part = intersection(chunk_box(place, half, box[1]), box)
-            voxels[slices(part, box[0])] = halve(np.asarray(finer[slices(doubled(part))]))
+            voxels[slices(part, box[0])] = self.halved(np.asarray(finer[slices(doubled(part))]))
         return voxels
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any]) -> int:

@@ -1,4 +1,4 @@
-"""`vesuvius sample --shape`: from a checkpoint to a volume of any size on disk."""
+"""`vesuvius sample --shape`: from a checkpoint to a volume of any size on disk, and the labels it follows."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ from vesuvius.generate.volume.work import (
     used_blocks,
 )
 from vesuvius.runlog.files import free_disk_bytes, write_whole
+from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
 from vesuvius.training.step.setup import choose_device
@@ -47,6 +48,8 @@ from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import (
     PartialCopy,
     Pyramid,
+    halve,
+    halve_labels,
     is_begun,
     is_finished,
     levels_to_one,
@@ -74,6 +77,7 @@ class VolumeRequest(DrawRequest):
     cluster: str | None = None  # address of a Ray cluster whose nodes share `out`; None = this machine
     rounds: int | None = None  # passes per step of an inpainting; None = 4
     given: GivenVolumes = field(default_factory=GivenVolumes)
+    labels_out: Path | None = None  # where the condition is written too, on the grid of `out`
 
 
 def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
@@ -92,10 +96,12 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
     with _prepared(request) as drawing:
         dtype, plan, out = drawing.dtype, drawing.plan, request.out
         shape = f"{format_sizes(drawing.job.tiling.shape_zyx)} {dtype}"
-        if is_finished(out, drawing.record, DRAWING):
-            return f"{out} is already there: {shape}, drawn with the same arguments"
         with StopRequest(None) as stop, gpu_memory(request.batch_size):
             watch, folder = Watch(stop, on_progress, resumable=True), partial_path(out) / "state"
+            if request.labels_out is not None:
+                drawing.write_labels(request.labels_out, watch)
+            if is_finished(out, drawing.record, DRAWING):
+                return f"{out} is already there: {shape}, drawn with the same arguments"
             live = drawing.live(watch, note := folder / "live_blocks")
             if not is_begun(out, DRAWING):
                 drawing.check_space(live)
@@ -241,6 +247,24 @@ class _Drawing:
 
         return ray_workers(open_work, self.workers, int(self._device.type == "cuda"), request.cluster, watch.check)
 
+    def write_labels(self, out: Path, watch: Watch) -> None:
+        """Write what the network is shown, unless it is there: grid, chunks, levels and record are the drawing's."""
+        condition = self.inputs.condition
+        assert condition is not None
+        if is_finished(out, self.record, DRAWING):
+            return
+        halved = halve_labels if self._info.config.data.labels else halve
+        with open_partial(out, self.record, self.plan, condition.dtype, 0, DRAWING) as target:
+            target.fill(0, lambda box: self.inputs.read(condition, box), lambda _: watch.check())
+            replace(target, halved=halved).fill_coarser()
+            self._publish(target)
+
+    def _publish(self, target: PartialCopy) -> None:
+        """Give a volume its name, and the config of the model beside the record."""
+        config = redacted(self._info.config.model_dump(mode="json"))
+        about = self._multiscale | {"name": target.out.stem}
+        replace(target, record=self.record | {"config": config}).publish(about)
+
     def write(self, target: PartialCopy, x: Field, used: Blocks, watch: Watch) -> None:
         """Write all levels that are missing, known voxels as they were stored, and give the volume its name.
 
@@ -266,7 +290,7 @@ class _Drawing:
 
         target.fill(0, read, count)
         target.fill_coarser(count)
-        target.publish(self._multiscale)
+        self._publish(target)
 
     def check_space(self, live: Blocks) -> str:
         """The space that it needs, in words.  Raises StorageError where the disk is too small."""
