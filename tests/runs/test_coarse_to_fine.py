@@ -16,7 +16,7 @@ from tests.support.runs import assert_same_weights, train_in
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
-from vesuvius.volume_tools.partial import halve, multiscale
+from vesuvius.volume_tools.pyramid import halve, multiscale
 
 SCAN = (32, 80, 47)
 COARSE, FINE = (9, 20, 18), (17, 40, 35)  # what is drawn: odd sizes, and more than one tile

@@ -28,7 +28,7 @@ from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
 from vesuvius.generate.volume.inputs import GivenVolumes
 from vesuvius.generate.volume.work import Work
 from vesuvius.loader.patch_loader import PatchLoader
-from vesuvius.volume_tools.partial import halve, halve_labels
+from vesuvius.volume_tools.pyramid import halve, halve_labels
 from vesuvius.volumes.box import slices
 from vesuvius.volumes.volume import open_volume
 

@@ -26,7 +26,7 @@ from tests.support.small_disk import with_small_files
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
-from vesuvius.volume_tools.partial import halve
+from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.volume import open_volume
 
 Voxels = np.ndarray[Any, Any]

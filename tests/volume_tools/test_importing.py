@@ -33,7 +33,7 @@ from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.volume_tools import importing
 from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
-from vesuvius.volume_tools.partial import halve
+from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.volume import open_volume
 
 Voxels = np.ndarray[Any, Any]

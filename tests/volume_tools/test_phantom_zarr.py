@@ -13,8 +13,8 @@ import pytest
 import zarr
 
 from vesuvius.errors import ConfigError
-from vesuvius.volume_tools.partial import halve
 from vesuvius.volume_tools.phantom import Phantom, write_phantom
+from vesuvius.volume_tools.pyramid import halve
 
 SHAPE = (40, 70, 66)  # every level has an odd axis: 40x70x66, 20x35x33, 10x18x17
 CHUNK = 32

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from vesuvius.volume_tools.partial import Pyramid, halve, halve_labels
+from vesuvius.volume_tools.pyramid import Pyramid, halve, halve_labels
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 

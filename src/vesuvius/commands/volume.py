@@ -25,8 +25,8 @@ from vesuvius.runlog.units import format_sizes, size_text
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.info import BOX_ZYX, describe_volume, make_sidecar
-from vesuvius.volume_tools.partial import partial_path
 from vesuvius.volume_tools.phantom import MIN_SIZE_VOXELS, write_phantom
+from vesuvius.volume_tools.record import partial_path
 from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
 from vesuvius.volumes.alignment import align, geometry_words
 from vesuvius.volumes.box import format_box

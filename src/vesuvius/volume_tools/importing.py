@@ -23,18 +23,9 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.volume_tools.copy import CopyFigures
-from vesuvius.volume_tools.partial import (
-    IMPORT,
-    PartialCopy,
-    Pyramid,
-    check_levels,
-    check_name,
-    disk_errors,
-    is_finished,
-    levels_to_one,
-    multiscale,
-    open_partial,
-)
+from vesuvius.volume_tools.partial import PartialCopy, disk_errors, open_partial
+from vesuvius.volume_tools.pyramid import Pyramid, check_levels, levels_to_one, multiscale
+from vesuvius.volume_tools.record import IMPORT, check_name, is_finished
 from vesuvius.volume_tools.sources.files import Stored
 from vesuvius.volume_tools.sources.source import open_source
 from vesuvius.volumes.box import Box, box_at, chunk_box, chunk_ranges, intersection, slices, triple

@@ -1,7 +1,5 @@
 """An OME-Zarr that is being written (copied, drawn, made up); its process may be killed at any instant, and continued.
 
-Before that, its levels: shapes, voxels and OME-Zarr metadata, all of it pure.
-
     OUT.zarr.partial/copy.json      the arguments, with which it is resumed; drawing.json of a drawn volume
     OUT.zarr.partial/lock           locked by the process that writes
     OUT.zarr.partial/volume.zarr/   OUT.zarr without metadata, so that nothing unfinished can be opened as a volume
@@ -13,7 +11,6 @@ and is skipped.  Air is not stored, and made again by the next process.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections import deque
@@ -21,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +34,8 @@ from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_whole
 from vesuvius.runlog.records import parsed
-from vesuvius.runlog.units import format_sizes
+from vesuvius.volume_tools.pyramid import Pyramid, halve
+from vesuvius.volume_tools.record import COPY, attribute, check_record, partial_path
 from vesuvius.volume_tools.shard_file import ShardFile, check_written
 from vesuvius.volumes.box import (
     Box,
@@ -55,129 +53,7 @@ from vesuvius.volumes.box import (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Pyramid:
-    """The levels of a volume that is written, all of the same chunks."""
-
-    shape_zyx: Triple  # voxels of the finest level
-    chunk_zyx: Triple
-    levels: int
-    voxel_bytes: int
-    per_shard: int = 0  # chunks of a shard of zarr v3, along each axis; 0 = zarr v2, each chunk a file
-
-    @cached_property
-    def shapes(self) -> list[Triple]:
-        """Voxels of each level from the finest; each half of the one above, rounded up."""
-        return [triple(-(-size // 2**level) for size in self.shape_zyx) for level in range(self.levels)]
-
-    @cached_property
-    def counts(self) -> list[Triple]:
-        """Chunks of each level along each axis."""
-        return [grid_shape(shape, self.chunk_zyx) for shape in self.shapes]
-
-    @property
-    def raw_bytes(self) -> int:
-        """Voxels of all levels, uncompressed."""
-        return self.voxel_bytes * sum(map(math.prod, self.shapes))
-
-    @property
-    def chunk_count(self) -> int:
-        """Chunks of all levels."""
-        return sum(map(math.prod, self.counts))
-
-    def box_of(self, level: int, chunk: Triple) -> Box:
-        """The voxels of a chunk."""
-        return chunk_box(chunk, self.chunk_zyx, self.shapes[level])
-
-
-def levels_to_one(shape_zyx: Triple, chunk: int) -> int:
-    """Levels down to the one that fits into a chunk."""
-    return max(1, (-(-max(shape_zyx) // chunk) - 1).bit_length() + 1)
-
-
-def multiscale(
-    name: str,
-    levels: int,
-    scale_zyx: Sequence[float],
-    units_zyx: Sequence[str | None],
-    translation_zyx: Sequence[float] | None = None,
-) -> dict[str, Any]:
-    """OME-Zarr 0.4 metadata of a pyramid whose levels are called 0, 1, ... and begin at the same corner.
-
-    Args:
-        scale_zyx: of the finest level.
-        translation_zyx: of all levels; None = none is written.
-    """
-    axes = [
-        {"name": axis, "type": "space"} | ({"unit": unit} if unit else {})
-        for axis, unit in zip("zyx", units_zyx, strict=True)
-    ]
-    shift = [] if translation_zyx is None else [{"type": "translation", "translation": list(translation_zyx)}]
-    datasets = [
-        {
-            "path": str(level),
-            "coordinateTransformations": [
-                {"type": "scale", "scale": [size * 2**level for size in scale_zyx]},
-                *shift,
-            ],
-        }
-        for level in range(levels)
-    ]
-    return {"version": "0.4", "name": name, "axes": axes, "datasets": datasets}
-
-
-def halve(voxels: NDArray[Any]) -> NDArray[Any]:
-    """Mean of 2x2x2 voxels, or of as many as exist at an odd end; of whole numbers rounded half up.
-
-    Args:
-        voxels: (Z, Y, X) of any stored dtype.
-
-    Returns:
-        The same dtype, each axis half as long, rounded up.  Of labels 0 and 1, or bool, that is the majority.
-    """
-    per_axis = [np.minimum(2, size - np.arange(0, size, 2)) for size in voxels.shape]
-    z, y, x = np.ix_(*per_axis)
-    count: NDArray[Any] = (z * y * x).astype(np.uint8)
-    if voxels.dtype.kind == "f":
-        mean: NDArray[Any] = _pair_sums(voxels.astype(_sum_dtype(voxels.dtype))) / count
-    elif voxels.dtype.itemsize < 8:
-        mean = (_pair_sums(voxels.astype(_sum_dtype(voxels.dtype))) + count // 2) // count
-    else:  # integers of 8 bytes have no larger dtype to be summed in: eighths and remainders are; count divides 8
-        mean = _pair_sums(voxels >> 3) * (8 // count) + (_pair_sums(voxels & 7) + count // 2) // count
-    return mean.astype(voxels.dtype, copy=False)
-
-
-def halve_labels(labels: NDArray[Any]) -> NDArray[Any]:
-    """The label that most of 2x2x2 voxels have, or of as many as exist at an odd end; of several the largest.
-
-    Args:
-        labels: (Z, Y, X) of any stored dtype.
-    """
-    classes = np.unique(labels)[::-1]
-    votes = [_pair_sums((labels == each).astype(np.uint8)) for each in classes]
-    most: NDArray[Any] = classes[np.argmax(votes, axis=0)]
-    return most
-
-
-def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What eight voxels are summed in."""
-    kind = "u" if dtype.kind == "b" else dtype.kind
-    return np.dtype(f"{kind}{max(4, dtype.itemsize) if kind == 'f' else 2 * dtype.itemsize}")
-
-
-def _pair_sums(voxels: NDArray[Any]) -> NDArray[Any]:
-    """Sums of 2x2x2, or of as many as exist."""
-    for axis in range(3):
-        pairs = np.moveaxis(voxels, axis, 0)
-        folded = pairs[::2].copy()
-        folded[: len(pairs) // 2] += pairs[1::2]
-        voxels = np.moveaxis(folded, 0, axis)
-    return voxels
-
-
 _WRITERS = min(4, os.cpu_count() or 1)
-
-COPY, IMPORT = "copy", "import"  # what is being written, as the file of its arguments and the attribute are called
 
 
 @dataclass(frozen=True)
@@ -334,22 +210,6 @@ class PartialCopy:
         return self._volume.joinpath(str(level), *("c" * bool(self.plan.per_shard)), *map(str, place))
 
 
-def check_name(out: Path) -> None:
-    """Raises ConfigError for one that does not end in .zarr."""
-    if out.suffix != ".zarr":
-        raise ConfigError(f"the name of a volume must end in .zarr; got {out}; add the ending")
-
-
-def check_levels(levels: int, shape_zyx: Triple) -> None:
-    """Raises ConfigError for more levels than there can be, or none."""
-    most = (max(shape_zyx) - 1).bit_length() + 1
-    if not 1 <= levels <= most:
-        raise ConfigError(
-            f"--levels {levels} is impossible for {format_sizes(shape_zyx)} voxels; choose 1 to {most}, with which "
-            "the last level is a single voxel"
-        )
-
-
 @contextmanager
 def open_partial(
     out: Path,
@@ -388,57 +248,6 @@ def open_partial(
             else:
                 write_whole(recorded, json.dumps(record, indent=2).encode())
         yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind)
-
-
-def attribute(kind: str) -> str:
-    """Attribute of a finished volume that says what it was made from."""
-    return f"vesuvius_{kind}"
-
-
-def partial_path(out: Path) -> Path:
-    """Where a volume is while it is not whole."""
-    return out.with_name(f"{out.name}.partial")
-
-
-def is_begun(out: Path, kind: str = COPY) -> bool:
-    """Whether there is an unfinished volume to resume."""
-    return (partial_path(out) / f"{kind}.json").exists()
-
-
-def is_finished(out: Path, record: dict[str, Any], kind: str = COPY) -> bool:
-    """Whether the whole volume is there, made with these arguments; removes what a kill has left beside it.
-
-    Raises ConfigError where something else is there.
-    """
-    if not os.path.lexists(out):
-        return False
-    check_record(out, finished_record(out, kind), record)
-    shutil.rmtree(partial_path(out), ignore_errors=True)
-    return True
-
-
-def finished_record(out: Path, kind: str = COPY) -> Any:
-    """The arguments that a finished volume was made with; None for any other volume."""
-    for name in (".zattrs", "zarr.json"):
-        try:
-            found: Any = parsed((out / name).read_text())
-        except (OSError, UnicodeDecodeError):
-            continue
-        attributes = found.get("attributes") if found and name == "zarr.json" else found
-        return attributes.get(attribute(kind)) if attributes else None
-    return None
-
-
-def check_record(path: Path, there: Any, wanted: dict[str, Any]) -> None:
-    """Raises ConfigError if what lies at `path` was begun with other arguments, or `there` is no record of any."""
-    if not isinstance(there, dict):
-        raise ConfigError(f"{path} exists and was not made by this command; choose another name, or remove it")
-    differing = [key for key in wanted if there.get(key) != wanted[key]]
-    if differing:
-        got = ", ".join(f"{key} {json.dumps(wanted[key])} (there: {json.dumps(there.get(key))})" for key in differing)
-        raise ConfigError(
-            f"{path} was begun with other arguments: {got}; use the same ones, choose another name, or remove it"
-        )
 
 
 def new_array(

@@ -30,7 +30,7 @@ from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
 from vesuvius.training.validation.preview import MontageCell, draw_grid, magnification, middle_slice
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES
-from vesuvius.volume_tools.partial import check_record, finished_record
+from vesuvius.volume_tools.record import check_record, finished_record
 
 log = logging.getLogger(__name__)
 

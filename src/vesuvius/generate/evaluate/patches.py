@@ -28,7 +28,7 @@ from vesuvius.loader.grey_values import grey_scales, normalised
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
 from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
-from vesuvius.volume_tools.partial import finished_record
+from vesuvius.volume_tools.record import finished_record
 from vesuvius.volumes.box import box_along, box_at, intersection, shape_of, slices, triple
 
 log = logging.getLogger(__name__)

@@ -45,18 +45,9 @@ from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
 from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import (
-    PartialCopy,
-    Pyramid,
-    halve,
-    halve_labels,
-    is_begun,
-    is_finished,
-    levels_to_one,
-    multiscale,
-    open_partial,
-    partial_path,
-)
+from vesuvius.volume_tools.partial import PartialCopy, open_partial
+from vesuvius.volume_tools.pyramid import Pyramid, halve, halve_labels, levels_to_one, multiscale
+from vesuvius.volume_tools.record import is_begun, is_finished, partial_path
 from vesuvius.volumes.box import Box, triple
 
 log = logging.getLogger(__name__)
