@@ -1,0 +1,67 @@
+"""Facts about volumes, printed for people or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from vesuvius.commands.cli import say
+from vesuvius.runlog.units import format_sizes, size_text
+from vesuvius.volumes.box import format_box
+
+
+def print_facts(facts: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """As JSON, where null is unknown; or a fact a line, sections indented, lists of sections as tables."""
+    if getattr(arguments, "json", False):
+        say(json.dumps(facts, indent=2, default=_plain))
+    else:
+        say("\n".join(facts_text(facts)))
+
+
+def facts_text(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Lines with a fact each, for a person."""
+    width = max(map(len, facts), default=0)
+    for name, value in facts.items():
+        value = _plain(value) if isinstance(value, BaseModel) else value
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{name}"
+            yield from facts_text(value, indent + "  ")
+        elif isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
+            yield f"{indent}{name}"
+            rows = [list(value[0]), *([_shown(key, cell) for key, cell in row.items()] for row in value)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            for row in rows:
+                cells = "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True))
+                yield f"{indent}  {cells}".rstrip()
+        else:
+            yield f"{indent}{name.ljust(width)}  {_shown(name, value)}"
+
+
+def _shown(name: str, value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case int() if name.endswith("_bytes"):
+            return size_text(value)
+        case float():
+            return f"{value:.6g}"
+        case ((_, _, _), (_, _, _)):
+            return format_box(value)
+        case tuple() | list():
+            parts = [_shown("", each) for each in value]
+            return (format_sizes(parts) if name.endswith(("_zyx", "shape", "_um")) else ", ".join(parts)) or "none"
+        case {}:
+            return "none"
+    return str(value)
+
+
+def _plain(value: object) -> object:
+    """What JSON does not know: parts of configs, paths, ratios."""
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    return str(value) if isinstance(value, Path) else float(value)  # type: ignore[arg-type]

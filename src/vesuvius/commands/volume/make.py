@@ -1,0 +1,175 @@
+"""`vesuvius volume synth`, `copy` and `import`: what writes a volume."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vesuvius.commands.cli import lengths, natural, naturals, triple
+from vesuvius.commands.volume.arguments import add_source, add_store, source_of, store_of
+from vesuvius.commands.volume.facts import print_facts
+from vesuvius.errors import EXIT_OK
+from vesuvius.runlog.progress import Progress
+from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
+from vesuvius.volume_tools.importing import ImportRequest, import_volume
+from vesuvius.volume_tools.phantom import MIN_SIZE_VOXELS, write_phantom
+from vesuvius.volume_tools.record import partial_path
+
+if TYPE_CHECKING:
+    from vesuvius.commands.volume.arguments import Commands
+
+log = logging.getLogger(__name__)
+
+
+def add_synth(commands: Commands) -> None:
+    """Add `vesuvius volume synth`."""
+    synth = commands.add_parser(
+        "synth",
+        help="write a synthetic papyrus scroll",
+        description="Write a synthetic papyrus scroll as OME-Zarr 0.4, laid out and about as compressible as a real "
+        "one, and the labels of its sheets beside it (OUT.labels.zarr; 1 = papyrus).  The same seed and shape give the "
+        "same voxels whatever the chunk size.",
+    )
+    synth.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    synth.add_argument(
+        "--shape",
+        type=triple(MIN_SIZE_VOXELS, "256,512,512"),
+        default=(256, 512, 512),
+        metavar="Z,Y,X",
+        help="voxels (default: 256,512,512)",
+    )
+    synth.add_argument("--seed", type=natural, default=0, help="which scroll (default: 0)")
+    synth.add_argument("--chunk", type=natural, default=128, help="edge of a chunk in voxels, even (default: 128)")
+    synth.set_defaults(run=_synth)
+
+
+def _synth(arguments: argparse.Namespace) -> int:
+    with redirect_stdout(sys.stderr), Progress("writing") as progress:
+        report = write_phantom(
+            arguments.out, arguments.shape, arguments.seed, chunk=arguments.chunk, on_progress=progress.tell
+        )
+    print_facts(report, arguments)
+    return EXIT_OK
+
+
+def add_copy(commands: Commands) -> None:
+    """Add `vesuvius volume copy`."""
+    copy = commands.add_parser(
+        "copy",
+        help="copy a box of a volume, remote or not, to a disk; continues where it stopped",
+        description="Copy a box of one level to an OME-Zarr 0.4 on a disk (blosc-zstd, the chunks of the source).  "
+        "Missing chunks stay missing.  However it ends, the same command continues where it stopped; until it is "
+        "complete, the copy lies in OUT.zarr.partial.  Exit code 6: chunks could not be read.",
+    )
+    add_source(copy, "SOURCE", "what to copy from: a folder, or an address https://, s3://, gs://, az:// or hf://")
+    copy.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    copy.add_argument(
+        "--start",
+        type=triple(0, "0,128,128"),
+        default=(0, 0, 0),
+        metavar="Z,Y,X",
+        help="first voxel (default: 0,0,0)",
+    )
+    size = triple(1, "72,136,136")
+    copy.add_argument("--size", type=size, metavar="Z,Y,X", help="voxels of the box (default: to the end)")
+    copy.add_argument(
+        "--levels", type=natural, default=1, help="levels of the copy, each the mean of 2x2x2 voxels (default: 1)"
+    )
+    add_store(copy)
+    copy.set_defaults(run=_copy)
+
+
+def _copy(arguments: argparse.Namespace) -> int:
+    request = CopyRequest(
+        source=source_of(arguments),
+        out=arguments.out,
+        start_zyx=arguments.start,
+        size_zyx=arguments.size,
+        levels=arguments.levels,
+    )
+
+    def tell(figures: CopyFigures) -> None:
+        failed = f"{len(figures.failures)} FAILED, " if figures.failures else ""
+        progress.tell("chunks", figures.done, figures.chunks, failed + _speed(figures))
+
+    with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("copying") as progress:
+        figures = copy_box(request, store_of(arguments), tell)
+    there = figures.before == figures.chunks
+    told = {"out": f"{request.out}, {'is complete' if there else 'from ' + arguments.path}"}
+    print_facts(told | vars(figures) | {"failures": len(figures.failures)}, arguments)
+    return EXIT_OK
+
+
+def add_import(commands: Commands) -> None:
+    """Add `vesuvius volume import`."""
+    importer = commands.add_parser(
+        "import",
+        help="make an OME-Zarr of TIFF or PNG slices, TIFF, HDF5, NIfTI, NRRD, npy, N5; continues where it stopped",
+        description="Make an OME-Zarr 0.5 (zarr v3, chunks of 128^3 in shards of 512^3, blosc-zstd), all levels, of "
+        "a scan in another format.  Dtype and voxel size are kept, and the axes put in the order z, y, x.  However it "
+        "ends, the same command continues where it stopped; until it is complete, the volume lies in "
+        "OUT.zarr.partial.  Exit code 6: the source cannot be read.",
+    )
+    importer.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder of TIFF or PNG slices; a file .tif, .nii, .nii.gz, .nrrd, .nhdr, .npy, .h5:/DATASET; a folder "
+        ".n5:/DATASET; or raw voxels, with --shape and --dtype",
+    )
+    importer.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    importer.add_argument(
+        "--select",
+        type=naturals,
+        default=(),
+        metavar="I,...",
+        help="indices that fix the axes (longer than 1) other than z, y, x, such as channels, times and colours",
+    )
+    importer.add_argument("--shape", type=triple(1, "1024,2048,2048"), metavar="Z,Y,X", help="voxels of a raw file")
+    importer.add_argument("--dtype", type=np.dtype, metavar="T", help="of a raw file, e.g. uint8, >u2, float32")
+    importer.add_argument(
+        "--voxel-size-um", type=lengths, metavar="Z,Y,X", help="edges of a voxel (default: as the source says)"
+    )
+    importer.add_argument(
+        "--levels", type=natural, help="each the mean of 2x2x2 voxels (default: down to one that fits into a chunk)"
+    )
+    importer.add_argument(
+        "--v2", action="store_true", help="write OME-Zarr 0.4 instead (zarr v2, each chunk a file), for older programs"
+    )
+    importer.set_defaults(run=_import)
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    request = ImportRequest(*(getattr(arguments, field.name) for field in fields(ImportRequest)))
+
+    def tell(figures: CopyFigures, doing: str) -> None:
+        progress.tell("chunks", figures.done, figures.chunks, doing or _speed(figures))
+
+    with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("importing") as progress:
+        source, figures = import_volume(request, tell)
+    there = "is complete" if figures.before == figures.chunks else f"from {arguments.source}"
+    facts = {"dtype": source.dtype.name, "voxel_size_um": source.geometry.voxel_size_um} | vars(figures)
+    print_facts({"out": f"{request.out}, {there}"} | facts | {"failures": 0}, arguments)
+    return EXIT_OK
+
+
+def _speed(figures: CopyFigures) -> str:
+    return f"{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
+
+
+@contextmanager
+def _kept(out: Path) -> Iterator[None]:
+    """Where Ctrl-C ends a copy, says that it can be continued."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if partial_path(out).exists():
+            log.warning("what is done is kept in %s; the same command continues", partial_path(out))
+        raise
