@@ -26,7 +26,8 @@ def test_the_page_runs_from_labelled_boxes_to_files_of_nnunet(tmp_path: Path) ->
     commands = re.findall(r"^(?:vesuvius (?:train|sample)|python) .*", PAGE, re.M)
     assert [line.split()[1] for line in commands] == ["train", "sample", "sample", "examples/export_nnunet.py"]
     few = {
-        "train": "training.steps_per_epoch=2 training.epochs=1 training.warmup_steps=1",
+        "train": "training.steps_per_epoch=2 training.epochs=1 training.warmup_steps=1 training.train_batch_size=1 "
+        "training.validate_every=0 training.preview_every=0",
         "sample": "--steps 1 --overlap 0 --workers 1",
     }
 
