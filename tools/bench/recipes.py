@@ -21,16 +21,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from numpy.typing import NDArray
+from torch import Tensor
 
+from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.diffusion.randomness import sample_noise
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
@@ -48,6 +53,7 @@ RECIPES = [
     f"muon_inverse_sqrt training.optimizer=muon {_FALLING}",
 ]
 LEVELS, PATCHES = 11, 48
+Guess = Callable[[Tensor, Tensor], Tensor]
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 
@@ -86,7 +92,7 @@ def measure(volume: Path, seed: int, keys: list[str], steps: int) -> dict[str, A
         run = Path(folder) / "runs" / "recipe"
         records = read_records(run / "metrics.jsonl")
         seconds = statistics.median(record["step_s"] for record in records if "step_s" in record)
-        errors = relative_errors(path, keys, run)
+        errors = relative_errors(read_config(path, keys), run)
     means = {weights: round(geometric_mean(of_levels), 4) for weights, of_levels in errors.items()}
     return {"errors": [round(error, 3) for error in errors["ema"]], "mean": means, "step_s": round(seconds, 3)}
 
@@ -112,28 +118,53 @@ def demo_config(volume: Path, seed: int, steps: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def relative_errors(config_path: Path, keys: list[str], run: Path) -> dict[str, list[float]]:
+def relative_errors(config: Config, run: Path) -> dict[str, list[float]]:
     """By weights and level, over the run's held-out patches: squared error of x_0 over that of the linear denoiser."""
     trained, device = read_checkpoint_info(find_checkpoint(run)), torch.device("cpu")
-    config = read_config(config_path, keys)
+    x_0, spectrum = held_out_patches(config)
+    schedule = Schedule.from_config(config.diffusion, trained.data.spectrum)
+
+    def guess_of(network: Denoiser) -> Guess:
+        def guess(noise: Tensor, t: Tensor) -> Tensor:
+            x_t = schedule.q_sample(x_0, noise, t)
+            return schedule.x_0_and_eps(config.diffusion.prediction, network(x_t, t), x_t, t)[0]
+
+        return guess
+
+    networks = {weights: Denoiser(trained, weights, schedule, device) for weights in average_decays(config.training)}
+    return {weights: level_errors(x_0, spectrum, schedule, guess_of(network)) for weights, network in networks.items()}
+
+
+def held_out_patches(config: Config) -> tuple[Tensor, Spectrum]:
+    """Model values of `PATCHES` held-out patches of a run, and the spectrum of its training."""
     found = preflight(config.model_copy(update={"name": "another"}), resume=False, checkpoint=None)
     assert found.fixed is not None
+    device = torch.device("cpu")
     conditioner = Conditioner(None, found.facts.greys.conditions, device)
-    x_0 = Reference(found.fixed, found.facts.greys, conditioner, device).x_0(range(PATCHES))
-    spectrum = found.facts.spectrum
-    schedule = Schedule.from_config(config.diffusion, trained.data.spectrum)
-    table = np.sqrt(1 / schedule.alpha_bar_64 - 1) * schedule.std  # in model values
-    errors: dict[str, list[float]] = {}
-    for weights in average_decays(config.training):
-        network = Denoiser(trained, weights, schedule, device)
-        for number, sigma in enumerate(np.geomspace(0.02, 4 * np.sqrt(spectrum.peak), LEVELS)):
-            t = torch.full((PATCHES,), int(np.abs(np.log(table) - np.log(sigma * spectrum.std)).argmin()))
-            x_t = schedule.q_sample(x_0, sample_noise(number, range(PATCHES), tuple(x_0.shape[1:]), device), t)
-            guess, _ = schedule.x_0_and_eps(config.diffusion.prediction, network(x_t, t), x_t, t)
-            linear = schedule.linear_x_0(spectrum, x_t, t)
-            relative = (guess - x_0).square().mean() / (linear - x_0).square().mean()
-            errors.setdefault(weights, []).append(float(relative))
+    reference = Reference(found.fixed, found.facts.greys, conditioner, device)
+    return reference.x_0(range(PATCHES)), found.facts.spectrum
+
+
+def level_errors(x_0: Tensor, spectrum: Spectrum, schedule: Schedule, guess: Guess) -> list[float]:
+    """By level: squared error of x_0 over that of the linear denoiser.
+
+    Args:
+        guess: what a network makes of x_0, in model values, with this noise at timesteps `t` of the schedule.
+    """
+    table = noise_in_model_values(schedule)
+    errors = []
+    for number, sigma in enumerate(np.geomspace(0.02, 4 * np.sqrt(spectrum.peak), LEVELS)):
+        t = torch.full((PATCHES,), int(np.abs(np.log(table) - np.log(sigma * spectrum.std)).argmin()))
+        noise = sample_noise(number, range(PATCHES), tuple(x_0.shape[1:]), x_0.device)
+        linear = schedule.linear_x_0(spectrum, schedule.q_sample(x_0, noise, t), t)
+        errors.append(float((guess(noise, t) - x_0).square().mean() / (linear - x_0).square().mean()))
     return errors
+
+
+def noise_in_model_values(schedule: Schedule) -> NDArray[np.float64]:
+    """By t, the standard deviation of the noise that is added to model values: float64 [timesteps]."""
+    table: NDArray[np.float64] = np.sqrt(1 / schedule.alpha_bar_64 - 1) * schedule.std
+    return table
 
 
 def geometric_mean(values: list[float]) -> float:
