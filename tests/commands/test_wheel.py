@@ -52,7 +52,8 @@ def test_a_wheel_is_all_that_is_needed(wheel: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    assert "checkpoint  runs/demo/checkpoints/step_" in run("vesuvius", "demo", *TINY)
+    assert "picture     runs/demo/samples/generated.png" in run("vesuvius", "demo", *TINY)
+    assert (work / "runs/demo/samples/generated.zarr/0").is_dir()
     run("vesuvius", "init", str(demo.VOLUME), "--name", "first", "--out", "first.yaml")
     run("python", "-m", "vesuvius.train", "--config", "first.yaml", "--dry-run")
     snippet = (

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import textured, write_array
@@ -25,9 +26,11 @@ from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
 from vesuvius.generate.drawing import OnProgress, SamplingStoppedError
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
+from vesuvius.generate.volume.held_out import generate_held_out
 from vesuvius.generate.volume.inputs import GivenVolumes
 from vesuvius.generate.volume.work import Work
 from vesuvius.loader.patch_loader import PatchLoader
+from vesuvius.training.validation.preview import HEADING
 from vesuvius.volume_tools.pyramid import halve, halve_labels
 from vesuvius.volumes.box import slices
 from vesuvius.volumes.volume import open_volume
@@ -326,3 +329,26 @@ def test_what_cannot_be_drawn_is_refused_in_one_line_and_nothing_is_written(
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 2
     assert "out.zarr exists and was not made by this command" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["out.zarr", "mine"]
+
+
+def test_what_was_held_out_stands_beside_what_is_generated_from_its_labels(trained: Path, tmp_path: Path) -> None:
+    out, picture = tmp_path / "part.zarr", tmp_path / "part.png"
+    generate_held_out(Path("runs/shown"), (64, 24, 20), out, picture, lambda what, done, total: None)
+    (held_out,) = json.loads(Path("runs/shown/split.json").read_text())["volumes"]
+    begin, end = held_out["validation"]
+    record = json.loads((out / ".zattrs").read_text())["vesuvius_drawing"]
+    (z0, y0, x0), (z1, y1, x1) = record["box"]
+    assert (z0, z1) == (begin[0], end[0]), "less is held out than asked for"
+    assert (y1 - y0, x1 - x0) == (24, 20)
+    assert (y0 - begin[1], x0 - begin[2]) == (end[1] - y1, end[2] - x1), "the middle"
+    again = ["--condition", trained / "labels.zarr", "--box", f"{z0}:{z1},{y0}:{y1},{x0}:{x1}", "--steps", 3]
+    assert draws(tmp_path / "again.zarr", *again) == 0
+    np.testing.assert_array_equal(voxels(out), voxels(tmp_path / "again.zarr"))
+
+    low, high = held_out["grey_low"], held_out["grey_high"]
+    real = voxels(trained / "scan.zarr")[z0:z1, y0:y1, x0:x1]
+    rows = np.asarray(Image.open(picture))[2 * HEADING :][:48:2, :, 0].astype(float)
+    for shown in (real, voxels(out)):
+        middle = np.clip((shown[(z1 - z0) // 2] - low) / (high - low), 0, 1) * 255
+        far = [np.abs(rows[:, left : left + 40 : 2] - middle).max() for left in range(rows.shape[1] - 40)]
+        assert min(far) < 1.01, "greys are rounded down"

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 import zarr
 from numpy.typing import NDArray
+from volume_sampling import seams
 
-from vesuvius.config import ArrayConfig, Triple
+from vesuvius.config import ArrayConfig
 from vesuvius.diffusion.sampler import sampling_levels
 from vesuvius.generate.drawing import DrawRequest, Network
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
@@ -62,7 +63,7 @@ def main() -> None:
     call = bare_call(checkpoint, overrides)
     shown, scroll = ArrayConfig(path=str(arguments.labels)), ArrayConfig(path=str(arguments.volume))
     kinds: dict[str, dict[str, Any]] = {
-        "blended": {"given": GivenVolumes(condition=shown, box=BOX)},
+        "blended": {"overlap": 0.5, "given": GivenVolumes(condition=shown, box=BOX)},
         "filled": {"given": GivenVolumes(scroll, ArrayConfig(path=str(mask)), shown, BOX)},
         "naive": {"overlap": 0.0, "given": GivenVolumes(condition=shown, box=BOX)},
     }
@@ -77,7 +78,9 @@ def main() -> None:
             ratios = [border_ratio(voxels.astype(float), inside) for voxels in (drawn[name], real)]
             print(f"filled: border / interior of the gap {ratios[0]:.3f}, of the real voxels there {ratios[1]:.3f}")
         else:
-            print_seams(name, drawn[name], real, options.get("overlap", 0.5), patch)
+            tiling = Tiling(shape_of(BOX), patch, options["overlap"])
+            ratios = seams(drawn[name], real, tiling)
+            print(f"{name}: seams along z, y and x " + " ".join(f"{ratio:.2f}" for ratio in ratios), flush=True)
     holed = np.where(gap[slices(BOX)], 0, real)
     pictures = {
         "real": real,
@@ -134,19 +137,6 @@ def draw_and_time(name: str, request: VolumeRequest, call: Callable[[], float]) 
         f"the calls alone ({1000 * before:.1f} ms each before, {1000 * after:.1f} after)",
         flush=True,
     )
-
-
-def print_seams(name: str, drawn: NDArray[Any], real: NDArray[Any], overlap: float, patch_zyx: Triple) -> None:
-    """Mean squared difference across faces of tiles over that of all other planes, beside that of real voxels."""
-    tiling = Tiling(shape_of(BOX), patch_zyx, overlap)
-    for axis, (starts, patch) in enumerate(zip(tiling.starts, patch_zyx, strict=True)):
-        ratios = []
-        for voxels in (drawn, real):
-            others = tuple(other for other in range(3) if other != axis)
-            differences = (np.diff(voxels.astype(float), axis=axis) ** 2).mean(others)  # of voxels i and i + 1
-            at = {face - 1 for start in starts for face in (start, start + patch)} - {-1, len(differences)}
-            ratios.append(differences[list(at)].mean() / np.delete(differences, list(at)).mean())
-        print(f"{name}: faces / others along {'zyx'[axis]} {ratios[0]:.3f} (real voxels {ratios[1]:.3f})", flush=True)
 
 
 def border_ratio(voxels: NDArray[Any], inside: tuple[slice, ...]) -> float:

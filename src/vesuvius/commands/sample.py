@@ -123,7 +123,10 @@ def _parser() -> argparse.ArgumentParser:
         help="network calls per step of --inpaint; more give better borders (default: 4)",
     )
     volumes.add_argument(
-        "--overlap", type=float, metavar="SHARE", help="least overlap of neighbouring tiles, 0 to 0.75 (default: 0.5)"
+        "--overlap",
+        type=float,
+        metavar="SHARE",
+        help="least overlap of neighbouring tiles, 0 to 0.75 and at least 4 voxels, unless 0 (default: 0.25)",
     )
     volumes.add_argument(
         "--workers", type=positive, help="a GPU or a core each; 1 = this process (default: all of this machine)"

@@ -135,7 +135,9 @@ class TrainingConfig(Section):
         1000, description="optimizer steps between validations on held-out patches, and one at the horizon; 0 = none"
     )
     validate_patches: PositiveInt = Field(16, description="held-out patches of a validation, each at 8 noise levels")
-    preview_every: NonNegativeInt = Field(0, description="steps between sample pictures, one at the horizon; 0 = none")
+    preview_every: NonNegativeInt = Field(
+        0, description="steps between sample pictures; one more after 90 s and at the horizon; 0 = none"
+    )
     max_nonfinite: PositiveInt = Field(1, description="consecutive non-finite steps that stop the run with exit 5")
     autotune: Annotated[Literal["off", "act"], BeforeValidator(lambda mode: "off" if mode == "advise" else mode)] = (
         Field("off", description="act = apply what a verdict advises on readers, prefetch and requests while training")
@@ -187,8 +189,9 @@ class DiffusionConfig(Section):
     )
     sampler: SamplerMethod = Field("dpmpp2m", description="sampler; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)")
     sampler_steps: PositiveInt = Field(
-        40,
-        description="steps per generated sample (rho = 7 for edm, else trailing); heun evaluates twice in all but one",
+        20,
+        description="steps per generated sample (rho = 7 for edm, else trailing); heun evaluates twice in all but one, "
+        "ddim and ddpm need 40 and more",
     )
     sampler_clip: float | None = Field(None, gt=0, description="limit of |x_0| in each step, model values; null = none")
     sampler_guidance: float = Field(

@@ -54,6 +54,7 @@ def test_tiles_are_evenly_spaced_and_overlap_by_the_share_at_least(patch: int, m
     assert (starts[0], starts[-1]) == (0, more)
     assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
     assert len(gaps) == 0 or gaps.max() <= max(1, patch * (1 - overlap))
+    assert len(gaps) == 0 or overlap == 0 or patch - gaps.max() >= min(4, patch // 2)
 
 
 def test_a_tile_counts_most_in_its_middle_and_least_at_its_faces() -> None:

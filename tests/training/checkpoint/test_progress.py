@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vesuvius.config import Config, DataConfig, TrainingConfig, VolumeConfig
-from vesuvius.training.checkpoint.progress import Best, Progress
+from vesuvius.training.checkpoint.progress import FIRST_PREVIEW_S, Best, Progress
 
 
 def test_progress_comes_back_from_its_state_with_one_session_more() -> None:
@@ -62,3 +62,19 @@ def test_a_resume_begins_at_a_sample_that_the_ranks_share_or_at_the_next_whole_b
     progress.begin_at_multiple(ranks=2, global_batch=12)
     assert progress.sample_index == begins_at
     assert ("samples 25 to 36 are skipped" in caplog.text) is (index != begins_at)
+
+
+def test_the_first_preview_is_due_by_the_time_of_all_sessions_the_others_by_their_steps() -> None:
+    config, progress = run_of(preview_every=50), Progress(trained_s=FIRST_PREVIEW_S)
+    assert not progress.preview_due(config), "before the first step there is nothing to show"
+    progress.advance(8)
+    assert progress.preview_due(config)
+    assert not Progress(step=1, trained_s=FIRST_PREVIEW_S / 2).preview_due(config)
+    assert not progress.preview_due(run_of())
+    progress.previewed_step = 1
+    due = []
+    while progress.step < 100:
+        progress.advance(8)
+        if progress.preview_due(config):
+            due.append(progress.step)
+    assert due == [50, 100]

@@ -63,7 +63,7 @@ class VolumeRequest(DrawRequest):
 
     out: Path  # a name that ends in .zarr
     shape_zyx: Triple | None  # None = that of the given volumes, or of the box in them
-    overlap: float = 0.5  # of neighbouring tiles, as a share of a patch
+    overlap: float = 0.25  # of neighbouring tiles, as a share of a patch
     workers: int | None = None  # None = the GPUs of this machine, or its cores; 1 = this process
     cluster: str | None = None  # address of a Ray cluster whose nodes share `out`; None = this machine
     rounds: int | None = None  # passes per step of an inpainting; None = 4

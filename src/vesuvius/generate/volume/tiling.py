@@ -38,6 +38,7 @@ from vesuvius.volumes.box import (
 )
 
 _MAX_OVERLAP = 0.75
+_LEAST_OVERLAP = 4  # voxels
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Tiling:
 
     shape_zyx: Triple  # of the volume
     patch_zyx: Triple  # of a tile and of a block
-    overlap: float  # of neighbouring tiles, as a share of a patch; at least that much
+    overlap: float  # of neighbouring tiles, as a share of a patch; at least that much, see `axis_starts`
 
     def check(self) -> None:
         """Raises ConfigError where no tiles cover the volume."""
@@ -58,7 +59,7 @@ class Tiling:
         if not 0 <= self.overlap <= _MAX_OVERLAP:
             raise ConfigError(
                 f"--overlap {self.overlap:g}, the share of a tile that its neighbour covers, is not between 0 and "
-                f"{_MAX_OVERLAP}; try 0.5"
+                f"{_MAX_OVERLAP}; try 0.25"
             )
 
     @cached_property
@@ -143,9 +144,14 @@ class Tiling:
 
 
 def axis_starts(size: int, patch: int, overlap: float) -> tuple[int, ...]:
-    """Where tiles begin along an axis: 0 and size - patch included, at most (1 - overlap) patch apart."""
-    last = size - patch
-    gaps = -(-last // max(1, int(patch * (1 - overlap))))
+    """Where tiles begin along an axis: 0 and size - patch included, at most (1 - overlap) patch apart.
+
+    Tiles that overlap at all do so by 4 voxels or half a patch: with 2, their middles show (docs/sampling.md).
+    """
+    last, most = size - patch, int(patch * (1 - overlap))
+    if overlap > 0:
+        most = min(most, patch - min(_LEAST_OVERLAP, patch // 2))
+    gaps = -(-last // max(1, most))
     return tuple(i * last // gaps for i in range(gaps + 1)) if gaps else (0,)
 
 

@@ -25,6 +25,7 @@ from vesuvius.volumes.box import Box
 
 log = logging.getLogger(__name__)
 
+FIRST_PREVIEW_S = 90.0
 _PACE_STEPS = 1000  # of which the time left follows: some validations and saves are among them
 _CLEARED = "cleared"
 _COUNTS = ("step", "sample_index", "validated_step", "previewed_step")
@@ -84,8 +85,10 @@ class Progress:
         return held_out and self._due(config.training.validate_every, self.validated_step, config.horizon_steps)
 
     def preview_due(self, config: Config) -> bool:
-        """Likewise for a preview."""
-        return self._due(config.training.preview_every, self.previewed_step, config.horizon_steps)
+        """Likewise for a preview; the first one is due after `FIRST_PREVIEW_S`, at whatever step that is."""
+        every = config.training.preview_every
+        is_first = every > 0 and self.step > self.previewed_step == 0 and self.total_s >= FIRST_PREVIEW_S
+        return is_first or self._due(every, self.previewed_step, config.horizon_steps)
 
     def _due(self, every: int, done: int, horizon: int) -> bool:
         """At every multiple and at the end of the horizon, once."""

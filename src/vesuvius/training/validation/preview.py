@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,13 @@ from vesuvius.training.validation.validation import Reference
 
 UInt8 = NDArray[np.uint8]
 
-GAP, HEADING = 4, 16
+log = logging.getLogger(__name__)
+
+GAP, HEADING = 4, 20
 PAPER = 51  # around the slices: on black, one that is all air would not be seen
 _SMALLEST_SIDE = 96
 _WIDTH_TO_HEIGHT = 1.5  # of a grid, about
-_HEIGHT, _DPI = 300, 100  # of the curves
+_DPI, _LEAST_CHART_WIDTH = 100, 540  # of the curves
 _GENERATED, _REAL = "#ffa62b", "#6ec6ff"
 _STYLE = dict.fromkeys(("figure.facecolor", "axes.facecolor"), str(PAPER / 255)) | {
     "axes.grid": True,
@@ -95,21 +98,35 @@ def draw_grid(cells: Sequence[MontageCell], title: str, columns: int | None = No
     rows = -(-len(cells) // columns)
     image = Image.new("L", (max(columns * width, _text_width(title) + 2 * GAP), HEADING + rows * height), PAPER)
     draw = ImageDraw.Draw(image)
-    draw.text((GAP, 2), title, fill=255)
+    draw.text((GAP, 1), title, fill=255, font=_font())
     for number, cell in enumerate(cells):
         left, top = number % columns * width, HEADING + number // columns * height
-        draw.text((left + GAP, top + 2), cell.caption, fill=255)
+        draw.text((left, top + 1), cell.caption, fill=255, font=_font())
         image.paste(Image.fromarray(cell.picture), (left, top + HEADING))
     return image
 
 
 def _text_width(text: str) -> int:
     """Pixels that `ImageDraw.text` takes for it."""
-    return math.ceil(ImageFont.load_default().getlength(text))
+    return math.ceil(_font().getlength(text))
 
 
-def draw_charts(width: int, generated: Texture, real: Texture) -> UInt8:
-    """Draw histograms and radial power spectra side by side: uint8 [300, width, 3].
+@cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(14)  # at its own size, 10, spaces between words are lost
+
+
+def with_charts(montage: Image.Image, generated: Texture, real: Texture, height: int = 300) -> Image.Image:
+    """A montage with both curves below it.  Pure."""
+    charts = draw_charts(max(montage.width, _LEAST_CHART_WIDTH), generated, real, height)
+    image = Image.new("RGB", (charts.shape[1], montage.height + charts.shape[0]), (PAPER, PAPER, PAPER))
+    image.paste(montage, (0, 0))
+    image.paste(Image.fromarray(charts), (0, montage.height))
+    return image
+
+
+def draw_charts(width: int, generated: Texture, real: Texture, height: int = 300) -> UInt8:
+    """Draw histograms and radial power spectra side by side: uint8 [height, width, 3].
 
     Curves or parts of them that are not finite are missing.  Neither pyplot nor a figure that outlives the call.
     """
@@ -119,7 +136,7 @@ def draw_charts(width: int, generated: Texture, real: Texture) -> UInt8:
     from matplotlib.figure import Figure
 
     with style.context(["dark_background", _STYLE]):
-        figure = Figure(figsize=(width / _DPI, _HEIGHT / _DPI), dpi=_DPI, layout="constrained")
+        figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, layout="constrained")
         canvas = FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
         for texture, colour, name in ((real, _REAL, "real"), (generated, _GENERATED, "generated")):
@@ -134,12 +151,9 @@ def draw_charts(width: int, generated: Texture, real: Texture) -> UInt8:
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]
 
 
-log = logging.getLogger(__name__)
-
 PREVIEWED = 2
 """Patches of a sample picture; each costs a whole run of the sampler."""
 
-_LEAST_CHART_WIDTH = 540
 _FIGURES = ("air", "means_std", "planarity")  # of a `Texture`
 _DISTANCES = (histogram_distance, correlation_distance, spectrum_distance_db)
 
@@ -204,9 +218,9 @@ def make_preview(
     try:
         # One after another: a batch of them could need more memory than a training step.
         generated = [draw(row) for row in rows]
-        columns |= {"its condition": shown, "drawn under it": generated} if shown else {"generated": generated}
+        columns |= {"its condition": shown, "generated from it": generated} if shown else {"generated": generated}
         if shown and config.diffusion.condition_dropout > 0:
-            columns["drawn without"] = unconditional = [draw(row, left_out=True) for row in rows]
+            columns["generated without"] = unconditional = [draw(row, left_out=True) for row in rows]
     except _StopWantedError:
         return None
     both = {"generated": measure_texture(generated), "real": measure_texture(real)}
@@ -220,11 +234,7 @@ def make_preview(
         for name, patches in columns.items()
     ]
     montage = draw_grid(cells, f"{config.name} step {step}", len(cells))
-    charts = draw_charts(max(montage.width, _LEAST_CHART_WIDTH), **both)
-    image = Image.new("RGB", (charts.shape[1], montage.height + charts.shape[0]), (PAPER, PAPER, PAPER))
-    image.paste(montage, (0, 0))
-    image.paste(Image.fromarray(charts), (0, montage.height))
-    image.save(png := io.BytesIO(), format="PNG")
+    with_charts(montage, both["generated"], both["real"]).save(png := io.BytesIO(), format="PNG")
     (run / picture).parent.mkdir(parents=True, exist_ok=True)
     write_whole(run / picture, png.getvalue())
     record = {
