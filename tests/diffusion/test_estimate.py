@@ -1,12 +1,15 @@
 """What stands between the network and the sampler: guidance, limits of x_0, dtypes, and the count of evaluations."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, Prediction
-from vesuvius.diffusion.estimate import Condition, NetworkEstimate
+from vesuvius.diffusion.estimate import Condition, Denoise, NetworkEstimate, predict
 from vesuvius.diffusion.sampler import NoiseLevel
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
 
 SHAPE = (3, 1, 2, 4, 5)
 LEVEL = NoiseLevel(700, 0.6, 0.8)
@@ -81,3 +84,25 @@ def test_a_limited_x_0_and_its_eps_still_explain_x(kind: Prediction) -> None:
     assert torch.equal(x_0, free.clamp(-0.5, 0.5))
     # 2e-6: float32 sums and quotients of numbers below 8.
     torch.testing.assert_close(0.6 * x_0 + 0.8 * eps, _x(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("correction", [1.0, 1.25])
+def test_what_the_network_adds_to_the_linear_denoiser_is_multiplied_and_nothing_else(correction: float) -> None:
+    """A program that multiplied the whole prediction would change the linear denoiser itself, and the spectrum."""
+    power = np.ones((2, 4, 3), np.float32)
+    power[0, 0] = 40
+    schedule = Schedule.from_config(DiffusionConfig(), Spectrum(0.3, 1.4, power, 5))
+    alpha, sigma = (float(factor) for factor in schedule.alpha_and_sigma(torch.tensor([600])))
+    level, config = NoiseLevel(600, alpha, sigma), DiffusionConfig(sampler_correction=correction)
+
+    def denoise(gain: float) -> Denoise:
+        return lambda x, t, condition: predict(lambda shown, t: gain * shown[:, :1].sin(), schedule, x, t)
+
+    linear, _ = NetworkEstimate(denoise(0.0), config, schedule=schedule)(_x(), level)
+    by_network, _ = NetworkEstimate(denoise(1.0), DiffusionConfig(), schedule=schedule)(_x(), level)
+    x_0, eps = NetworkEstimate(denoise(1.0), config, schedule=schedule)(_x(), level)
+    torch.testing.assert_close(x_0, linear + correction * (by_network - linear), rtol=0, atol=2e-6)
+    torch.testing.assert_close(alpha * x_0 + sigma * eps, _x(), rtol=0, atol=2e-6)
+    assert (x_0 - linear).abs().max() > 0.05
+    if correction == 1:
+        assert torch.equal(x_0, by_network)

@@ -182,6 +182,7 @@ def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record
         "steps": 3,
         "clip": None,
         "guidance": 1.0,
+        "correction": 1.0,
         "evaluations_per_sample": 3,
         "checkpoint": str(checkpoint),
         "step": 10,

@@ -20,6 +20,7 @@ KEYS = {
     "steps": ("diffusion.sampler_steps", "sampling steps"),
     "clip": ("diffusion.sampler_clip", "limit of |x_0| in each step, model values; null = none"),
     "guidance": ("diffusion.sampler_guidance", "1 = the condition as it is, more = stronger, 0 = none"),
+    "correction": ("diffusion.sampler_correction", "1 = the network as it is, more = sharper"),
     "amp": ("training.amp", "auto, off, bf16 or fp16"),
 }
 """Of each option, the config key that it sets, and its meaning."""

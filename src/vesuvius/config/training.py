@@ -197,6 +197,12 @@ class DiffusionConfig(Section):
     sampler_guidance: float = Field(
         1.0, ge=0, description="classifier-free guidance: 1 = the condition as it is, more = stronger, 0 = none"
     )
+    sampler_correction: float = Field(
+        1.0,
+        gt=0,
+        description="in sampling, what the network adds to the linear denoiser of edm is multiplied by this; 1.25 "
+        "makes up for brief training",
+    )
 
     def contradictions(self) -> Iterator[str]:
         if self.sampler_steps > self.timesteps:

@@ -88,10 +88,13 @@ Denoise = Callable[[Tensor, Tensor, Condition], Tensor]
 class NetworkEstimate:
     """Estimates x_0 and eps with a network, for one batch and its condition.
 
-    Computes in the dtype of x (float32 or float64) outside the network.  Uses `prediction`, `sampler_guidance`
-    and `sampler_clip` of the config.  x_0 is standardised with the data's mean and std, in model
-    values, as are the clipping limits.  `evaluations` counts network calls, two per estimate if guidance is neither 0
-    nor 1.
+    Computes in the dtype of x (float32 or float64) outside the network.  Uses `prediction`, `sampler_guidance`,
+    `sampler_correction` and `sampler_clip` of the config.  x_0 is standardised with the mean and std of the schedule's
+    data, in model values, as are the clipping limits.  `evaluations` counts network calls, two per estimate if guidance
+    is neither 0 nor 1.
+
+    Args:
+        schedule: None = mean 0, std 1, and no linear denoiser to correct.
     """
 
     def __init__(
@@ -99,23 +102,37 @@ class NetworkEstimate:
         denoise: Denoise,
         config: DiffusionConfig,
         condition: Condition = None,
-        mean: float = 0.0,
-        std: float = 1.0,
+        schedule: Schedule | None = None,
     ) -> None:
         self.evaluations = 0
-        self._mean, self._std = mean, std
+        self._schedule = schedule
+        self._mean, self._std = (schedule.mean, schedule.std) if schedule else (0.0, 1.0)
         self._denoise, self._config, self._condition = denoise, config, condition
         assert condition is not None or config.sampler_guidance == 1, "guidance other than 1 needs a condition"
 
     def __call__(self, x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
         """Return (x_0, eps) in the shape and dtype of x, for x BCZYX at a `level` with sigma > 0."""
         config = self._config
-        x_0, eps = x_0_and_eps(config.prediction, self._guided(x, level), x, level.alpha, level.sigma)
+        prediction = self._corrected(self._guided(x, level), x, level)
+        x_0, eps = x_0_and_eps(config.prediction, prediction, x, level.alpha, level.sigma)
         if config.sampler_clip is None:
             return x_0, eps
         clipped = (x_0 * self._std + self._mean).clamp(-config.sampler_clip, config.sampler_clip)
         # recompute eps, so that x = alpha x_0 + sigma eps still holds
         return x_0_and_eps("x_0", (clipped - self._mean) / self._std, x, level.alpha, level.sigma)
+
+    def _corrected(self, prediction: Tensor, x: Tensor, level: NoiseLevel) -> Tensor:
+        """Return the linear denoiser's prediction plus `sampler_correction` times what the network adds to it.
+
+        A network that was trained briefly adds too little: its samples lack what makes them unlike Gaussian noise.  The
+        rule is that of guidance, away from a denoiser that knows less (Karras et al. 2024).
+        """
+        correction = self._config.sampler_correction
+        if correction == 1 or self._schedule is None or self._schedule.spectrum is None:
+            return prediction
+        alpha, sigma = (x.new_full((len(x), 1, 1, 1, 1), value) for value in (level.alpha, level.sigma))
+        _, linear, _ = split(self._schedule, x.float(), alpha.float(), sigma.float())
+        return linear + correction * (prediction - linear)
 
     def _guided(self, x: Tensor, level: NoiseLevel) -> Tensor:
         """Return the prediction with classifier-free guidance: p_u + scale (p_c - p_u).
@@ -159,7 +176,7 @@ def generate(
     Returns:
         The samples, float32 [len(numbers), C, Z, Y, X] in model values, and the network calls that they took.
     """
-    estimate = NetworkEstimate(denoise, config, condition, schedule.mean, schedule.std)
+    estimate = NetworkEstimate(denoise, config, condition, schedule)
 
     def step_noise(k: int) -> Tensor:
         step_seed = derive_seed(seed, Purpose.SAMPLER_NOISE, k)

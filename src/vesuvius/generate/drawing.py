@@ -80,7 +80,7 @@ def described(info: CheckpointInfo, request: DrawRequest) -> dict[str, Any]:
         "weights": request.weights,
         "weights_sha256": check_weights(info.checkpoint, request.weights),
         "sampler": diffusion.sampler,
-        **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "clip", "guidance")},
+        **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "clip", "guidance", "correction")},
         "volume": info.data.volumes[request.volume].name,
         "grey_low": grey.low,
         "grey_high": grey.high,
@@ -124,7 +124,7 @@ class Network:
             # Dropped as in training: zeros, the presence flag included.
             stored = np.zeros((tiles, 1, *config.data.patch_size), np.uint8)
         condition = self.condition_of(stored, tiles)
-        return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule.mean, self.schedule.std)
+        return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule)
 
 
 class SamplingStoppedError(VesuviusError):
