@@ -299,16 +299,6 @@ def test_importing_the_config_loads_no_heavy_library() -> None:
 # ---- keys that are gone
 
 
-def test_a_key_that_was_removed_is_refused_with_what_takes_its_place_and_without_its_value(tmp_path: Path) -> None:
-    assert problems(f"{MINIMAL}monitor:\n  webhook: https://h/s3cr3t\n") == [
-        "x.yaml:6: monitor.webhook: was removed; Prometheus alert rules (docs/prometheus) or W&B alerts "
-        "(monitor.trackers) notify an operator; delete the key"
-    ]
-    (tmp_path / "c.yaml").write_text(MINIMAL)
-    with pytest.raises(ConfigError, match=r"VESUVIUS_MONITOR__WEBHOOK: monitor\.webhook: was removed; Prometheus"):
-        read_config(tmp_path / "c.yaml", environment={"VESUVIUS_MONITOR__WEBHOOK": "https://h/s3cr3t"})
-
-
 def test_a_stored_config_with_a_key_that_was_removed_is_read_unless_what_was_trained_depends_on_it() -> None:
     """A checkpoint of an earlier version resumes and samples."""
     stored: dict[str, Any] = parse_config(MINIMAL).model_dump(mode="json")

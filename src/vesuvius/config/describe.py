@@ -17,43 +17,6 @@ from vesuvius.config import Config
 KeyPath = tuple[str | int, ...]
 JsonSchema = dict[str, Any]
 
-REMOVED = {
-    "training.cuda_allocator": "torch reads it from the environment: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-    "data.order": "data.patches_per_region=1 gives every patch a region of its own",
-    "data.reader_mib": "the regions of a task take at most 256 MiB; data.region_size makes them smaller",
-    "data.max_reader_deaths": "up to 32 readers may die in one session",
-    "cluster.object_store_gib": "the object store gets the size that the readers need",
-    "training.prefetch_mib": "training.prefetch_factor alone sets the batches ahead",
-    "diffusion.zero_terminal_snr": "diffusion.noise=edm, the default, reaches the noise that the data need",
-    "diffusion.loss": "the loss is the squared error, weighted by level",
-    "diffusion.huber_delta": "the loss is the squared error, weighted by level",
-    "diffusion.sampler_quantile": "diffusion.sampler_clip limits |x_0|",
-    "diffusion.sampler_eta": "diffusion.sampler=ddpm adds noise in each step, ddim none",
-    "model.skips": "skips are joined by channel",
-    "model.norm_groups": "GroupNorm has up to 32 groups, of at least 4 channels",
-    "model.scalars": "a condition volume (data.volumes[].condition) tells the network of a place",
-    "training.threads": "torch reads OMP_NUM_THREADS from the environment",
-    "training.preview_count": "a sample picture shows 2 patches",
-    "training.sharding": "every rank holds the whole network (DistributedDataParallel); training.checkpoint_levels and "
-    "model.channels save memory",
-    "training.lean_norm": "training.recompute_norm, on by default, takes its place",
-    "monitor.data_share_good": "a wait of up to 15 % of the time is fine",
-    "monitor.gpu_share_good": "a device that computes for 80 % of the time is compute-bound",
-    "monitor.prefetch_at": "monitor.exit_at: the memory guard makes the readers smaller once, at 0.84 for 0.92",
-    "monitor.worker_at": "monitor.exit_at: the memory guard makes the readers smaller once, at 0.84 for 0.92",
-    "monitor.warn_at": "it follows from monitor.exit_at, in proportion: 0.80 for 0.92",
-    "monitor.shrink_at": "it follows from monitor.exit_at, in proportion: 0.84 for 0.92",
-    "monitor.write_every_s": "a line of system.jsonl is of ten samples (monitor.sample_every_s), the first ones of one",
-    "data.store.max_pause_s": "the pauses between retries grow to 10 s",
-    "data.store.retries": "a damaged chunk is fetched again twice",
-    "cluster.storage_path": "`aws s3 sync` copies a run, and VESUVIUS_RUNS may name a mounted bucket (docs/cluster.md)",
-    "monitor.prometheus_address": "monitor.prometheus_port takes HOST:PORT, such as 0.0.0.0:9400",
-    "data.augment.contrast": "a generative model draws what it is trained on, random grey values too",
-    "data.augment.brightness": "a generative model draws what it is trained on, random grey values too",
-    "monitor.webhook": "Prometheus alert rules (docs/prometheus) or W&B alerts (monitor.trackers) notify an operator",
-}
-"""Keys of earlier versions, by what takes their place."""
-
 TRAINED_WITH: dict[str, Any] = {
     "data.augment.brightness": 0.0,
     "data.augment.contrast": 0.0,
@@ -63,7 +26,7 @@ TRAINED_WITH: dict[str, Any] = {
     "model.scalars": [],
     "model.skips": "concat",
 }
-"""Those of them that a model depends on, with the value that this version trains with."""
+"""Keys of earlier versions that a model depends on, with the value that this version trains with."""
 
 # What a changed key means for a run that goes on, by the beginnings of keys.
 
@@ -170,8 +133,6 @@ def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
             return path, "required key is missing"
         case "missing":
             path = path[:-1]
-        case "extra_forbidden" if removed := REMOVED.get(dotted(path, index="[]")):
-            return path, f"was removed; {removed}; delete the key"
         case "extra_forbidden":
             return path, f"unknown key; got {show(value)}{_suggest(path)}"
         case "value_error":

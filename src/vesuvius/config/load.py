@@ -22,11 +22,11 @@ from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.config.describe import (
-    REMOVED,
     TRAINED_WITH,
     KeyPath,
     dotted,
     explain,
+    flatten,
     iter_keys,
     schema_at,
     show,
@@ -94,11 +94,13 @@ def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), sourc
     tree: dict[str, Any] = copy.deepcopy(dict(stored))
     if "schedule" in (diffusion := tree.get("diffusion") or {}):  # the key's name in earlier versions
         diffusion["noise"] = diffusion.pop("schedule")
-    for key in REMOVED:
+    known = {key for key, _ in iter_keys()}
+    for key, value in flatten(tree).items():
+        if key in known:
+            continue
         *sections, name = key.split(".")
-        section = functools.reduce(lambda within, step: within.get(step) or {}, sections, tree)
-        value = section.pop(name, TRAINED_WITH.get(key))
-        if key in TRAINED_WITH and value != TRAINED_WITH[key]:
+        del functools.reduce(lambda within, step: within[step], sections, tree)[name]
+        if value != TRAINED_WITH.get(key, value):
             raise ConfigError(
                 f"{source} was trained with {key}={show(value)}, which this version no longer has; use the version of "
                 "vesuvius that trained it"
