@@ -29,9 +29,6 @@ _OUTAGE_ERRNOS = {
     *(errno.EAGAIN, errno.ENFILE, errno.EMFILE),
 }
 
-BREAK_OFF = re.compile(r"IncompleteBody|kind: UnexpectedEof")
-"""A body that ends too early, in the words of obstore's errors."""
-
 # What a connection fails of where the server is there, in the words of obstore's errors, and in ours.
 _MEANINGS = (
     (r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)", "its TLS certificate is not valid: {}"),
@@ -39,7 +36,7 @@ _MEANINGS = (
     (r"Parse\(\s*(?:Header\(\s*)?(\w+)", "its answer is not HTTP: {}"),
     (r"RangeNotSupported", "status 200 for a range"),
     (r"IncompleteMessage", "the connection was closed without an answer"),
-    (BREAK_OFF.pattern, "the connection was closed before the end of the body"),
+    (r"IncompleteBody|kind: UnexpectedEof", "the connection was closed before the end of the body"),
 )
 
 
@@ -61,14 +58,6 @@ class RefusedError(DataError):
 
 class ProtocolError(Exception):
     """A server answers, and its answer breaks the protocol."""
-
-
-class BrokenOffError(ConnectionError):
-    """A connection ended before the body that its headers promise, when `after` bytes had come."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__(f"the body broke off after {after} bytes")
-        self.after = after
 
 
 class ClosedError(VesuviusError):

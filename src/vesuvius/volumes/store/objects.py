@@ -21,8 +21,6 @@ from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError, warn_once
 from vesuvius.runlog.redact import redact
 from vesuvius.volumes.errors import (
-    BREAK_OFF,
-    BrokenOffError,
     FetchError,
     ProtocolError,
     is_outage,
@@ -220,7 +218,6 @@ class RemoteStore:
         scheme = address.partition("://")[0]
         self.can_list = scheme not in _WEB
         self._name = shown_address(address)
-        self._broken: set[str] = set()  # keys of bodies that broke off at the last try
         self._has_suffixes = False if scheme == "az" else None  # ranges from the end; None before one was asked for
 
     def read(self, key: str, byte_range: ByteRange | None) -> Answer:
@@ -295,28 +292,10 @@ class RemoteStore:
             if status_of(error) == 405:  # obstore takes it for an absence
                 raise GenericError(str(error)) from None
             raise
-        data, (start, stop) = self._body(key, found), found.range
+        data, (start, stop) = bytes(found.bytes()), found.range
         if len(data) != stop - start:
             raise ProtocolError(f"{len(data)} bytes where Content-Range promises {stop - start}")
         return Answer(data, found.meta["size"], _stamp(found.meta), lasting=bool(found.meta["e_tag"]))
-
-    def _body(self, key: str, found: Any) -> bytes:
-        """Raises BrokenOffError for one that breaks off, if that of the last try did so too, else BaseError."""
-        data, in_parts = bytearray(), key in self._broken  # slower, and tells how much has come
-        try:
-            if not in_parts:
-                return bytes(found.bytes())
-            for part in found.stream(min_chunk_size=1):
-                data += part
-        except BaseError as error:
-            if not BREAK_OFF.search(str(error)):
-                raise
-            self._broken.add(key)
-            if in_parts:
-                raise BrokenOffError(len(data)) from error
-            raise
-        self._broken.discard(key)
-        return bytes(data)
 
 
 def _stamp(meta: Any) -> str | None:

@@ -1,8 +1,7 @@
 """Reads of a store are tried again for as long as an outage may last, and the log says since when and why.
 
 What the network, the server or the mount fails to give is an outage: a closed list.  An answer that breaks the protocol
-is asked for twice (one that always breaks off at the same byte for five seconds), what a store refuses or what is
-damaged once.
+is asked for twice, what a store refuses or what is damaged once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from obstore.exceptions import BaseError
 
 from vesuvius.config import StoreConfig
 from vesuvius.runlog.units import format_duration, format_time
-from vesuvius.volumes.errors import BrokenOffError, ClosedError, OutageError, ProtocolError, is_protocol_error, reason
+from vesuvius.volumes.errors import ClosedError, OutageError, ProtocolError, is_protocol_error, reason
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +28,6 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 # A store that has never answered is more likely a wrong address than an outage.
 _FIRST_ANSWER_S = 60.0
-# A body that breaks off at one byte for as long, at three tries or more, is no outage: it is all that the server has.
-_SAME_BREAK_S = 5.0
 _SAID_AFTER_S = 10.0
 _SAID_EVERY_S = 60.0
 
@@ -96,7 +93,6 @@ class Retrier:
             Exception: whatever else `read` raises.
         """
         pause_s, tries, answered, broke_protocol = _FIRST_PAUSE_S, 0, True, False
-        breaks: list[tuple[int, float]] = []  # bytes that came, and when, while these are as many at each try
         began: float | None = None
         try:
             while not self.closed.is_set():
@@ -106,10 +102,6 @@ class Retrier:
                     return read()
                 except (BaseError, OSError, ProtocolError) as error:
                     now = time.monotonic()
-                    if isinstance(error, BrokenOffError):
-                        breaks = [each for each in breaks if each[0] == error.after] + [(error.after, now)]
-                        if len(breaks) > 2 and now - breaks[0][1] >= _SAME_BREAK_S:
-                            raise ProtocolError(f"{error} at each of {len(breaks)} tries") from error
                     if is_protocol_error(error) and not broke_protocol:
                         broke_protocol = True
                     elif not self._may_pass(error):
