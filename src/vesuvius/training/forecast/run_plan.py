@@ -21,7 +21,7 @@ from vesuvius.errors import GpuMemoryError, one_line
 from vesuvius.loader.device import pinned_bytes
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
-from vesuvius.monitor.probes.vram import Vram, VramUse
+from vesuvius.monitor.probes.vram import Vram
 from vesuvius.runlog.units import GIB, size_text
 from vesuvius.stream.feeder import HELD
 from vesuvius.stream.options import (
@@ -37,7 +37,6 @@ from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import (
-    CONTEXT_BYTES,
     LARGEST_PLANNED_BATCH,
     MemoryPlan,
     largest_batch,
@@ -293,11 +292,10 @@ def gpu_memory_error(
 ) -> GpuMemoryError:
     """The error to end a run with: what failed, value and remedy in its first line, who held the memory below.
 
-    Takes seconds, because the memory plan is asked.  Raises nothing.  `saved_step` is of the checkpoint that holds all
-    finished steps, None where none could be saved.
+    Raises nothing.  `saved_step` is of the checkpoint that holds all finished steps, None where none could be saved.
     """
     use = (vram or Vram(device)).read(new_window=False)
-    what_to_do = remedy(config, device, use)
+    what_to_do = remedy(config)
     wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))  # the rest of torch's text is in the table
     first = (
         f"A step with train_batch_size {config.training.micro_batch} does not fit the GPU: out of memory "
@@ -316,32 +314,12 @@ def gpu_memory_error(
     return GpuMemoryError(f"{first}\nmemory: {held}\ncheckpoint: {saved}", what_to_do)
 
 
-def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
-    """The overrides with which to go on: the largest smaller micro-batch that divides a rank's patches, and fits by
-    the memory plan beside the other processes on the GPU; the next smaller one where that is not known.
-
-    Raises nothing.
-    """
-    training, why = config.training, ""
+def remedy(config: Config) -> str:
+    """The overrides with which to go on: the next smaller micro-batch that divides a rank's patches.  Pure."""
+    training = config.training
     patches = training.micro_batch * training.accumulate_steps  # of a rank
-    most = training.micro_batch - 1
-    try:
-        assert use is not None, "the GPU's memory cannot be read"
-        # The plan's reserve holds CUDA's own share of what is not torch's.
-        usable_bytes = use.total_bytes - max(use.foreign_bytes - CONTEXT_BYTES, 0)
-        amp = resolve_amp(training.amp, device)
-        need_bytes = plan_memory(config, amp=amp).vram_bytes
-        # A smaller batch accumulates: earlier gradients then live beside the activations.
-        accumulating = config.with_training(accumulate_steps=max(training.accumulate_steps, 2))
-        most = min(largest_batch(accumulating, usable_bytes, amp), most)
-    except Exception as problem:  # the error on its way out must not be hidden by that of its explanation
-        why = f"what would fit is unknown ({one_line(problem)}); "
-    else:
-        why = f"the memory plan needs {size_text(need_bytes)} of {size_text(usable_bytes)}: "
-        if need_bytes <= usable_bytes:
-            why += f"fragments, validation or another process took the rest; with {_EXPANDABLE} it may fit; "
-    batch = next((size for size in range(most, 0, -1) if patches % size == 0), None)
+    batch = next((size for size in range(training.micro_batch - 1, 0, -1) if patches % size == 0), None)
     if batch is None:
-        return why + leaner(config)
+        return leaner(config)
     overrides = f"training.train_batch_size={batch} training.accumulate_steps={patches // batch}"
-    return f"{why}continue with --resume {overrides}, which keeps the effective batch"
+    return f"continue with --resume {overrides}, which keeps the effective batch; {_EXPANDABLE} helps against fragments"
