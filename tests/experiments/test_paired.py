@@ -25,7 +25,7 @@ def compared(disturbance: Disturbance, gain: float, seed: int) -> Comparison:
     def policy(search: Search) -> Asks[None]:
         results.append((yield from search.in_turn((OTHER, "run"), (BASE, "run"), "confirm")))
 
-    run_to_end(Search(machine.space(), BiasedPlanner(machine), policy, ()), SimulatedRunner(machine, seed))
+    run_to_end(Search(machine.space(), BiasedPlanner(machine), policy), SimulatedRunner(machine, seed))
     (found,) = results
     assert found is not None
     truth = machine.rate(OTHER) / machine.rate(BASE) - 1

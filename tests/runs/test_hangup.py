@@ -114,7 +114,7 @@ def test_signals_that_come_together_when_a_session_ends_are_one_request(
 
 LATE = """
 import os, signal, sys
-from vesuvius.experiments.ledger import signals_to
+from vesuvius.experiments.folder import signals_to
 from vesuvius.training.stop import StopRequest
 for request in (StopRequest(None), signals_to(lambda: None)):
     with request:

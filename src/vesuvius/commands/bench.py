@@ -36,12 +36,10 @@ def main(argv: list[str]) -> int:
             rounds=args.rounds,
             seconds=args.seconds,
             limit_s=args.limit,
-            resume=args.resume,
             command=shlex.join(["vesuvius", "bench", *argv]),
         )
     )
-    if report is not None:
-        say(f"{report.text}\n\n{report.directory}/{PAGE}.html")
+    say(f"{report.text}\n\n{report.directory}/{PAGE}.html")
     return code
 
 
@@ -71,8 +69,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--limit", type=duration, default=1200.0, metavar="TIME", help="longest time of one measurement; 20m"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="measure what the newest bench of this run lacks, and what failed"
     )
     return parser

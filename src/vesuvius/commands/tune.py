@@ -29,7 +29,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     parser.add_argument(
-        "--budget", type=duration, metavar="TIME", help="time for all measurements together: 90s, 30m (default), 1h30m"
+        "--budget",
+        type=duration,
+        default=1800.0,
+        metavar="TIME",
+        help="time for all measurements together: 90s, 30m (default), 1h30m",
     )
     parser.add_argument(
         "--keep",
@@ -40,7 +44,6 @@ def main(argv: list[str]) -> int:
         help=f"leave these knobs as the config has them; any of {', '.join(KEEPABLE)}",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the limits and what may be tried; write nothing")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted tune from its ledger")
     args = parser.parse_intermixed_args(argv)
     written, config = read_config(args.config), take_config(args.config, args.overrides)
     from vesuvius.experiments.tune.session import TuneRequest, plan, tune  # imports torch
@@ -53,7 +56,6 @@ def main(argv: list[str]) -> int:
         command=shlex.join(["vesuvius", "tune", *argv]),
         keep=tuple(knob for knob in KEEPABLE if knob in args.keep),
         budget_s=args.budget,
-        resume=args.resume,
     )
     if args.dry_run:
         say("\n".join(plan(request)))

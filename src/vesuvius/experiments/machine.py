@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
 
 import torch
 
@@ -25,23 +24,12 @@ from vesuvius.training.step.setup import choose_device
 _PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover between Ray executions
 
 
-def describe_machine() -> dict[str, Any]:
-    """What must be the same where an experiment is continued; restarted containers have other host names."""
-    device = choose_device()
-    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return {
-        "cores": usable_cores(os.getpid()),
-        "ram_gib": round(sample_system(os.getpid()).machine.total_bytes / GIB, 2),
-        "gpu": gpu.name if gpu else None,
-        "gpu_gib": round(gpu.total_memory / GIB, 2) if gpu else None,
-    }
-
-
 def machine_words() -> str:
     """`box: 12 cores, 170 GiB of RAM, NVIDIA A100 (80 GiB)`."""
-    facts = describe_machine()
-    gpu = "no GPU" if facts["gpu"] is None else f"{facts['gpu']} ({facts['gpu_gib']:.0f} GiB)"
-    return f"{platform.node()}: {facts['cores']:g} cores, {facts['ram_gib']:.0f} GiB of RAM, {gpu}"
+    device, ram_bytes = choose_device(), sample_system(os.getpid()).machine.total_bytes
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    words = f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" if gpu else "no GPU"
+    return f"{platform.node()}: {usable_cores(os.getpid()):g} cores, {ram_bytes / GIB:.0f} GiB of RAM, {words}"
 
 
 def facts_of_this_place() -> dict[str, str]:

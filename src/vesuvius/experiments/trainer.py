@@ -92,7 +92,7 @@ class Trainer:
         try:
             while True:
                 if stopping():
-                    raise TrialInterrupted("interrupted while it measured; continue with --resume")
+                    raise TrialInterrupted("interrupted while it measured")
                 has_ended = self.wait(_POLL_S)  # first: what it wrote before its end is read then
                 if any(take(record) for record in self._new_records()):
                     return "ok", ""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import closing
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError
 from vesuvius.experiments.bench.results import (
     BANDS,
     Cell,
@@ -26,7 +24,6 @@ from vesuvius.experiments.bench.results import (
     verdict,
 )
 from vesuvius.experiments.bench.session import measure_rounds
-from vesuvius.experiments.ledger import Ledger
 from vesuvius.experiments.trainer import TrialInterrupted
 
 Measure = Callable[[int, int], Measurement]
@@ -88,16 +85,11 @@ class Machine:
         return Measurement(cell, round, "ok", samples_s=10 * math.exp(log_rate), start_s=1.0)
 
 
-class InMemory(Ledger[Measurement]):
-    def _write(self, kind: str, **figures: object) -> None:
-        """Thousands of them, each flushed to the disk."""
-
-
 def results(seed: int, gains: list[float], drift: float) -> list[Result]:
     """Of six rounds."""
-    machine, ledger = Machine(seed, gains, drift, 6 * len(gains)), InMemory(Path(), "bench", {})
-    measure_rounds(ledger, len(gains), 6, machine.measure)
-    return results_of(CELLS[: len(gains)], ledger.results)
+    machine, done = Machine(seed, gains, drift, 6 * len(gains)), list[Measurement]()
+    measure_rounds(done, len(gains), 6, machine.measure)
+    return results_of(CELLS[: len(gains)], done)
 
 
 @pytest.mark.parametrize("faster", [1 / 1.1, 1.1, 1.3])
@@ -115,60 +107,21 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(drift: float) -> No
     assert covered >= 0.975 - 0.033  # of two cells; three standard errors of 200 benches
 
 
-def test_every_other_round_is_reversed_and_a_resumed_bench_measures_what_is_missing(tmp_path: Path) -> None:
-    path, order = tmp_path / "ledger.jsonl", list[tuple[int, int]]()
-
-    def bench(end_at: tuple[int, int] | None, how: BaseException, resume: bool) -> Ledger[Measurement]:
-        def measure(cell: int, round: int) -> Measurement:
-            if (cell, round) == end_at:
-                raise how
-            order.append((cell, round))
-            return Measurement(cell, round, "ok", samples_s=10.0 + cell)
-
-        ledger: Ledger[Measurement]
-        ledger = Ledger.read(path, "bench", Measurement) if resume else Ledger(path, "bench", {})
-        with closing(ledger):
-            if not resume:
-                ledger.begin()
-            measure_rounds(ledger, 3, 3, measure)
-        return ledger
-
-    for end_at, how, resume in (((1, 0), TrialInterrupted("Ctrl-C"), False), ((1, 1), StorageError("full"), True)):
-        with pytest.raises(type(how)):
-            bench(end_at, how, resume)
-    ledger = bench(None, StorageError(""), True)
-    assert order == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1), (0, 2), (1, 2), (2, 2)]
-    assert [each.session for each in ledger.results] == [1, 2, 2, 2, 3, 3, 3, 3, 3]
-
-
-def test_rates_from_before_and_after_an_interruption_are_no_pair() -> None:
-    """The machine may have become twice as fast in between."""
-    found = [
-        Measurement(cell, round, "ok", session=session, samples_s=rate)
-        for cell, round, session, rate in [(0, 0, 1, 10.0), (1, 0, 1, 11.0), (1, 1, 1, 11.0), (0, 1, 2, 20.0)]
-    ]
-    speed = results_of(CELLS[:2], found)[1].speed
-    assert speed is not None
-    assert (speed.gain, speed.pairs, speed.ends) == (pytest.approx(0.1), 1, ())
-
-
-def test_what_failed_is_measured_again_in_a_later_session(tmp_path: Path) -> None:
-    """A limit may have been too short, or another program have taken the memory."""
-    path, seen, ends = tmp_path / "ledger.jsonl", list[tuple[int, int]](), []
+def test_every_other_round_is_reversed_and_what_failed_is_left_out_of_later_ones() -> None:
+    done = list[Measurement]()
 
     def measure(cell: int, round: int) -> Measurement:
-        seen.append((cell, round))
-        is_late = cell == 1 and len(seen) < 4
-        return Measurement(cell, round, "timeout" if is_late else "ok", samples_s=0.0 if is_late else 10.0)
+        if (cell, round) == (2, 2):
+            raise TrialInterrupted("Ctrl-C")
+        return Measurement(cell, round, "timeout" if (cell, round) == (1, 1) else "ok", samples_s=10.0 + cell)
 
-    with closing(Ledger[Measurement](path, "bench", {})) as ledger:
-        ledger.begin()
-    for _ in range(3):
-        with closing(Ledger.read(path, "bench", Measurement)) as ledger:
-            measure_rounds(ledger, 2, 2, measure)
-            ends.append((len(seen), results_of(CELLS[:2], ledger.results)[1].cause))
-    assert ends == [(3, "timeout: "), (5, ""), (5, "")]
-    assert sorted(seen) == [(0, 0), (0, 1), (1, 0), (1, 0), (1, 1)]
+    with pytest.raises(TrialInterrupted):
+        measure_rounds(done, 3, 3, measure)
+    assert [(m.cell, m.round) for m in done] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1), (0, 2)]
+    base, failed, other = results_of(CELLS[:3], done)
+    assert (len(base.rates), len(failed.rates), failed.cause) == (3, 1, "timeout: ")
+    assert other.speed is not None
+    assert other.speed.pairs == 2, "rounds that have both"
 
 
 RANKED = [Cell(f"training.ranks={n}", (f"training.ranks={n}",)) for n in (1, 2, 4)]

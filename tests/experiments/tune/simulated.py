@@ -309,7 +309,7 @@ def tune(
 ) -> Search:
     """A whole tune, to its end."""
     return run_to_end(
-        Search(space or machine.space(), BiasedPlanner(machine), policy, ()), lab or SimulatedRunner(machine, seed)
+        Search(space or machine.space(), BiasedPlanner(machine), policy), lab or SimulatedRunner(machine, seed)
     )
 
 

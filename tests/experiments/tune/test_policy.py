@@ -25,7 +25,7 @@ from tests.experiments.tune.simulated import (
     tuned,
 )
 from vesuvius.experiments import Ended
-from vesuvius.experiments.tune.measurement import Block, BlockKind, Evidence, Knob, Setting
+from vesuvius.experiments.tune.measurement import Block, BlockKind, Knob, Setting
 from vesuvius.experiments.tune.policy import conclude, policy
 from vesuvius.experiments.tune.search import SHOWN, Search
 
@@ -60,7 +60,9 @@ def test_a_tune_stays_within_memory_and_budget_repeats_itself_and_shows_what_it_
         assert setting.global_batch == machine.source.global_batch
     assert sum(block.seconds for block in search.blocks) <= 1800.0
     assert {block.ended for block in search.blocks} <= ({"ok", "killed"} if machine is DIES else {"ok"})
-    again = Search(machine.space(budget_s=1800.0), BiasedPlanner(machine), policy, search.blocks)
+    again = Search(machine.space(budget_s=1800.0), BiasedPlanner(machine), policy)
+    for block in search.blocks:
+        again.tell(block)
     assert again.cell is None, "the same blocks give the same questions"
     assert (again.asked, conclude(again)) == (search.asked, found)
     assert set(found.reasons) == set(found.best.changes(machine.source))
@@ -152,14 +154,6 @@ def test_a_gain_of_one_block_is_recommended_as_likely_and_not_written() -> None:
         assert found.gain is not None
         assert found.gain.pairs >= SHOWN
         assert found.written == found.best
-
-
-def test_readers_that_the_runs_own_verdict_asks_for_are_tried_first() -> None:
-    machine = BY_NAME["data-bound on latency"]
-    evidence = Evidence(40, "data-bound (store latency): ...", 1.0, workers=6, requests=32)
-    search = tune(machine, 0, replace(machine.space(), evidence=evidence))
-    assert search.asked[2].setting == replace(machine.source, workers=6, requests=32)
-    assert "the run's own verdict" in search.asked[2].why
 
 
 @pytest.mark.parametrize("machine", BUSY, ids=lambda machine: machine.name)

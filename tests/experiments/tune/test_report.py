@@ -41,7 +41,7 @@ def test_the_options_stand_in_order_and_their_figures_agree(name: str) -> None:
 
 def test_what_is_not_sure_is_not_said_as_if_it_were() -> None:
     search, found = tuned("data-bound on cores")
-    space, source = search.space, search.space.source
+    source = search.base
     for change, said in (
         ({"certainty": "unchanged", "best": source}, "nothing to change: "),
         ({"certainty": "unchanged", "complete": False, "reason": "spent"}, "no gain found yet: spent"),
@@ -53,7 +53,7 @@ def test_what_is_not_sure_is_not_said_as_if_it_were() -> None:
         ),
         ({"gain": Comparison(1.0, None, None, 2)}, "B: 2.00 times the samples/s (2 pairs of blocks in turn: no int"),
     ):
-        assert headline(replace(found, **change), space).startswith(said)  # type: ignore[arg-type]
+        assert headline(replace(found, **change)).startswith(said)  # type: ignore[arg-type]
     said = summary(replace(found, written=source), search)["In the tuned config"]
     assert said.startswith("nothing: B was not measured in at least 2 pairs")
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.monitor.test_verdict import GPU, hungry, window
 from vesuvius.config import Config
-from vesuvius.config.load import dump_config, read_config
+from vesuvius.config.load import read_config
 from vesuvius.experiments.machine import with_micro_batch
-from vesuvius.experiments.tune.measurement import Evidence, SearchSpace, Setting, in_words
-from vesuvius.experiments.tune.survey import planner_of, read_evidence, survey
+from vesuvius.experiments.tune.measurement import SearchSpace, Setting, in_words
+from vesuvius.experiments.tune.survey import planner_of, survey
 from vesuvius.monitor.probes.cores import usable_cores
-from vesuvius.monitor.verdict import judge
-from vesuvius.runlog.records import JsonLines, from_plain
-from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.forecast import run_plan
 from vesuvius.training.forecast.run_plan import RamPart
@@ -46,8 +41,6 @@ def test_the_space_of_a_local_volume_has_a_reader_a_core(tiny_config: WriteConfi
     assert space.most_workers == max(int(usable_cores(os.getpid())), 1)
     assert space.most_requests == space.source.requests, "on a disk"
     assert not space.on_gpu
-    space = replace(space, kept=("workers",), evidence=Evidence(9, "data-bound", 1.0, 4))
-    assert from_plain(SearchSpace, json.loads(json.dumps(asdict(space)))) == space
 
 
 def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:
@@ -82,27 +75,6 @@ def test_the_planner_knows_readers_batches_and_that_a_long_run_takes_more(tiny_c
     assert planner(source).later_bytes == 0, "nobody hands over where the trainer reads"
     assert 0 < planner(two).later_bytes < planner(four).later_bytes
     assert planner(source).vram_bytes is None
-
-
-def test_the_last_verdict_of_the_run_is_the_first_evidence_if_its_setting_is_the_same(
-    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VESUVIUS_RUNS", str(tmp_path / "runs"))
-    path = tiny_config()
-    config = read_config(path)
-    assert read_evidence(config) is None
-    run = run_dir(config)
-    run.path.mkdir(parents=True)
-    (run.path / "config.resolved.yaml").write_text(dump_config(config))
-    verdict = judge(hungry(), GPU)
-    metrics = JsonLines(run.metrics)
-    metrics.write("verdict", step=9, **judge(window(), GPU).record())
-    metrics.write("verdict", step=40, **verdict.record())
-    metrics.close()
-    found = read_evidence(config)
-    assert found is not None
-    assert (found.step, found.text, found.workers, found.requests) == (40, verdict.text, 4, None)
-    assert read_evidence(read_config(path, ["training.workers=3"])) is None
 
 
 def test_a_setting_goes_into_a_config_and_comes_back(tiny_config: WriteConfig) -> None:

@@ -1,3 +1,3 @@
-"""`vesuvius bench`: settings side by side.  In: a config and the axes to vary.  Out: a ledger and a page.
+"""`vesuvius bench`: settings side by side.  In: a config and the axes to vary.  Out: a page and its figures.
 
 results.py lists what is measured, compares and makes the page (pure); session.py measures."""

@@ -46,7 +46,6 @@ class Measurement:
     ended: Ended = "ok"
     cause: str = ""  # one line; '' where it ended ok
     run: str = ""  # name of its run directory below `cells/`; '' = none
-    session: int = 1  # of the bench: rates of different sessions are not compared within a round
     seconds: float = 0.0
     samples_s: float = 0.0  # in the steady state; 0 unless ok
     # seconds from the start of the process to the steady state, less what the steps until then take in it
@@ -63,7 +62,7 @@ class Result:
     cause: str  # why it failed; '' = it did not.  What was measured before that is kept.
     rates: Mapping[int, float]  # samples/s of each round
     samples_s: float | None  # their median
-    # over the baseline, from the rounds of one session that have both; None of the baseline
+    # over the baseline, from the rounds that have both; None of the baseline
     speed: Comparison | None = None
     start_s: float | None = None  # seconds before the steady state, beyond the steps' usual time
     # ranks, efficiency: of a bench of ranks; the efficiency is the speed per rank over that of the baseline
@@ -117,16 +116,15 @@ def _label(chosen: dict[str, str], base: dict[str, str]) -> str:
 
 def results_of(cells: Sequence[Cell], measurements: Sequence[Measurement]) -> list[Result]:
     """The results in the order of the cells; the first cell is the baseline."""
-    last = {(m.cell, m.round): m for m in measurements}.values()  # what failed may have been measured again
-    by_cell = [[m for m in last if m.cell == number] for number in range(len(cells))]
+    by_cell = [[m for m in measurements if m.cell == number] for number in range(len(cells))]
     base = [m for m in by_cell[0] if m.ended == "ok"]
     return [_result(cell, found, base, cells) for cell, found in zip(cells, by_cell, strict=True)]
 
 
 def _result(cell: Cell, found: Sequence[Measurement], base: Sequence[Measurement], cells: Sequence[Cell]) -> Result:
     fine = [m for m in found if m.ended == "ok"]
-    others = {(m.round, m.session): m.samples_s for m in base}  # before and after an interruption is no pair
-    pairs = [(m.samples_s, others[m.round, m.session]) for m in fine if (m.round, m.session) in others]
+    others = {m.round: m.samples_s for m in base}
+    pairs = [(m.samples_s, others[m.round]) for m in fine if m.round in others]
     speed = compare_one_of(pairs, len(cells) - 1) if pairs and cell != cells[0] else None
     figures = {
         name: value

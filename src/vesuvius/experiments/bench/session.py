@@ -7,11 +7,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -20,19 +18,12 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, VesuviusError, one_line
 from vesuvius.experiments.bench.results import Cell, Measurement, build_page, results_of
-from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
-from vesuvius.experiments.machine import (
-    describe_machine,
-    facts_of_this_place,
-    planned_bytes,
-    ram_left,
-    vram_left,
-    with_micro_batch,
-)
+from vesuvius.experiments.folder import locked, signals_to, write_figures
+from vesuvius.experiments.machine import facts_of_this_place, planned_bytes, ram_left, vram_left, with_micro_batch
 from vesuvius.experiments.steady import SteadyState, Warmup
 from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
 from vesuvius.report.page import RunReport, made_by, new_folder, write_page
-from vesuvius.runlog.records import Record, finite
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration, number, size_text
 from vesuvius.stream.options import StreamOptions
@@ -43,7 +34,6 @@ from vesuvius.training.stop import StoppedError, unless_stopped
 log = logging.getLogger(__name__)
 
 PAGE = "bench"
-_LEDGER = "ledger.jsonl"
 _prepared = cache(prepare_data)
 
 
@@ -57,21 +47,20 @@ class BenchRequest:
     rounds: int  # how often each cell is measured
     seconds: float  # of the steady state, in each measurement
     limit_s: float  # the longest that a measurement may take
-    resume: bool = False  # continue the newest bench of this run, and measure again what failed in it
     command: str = "vesuvius bench"  # as typed
     # variables that set keys, which a cell's trainer must not find in its own environment
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def bench(request: BenchRequest) -> tuple[int, RunReport | None]:
-    """Measure what is missing and write the report.
+def bench(request: BenchRequest) -> tuple[int, RunReport]:
+    """Measure all cells and write the report; after a signal, of what was measured until then.
 
     Returns:
         The exit code and the report: EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED
-        after a signal, without a report.
+        after a signal.
 
     Raises:
-        ConfigError: a cell's config is wrong, another bench of this run is active, or there is none to continue.
+        ConfigError: a cell's config is wrong, or another bench of this run is active.
         StorageError: the folder cannot be written.
     """
 
@@ -81,28 +70,18 @@ def bench(request: BenchRequest) -> tuple[int, RunReport | None]:
     config, configs = config_with(()), [with_micro_batch(config_with(cell.overrides)) for cell in request.cells]
     parent = run_dir(config).path / BENCHES
     with locked(parent, "bench") as lock_fd:
-        asked = _asked(request, config)
-        ledger: Ledger[Measurement]
-        if request.resume:
-            newest = max(parent.glob(f"*/{_LEDGER}"), default=parent / _LEDGER)
-            ledger = Ledger.read(newest, "bench", Measurement)
-            ledger.check_same(asked)
-            folder = newest.parent
-        else:
-            folder = new_folder(parent)
-            ledger = Ledger(folder / _LEDGER, "bench", asked)
-            ledger.begin()
+        folder, done = new_folder(parent), list[Measurement]()
         log.info("%d cells, %d rounds; %s", len(configs), request.rounds, folder)
         if max(map(_ranks_of, configs)) > 1 and choose_device().type == "cpu":  # as many threads for each rank
             os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // max(map(_ranks_of, configs)), 1)))
-        with closing(ledger), signals_to(lambda: None) as came:
+        with signals_to(lambda: None) as came:
 
             def measure(cell: int, round: int) -> Measurement:
                 stopping, where = (
                     lambda: bool(came),
                     f"round {round + 1} of {request.rounds}: {request.cells[cell].label}",
                 )
-                done = measure_cell(
+                found = measure_cell(
                     folder / "cells",
                     configs[cell],
                     request.seconds,
@@ -110,38 +89,39 @@ def bench(request: BenchRequest) -> tuple[int, RunReport | None]:
                     lock_fd=lock_fd,
                     stopping=stopping,
                 )
-                if done.ended == "ok":
-                    log.info("%s: %s samples/s, %s", where, number(done.samples_s), format_duration(done.seconds))
+                if found.ended == "ok":
+                    log.info("%s: %s samples/s, %s", where, number(found.samples_s), format_duration(found.seconds))
                 else:
-                    log.warning("%s: %s: %s", where, done.ended, done.cause)
-                return replace(done, cell=cell, round=round)
+                    log.warning("%s: %s: %s", where, found.ended, found.cause)
+                return replace(found, cell=cell, round=round)
 
             try:
-                measure_rounds(ledger, len(configs), request.rounds, measure)
+                measure_rounds(done, len(configs), request.rounds, measure)
             except TrialInterrupted as interrupted:
                 log.error("%s", interrupted)
-                return (EXIT_INTERRUPTED if came[0] == signal.SIGINT else EXIT_STOPPED), None
-        return _write(request, config, folder, ledger.results)
+        code, report = _write(request, config, folder, done)
+        if came:
+            code = EXIT_INTERRUPTED if came[0] == signal.SIGINT else EXIT_STOPPED
+        return code, report
 
 
 def measure_rounds(
-    ledger: Ledger[Measurement], cells: int, rounds: int, measure: Callable[[int, int], Measurement]
+    done: list[Measurement], cells: int, rounds: int, measure: Callable[[int, int], Measurement]
 ) -> None:
-    """Measure what is missing: every cell once a round, each round in the reverse order of the one before.
+    """Measure every cell once a round, each round in the reverse order of the one before, and add to what is `done`.
 
-    A cell that failed is left out of the later rounds of a session; failures of earlier sessions do not count.
+    A cell that failed is left out of the later rounds.
 
     Args:
         measure: takes a cell and a round.
 
     Raises:
-        TrialInterrupted, StorageError, OSError: as `measure`; the ledger can be continued.
+        TrialInterrupted, StorageError, OSError: as `measure`.
     """
     for round in range(rounds):
         for cell in list(range(cells))[:: -1 if round % 2 else 1]:
-            there = [m for m in ledger.results if m.cell == cell and (m.ended == "ok" or m.session == ledger.session)]
-            if not any(m.round == round or m.ended != "ok" for m in there):
-                ledger.add(replace(measure(cell, round), session=ledger.session))
+            if not any(m.cell == cell and m.ended != "ok" for m in done):
+                done.append(measure(cell, round))
 
 
 def measure_cell(
@@ -175,7 +155,7 @@ def measure_cell(
         # Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit.
         run = run.with_training(max_hours=limit_s / 3600)
     except StoppedError:
-        raise TrialInterrupted("interrupted while it opened the volumes; continue with --resume") from None
+        raise TrialInterrupted("interrupted while it opened the volumes") from None
     except (VesuviusError, ValidationError) as error:
         return Measurement(ended="failed", cause=one_line(error, 400))
     training, plan = config.training, data.plan
@@ -211,17 +191,6 @@ def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
 def _ranks_of(config: Config) -> int:
     ranks = config.training.ranks
     return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
-
-
-def _asked(request: BenchRequest, config: Config) -> dict[str, Any]:
-    """What a resumed bench must have in common with this one, as JSON has it; there may be more rounds."""
-    asked = {
-        "config": config.model_dump(mode="json"),
-        "cells": [asdict(cell) for cell in request.cells],
-        "machine": describe_machine(),
-        "seconds": request.seconds,
-    }
-    return dict(finite(asked))
 
 
 def _write(

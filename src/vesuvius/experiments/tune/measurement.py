@@ -89,18 +89,6 @@ def in_words(setting: Setting, before: Setting) -> str:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the run itself has recorded with the setting of the config: its last verdict."""
-
-    step: int  # the verdict is of
-    text: str
-    samples_s: float
-    # workers, requests: that the verdict asks for; None = as they are
-    workers: int | None = None
-    requests: int | None = None
-
-
-@dataclass(frozen=True)
 class SearchSpace:
     """Caps of the knobs and limits of the machine; with the blocks, the whole input of the policy."""
 
@@ -116,7 +104,6 @@ class SearchSpace:
     vram_limit_bytes: int | None  # the same for the GPU; None on a CPU
     kept: tuple[Knob, ...] = ()  # knobs that keep the value of the source
     others: str = ""  # what other programs use of the machine, in words
-    evidence: Evidence | None = None  # None = the run has none with this setting
 
     @property
     def on_gpu(self) -> bool:

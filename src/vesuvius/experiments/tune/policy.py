@@ -111,11 +111,10 @@ def policy(search: Search) -> Asks[None]:
 
 def _feed(search: Search) -> Asks[None]:
     """Raise readers and requests until they can deliver more than the trainer takes, or to a knee or a cap."""
-    more_requests, hint = True, _hint(search)
+    more_requests = True
     # Without readers, reading and computing take turns: there is no more to gain than the rest to 1.
     while (supply := search.supply()) < (_ENOUGH if search.best.workers else 1 - SMALLEST_GAIN):
-        setting, words = (hint, "as the run's own verdict says") if hint else _more(search, supply, more_requests)
-        hint = None
+        setting, words = _more(search, supply, more_requests)
         if setting is None:
             return search.note("readers", words)
         best, is_requests = search.best, setting.requests != search.best.requests
@@ -138,17 +137,6 @@ def _feed(search: Search) -> Asks[None]:
                 continue  # what died bars all that is no smaller
             return search.note("readers", f"no gain from {changes}: {found.text if found else search.why_failed}")
     search.note("readers", f"readers suffice: {search.words()}")
-
-
-def _hint(search: Search) -> Setting | None:
-    """The readers that the run's own verdict asks for; None where it names none, or they may not be tried."""
-    evidence, best = search.space.evidence, search.best
-    if evidence is None or best != search.base:
-        return None
-    workers, requests = evidence.workers or best.workers, evidence.requests or best.requests
-    wanted = replace(best, workers=min(workers, search.space.most_workers), requests=requests)
-    is_more = wanted.workers >= best.workers and requests >= best.requests and wanted != best
-    return wanted if is_more and search.memory.obstacle(wanted) is None else None
 
 
 def _more(search: Search, supply: float, more_requests: bool) -> tuple[Setting | None, str]:

@@ -103,11 +103,10 @@ def build_options(found: Recommendation, search: Search, steps: int) -> list[Opt
     return [option(name, *each) for name, each in chosen.items()]
 
 
-def headline(found: Recommendation, space: SearchSpace) -> str:
+def headline(found: Recommendation) -> str:
     """What came of it, in one line."""
     if found.certainty == "none":
-        said = f"; the run itself: {space.evidence.text}" if space.evidence else ""
-        return f"no recommendation: {found.reason}{said}"
+        return f"no recommendation: {found.reason}"
     if found.certainty == "unchanged":
         return f"{'nothing to change' if found.complete else 'no gain found yet'}: {found.reason}"
     gain, sure = found.gain, "B, likely, not sure" if found.certainty == "likely" else "B"
@@ -123,15 +122,13 @@ def headline(found: Recommendation, space: SearchSpace) -> str:
 
 def summary(found: Recommendation, search: Search) -> dict[str, str]:
     """What held the baseline up, what to change, what that gives, and why it ended."""
-    rates, source, evidence = search.rates, search.base, search.space.evidence
+    rates, source = search.rates, search.base
     base = rates.of("run", source)
     alone = next((words for stage, words in search.notes if stage == "baseline"), "not measured")
     lines = {
         "Bottleneck": (base[-1].text if base else "") or alone,
         "What to change": in_words(found.best, source),
     }
-    if evidence is not None:
-        lines["The run itself"] = f"{number(evidence.samples_s)} samples/s at step {evidence.step}: {evidence.text}"
     if found.written != found.best:
         lines["In the tuned config"] = f"nothing: B was not measured in at least {SHOWN} pairs with the config as it is"
     return lines | {"Why it ended": found.reason}
@@ -172,7 +169,6 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
         lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
     return [
         f"machine  {machine}{f'; {space.others}' if space.others else ''}",
-        *([f"the run  {space.evidence.text}"] if space.evidence else []),
         f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, {space.most_workers} workers, "
         f"{f'{space.most_requests} requests, ' if requests else ''}"
         f"prefetch_factor {space.most_prefetch}, train_batch_size {space.most_batch}",
@@ -221,7 +217,7 @@ def build_page(
         name=f"{name}: tune",
         directory=directory,
         facts={**summary(found, search), **facts},
-        verdict=headline(found, search.space),
+        verdict=headline(found),
         tables=filled(*tables),
         config_text=config_text,
     )

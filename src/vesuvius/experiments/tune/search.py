@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -59,7 +59,6 @@ class Search:
     Args:
         policy: a generator that yields a `Cell` and is sent its `Block`.
         planner: of the memory of a setting.
-        earlier: blocks of earlier sessions, each of which is used where the policy asks for its like.
 
     Attributes:
         cell: to be measured next; None = nothing more.
@@ -73,9 +72,7 @@ class Search:
         why_failed: of the last block that could not be measured.
     """
 
-    def __init__(
-        self, space: SearchSpace, planner: Planner, policy: Callable[[Search], Asks[None]], earlier: Sequence[Block]
-    ) -> None:
+    def __init__(self, space: SearchSpace, planner: Planner, policy: Callable[[Search], Asks[None]]) -> None:
         self.space = space
         self.asked: list[Cell] = []
         self.blocks: list[Block] = []
@@ -86,7 +83,6 @@ class Search:
         self.notes: list[tuple[Stage, str]] = []
         self.with_base: list[tuple[float, float]] = []
         self.cut_short = self.why_failed = ""
-        self._earlier = list(earlier)
         self._besides_s: dict[tuple[bool, bool], float] = {}  # the longest that a block has taken besides measuring
         self._script = policy(self)
         self.cell: Cell | None = next(self._script, None)
@@ -125,11 +121,7 @@ class Search:
         share = 2 if not self.blocks else 3 if self.space.compiles(setting) else 6
         limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
         cell = Cell(setting, kind, stage, why, seconds, limit_s)
-        block = next((b for b in self._earlier if (b.setting, b.kind) == (setting, kind)), None)
-        if block is None:
-            block = yield cell
-        else:
-            self._earlier.remove(block)
+        block = yield cell
         need = self._need(setting, kind)
         self.blocks.append(block)
         self.asked.append(cell)

@@ -1,4 +1,4 @@
-"""A tune from the first block to the report: the policy asks, the living trainer measures, the ledger stores.
+"""A tune from the first block to the report: the policy asks, the living trainer measures.
 
 The trainer is a process of `vesuvius train` that takes commands (`worker.py`) and writes its results into its run
 directory.  One that dies does not end the tune: what is left of it is killed, and the cause goes into the `Block`.
@@ -15,15 +15,14 @@ import time
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, one_line, storage_errors
-from vesuvius.experiments.ledger import Ledger, locked, signals_to, write_figures
-from vesuvius.experiments.machine import describe_machine, facts_of_this_place, machine_words, with_micro_batch
+from vesuvius.experiments.folder import locked, signals_to, write_figures
+from vesuvius.experiments.machine import facts_of_this_place, machine_words, with_micro_batch
 from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
 from vesuvius.experiments.tune.measurement import (
     READER_KNOBS,
@@ -55,16 +54,13 @@ from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.report.page import made_by, write_page
 from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.logfile import open_log
-from vesuvius.runlog.records import Record, from_plain
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import TUNE, run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.ranks.part import one_rank
 
 log = logging.getLogger(__name__)
-
-_BUDGET_S = 1800.0
-_LEDGER = "ledger.jsonl"
 
 
 class TrialRunner:
@@ -152,9 +148,8 @@ class TuneRequest:
     source: Path  # the YAML file
     overrides: tuple[str, ...] = ()  # from the command line
     command: str = "vesuvius tune"  # as typed
-    keep: tuple[Knob, ...] = ()  # knobs that nothing changes; empty = from the ledger, or none
-    budget_s: float | None = None  # None = from the ledger, or the default
-    resume: bool = False  # continue with the existing ledger
+    keep: tuple[Knob, ...] = ()  # knobs that nothing changes
+    budget_s: float = 1800.0  # for all measurements together
 
 
 def tune(request: TuneRequest) -> int:
@@ -164,24 +159,21 @@ def tune(request: TuneRequest) -> int:
         EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED after a signal.
 
     Raises:
-        ConfigError: another tune of this run is active, the ledger belongs to another tune, or the tuned config could
-            not be written.
+        ConfigError: another tune of this run is active, or the tuned config could not be written.
         DataError: a volume cannot be used.
         StorageError: the run directory cannot be written.
     """
-    ledger, space, planner = _open(request)
+    space, planner = _open(request)
     directory = run_dir(request.config).path / TUNE
     with locked(directory, "tune") as lock_fd:
         open_log(directory / "tune.log")
-        if not request.resume:
-            ledger.begin()
         trials = TrialRunner(one_rank(request.config), directory / "trials", lock_fd=lock_fd)
-        with closing(ledger), closing(trials) as runner, signals_to(runner.stop) as came:
+        with closing(trials) as runner, signals_to(runner.stop) as came:
             log.info("tuning %s on %s", request.source, machine_words())
             _warn_of_neighbours(request.config, space)
-            search, why = Search(space, planner, policy, ledger.results), ""
+            search, why = Search(space, planner, policy), ""
             try:
-                _measure(search, runner, ledger, came)
+                _measure(search, runner, came)
             except TrialInterrupted as interrupted:
                 why = str(interrupted)
                 log.error("%s", why)
@@ -192,15 +184,14 @@ def tune(request: TuneRequest) -> int:
         return EXIT_ERROR if found.certainty == "none" else EXIT_OK
 
 
-def _measure(search: Search, runner: TrialRunner, ledger: Ledger[Block], came: list[signal.Signals]) -> None:
+def _measure(search: Search, runner: TrialRunner, came: list[signal.Signals]) -> None:
     """Raises TrialInterrupted after a signal."""
     while (cell := search.cell) is not None:
         if came:
-            raise TrialInterrupted("interrupted between two blocks; continue with --resume")
+            raise TrialInterrupted("interrupted between two blocks")
         number, seconds = len(search.blocks), format_duration(cell.expected_s)
         log.info("Block %d %s, %s: %s; about %s", number, cell.stage, KINDS[cell.kind], cell.why, seconds)
         block = runner.measure(cell.setting, cell.kind, search.space.block_s, cell.limit_s)
-        ledger.add(block)
         log.log(logging.INFO if block.ended == "ok" else logging.WARNING, "%s", block_line(number, block))
         search.tell(block)
 
@@ -210,25 +201,17 @@ def plan(request: TuneRequest) -> list[str]:
 
     Raises ConfigError, DataError: as `tune`; also if the config does not fit into memory.
     """
-    _, space, planner = _open(request)
+    space, planner = _open(request)
     return plan_lines(space, planner, machine_words())
 
 
-def _open(request: TuneRequest) -> tuple[Ledger[Block], SearchSpace, Planner]:
-    """The ledger, new or continued, what may be tried, and the planner of its memory.  Writes nothing."""
+def _open(request: TuneRequest) -> tuple[SearchSpace, Planner]:
+    """What may be tried, and the planner of its memory.  Writes nothing."""
     check_tunable(request.source)
-    config, path = request.config, run_dir(request.config).path / TUNE / _LEDGER
+    config = request.config
     data = prepare_data(config.seed, config.data)
-    asked: dict[str, Any] = {"config": config.model_dump(mode="json"), "machine": describe_machine()}
-    if request.resume:
-        ledger: Ledger[Block] = Ledger.read(path, "tune", Block)
-        ledger.check_same(asked | ({"--keep": list(request.keep)} if request.keep else {}))
-        space = from_plain(SearchSpace, ledger.asked["space"])
-        space = replace(space, budget_s=request.budget_s or space.budget_s)
-    else:
-        space = survey(with_micro_batch(config), data, budget_s=request.budget_s or _BUDGET_S, keep=request.keep)
-        ledger = Ledger(path, "tune", asked | {"--keep": list(request.keep), "space": asdict(space)})
-    return ledger, space, planner_of(one_rank(config), data)
+    space = survey(with_micro_batch(config), data, budget_s=request.budget_s, keep=request.keep)
+    return space, planner_of(one_rank(config), data)
 
 
 def _finish(request: TuneRequest, search: Search, found: Recommendation, directory: Path) -> None:
@@ -245,7 +228,7 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
         "other programs": space.others or "used less than a tenth of the cores when the tune began",
         **facts_of_this_place(),
     }
-    made, head = made_by(request.command), headline(found, space)
+    made, head = made_by(request.command), headline(found)
     page = build_page(config.name, str(directory), found, search, options, facts, dump_config(request.written))
     write_page(directory, "report", [page], made)
     figures = {
@@ -281,16 +264,14 @@ def _next_commands(request: TuneRequest, space: SearchSpace, found: Recommendati
     again = ["vesuvius", "tune", "--config", str(request.source), *request.overrides, "--budget", budget]
     if found.certainty == "none":
         return [shlex.join(again)]
-    return [f"{shlex.join([*again, '--resume'])} to be surer", run]
+    return [f"{shlex.join(again)} to be surer", run]
 
 
 def _warn_of_neighbours(config: Config, space: SearchSpace) -> None:
-    """Say what distorts the figures: the run itself, and other programs; and what the run has recorded."""
+    """Say what distorts the figures: the run itself, and other programs."""
     run = run_dir(config)
     session = read_session(run.session)
     if session is not None and is_alive(session):
         log.warning("the run %s is active on this machine: stop it for reliable figures", run.path)
     if space.others:
         log.warning("%s: figures vary more, and the tune measures for longer", space.others)
-    if space.evidence is not None:
-        log.info("the run itself, at step %d: %s", space.evidence.step, space.evidence.text)

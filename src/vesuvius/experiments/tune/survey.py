@@ -9,16 +9,12 @@ from dataclasses import replace
 from functools import cache
 
 import psutil
-import yaml
 
 from vesuvius.config import Config
-from vesuvius.config.load import read_config
-from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.errors import ConfigError
 from vesuvius.experiments.machine import planned_bytes, ram_left, vram_left
-from vesuvius.experiments.tune.measurement import Evidence, Knob, Planned, Planner, SearchSpace, Setting
+from vesuvius.experiments.tune.measurement import Knob, Planned, Planner, SearchSpace, Setting
 from vesuvius.monitor.probes.cores import bound_cores, others_text, usable_cores
-from vesuvius.runlog.records import records_in
-from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.memory_plan import indexable_batch
@@ -62,27 +58,7 @@ def survey(
         vram_limit_bytes=vram_left() if on_gpu else None,
         kept=(*keep, "cudnn_benchmark") if config.training.deterministic else tuple(keep),
         others=others_text(min(used, cores * ranks), cores * ranks),
-        evidence=read_evidence(config),
     )
-
-
-def read_evidence(config: Config) -> Evidence | None:
-    """The last verdict of the run of a config, if that was begun with the same setting.  Does I/O."""
-    run, source = run_dir(config), Setting.of(config)
-    try:
-        if Setting.of(read_config(run.path / "config.resolved.yaml")) != source:
-            return None
-        with run.metrics.open("rb") as lines:
-            verdicts = [each for each in records_in(line for line in lines if b'"verdict"' in line) if "bound" in each]
-    except (OSError, VesuviusError):
-        return None
-    if not verdicts:
-        return None
-    last = verdicts[-1]
-    asked = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in last["overrides"])}
-    samples_s = last["steps"] * source.global_batch / (last["step_s"] - last["pause_s"])
-    asks = asked.get("training.workers"), asked.get("data.store.requests")
-    return Evidence(last["step"], last["text"], samples_s, *asks)
 
 
 def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool, ranks: int) -> int:

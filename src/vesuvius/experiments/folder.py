@@ -1,0 +1,69 @@
+"""One session at a time in the folder of a tune or a bench, the signals that end it, and its figures as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from vesuvius.errors import ConfigError, storage_errors
+from vesuvius.runlog.files import take_lock, write_whole
+from vesuvius.runlog.logfile import silence_lost_terminal
+from vesuvius.runlog.redact import redacted
+from vesuvius.training.stop import restore_handlers, stop_signals
+
+log = logging.getLogger(__name__)
+
+_OF_OTHERS = (ConnectionError, TimeoutError, BlockingIOError)  # of the network, or of a process that cannot start
+
+
+@contextmanager
+def locked(directory: Path, what: str) -> Iterator[int]:
+    """Lock out another session (a tune, a bench) and the trainer of a killed one; yields the lock's file descriptor.
+
+    Raises:
+        ConfigError: another one is active.
+        StorageError: a file cannot be written, here or within the context.
+    """
+    remedy = "free some space and start again, or set VESUVIUS_RUNS"
+    with storage_errors("the run directory must be writable", remedy, f"in {directory}", but=_OF_OTHERS):
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if not take_lock(descriptor, directory / ".lock"):
+                raise ConfigError(
+                    f"only one {what} per run may be active; got {directory}, where another {what}, or the trainer of "
+                    "one that was killed, is active; wait for it or stop it"
+                )
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def signals_to(stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
+    """Let SIGINT, SIGTERM and SIGHUP call `stop`; yields the list of received signals."""
+    came: list[signal.Signals] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        came.append(signal.Signals(number))
+        silence_lost_terminal()
+        stop()
+        log.info("%s: ending the trainer", came[-1].name)
+
+    before = {number: signal.signal(number, on_signal) for number in stop_signals()}
+    try:
+        yield came
+    finally:
+        restore_handlers(before, heard=signal.SIGHUP in came)
+
+
+def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
+    """Write all figures of an experiment as JSON, whole or not at all, without secrets.  Raises OSError."""
+    write_whole(path, (json.dumps(redacted(figures), indent=1, allow_nan=False) + "\n").encode())
