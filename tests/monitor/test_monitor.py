@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -94,7 +93,7 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(
     monkeypatch.setattr(monitor_module, "SINGLE_RECORDS", 1)
     with Monitor(in_dir(tmp_path), Limits(), watcher, vram, sample_every_s=0.05, on_record=shared.append) as monitor:
         monitor.told = LoopStatus(step=7, readers={123: GIB})
-        wait_until(lambda: len((tmp_path / "logs/monitor.log").read_text().splitlines()) > 2)
+        wait_until(lambda: len(shared) > 2)
     records = read_records(tmp_path / "system.jsonl")
     assert shared == records
     assert [record["samples"] for record in records[:3]] == [1, 4, 4], "short runs have a course, too"
@@ -112,13 +111,6 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(
         assert record["vram"]["free_bytes"] == 1000 - high // 10
         assert record["vram"]["peak_bytes"] == 100 - low // 10
         assert record["disk"]["run_bytes"] < record["disk"]["free_bytes"]
-    for line in (tmp_path / "logs/monitor.log").read_text().splitlines():
-        assert re.fullmatch(
-            r"[\d-]{10} [\d:]{8} INFO ram_gib [\d.]+/[\d.]+ store_gib 0\.25 readers_gib (123:1\.00|-) "
-            r"vram_gib [\d./]+ gpu_pct - cores ([\d.]+/\d+|-) swap_gib [\d.]+ risk LOW "
-            r"left_gib [\d.]+",
-            line,
-        ), line
 
 
 def test_an_order_to_exit_is_handed_on_at_once_and_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,10 +186,10 @@ def test_gpus_are_told_apart_by_uuid_and_ours_is_asked(
             gpus = [GpuUse(i, f"{kind}-{i}-f", "H200", i, 80, busy, None, None) for i, busy in ((3, 1.0), (5, 0.1))]
             return replace(super().sample(), gpus=tuple(gpus[self.samples % 2 :]))
 
-    with Monitor(in_dir(tmp_path), Limits(), Two(lambda n: n), gpu_uuid=ours, sample_every_s=0.02) as monitor:
-        wait_until(lambda: monitor.gpu_busy() is not None)
+    watcher = Two(lambda n: n)
+    with Monitor(in_dir(tmp_path), Limits(), watcher, gpu_uuid=ours, sample_every_s=0.02) as monitor:
+        wait_until(lambda: monitor.gpu_busy() is not None and watcher.samples > 4)
         assert monitor.gpu_busy() == pytest.approx(0.1)
-        wait_until(lambda: (tmp_path / "logs/monitor.log").read_text())
     first, second = read_records(tmp_path / "system.jsonl")[0]["gpus"]
     assert (first["index"], first["busy"]) == (3, [1.0, 1.0, 1.0])
     assert (second["index"], second["busy"]) == (5, [0.1, 0.1, 0.1])
@@ -296,16 +288,15 @@ def test_a_full_disk_is_said_once_for_each_file_and_without_a_traceback(
     with small_disk(tmp_path, kib=512) as disk:
         with Monitor(in_dir(disk), Limits(), watcher, sample_every_s=0.02):
             ballast = fill(disk)
-            wait_until(lambda: len(caplog.records) >= 2)
+            wait_until(lambda: len(caplog.records) >= 1)
             more = watcher.samples + 5
             wait_until(lambda: watcher.samples > more)
             ballast.unlink()
         assert len(read_records(disk / "system.jsonl")) == watcher.samples - 1
-        assert len((disk / "logs/monitor.log").read_text().splitlines()) == watcher.samples - 1
     messages = [record.getMessage() for record in caplog.records]
     failing = [text for text in messages if " must be writable; got [Errno 28]" in text]
     working = [text for text in messages if " is writable again; 0 lines were lost" in text]
-    assert len(set(failing)) == len(set(working)) == len(messages) / 2 >= 2  # of recent.jsonl too, if it takes long
+    assert len(set(failing)) == len(set(working)) == len(messages) / 2 >= 1  # of recent.jsonl too, if it takes long
     assert not any(record.exc_info for record in caplog.records)
 
 

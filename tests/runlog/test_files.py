@@ -8,7 +8,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 
 from vesuvius.runlog import files
 from vesuvius.runlog.files import AppendFile, DelayedWrites, write_whole
-from vesuvius.runlog.records import RotatedFile, iter_rotated
+from vesuvius.runlog.records import read_records
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
@@ -98,9 +98,8 @@ def test_threads_and_signal_handlers_write_whole_lines_and_lose_none(tmp_path: P
     assert sorted(handlers) == sorted(f"handler {n}" for n in range(handled))
 
 
-@pytest.mark.parametrize("make", [AppendFile, lambda path: RotatedFile(path, rotate_bytes=200)])
 def test_threads_that_write_while_it_is_closed_leave_each_line_once_up_to_one_from_which_on_none_is_taken(
-    tmp_path: Path, make: Callable[[Path], Any]
+    tmp_path: Path,
 ) -> None:
     """Each thread's lines in the file are its first ones, in order: whatever was taken is there."""
     before = sys.getswitchinterval()
@@ -108,7 +107,7 @@ def test_threads_that_write_while_it_is_closed_leave_each_line_once_up_to_one_fr
     try:
         for attempt in range(5):
             path = tmp_path / f"lines{attempt}.jsonl"
-            file, begun, failed = make(path), threading.Barrier(5), []
+            file, begun, failed = AppendFile(path), threading.Barrier(5), []
 
             def write(
                 name: int, file: Any = file, begun: threading.Barrier = begun, failed: list[Any] = failed
@@ -129,7 +128,7 @@ def test_threads_that_write_while_it_is_closed_leave_each_line_once_up_to_one_fr
                 thread.join()
             file.close()
             assert failed == []
-            lines = list(iter_rotated(path))
+            lines = read_records(path)
             for name in range(4):
                 numbers = [line["number"] for line in lines if line["name"] == name]
                 assert numbers == list(range(len(numbers)))

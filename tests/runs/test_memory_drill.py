@@ -25,7 +25,7 @@ from tests.conftest import textured, write_array
 from tests.support.memcheck_runs import HYGIENE
 from tests.support.real_cgroup import memory_cgroup_or_skip
 from vesuvius.errors import EXIT_GUARD
-from vesuvius.runlog.records import iter_rotated, read_records
+from vesuvius.runlog.records import iter_records, read_records
 from vesuvius.runlog.units import GIB
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
 
@@ -128,7 +128,7 @@ def seconds_ahead(mib_s: float) -> float:
     """From the first warning to the limit, at the planted rate."""
     (warning, *_) = [line for line in alarms() if "risk of an out of memory kill" in line]
     warned = time.mktime(time.strptime(warning[:19], "%Y-%m-%d %H:%M:%S"))
-    nearest = min(iter_rotated(RUN / "system.jsonl"), key=lambda record: abs(float(record["time"]) - warned))
+    nearest = min(iter_records(RUN / "system.jsonl"), key=lambda record: abs(float(record["time"]) - warned))
     left_bytes = nearest["killer"]["kills_at_bytes"] - nearest["killer"]["used_bytes"]
     return float(left_bytes / (mib_s * 2**20) + nearest["time"] - warned)
 
@@ -146,7 +146,7 @@ def test_a_leaking_reader_is_started_anew_before_the_run_is_ended() -> None:
     """A leak must last 105 s to be told 60 s ahead."""
     write_config(workers=2, limit_gib=8)
     assert train_with_a_leak("reader", minutes=15, mib_s=50, after_s=20) == EXIT_GUARD
-    used = [record["killer"] for record in iter_rotated(RUN / "system.jsonl")]
+    used = [record["killer"] for record in iter_records(RUN / "system.jsonl")]
     assert max(killer["used_bytes"] / killer["kills_at_bytes"] for killer in used) < 1
     assert seconds_ahead(50) >= 60
     assert len(acts()) > 1

@@ -1,8 +1,8 @@
-"""Samples the run every second, writes what it saw every ten samples, and says how near a kill is.
+"""Samples the run every second, writes what it saw every sixty samples, and says how near a kill is.
 
-What it sees goes to `system.jsonl` (min, mean, max), to a line of `monitor.log`, to `recent.jsonl` (each sample of the
-last two minutes) and, where the guard finds that something must be done, to the loop as an `Order`.  One thread samples
-and judges, another writes: a disk or a GPU driver that hangs does not blind the guard.
+What it sees goes to `system.jsonl` (min, mean, max), to `recent.jsonl` (each sample of the last two minutes) and, where
+the guard finds that something must be done, to the loop as an `Order`.  One thread samples and judges, another writes:
+a disk or a GPU driver that hangs does not blind the guard.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import KEPT, MemorySample, RecentFile
-from vesuvius.monitor.system_record import SystemWindow, monitor_line, system_figures
+from vesuvius.monitor.system_record import SystemWindow, system_figures
 from vesuvius.runlog.files import DelayedWrites, directory_bytes
-from vesuvius.runlog.records import JsonLines, RotatedFile
+from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import size_text
 from vesuvius.threads import BoundedCall
@@ -38,12 +38,11 @@ log = logging.getLogger(__name__)
 
 GuardMode = Literal["off", "warn", "act"]
 
-SAMPLES_PER_RECORD = 10
+SAMPLES_PER_RECORD = 60
 # So many records at the beginning are of one sample each: short runs and profiles have a course, too.
 SINGLE_RECORDS = 30
 _RATES_OVER_S = 10.0
 _BLIND_EVERY_S = 600.0
-_DISK_EVERY_S = 60.0
 _JOIN_S = 2.0
 _VRAM_S = 0.5  # takes microseconds; of a GPU that has failed the driver may never answer
 
@@ -113,16 +112,13 @@ class Monitor:
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._here: set[int] = set()
         self._directory = directory.path
-        self._disk: dict[str, int] | None = None
-        self._disk_due_s = -math.inf
         self._stop = threading.Event()
         self._judging = threading.Lock()
         self.told = LoopStatus()
         self.order: Order | None = None
         self.risk: Risk
         self._recent = RecentFile(directory.recent)
-        self._records = JsonLines(RotatedFile(directory.system))
-        self._lines = RotatedFile(directory.monitor_log)
+        self._records = JsonLines(directory.system)
         self._writer = DelayedWrites("monitor-writer", self._say_blind)
         self.sample = watcher.sample()
         self._judge(self.sample, Level.LOW)
@@ -140,7 +136,7 @@ class Monitor:
             # In a driver, or on a disk, that does not answer; it must not hold up the end.
             log.warning("the monitor did not end within %.0f s and is abandoned with its files open", _JOIN_S)
             return
-        for file in (self._records, self._lines, self._recent):
+        for file in (self._records, self._recent):
             file.close()
 
     def ram(self) -> tuple[int, int]:
@@ -278,17 +274,14 @@ class Monitor:
 
     def _write(self, window: SystemWindow) -> None:
         record = self._records.write("system", **system_figures(window), disk=self._disk_use())
-        self._lines.write_line(monitor_line(window))
         self._on_record(record)
 
     def _disk_use(self) -> dict[str, int] | None:
-        """Once a minute, as it walks the run directory; None where the disk does not tell."""
-        if time.monotonic() >= self._disk_due_s:
-            self._disk_due_s, self._disk = time.monotonic() + _DISK_EVERY_S, None
-            with suppress(OSError):
-                free_bytes = shutil.disk_usage(self._directory).free
-                self._disk = {"free_bytes": free_bytes, "run_bytes": directory_bytes(self._directory)}
-        return self._disk
+        """Walks the run directory; None where the disk does not tell."""
+        with suppress(OSError):
+            free_bytes = shutil.disk_usage(self._directory).free
+            return {"free_bytes": free_bytes, "run_bytes": directory_bytes(self._directory)}
+        return None
 
 
 def kills_text(was: CgroupUse | None, now: CgroupUse | None) -> str:

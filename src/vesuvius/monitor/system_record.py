@@ -1,8 +1,7 @@
-"""What the monitor writes of some samples: a record of `system.jsonl` and a line of `monitor.log`."""
+"""What the monitor writes of some samples: a record of `system.jsonl`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from vesuvius.monitor.memory.risk import Risk
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample
 from vesuvius.monitor.probes.vram import VramUse
-from vesuvius.runlog.units import DATE_FORMAT, GIB
 
 
 @dataclass(frozen=True)
@@ -79,26 +77,10 @@ def _gpu_figures(seen: Sequence[GpuUse]) -> dict[str, Any]:
     }
 
 
-def monitor_line(window: SystemWindow) -> str:
-    """The line of monitor.log; '-' is not known.  Pure but for the time of day."""
-    last, first, rates, vrams = window.samples[-1], window.risk.killers[0], window.rates, window.vrams
-    used = max(sample.used_bytes for sample in window.samples) / GIB
-    each = " ".join(f"{pid}:{size / GIB:.2f}" for pid, size in sorted(window.readers.items())) or "-"
-    vram = f"{vrams[-1].reserved_bytes / GIB:.1f}/{vrams[-1].total_bytes / GIB:.1f}" if vrams else "-"
-    busy = "-" if rates is None else f"{sum(rates.core_busy):.1f}/{len(rates.core_busy)}"
-    gpu = " ".join("-" if g.busy is None else f"{100 * g.busy:.0f}" for g in last.gpus) or "-"
-    return (
-        f"{time.strftime(DATE_FORMAT)} INFO ram_gib {used:.2f}/{window.limit_bytes / GIB:.1f} "
-        f"store_gib {last.shared_bytes / GIB:.2f} readers_gib {each} vram_gib {vram} gpu_pct {gpu} cores {busy} "
-        f"swap_gib {last.machine.swap_used_bytes / GIB:.2f} "
-        f"risk {window.risk.level.name} left_gib {first.left_bytes / GIB:.2f}"
-    )
-
-
 def _sizes(sizes: Sequence[int]) -> list[int]:
     return [min(sizes), sum(sizes) // len(sizes), max(sizes)]
 
 
 def _shares(values: Sequence[float]) -> list[float] | None:
-    """Rounded to what compresses well: a month of these must stay below 100 MB."""
+    """Rounded: a month of these must stay below 100 MB."""
     return [round(value, 2) for value in (min(values), sum(values) / len(values), max(values))] if values else None

@@ -20,7 +20,7 @@ from vesuvius.monitor.post_mortem import headline as death_headline
 from vesuvius.monitor.post_mortem import read_deaths
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
-from vesuvius.runlog.records import Record, current_records, iter_records, iter_rotated, run_starts
+from vesuvius.runlog.records import Record, current_records, iter_records, run_starts
 
 Column = NDArray[np.float64]
 
@@ -136,8 +136,8 @@ def _metrics(path: Path, sessions: list[Record]) -> Iterator[Record]:
 
 
 def _system(path: Path) -> Iterator[Record]:
-    with suppress(OSError, EOFError):  # the second: a torn part
-        for record in _placed(iter_rotated(path)):
+    with suppress(OSError):
+        for record in _placed(iter_records(path)):
             yield {name: record.get(name) for name in _SYSTEM_FIELDS}
 
 

@@ -94,11 +94,6 @@ class AppendFile:
             if error is not None:
                 return
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the disk has not taken all lines yet."""
-        return bool(self._waiting)
-
     def close(self) -> None:
         """Write what waits, if the disk takes it now, and close the file."""
         with self._writing:

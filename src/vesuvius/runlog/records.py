@@ -1,17 +1,13 @@
 """`metrics.jsonl` and `system.jsonl`: one JSON object a line, appended, never rewritten.
 
-Figures are unrounded, units stand in the names, and what is not known is null (a NaN has no other form in JSON).  Long
-files of the monitor are compressed and numbered, the newest stays plain: a run of months takes little space.
+Figures are unrounded, units stand in the names, and what is not known is null (a NaN has no other form in JSON).
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,14 +17,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from vesuvius.runlog.files import AppendFile, write_whole
-
-log = logging.getLogger(__name__)
+from vesuvius.runlog.files import AppendFile
 
 Record = dict[str, Any]
 T = TypeVar("T")
 
-ROTATE_BYTES = 4 * 2**20
 _START = "run_start"
 
 
@@ -36,7 +29,6 @@ class JsonLines:
     """An append-only file of records, one a line.  Outlives a full disk, as `AppendFile` says.  Threads may write.
 
     Args:
-        file: a path, or what takes the lines.
         listeners: called with each record as it stands in the file, by whichever thread writes it; they must not wait
             for a disk or a server.
 
@@ -44,8 +36,8 @@ class JsonLines:
         OSError: on opening, where the file cannot be opened.
     """
 
-    def __init__(self, file: Path | RotatedFile, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
-        self._file = AppendFile(file) if isinstance(file, Path) else file
+    def __init__(self, path: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
+        self._file = AppendFile(path)
         self._listeners = listeners
 
     def write(self, kind: str, **figures: Any) -> Record:
@@ -70,68 +62,6 @@ class JsonLines:
         self._file.close()
 
 
-class RotatedFile:
-    """Appends lines to `path`; once it is long, to a new one, and the old becomes `<stem>.000001<suffix>.gz`.
-
-    Outlives a full disk, as `AppendFile` says; then nothing is compressed until there is space again.  Threads may
-    write, but no signal handler.
-
-    Raises:
-        OSError: on opening, where the file cannot be opened.
-    """
-
-    def __init__(self, path: Path, rotate_bytes: int = ROTATE_BYTES) -> None:
-        self._path, self._rotate_bytes = path, rotate_bytes
-        self._file = AppendFile(path)
-        self._written = path.stat().st_size
-        self._using, self._closed = threading.Lock(), False
-
-    def write_line(self, text: str) -> None:
-        """Append a text and a newline; nothing once it is closed."""
-        with self._using:
-            if self._closed:  # it must not begin another file
-                return
-            self._file.write_line(text)
-            self._written += len(text) + 1
-            if self._written > self._rotate_bytes:
-                self._rotate()
-
-    def close(self) -> None:
-        """Write what waits, and take no more lines."""
-        with self._using:
-            self._closed = True
-            self._file.close()
-
-    def _rotate(self) -> None:
-        """Begin a new file and compress those before it.  A kill at any moment loses nothing and doubles nothing."""
-        self._written = 0
-        if self._file.is_waiting:  # a full disk: its lines belong into the present file
-            return
-        number = 1 + max(_parts(self._path), default=0)
-        part = self._path.with_name(f"{self._path.stem}.{number:06d}{self._path.suffix}")
-        try:
-            os.rename(self._path, part)
-            try:
-                file = AppendFile(self._path)
-            except OSError:
-                os.rename(part, self._path)
-                raise
-            self._file.close()
-            self._file = file
-            for part in _parts(self._path).values():
-                if part.suffix != ".gz":
-                    write_whole(part.with_name(f"{part.name}.gz"), gzip.compress(part.read_bytes(), compresslevel=6))
-                part.with_name(part.name.removesuffix(".gz")).unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("%s must be writable to compress it; got %s; free some space", self._path, error)
-
-
-def _parts(path: Path) -> dict[int, Path]:
-    """The files before the present one, by number; the compressed one where a kill has left both."""
-    found = sorted(path.parent.glob(f"{path.stem}.{'[0-9]' * 6}{path.suffix}*"))
-    return {int(part.name.removeprefix(f"{path.stem}.")[:6]): part for part in found}
-
-
 def iter_records(path: Path) -> Iterator[Record]:
     """All whole records of a file, in order, one in memory at a time; torn lines are passed over."""
     with path.open("rb") as lines:
@@ -141,15 +71,6 @@ def iter_records(path: Path) -> Iterator[Record]:
 def read_records(path: Path) -> list[Record]:
     """As `iter_records`, for files that are short."""
     return list(iter_records(path))
-
-
-def iter_rotated(path: Path) -> Iterator[Record]:
-    """All whole records of a `RotatedFile`, the parts before it included, in order, as `iter_records`."""
-    for _, part in sorted(_parts(path).items()):
-        with gzip.open(part) if part.suffix == ".gz" else part.open("rb") as lines:
-            yield from records_in(lines)
-    if path.exists():
-        yield from iter_records(path)
 
 
 def records_in(lines: Iterable[bytes]) -> Iterator[Record]:

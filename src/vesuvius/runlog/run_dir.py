@@ -105,7 +105,6 @@ class RunDir:
 
     path: Path
     log = _Below("logs/train_full.log")
-    monitor_log = _Below("logs/monitor.log")
     metrics = _Below("metrics.jsonl")
     system = _Below("system.jsonl")
     recent = _Below("recent.jsonl")

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SYSTEM_EVERY_S = 60.0
 _TIMES = ("step", "data", "h2d", "gpu", "forward", "backward", "optimizer", "other", "step_p95")
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 _CLOSE_S = 30.0
@@ -57,8 +56,6 @@ def check_trackers(names: Sequence[str]) -> None:
 class Tracker:
     """Hands records to a board on a thread of its own.  A context manager, which gives it 30 seconds at the end.
 
-    The monitor's records come every ten seconds, more than a month's curve needs: one a minute is taken.
-
     Args:
         name: of the board, for messages.
         begin: makes the board, on the thread.
@@ -68,7 +65,6 @@ class Tracker:
         self._name = name
         self._exit_code = 1  # a run that was killed has no end
         self._failed = False
-        self._due = 0.0
         self._board: Board | None = None
         self._calls = DelayedWrites(name, self._say_failed)
 
@@ -89,10 +85,6 @@ class Tracker:
         """Hand a record on.  Returns at once and raises nothing."""
         if record["kind"] == "run_end":
             self._exit_code = record.get("exit_code", 1)
-        if record["kind"] == "system":
-            if 0 < self._due - record["time"] <= _SYSTEM_EVERY_S:  # more than that: the clock was set back
-                return
-            self._due = record["time"] + _SYSTEM_EVERY_S
         if not self._calls.later(lambda: self._board and self._board.write(record, known_figures(record))):
             self._say_failed()
 
