@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from vesuvius.errors import ConfigError, DataError, one_line
-from vesuvius.plan.plan import Plan, Sample
-from vesuvius.volumes.box import Box, intersects
+from vesuvius.volumes.box import Box
 from vesuvius.volumes.errors import UnreadableChunkError
-
-_ATTEMPTS = 100
 
 DamagedBox = tuple[int, Box]
 """Volume number and voxels that cannot be read."""
@@ -40,13 +36,6 @@ def damaged_box(record: Any, volumes: int) -> DamagedBox:
             f"{one_line(repr(record))}; pass it on unchanged"
         ) from None
     return number, ((z0, y0, x0), (z1, y1, x1))
-
-
-def sample_beside(plan: Plan, index: int, damaged: Collection[DamagedBox]) -> Sample:
-    """Sample `index` as readers deliver it that know of this damage.  Pure."""
-    attempts = (plan.sample(index, attempt) for attempt in range(_ATTEMPTS))
-    whole = (s for s in attempts if not any(s.volume == n and intersects(s.region, box) for n, box in damaged))
-    return next(whole, plan.sample(index))
 
 
 def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:

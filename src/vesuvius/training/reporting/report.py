@@ -21,7 +21,7 @@ from vesuvius.monitor.probes.processes import read_process
 from vesuvius.runlog.logfile import step_line
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import quantile
-from vesuvius.stream.reading.quarantine import check_quarantine, damaged_box, sample_beside
+from vesuvius.stream.reading.quarantine import check_quarantine
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.checkpoint.progress import key_of
 from vesuvius.training.forecast.memory_plan import seconds_at_peak
@@ -29,7 +29,6 @@ from vesuvius.training.replay import Diagnosis, MicroBatch
 from vesuvius.training.reporting.verdicts import Verdicts
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.step import StepOutcome, StepResult
-from vesuvius.volumes.box import Box
 
 log = logging.getLogger(__name__)
 
@@ -186,10 +185,8 @@ class StepReporter:
             samples=(indices.start, indices.stop),
             cause="gradient" if math.isfinite(outcome.loss) else "loss",
             offending=offending,
-            indices=list(indices),
             timesteps=timesteps,
             losses=outcome.losses,
-            boxes=self._boxes(launched, indices),
             **{name: found and getattr(found, name) for name in ("layer", "input_max", "gradients")},
         )
         again = str(found or "it could not be computed again")
@@ -218,15 +215,6 @@ class StepReporter:
         except Exception as error:  # the run has other worries
             log.warning("step %d could not be computed again: %s", launched.step, one_line(error))
             return None
-
-    def _boxes(self, launched: Launched, indices: range) -> list[Box]:
-        """Of the samples of a global batch; those of other ranks follow from the plan and the damage that is known."""
-        own = {sample.index: sample.box for batch, _ in launched.batches for sample in batch.samples}
-        if len(own) == len(indices):
-            return list(own.values())
-        plan = self._run.checked.data.job.plan
-        damaged = [damaged_box(record, len(plan.volumes)) for record in self._run.progress.quarantined]
-        return [own[index] if index in own else sample_beside(plan, index, damaged).box for index in indices]
 
     def _record_of(self, launched: Launched, outcome: StepOutcome, times: StepTimes) -> Record:
         """Figures of a step, unrounded; None is not known."""
