@@ -216,7 +216,7 @@ def table_of(results: Sequence[Result]) -> Table:
 
 def _row(result: Result, is_base: bool) -> dict[str, str]:
     figures, speed, ends = result.figures, result.speed, sorted(result.rates.values())
-    rate = "failed" if result.samples_s is None else number(result.samples_s)
+    rate = "failed" if result.cause and result.samples_s is None else number(result.samples_s)
     if len(ends) > 1:
         rate += f" ({number(ends[0])} to {number(ends[-1])})"
     row = {"cell": result.label, "samples/s": rate, "times as fast": "baseline" if is_base else "-"}
