@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,8 @@ from vesuvius.monitor.clock import HostClock, StepTimes
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
-from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.step.setup import build_network
 from vesuvius.training.step.step import TrainStep
-from vesuvius.volumes.box import intersects
 
 WriteConfig = Callable[..., Path]
 
@@ -116,22 +112,6 @@ def test_a_run_names_the_sample_and_the_layer_at_once_and_a_replay_is_the_same_s
     assert "has no checkpoint up to step 1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         train.main(["--config", "tiny.yaml", "--replay", "2", "--resume"])
-
-
-def test_the_boxes_of_samples_that_other_ranks_hold_are_those_that_their_readers_deliver(
-    tiny_config: WriteConfig,
-) -> None:
-    config = read_config(tiny_config())
-    data = prepare_data(config.seed, config.data)
-    plan = data.plan
-    bad, attempts = plan.sample(2).box, range(20)
-    damaged = {"volume": "v", "number": 0, "box": [list(corner) for corner in bad]}
-    run = SimpleNamespace(checked=SimpleNamespace(data=data), progress=Progress(quarantined=[damaged]))
-    launched = SimpleNamespace(batches=[(SimpleNamespace(samples=[plan.sample(0, 1)]), None)])
-    boxes = StepReporter._boxes(SimpleNamespace(_run=run), launched, range(3))  # type: ignore[arg-type]
-    delivered = [next(s for a in attempts if not intersects((s := plan.sample(i, a)).region, bad)) for i in (1, 2)]
-    assert boxes == [plan.sample(0, 1).box, *(sample.box for sample in delivered)]
-    assert delivered[1] != plan.sample(2)
 
 
 def test_a_gradient_that_is_not_finite_is_told_from_a_loss_and_named(tiny_config: WriteConfig) -> None:
