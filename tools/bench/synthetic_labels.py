@@ -1,9 +1,11 @@
 """Do labelled pairs make a segmenter better?  Dice on held-out boxes of a phantom, with and without drawn pairs.
 
-    python tools/bench/synthetic_labels.py --out dice            # about 2 hours on one thread; a stop is resumed
+    python tools/bench/synthetic_labels.py --out dice            # 1 to 2 hours of one thread; a stop is resumed
     python tools/bench/synthetic_labels.py --out dice --table    # of what is there
+    python tools/bench/synthetic_labels.py --out dice --boxes 4 --arms aug all    # is there anything to gain?
 
-A low-contrast, noisy phantom; labels in N boxes only.  A U-Net is trained for the same number of steps with
+A noisy phantom of low contrast, which with brightness and mottle differs from place to place; labels in N boxes only,
+of one patch each.  A U-Net is trained for the same number of steps with
 
     boxes    the N boxes
     aug      the same, with symmetries and jittered grey values
@@ -40,12 +42,15 @@ from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeCon
 from vesuvius.volume_tools.phantom import Phantom, _smooth, _white
 
 SHAPE, TRAINED, TESTED = (168, 256, 256), 112, 128  # planes that training sees end, those of the test begin
-CONTRAST, MOTTLE, NOISE = 0.4, 9.0, 12.0  # of the phantom's, and standard deviations in grey values
-BOX, TEST_BOX, PATCH = (24, 48, 48), (40, 48, 48), (16, 32, 32)
+# What differs from place to place, mean and deviation: contrast as a share of the phantom's, and in grey values
+# brightness and the deviation of a mottle; and the deviation of white noise.
+CONTRAST, BRIGHTNESS, MOTTLE, NOISE = (0.45, 0.2), (95.0, 12.0), (9.0, 5.0), 10.0
+REACH = 24  # voxels between the nodes of these fields
+BOX, TEST_BOX, PATCH = (16, 32, 32), (40, 32, 32), (16, 32, 32)
 GREY = (20.0, 140.0)  # becomes -1 to +1 in all arms
 GAP, UNLABELLED = 0, 2
-COUNTS, ARMS, SEEDS, PAIRS = (4, 2, 8), ("boxes", "aug", "warped", "pairs"), 5, 12
-MODEL_STEPS, STEPS, BATCH = 350, 200, 4
+COUNTS, ARMS, SEEDS, PAIRS = (4, 2, 8), ("boxes", "aug", "warped", "pairs"), 5, 48
+MODEL_STEPS, STEPS, BATCH = 600, 300, 4
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t of 1, 2, ... degrees of freedom
 
 Box = tuple[slice, slice, slice]
@@ -64,17 +69,20 @@ def array(path: Path, voxels: NDArray[Any], fill: int = 0) -> None:
 
 
 def make_volumes(out: Path) -> None:
-    """scan.zarr and truth.zarr of the planes that training may see; the test's boxes, boxes.npz."""
+    """scan.zarr and truth.zarr of the planes that training may see; the boxes of the test, test.npz."""
     grey, labels = Phantom(0, SHAPE).box((0, 0, 0), SHAPE)
     at = [np.arange(size) for size in SHAPE]
-    degraded = (
-        95 + CONTRAST * (grey - 95.0) + MOTTLE * _smooth((1, 0), (4.0, 4.0, 4.0), *at) + NOISE * _white((1, 1), *at)
+    contrast, brightness, mottle = (
+        mean + deviation * _smooth((1, number), (REACH, REACH, REACH), *at)
+        for number, (mean, deviation) in enumerate((CONTRAST, BRIGHTNESS, MOTTLE))
     )
+    blobs, white = _smooth((1, 3), (4.0, 4.0, 4.0), *at), _white((1, 4), *at)
+    degraded = brightness + contrast.clip(0.1) * (grey - 95.0) + mottle.clip(0) * blobs + NOISE * white
     scan = np.where(grey == 0, 0, np.rint(degraded).clip(1, 255)).astype(np.uint8)
     array(out / "truth.zarr", labels[:TRAINED])
     np.savez(
         out / "test.npz",
-        *[volume[box] for box in places(TEST_BOX, TESTED, SHAPE[0], 5, scan) for volume in (scan, labels)],
+        *[volume[box] for box in places(TEST_BOX, TESTED, SHAPE[0], 12, scan) for volume in (scan, labels)],
     )
     array(out / "scan.zarr", scan[:TRAINED])
 
@@ -164,7 +172,14 @@ def make_pairs(out: Path, boxes: list[Box], checkpoint: Path) -> None:
             warped = warp([scan[box], truth[box]], rng)
             array(images, warped[0])
             array(labels, warped[1])
-        about = {"checkpoint": checkpoint, "condition": labels, "out": out / "pairs", "seed": number, "steps": 20}
+        about = {
+            "checkpoint": checkpoint,
+            "condition": labels,
+            "out": out / "pairs",
+            "seed": number,
+            "steps": 20,
+            "batch-size": 1,
+        }
         if sample.main([f"--{key}={value}" for key, value in (about | {"workers": 1}).items()]):
             raise SystemExit("no pair")
 
@@ -256,7 +271,7 @@ def jittered(image: Tensor, generator: torch.Generator) -> Tensor:
     """Other contrast, brightness and noise for each patch."""
     gain, offset, noise = torch.randn((3, len(image), 1, 1, 1, 1), generator=generator)
     white = torch.randn(image.shape, generator=generator)
-    return image * (1 + 0.1 * gain) + 0.1 * offset + 0.1 * noise.abs() * white
+    return image * (1 + 0.25 * gain) + 0.25 * offset + 0.1 * noise.abs() * white
 
 
 def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
