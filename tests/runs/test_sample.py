@@ -209,12 +209,12 @@ def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record
     np.testing.assert_array_equal(samples.voxels()[:2], to_greys(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
 
     picture = np.asarray(Image.open(samples.path / "montage.png")).astype(float)
-    # Each pixel 6 wide: slices of 96 beside and above ones of 48, a gap of 4 each, 12 more beside, a line of 16 above
+    # Each pixel 6 wide: slices of 96 beside and above ones of 48, a gap of 4 each, 12 more beside, a line of 20 above
     # each sample and one at the top; 5 samples in 3 columns.
     side = 96 + 4 + 48 + 4
-    assert picture.shape == (16 + 2 * (16 + side), 3 * (side + 12))
+    assert picture.shape == (20 + 2 * (20 + side), 3 * (side + 12))
     for number in range(5):
-        top, left = 32 + number // 3 * (16 + side), number % 3 * (side + 12)
+        top, left = 40 + number // 3 * (20 + side), number % 3 * (side + 12)
         shown = picture[top : top + 96 : 6, left : left + 96 : 6]
         greys = samples.voxels()[number, 4].astype(float)
         expected = 255 * (greys - record["grey_low"]) / (record["grey_high"] - record["grey_low"])
