@@ -71,6 +71,7 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
     parent = run_dir(config).path / BENCHES
     with locked(parent, "bench") as lock_fd:
         folder, done = new_folder(parent), list[Measurement]()
+        folder.mkdir()
         log.info("%d cells, %d rounds; %s", len(configs), request.rounds, folder)
         if max(map(_ranks_of, configs)) > 1 and choose_device().type == "cpu":  # as many threads for each rank
             os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // max(map(_ranks_of, configs)), 1)))
