@@ -106,3 +106,16 @@ def test_what_the_network_adds_to_the_linear_denoiser_is_multiplied_and_nothing_
     assert (x_0 - linear).abs().max() > 0.05
     if correction == 1:
         assert torch.equal(x_0, by_network)
+
+
+def test_a_guide_takes_the_place_of_the_linear_denoiser_and_sees_the_same_condition() -> None:
+    """A program that asked the guide without the condition would turn the correction against the labels."""
+    network, guide = _Network(), _Network()
+    config = DiffusionConfig(noise="cosine", sampler_correction=1.5, prediction="x_0")
+    estimate = NetworkEstimate(network, config, _condition(), guide=lambda x, t, c: 0.25 * guide(x, t, c))
+    x_0, _ = estimate(_x(), LEVEL)
+    alone, _ = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction="x_0"), _condition())(_x(), LEVEL)
+    torch.testing.assert_close(x_0, (0.25 + 1.5 * 0.75) * alone, rtol=1e-6, atol=1e-6)
+    assert guide.calls[0][2] is not None
+    assert torch.equal(guide.calls[0][2], _condition())
+    assert estimate.evaluations == 2

@@ -223,6 +223,26 @@ def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record
 
 
 @in_plain
+def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A program that took another network for the guide would change samples that the network itself guides."""
+    earlier, own = (Path("runs/plain/checkpoints") / name for name in ("step_00000005", "step_00000010"))
+    plain, alike, guided = (
+        drawn(tmp_path / name, "--count", 2, *options)
+        for name, options in (
+            ("plain", ()),
+            ("alike", ("--correction", 20, "--guide", own)),
+            ("guided", ("--correction", 20, "--guide", earlier)),
+        )
+    )
+    np.testing.assert_allclose(alike.voxels().astype(float), plain.voxels(), atol=1)
+    assert np.abs(guided.voxels().astype(float) - plain.voxels()).max() > 1
+    assert (plain.record["evaluations_per_sample"], guided.record["evaluations_per_sample"]) == (3, 6)
+    assert guided.record["guide_sha256"] == hashlib.sha256((earlier / "model.safetensors").read_bytes()).hexdigest()
+    assert ends("--out", tmp_path / "none", "--guide", earlier) == 2
+    assert "--guide has no effect with a correction of 1; add --correction 1.5" in capsys.readouterr().err
+
+
+@in_plain
 def test_a_sample_follows_from_seed_and_number_and_batches_begin_at_multiples_of_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from vesuvius.commands.cli import as_command, natural, positive, say, whole
-from vesuvius.commands.sample import add_keys, overrides_of
+from vesuvius.commands.sample import add_keys, guide_of, overrides_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
 
@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
             count=arguments.count,
             out=None,
             overwrite=False,
+            guide=guide_of(arguments),
         ),
         generated=arguments.generated,
         out=arguments.out,

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         )
         parser.error(f"--{given[0].replace('_', '-')} applies to {of} only; remove it{remedy}")
     common = {name: getattr(arguments, name) for name in ("checkpoint", "weights", "seed", "batch_size", "volume")}
-    common["overrides"] = overrides_of(arguments)
+    common |= {"overrides": overrides_of(arguments), "guide": guide_of(arguments)}
     return _volume(arguments, common) if volume else _patches(arguments, common)
 
 
@@ -143,7 +143,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
-    """Add the options that set keys of the config."""
+    """Add the options that set keys of the config, and --guide."""
+    parser.add_argument(
+        "--guide",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="an earlier checkpoint of the run: --correction multiplies what has been learned since",
+    )
     keys = parser.add_argument_group("keys of the config", "default: as in the checkpoint's config")
     for option, (key, meaning) in KEYS.items():
         keys.add_argument(f"--{option}", metavar="VALUE", help=f"{key}: {meaning}")
@@ -153,6 +159,13 @@ def overrides_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     """What those options say, as `key.path=value`."""
     values = {key: getattr(arguments, option) for option, (key, _) in KEYS.items()}
     return tuple(f"{key}={value}" for key, value in values.items() if value is not None)
+
+
+def guide_of(arguments: argparse.Namespace) -> Path | None:
+    """The checkpoint of --guide.  Raises ConfigError if there is none."""
+    from vesuvius.training.checkpoint.format import find_checkpoint  # imports torch
+
+    return arguments.guide and find_checkpoint(arguments.guide, "--guide")
 
 
 def array(text: str) -> ArrayConfig:

@@ -95,6 +95,7 @@ class NetworkEstimate:
 
     Args:
         schedule: None = mean 0, std 1, and no linear denoiser to correct.
+        guide: takes the place of the linear denoiser; one more network call an estimate.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class NetworkEstimate:
         config: DiffusionConfig,
         condition: Condition = None,
         schedule: Schedule | None = None,
+        guide: Denoise | None = None,
     ) -> None:
         self.evaluations = 0
+        self._guide = guide
         self._schedule = schedule
         self._mean, self._std = (schedule.mean, schedule.std) if schedule else (0.0, 1.0)
         self._denoise, self._config, self._condition = denoise, config, condition
@@ -122,13 +125,19 @@ class NetworkEstimate:
         return x_0_and_eps("x_0", (clipped - self._mean) / self._std, x, level.alpha, level.sigma)
 
     def _corrected(self, prediction: Tensor, x: Tensor, level: NoiseLevel) -> Tensor:
-        """Return the linear denoiser's prediction plus `sampler_correction` times what the network adds to it.
+        """Return the linear denoiser's prediction, or the guide's, plus `sampler_correction` times what the network
+        adds to it.
 
         A network that was trained briefly adds too little: its samples lack what makes them unlike Gaussian noise.  The
         rule is that of guidance, away from a denoiser that knows less (Karras et al. 2024).
         """
         correction = self._config.sampler_correction
-        if correction == 1 or self._schedule is None or self._schedule.spectrum is None:
+        if correction == 1:
+            return prediction
+        if self._guide is not None:
+            weaker = self._evaluated(x, level, self._condition, self._guide)
+            return weaker + correction * (prediction - weaker)
+        if self._schedule is None or self._schedule.spectrum is None:
             return prediction
         alpha, sigma = (x.new_full((len(x), 1, 1, 1, 1), value) for value in (level.alpha, level.sigma))
         _, linear, _ = split(self._schedule, x.float(), alpha.float(), sigma.float())
@@ -146,11 +155,11 @@ class NetworkEstimate:
         without = self._evaluated(x, level, torch.zeros_like(self._condition))
         return without + scale * (self._evaluated(x, level, self._condition) - without) if scale else without
 
-    def _evaluated(self, x: Tensor, level: NoiseLevel, condition: Condition) -> Tensor:
+    def _evaluated(self, x: Tensor, level: NoiseLevel, condition: Condition, denoise: Denoise | None = None) -> Tensor:
         self.evaluations += 1
         dtype = torch.int64 if float(level.t).is_integer() else torch.float32
         t = torch.full((len(x),), level.t, dtype=dtype, device=x.device)
-        return self._denoise(x, t, condition).to(x.dtype)
+        return (denoise or self._denoise)(x, t, condition).to(x.dtype)
 
 
 def generate(
@@ -163,6 +172,7 @@ def generate(
     device: torch.device | str,
     *,
     condition: Condition = None,
+    guide: Denoise | None = None,
     purpose: Purpose = Purpose.SAMPLE,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Tensor, int]:
@@ -176,7 +186,7 @@ def generate(
     Returns:
         The samples, float32 [len(numbers), C, Z, Y, X] in model values, and the network calls that they took.
     """
-    estimate = NetworkEstimate(denoise, config, condition, schedule)
+    estimate = NetworkEstimate(denoise, config, condition, schedule, guide)
 
     def step_noise(k: int) -> Tensor:
         step_seed = derive_seed(seed, Purpose.SAMPLER_NOISE, k)

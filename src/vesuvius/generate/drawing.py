@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ class DrawRequest:
     seed: int
     batch_size: int
     volume: int  # number of the training volume whose grey values and condition are used
+    guide: Path | None = field(default=None, kw_only=True)  # directory of a checkpoint that knows less; None = none
 
 
 def check_volume(info: CheckpointInfo, volume: int, option: str = "--volume") -> None:
@@ -57,6 +58,19 @@ def checked_checkpoint(request: DrawRequest) -> CheckpointInfo:
     """Find the checkpoint.  Raises ConfigError where there is none, or the volume or the batch does not fit it."""
     info = read_checkpoint_info(find_checkpoint(request.checkpoint), request.overrides)
     check_volume(info, request.volume)
+    if request.guide is not None:
+        guide = read_checkpoint_info(request.guide)
+        check_weights(request.guide, request.weights)
+        if (
+            guide.config.data != info.config.data
+            or guide.config.diffusion.prediction != info.config.diffusion.prediction
+        ):
+            raise ConfigError(
+                f"--guide {request.guide} was trained on other data than {info.checkpoint}; name an earlier checkpoint "
+                "of the same run (training.keep_every keeps them)"
+            )
+        if info.config.diffusion.sampler_correction == 1:
+            raise ConfigError("--guide has no effect with a correction of 1; add --correction 1.5")
     try:
         lay_out_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
     except ConfigError as error:
@@ -86,6 +100,7 @@ def described(info: CheckpointInfo, request: DrawRequest) -> dict[str, Any]:
         "grey_high": grey.high,
         "vesuvius": __version__,
         "torch": torch.__version__,
+        **({"guide_sha256": check_weights(request.guide, request.weights)} if request.guide else {}),
     }
 
 
@@ -102,6 +117,8 @@ class Network:
         config, data = self.info.config, self.info.data
         self.schedule = Schedule.from_config(config.diffusion, data.spectrum).to(self.device)
         self.denoiser = Denoiser(self.info, request.weights, self.schedule, self.device)
+        guide = request.guide and read_checkpoint_info(request.guide)
+        self.guide = Denoiser(guide, request.weights, self.schedule, self.device) if guide else None
         if problem := cudnn_problem(self.device, self.denoiser.amp, lies_channels_last(config.training, self.device)):
             log.warning("sampling will be slow: %s", problem)
         check_kernels(config, request.batch_size, self.device, self.denoiser.amp, backward=False)
@@ -124,7 +141,7 @@ class Network:
             # Dropped as in training: zeros, the presence flag included.
             stored = np.zeros((tiles, 1, *config.data.patch_size), np.uint8)
         condition = self.condition_of(stored, tiles)
-        return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule)
+        return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule, self.guide)
 
 
 class SamplingStoppedError(VesuviusError):

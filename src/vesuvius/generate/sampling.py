@@ -134,6 +134,7 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
                 numbers,
                 (1, *config.data.patch_size),
                 network.device,
+                guide=network.guide,
                 condition=network.condition_of(None if stored is None else stored[:, None], len(numbers)),
                 on_step=step_done,
             )
@@ -177,6 +178,7 @@ def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
     name = f"step_{info.step:08d}_{diffusion.sampler}_{diffusion.sampler_steps}_seed{request.seed}"
     name += f"_guidance{diffusion.sampler_guidance:g}" if diffusion.sampler_guidance != 1 else ""
     name += f"_correction{diffusion.sampler_correction:g}" if diffusion.sampler_correction != 1 else ""
+    name += f"_{request.guide.name}" if request.guide else ""
     name += f"_volume{request.volume}" if request.volume != 0 else ""
     name += f"_{request.weights}" if request.weights != "ema" else ""
     return run_of(info.checkpoint) / "samples" / name
