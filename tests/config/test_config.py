@@ -59,7 +59,7 @@ def test_derived_numbers_follow_from_the_keys() -> None:
         (["data.normalize={low: 3}"], "low and high go together: set both, or neither to have them estimated"),
         (["data.normalize={low: 3, high: 3}"], "low must be below high; got low=3.0, high=3.0"),
         (["model.channels=[8, 12]"], "the last of channels must be a multiple of attention_heads; got 12 and 8"),
-        (["diffusion.timesteps=19"], "sampler_steps must not exceed timesteps; got 20 of 19"),
+        (["diffusion.timesteps=29"], "sampler_steps must not exceed timesteps; got 30 of 29"),
         (["model.strides=[[1, 2, 2]]"], "strides must have one entry fewer than channels; got 1 for 3 levels"),
         (["data.condition_classes=3", "data.condition_values=[0, 1]"], "condition_values names a label for each class"),
         (["data.condition_values=[0, 0]", "data.condition_classes=2"], "condition_values names a label for each class"),

@@ -492,7 +492,7 @@ def test_a_conditional_model_is_shown_the_held_out_condition_and_both_are_writte
     assert (one.voxels() != three.voxels()[:1]).any()
     assert (one.record["evaluations_per_sample"], three.record["evaluations_per_sample"]) == (6, 3)
     width, height = Image.open(tmp_path / "three/montage.png").size
-    assert (width, height) == (2 * (2 * 152 + 12), 16 + 2 * 168), "label and sample of three, in two columns"
+    assert (width, height) == (2 * (2 * 152 + 12), 20 + 2 * 172), "label and sample of three, in two columns"
     moved = (conditional / "labels.zarr").rename(tmp_path / "moved.zarr")
     assert ends("--out", tmp_path / "out", checkpoint="shown") == 6
     moved.rename(conditional / "labels.zarr")

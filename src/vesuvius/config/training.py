@@ -189,7 +189,7 @@ class DiffusionConfig(Section):
     )
     sampler: SamplerMethod = Field("dpmpp2m", description="sampler; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)")
     sampler_steps: PositiveInt = Field(
-        20,
+        30,
         description="steps per generated sample (rho = 7 for edm, else trailing); heun evaluates twice in all but one, "
         "ddim and ddpm need 40 and more",
     )
