@@ -38,14 +38,13 @@ import functools
 import importlib.util
 import json
 import os
-import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 
 STARTED = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
@@ -293,16 +292,17 @@ def main() -> int:
     findings = Findings(arguments.json, about)
     content = findings.content
 
-    def end(number: int, frame: FrameType | None) -> None:
-        # A compiler or a kernel hangs, which no row can be interrupted in.
+    def end() -> None:
+        # A compiler or a kernel hangs; the main thread does not come back from it, nor to a signal's handler.
         print_report(content)
         print(f"gpu_check stops in the middle of a row: {arguments.minutes:g} minutes are over", flush=True)
         os._exit(EXIT_WRONG)
 
-    signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, max(bench.budget.left_s, 0.0) + GRACE_S)
+    watchdog = threading.Timer(max(bench.budget.left_s, 0.0) + GRACE_S, end)
+    watchdog.daemon = True
+    watchdog.start()
     Check(bench, findings).run()
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    watchdog.cancel()
     content["finished"] = True
     findings.write()
     print_report(json.loads(json.dumps(content)))  # as gpu/report.py prints it from the file

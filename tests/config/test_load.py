@@ -315,9 +315,14 @@ def test_a_stored_config_with_a_key_that_was_removed_is_read_unless_what_was_tra
         if gone is not None:
             given[section][key] = gone
             with pytest.raises(
-                ConfigError, match=rf"was trained with {section}\.{key}=.*no longer has; use the version"
+                ConfigError, match=rf"was trained with {section}\.{key}=.*does not have; use the version"
             ):
                 parse_stored(given)
+    section = {"wandb": {"project": "x"}, "monitor": stored["monitor"] | {"old.er": {"x": 1}}}
+    assert parse_stored(stored | section) == parse_stored(stored)
+    for section, key in (("model", "film"), ("diffusion", "flow_shift")):  # of a later version, perhaps
+        with pytest.raises(ConfigError, match=rf"was trained with {section}\.{key}=3, which this version"):
+            parse_stored(stored | {section: stored[section] | {key: 3}})
     stored["data"]["augment"]["contrast"] = 0.2
     with pytest.raises(ConfigError, match=r"was trained with data\.augment\.contrast=0\.2"):
         parse_stored(stored)

@@ -119,3 +119,7 @@ def test_a_guide_takes_the_place_of_the_linear_denoiser_and_sees_the_same_condit
     assert guide.calls[0][2] is not None
     assert torch.equal(guide.calls[0][2], _condition())
     assert estimate.evaluations == 2
+    without = config.model_copy(update={"sampler_guidance": 0.0})
+    NetworkEstimate(network, without, _condition(), guide=guide)(_x(), LEVEL)
+    assert not network.calls[-1][2].any()
+    assert not guide.calls[-1][2].any(), "both without the condition"

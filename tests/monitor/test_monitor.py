@@ -89,7 +89,7 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(
         return VramUse(n, 10 * n, 100 - n, 1000 - n, 2000, retries=0, failures=0)
 
     vram: Any = SimpleNamespace(read=read)
-    monkeypatch.setattr(monitor_module, "SAMPLES_PER_RECORD", 4)
+    monkeypatch.setattr(monitor_module, "RECORD_S", 0.2)
     monkeypatch.setattr(monitor_module, "SINGLE_RECORDS", 1)
     with Monitor(in_dir(tmp_path), Limits(), watcher, vram, sample_every_s=0.05, on_record=shared.append) as monitor:
         monitor.told = LoopStatus(step=7, readers={123: GIB})

@@ -182,7 +182,8 @@ def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record
         "steps": 3,
         "clip": None,
         "guidance": 1.0,
-        "correction": 1.0,
+        "correction": None,
+        "guide_sha256": None,
         "evaluations_per_sample": 3,
         "checkpoint": str(checkpoint),
         "step": 10,
@@ -226,11 +227,14 @@ def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record
 def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A program that took another network for the guide would change samples that the network itself guides."""
     earlier, own = (Path("runs/plain/checkpoints") / name for name in ("step_00000005", "step_00000010"))
+    # The same weights under an earlier step's name.
+    twin = tmp_path / "twin/step_00000010"
+    shutil.copytree(own, twin)
     plain, alike, guided = (
         drawn(tmp_path / name, "--count", 2, *options)
         for name, options in (
             ("plain", ()),
-            ("alike", ("--correction", 20, "--guide", own)),
+            ("alike", ("--correction", 20, "--guide", twin)),
             ("guided", ("--correction", 20, "--guide", earlier)),
         )
     )
@@ -240,6 +244,12 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
     assert guided.record["guide_sha256"] == hashlib.sha256((earlier / "model.safetensors").read_bytes()).hexdigest()
     assert ends("--out", tmp_path / "none", "--guide", earlier) == 2
     assert "--guide has no effect with a correction of 1; add --correction 1.5" in capsys.readouterr().err
+    assert ends("--out", tmp_path / "none", "--guide", own, "--correction", 2, checkpoint=earlier) == 2
+    assert "is not earlier than" in capsys.readouterr().err
+    volume = ("--shape", "12,24,24", "--workers", 1)
+    assert ends("--out", tmp_path / "v.zarr", *volume, "--correction", 2, "--guide", earlier) == 0
+    assert ends("--out", tmp_path / "v.zarr", *volume, "--correction", 2) == 2, "another volume, not the same one"
+    assert "guide_sha256 null (there: " in capsys.readouterr().err
 
 
 @in_plain

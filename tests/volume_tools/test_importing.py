@@ -11,9 +11,11 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +133,16 @@ def slices(ending: str, **options: Any) -> Any:
     return write
 
 
+def strange_tags(folder: Path, voxels: Voxels) -> str:
+    """With a private tag of a type that nobody knows, which tifffile reports as an error and passes over."""
+    source = slices(".tif", extratags=[(65000, 3, 1, 7, True)])(folder, voxels)
+    for file in Path(source).glob("s_*.tif"):
+        content, before = file.read_bytes(), struct.pack("<HHI", 65000, 3, 1)
+        assert content.count(before) == 1
+        file.write_bytes(content.replace(before, struct.pack("<HHI", 65000, 99, 1)))
+    return str(source)
+
+
 def hdf5(
     key: str = "entry/data", size: Any = None, like: Callable[[Voxels], Voxels] = lambda v: v, **options: Any
 ) -> Any:
@@ -235,6 +247,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"dtype": "uint8", "select": (1,)},
     ),
     "slices, lzw": (slices(".TIFF", compression="lzw"), {}),
+    "slices, a strange tag": (strange_tags, {}),
     "png": (slices(".png"), {}),
     "png, uint8": (slices(".png"), {"dtype": "uint8"}),
     "png, bool": (slices(".png"), {"dtype": "bool"}),
@@ -490,6 +503,17 @@ def over(writer: Any) -> Callable[[Path], None]:
     return damage
 
 
+def png_of_4_bits(file: Path) -> None:
+    """Which Pillow scales to 8 bits as it reads them: labels 0, 1, 2 become 0, 17, 34."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header, rows = struct.pack(">IIBBBBB", 71, 52, 4, 0, 0, 0, 0), bytes(52 * (1 + 36))
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+
+
 def save(page: Voxels, **options: Any) -> Any:
     def write(file: Path) -> None:
         import tifffile
@@ -537,6 +561,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     ),
     "a slice of another dtype": (slices(".png"), over(save(PAGE.astype("u1"))), "has 52x71 uint8, and s_8"),
     "a colour slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "is RGB, not grey"),
+    "a slice of 4 bits": (slices(".png"), over(png_of_4_bits), "is L;4, not grey"),
     "a slice of two pages": (slices(".tif"), over(save(np.stack([PAGE] * 2))), "one page, and it has 2"),
     "a gap": (slices(".tif"), rename("s_99.tif"), "rise evenly: s_19.tif and then s_21.tif"),
     "two with one number": (slices(".tif"), rename("s_021.tif"), "rise evenly: s_19.tif and then s_"),

@@ -165,6 +165,8 @@ def train_ours(task: Task, *keys: str) -> Path:
     """Let `vesuvius train` run until its process has used the CPU seconds, in all its parts; return the run."""
     spent = task.folder / "cpu_s"
     before = used = float(spent.read_text()) if spent.exists() else 0.0
+    if used >= task.budget_s:
+        return task.folder / "runs" / "run"
     command = [sys.executable, "-m", "vesuvius.train", "--config", str(task.config), "--resume", *keys]
     with (task.folder / "train.log").open("a") as log:
         process = psutil.Popen(command, cwd=task.folder, env=one_thread(), stdout=log, stderr=log)
@@ -172,11 +174,11 @@ def train_ours(task: Task, *keys: str) -> Path:
         while process.poll() is None:
             times = process.cpu_times()
             used = max(used, before + times.user + times.system)
+            spent.write_text(f"{used:.1f}")
             if used >= task.budget_s and not is_stopping:
                 process.terminate()
                 is_stopping = True
             time.sleep(0.2)
-    spent.write_text(f"{used:.1f}")
     if process.returncode not in (0, 75):
         raise SystemExit(f"vesuvius train failed with {process.returncode}; see {task.folder / 'train.log'}")
     return task.folder / "runs" / "run"

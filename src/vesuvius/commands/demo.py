@@ -13,9 +13,9 @@ from vesuvius.commands.cli import as_command, say
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
+from vesuvius.runlog.run_dir import run_dir
 
-VOLUME, RUN = Path("volumes/demo.zarr"), Path("runs/demo")
-GENERATED, PICTURE = RUN / "samples/generated.zarr", RUN / "samples/generated.png"
+VOLUME = Path("volumes/demo.zarr")
 
 
 @as_command
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius demo",
         description=f"Write a synthetic scroll to {VOLUME}, unless it is there, train a tiny model on it, and generate "
-        f"64x128x128 voxels from held-out labels: about five minutes on two cores.  {RUN} of an earlier demo "
+        "64x128x128 voxels from held-out labels: about five minutes on two cores.  The run of an earlier demo "
         "is replaced.",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
@@ -33,16 +33,18 @@ def main(argv: list[str]) -> int:
     config = read_config(Path(source), args.overrides, os.environ)  # before anything is replaced
     if not VOLUME.is_dir() and (code := volume.main(["synth", str(VOLUME), "--shape", "192,256,256", "--seed", "0"])):
         return code
-    shutil.rmtree(RUN, ignore_errors=True)
+    run = run_dir(config).path
+    shutil.rmtree(run, ignore_errors=True)
     if code := train.main(["--config", source, *args.overrides]):
         return code
-    found = f"\nconfig      {source}\nlog         {RUN}/logs/train_full.log\nmetrics     {RUN}/metrics.jsonl\n"
-    found += f"checkpoint  {max(RUN.glob('checkpoints/step_*'), default='none')}"
-    if config.has_condition:
+    found = f"\nconfig      {source}\nlog         {run}/logs/train_full.log\nmetrics     {run}/metrics.jsonl\n"
+    found += f"checkpoint  {max(run.glob('checkpoints/step_*'), default='none')}"
+    if config.has_condition and config.data.validation.fraction:
+        volume_out, picture = run / "samples/generated.zarr", run / "samples/generated.png"
         from vesuvius.generate.volume.held_out import generate_held_out  # imports torch
 
         with Progress("generating a volume") as progress:
-            generate_held_out(RUN, (64, 128, 128), GENERATED, PICTURE, progress.tell)
-        found += f"\nvolume      {GENERATED}\npicture     {PICTURE}"
+            generate_held_out(run, (64, 128, 128), volume_out, picture, progress.tell)
+        found += f"\nvolume      {volume_out}\npicture     {picture}"
     say(found)
     return EXIT_OK

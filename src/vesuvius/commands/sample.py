@@ -165,7 +165,7 @@ def guide_of(arguments: argparse.Namespace) -> Path | None:
     """The checkpoint of --guide.  Raises ConfigError if there is none."""
     from vesuvius.training.checkpoint.format import find_checkpoint  # imports torch
 
-    return arguments.guide and find_checkpoint(arguments.guide, "--guide")
+    return arguments.guide and find_checkpoint(arguments.guide, "--guide").resolve()
 
 
 def array(text: str) -> ArrayConfig:

@@ -27,6 +27,8 @@ TRAINED_WITH: dict[str, Any] = {
     "model.skips": "concat",
 }
 """Keys of earlier versions that a model depends on, with the value that this version trains with."""
+WITHOUT_EFFECT = ("diffusion.huber_delta", "diffusion.sampler_eta", "diffusion.sampler_quantile")
+"""Keys of its sections that no trained model depends on."""
 
 # What a changed key means for a run that goes on, by the beginnings of keys.
 

@@ -9,7 +9,6 @@ Files and lines of wrong values are looked up once something is wrong.  Function
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import logging
 import os
@@ -23,10 +22,10 @@ from pydantic import ValidationError
 from vesuvius.config import Config
 from vesuvius.config.describe import (
     TRAINED_WITH,
+    WITHOUT_EFFECT,
     KeyPath,
     dotted,
     explain,
-    flatten,
     iter_keys,
     schema_at,
     show,
@@ -89,23 +88,33 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
 def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:
     """As `parse_config`, from an earlier `config.model_dump(mode="json")`, which may lack keys that came later.
 
-    Keys that this version no longer has are passed over, unless what was trained depends on them.
+    Keys that this version does not have are passed over and named in the log, unless what was trained depends on them.
     """
     tree: dict[str, Any] = copy.deepcopy(dict(stored))
     if "schedule" in (diffusion := tree.get("diffusion") or {}):  # the key's name in earlier versions
         diffusion["noise"] = diffusion.pop("schedule")
-    known = {key for key, _ in iter_keys()}
-    for key, value in flatten(tree).items():
-        if key in known:
-            continue
-        *sections, name = key.split(".")
-        del functools.reduce(lambda within, step: within[step], sections, tree)[name]
-        if value != TRAINED_WITH.get(key, value):
+    for key, value in (unknown := _without_unknown(tree, {key for key, _ in iter_keys()})).items():
+        is_harmless = not key.startswith(("model.", "diffusion.")) or key in WITHOUT_EFFECT
+        if value != TRAINED_WITH.get(key, value if is_harmless else object()):
             raise ConfigError(
-                f"{source} was trained with {key}={show(value)}, which this version no longer has; use the version of "
+                f"{source} was trained with {key}={show(value)}, which this version does not have; use the version of "
                 "vesuvius that trained it"
             )
+    if unknown:
+        log.info("%s: keys of another version are passed over: %s", source, ", ".join(unknown))
     return parse_config(to_yaml(tree), overrides, source)
+
+
+def _without_unknown(tree: dict[str, Any], known: set[str], within: str = "") -> dict[str, Any]:
+    """Take sections and keys that do not exist out of a tree; returns them by their keys."""
+    taken: dict[str, Any] = {}
+    for name in list(tree):
+        key = within + name
+        if isinstance(tree[name], dict) and any(each.startswith(f"{key}.") for each in known):
+            taken |= _without_unknown(tree[name], known, f"{key}.")
+        elif key not in known:
+            taken[key] = tree.pop(name)
+    return taken
 
 
 def read_source(path: Path) -> bytes:

@@ -135,7 +135,10 @@ class NetworkEstimate:
         if correction == 1:
             return prediction
         if self._guide is not None:
-            weaker = self._evaluated(x, level, self._condition, self._guide)
+            condition = self._condition
+            if condition is not None and self._config.sampler_guidance == 0:
+                condition = torch.zeros_like(condition)
+            weaker = self._evaluated(x, level, condition, self._guide)
             return weaker + correction * (prediction - weaker)
         if self._schedule is None or self._schedule.spectrum is None:
             return prediction

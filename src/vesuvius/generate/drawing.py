@@ -14,12 +14,19 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius import __version__
+from vesuvius.config import Config
 from vesuvius.diffusion.estimate import Condition, NetworkEstimate
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, GpuMemoryError, VesuviusError
 from vesuvius.training.checkpoint.format import find_checkpoint
-from vesuvius.training.checkpoint.trained import CheckpointInfo, Denoiser, check_weights, read_checkpoint_info
+from vesuvius.training.checkpoint.trained import (
+    CheckpointInfo,
+    Denoiser,
+    check_weights,
+    of_voxels,
+    read_checkpoint_info,
+)
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
 from vesuvius.training.step.setup import choose_device, lay_out_network, lies_channels_last
@@ -59,23 +66,35 @@ def checked_checkpoint(request: DrawRequest) -> CheckpointInfo:
     info = read_checkpoint_info(find_checkpoint(request.checkpoint), request.overrides)
     check_volume(info, request.volume)
     if request.guide is not None:
-        guide = read_checkpoint_info(request.guide)
+        _check_guide(info, read_checkpoint_info(request.guide, request.overrides))
         check_weights(request.guide, request.weights)
-        if (
-            guide.config.data != info.config.data
-            or guide.config.diffusion.prediction != info.config.diffusion.prediction
-        ):
-            raise ConfigError(
-                f"--guide {request.guide} was trained on other data than {info.checkpoint}; name an earlier checkpoint "
-                "of the same run (training.keep_every keeps them)"
-            )
-        if info.config.diffusion.sampler_correction == 1:
-            raise ConfigError("--guide has no effect with a correction of 1; add --correction 1.5")
+    elif (diffusion := info.config.diffusion).sampler_correction != 1 and diffusion.noise != "edm":
+        raise ConfigError(
+            f"--correction has no effect: diffusion.noise={diffusion.noise} has no linear denoiser; add --guide"
+        )
     try:
         lay_out_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
     except ConfigError as error:
         raise ConfigError(f"{error}; here --batch-size replaces training.train_batch_size") from error
     return info
+
+
+def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
+    """Raises ConfigError for a guide that says something else of the same voxels, or makes no difference."""
+
+    def of_levels(config: Config) -> dict[str, Any]:
+        return {key: value for key, value in config.diffusion.model_dump().items() if not key.startswith("sampler")}
+
+    ours, theirs = info.config, guide.config
+    if of_voxels(ours.data) != of_voxels(theirs.data) or of_levels(ours) != of_levels(theirs):
+        raise ConfigError(
+            f"--guide {guide.checkpoint} was trained with other keys of data or diffusion than {info.checkpoint}; name "
+            "an earlier checkpoint of the same run (training.keep_every keeps them)"
+        )
+    if guide.step >= info.step and guide.checkpoint.parent == info.checkpoint.resolve().parent:
+        raise ConfigError(f"--guide {guide.checkpoint} is not earlier than {info.checkpoint}; name an earlier one")
+    if ours.diffusion.sampler_correction == 1:
+        raise ConfigError("--guide has no effect with a correction of 1; add --correction 1.5")
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -94,13 +113,14 @@ def described(info: CheckpointInfo, request: DrawRequest) -> dict[str, Any]:
         "weights": request.weights,
         "weights_sha256": check_weights(info.checkpoint, request.weights),
         "sampler": diffusion.sampler,
-        **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "clip", "guidance", "correction")},
+        **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "clip", "guidance")},
+        "correction": None if diffusion.sampler_correction == 1 else diffusion.sampler_correction,
+        "guide_sha256": check_weights(request.guide, request.weights) if request.guide else None,
         "volume": info.data.volumes[request.volume].name,
         "grey_low": grey.low,
         "grey_high": grey.high,
         "vesuvius": __version__,
         "torch": torch.__version__,
-        **({"guide_sha256": check_weights(request.guide, request.weights)} if request.guide else {}),
     }
 
 
@@ -117,7 +137,7 @@ class Network:
         config, data = self.info.config, self.info.data
         self.schedule = Schedule.from_config(config.diffusion, data.spectrum).to(self.device)
         self.denoiser = Denoiser(self.info, request.weights, self.schedule, self.device)
-        guide = request.guide and read_checkpoint_info(request.guide)
+        guide = request.guide and read_checkpoint_info(request.guide, request.overrides)
         self.guide = Denoiser(guide, request.weights, self.schedule, self.device) if guide else None
         if problem := cudnn_problem(self.device, self.denoiser.amp, lies_channels_last(config.training, self.device)):
             log.warning("sampling will be slow: %s", problem)

@@ -1,4 +1,4 @@
-"""Samples the run every second, writes what it saw every sixty samples, and says how near a kill is.
+"""Samples the run every second, writes what it saw every minute, and says how near a kill is.
 
 What it sees goes to `system.jsonl` (min, mean, max), to `recent.jsonl` (each sample of the last two minutes) and, where
 the guard finds that something must be done, to the loop as an `Order`.  One thread samples and judges, another writes:
@@ -38,11 +38,12 @@ log = logging.getLogger(__name__)
 
 GuardMode = Literal["off", "warn", "act"]
 
-SAMPLES_PER_RECORD = 60
+RECORD_S = 60.0
 # So many records at the beginning are of one sample each: short runs and profiles have a course, too.
 SINGLE_RECORDS = 30
 _RATES_OVER_S = 10.0
 _BLIND_EVERY_S = 600.0
+_DISK_EVERY_S = 60.0
 _JOIN_S = 2.0
 _VRAM_S = 0.5  # takes microseconds; of a GPU that has failed the driver may never answer
 
@@ -112,6 +113,8 @@ class Monitor:
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._here: set[int] = set()
         self._directory = directory.path
+        self._disk: dict[str, int] | None = None
+        self._disk_due_s = -math.inf
         self._stop = threading.Event()
         self._judging = threading.Lock()
         self.told = LoopStatus()
@@ -188,13 +191,16 @@ class Monitor:
         samples: list[SystemSample] = []
         vrams: list[VramUse] = []
         single, stopped = SINGLE_RECORDS, False
+        most, level = max(round(RECORD_S / self._sample_every_s), 1), self.risk.level
         while not stopped:
             stopped = self._stop.wait(self._sample_every_s)
             try:
                 sample, vram = self._sample_once()
                 samples.append(sample)
                 vrams += [vram] if vram is not None else []
-                if stopped or single > 0 or len(samples) >= SAMPLES_PER_RECORD:
+                # What grows dangerous is told at once: alerts are made of these records.
+                rises, level = self.risk.level > level, self.risk.level
+                if stopped or rises or single > 0 or len(samples) >= most:
                     step, readers = self.told.step, self._moments[-1].reader_bytes
                     limit_bytes = tightest(sample, self._limits).limit_bytes
                     window = SystemWindow(step, samples, vrams, limit_bytes, readers, self.risk, self.rates())
@@ -277,11 +283,13 @@ class Monitor:
         self._on_record(record)
 
     def _disk_use(self) -> dict[str, int] | None:
-        """Walks the run directory; None where the disk does not tell."""
-        with suppress(OSError):
-            free_bytes = shutil.disk_usage(self._directory).free
-            return {"free_bytes": free_bytes, "run_bytes": directory_bytes(self._directory)}
-        return None
+        """Once a minute, as it walks the run directory; None where the disk does not tell."""
+        if time.monotonic() >= self._disk_due_s:
+            self._disk_due_s, self._disk = time.monotonic() + _DISK_EVERY_S, None
+            with suppress(OSError):
+                free_bytes = shutil.disk_usage(self._directory).free
+                self._disk = {"free_bytes": free_bytes, "run_bytes": directory_bytes(self._directory)}
+        return self._disk
 
 
 def kills_text(was: CgroupUse | None, now: CgroupUse | None) -> str:

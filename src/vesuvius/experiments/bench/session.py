@@ -90,6 +90,8 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
                     lock_fd=lock_fd,
                     stopping=stopping,
                 )
+                if done:  # what is measured so far outlives this process
+                    _write(request, config, folder, done)
                 if found.ended == "ok":
                     log.info("%s: %s samples/s, %s", where, number(found.samples_s), format_duration(found.seconds))
                 else:

@@ -262,6 +262,7 @@ def _next_commands(request: TuneRequest, space: SearchSpace, found: Recommendati
         return [run]
     budget = f"{math.ceil(2 * space.budget_s / 60)}m"
     again = ["vesuvius", "tune", "--config", str(request.source), *request.overrides, "--budget", budget]
+    again += ["--keep", ",".join(request.keep)] if request.keep else []
     if found.certainty == "none":
         return [shlex.join(again)]
     return [f"{shlex.join(again)} to be surer", run]

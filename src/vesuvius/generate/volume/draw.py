@@ -330,6 +330,8 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
             "--condition is missing, and the model was trained with conditions; name a volume, or add --guidance 0 to "
             "draw without"
         )
+    if request.labels_out is not None and config.diffusion.sampler_guidance == 0:
+        raise ConfigError("--guidance 0 ignores the labels, so there are no pairs; remove it, or end --out in .zarr")
     factors = info.data.volumes[request.volume].condition_factors
     with Inputs(given, config.data, request.shape_zyx, factors) as inputs:
         if request.shape_zyx is not None and inputs.shape_zyx not in (None, request.shape_zyx):

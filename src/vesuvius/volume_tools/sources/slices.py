@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from logging.handlers import QueueHandler
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 from xml.etree import ElementTree
 
@@ -22,7 +20,7 @@ from vesuvius.volume_tools.sources.files import Stored, check_length, flat, geom
 from vesuvius.volumes.geometry import VOXELS, Geometry
 
 _ENDINGS = (".tif", ".tiff", ".png")
-_PNG_DTYPES = {"1": "?", "L": "u1", "I;16": "u2"}  # of Pillow's modes that hold what is in the file
+_PNG_DTYPES = {"1": "?", "L": "u1", "I;16B": "u2"}  # of raw forms that Pillow neither scales nor cuts
 
 
 def open_tiff(file: Path) -> Stored:
@@ -71,7 +69,8 @@ def open_folder(folder: Path) -> Stored:
 
     def load(number: int) -> NDArray[Any]:
         library = import_module("PIL.Image" if is_png else "tifffile")
-        return np.asarray(library.open(files[number]) if is_png else library.imread(files[number], key=0))
+        read = library.open(files[number]) if is_png else library.imread(files[number], key=0)
+        return np.asarray(read).astype(dtype, copy=False)  # early Pillows open 16 bits as 32
 
     return paged(files, "ZYXS"[: 1 + len(shape)], (len(files), *shape), dtype, 1, load)
 
@@ -93,19 +92,22 @@ def _in_order(files: list[Path], folder: Path) -> list[Path]:
 
 @contextmanager
 def _whole_tiff(file: Path, **options: Any) -> Iterator[Any]:
-    """An open TIFF.  Of one that is cut short tifffile gives what is left, and reports an error in its log alone."""
-    errors = SimpleQueue[logging.LogRecord]()
-    handler, logger = QueueHandler(errors), logging.getLogger("tifffile")
-    handler.setLevel(logging.ERROR)
-    logger.addHandler(handler)
+    """An open TIFF.  Of one that is cut short tifffile gives what is left, and says so in its log alone."""
+    said, logger = list[str](), logging.getLogger("tifffile")
+
+    def listen(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return False  # it also reports tags that are strange and do no harm
+
+    logger.addFilter(listen)
     try:
         with import_module("tifffile").TiffFile(file, **options) as tiff:
             len(tiff.pages), tiff.series
-            if not errors.empty():
-                raise refuse(file, f"it is cut short or damaged: {errors.get().getMessage()}", "copy it again")
+            if cut := [text for text in said if "page offset" in text or "corrupt" in text]:
+                raise refuse(file, f"it is cut short or damaged: {cut[0]}", "copy it again")
             yield tiff
     finally:
-        logger.removeHandler(handler)
+        logger.removeFilter(listen)
 
 
 def _check_page(page: Any) -> None:
@@ -126,9 +128,10 @@ def _png_header(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
     library: Any = import_module("PIL.Image")
     library.MAX_IMAGE_PIXELS = None  # slices are large
     with library.open(file) as image:
-        if image.mode not in _PNG_DTYPES:
-            raise refuse(file, f"it is {image.mode}, not grey of 1, 8 or 16 bits", "convert the slices to grey")
-        return image.size[::-1], np.dtype(_PNG_DTYPES[image.mode])
+        form = image.tile[0][3]
+        if form not in _PNG_DTYPES:
+            raise refuse(file, f"it is {form}, not grey of 1, 8 or 16 bits", "convert the slices to grey")
+        return image.size[::-1], np.dtype(_PNG_DTYPES[form])
 
 
 def _voxel_size(tiff: Any) -> Geometry:
