@@ -95,18 +95,18 @@ class StorageError(DataError):
 
 
 @contextmanager
-def storage_errors(rule: str, remedy: str, where: str = "", but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
-    """Turn what the system says of a file into a StorageError: `RULE; got ERROR WHERE; REMEDY`.
+def storage_errors(target: str, remedy: str, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
+    """Raise an OSError of the body as a StorageError: `Cannot write TARGET: ERROR; REMEDY`.
 
     Args:
-        but: passed on as they are.
+        but: errors passed on unchanged.
     """
     try:
         yield
     except OSError as error:
         if isinstance(error, but):
             raise
-        raise StorageError(f"{rule}; got {f'{error} {where}'.rstrip()}; {remedy}") from error
+        raise StorageError(f"Cannot write {target}: {error}; {remedy}") from error
 
 
 def one_line(error: BaseException | str, limit: int = 200) -> str:

@@ -34,7 +34,7 @@ def _run(future: Future[T], function: Callable[..., T], arguments: tuple[Any, ..
         del future  # it holds the error, whose traceback holds this frame
 
 
-def stacks_of_threads() -> Iterator[str]:
+def thread_stacks() -> Iterator[str]:
     """The stacks of all threads of this process, as faulthandler writes them, but with names, and of more than 100.
 
     Opens no file, as traceback does for the lines of source: the disk may be what hangs.  Threads that run Python code

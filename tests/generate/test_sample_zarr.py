@@ -72,7 +72,7 @@ def test_an_error_leaves_what_was_there_and_nothing_new(tmp_path: Path) -> None:
 
 
 def test_what_the_system_refuses_comes_with_a_remedy(tmp_path: Path) -> None:
-    message = "samples need a writable place with enough space; got .*No space.*; free space or choose another place"
+    message = "Cannot write samples to .*No space.*; free some space or choose another folder"
     with pytest.raises(StorageError, match=message), published_when_whole(tmp_path / "out"):
         raise OSError(28, "No space left on device")
 

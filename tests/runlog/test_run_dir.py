@@ -98,7 +98,10 @@ def test_a_place_that_cannot_be_written_or_has_no_locks_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(StorageError, match="must be writable"), RunDir(tmp_path / "runs" / "x").locked(new=True):
+    with (
+        pytest.raises(StorageError, match="Cannot write the run directory"),
+        RunDir(tmp_path / "runs" / "x").locked(new=True),
+    ):
         pass
 
     def no_locks(descriptor: int, operation: int) -> None:

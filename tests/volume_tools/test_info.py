@@ -14,7 +14,7 @@ from tests.conftest import STORED_AIR, textured, write_array
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
-from vesuvius.volume_tools.info import VolumeFacts, codec_words, describe_volume, make_sidecar
+from vesuvius.volume_tools.info import VolumeFacts, describe_codecs, describe_volume, make_sidecar
 from vesuvius.volumes.volume import open_volume
 
 QUICK = StoreConfig(outage_minutes=0)
@@ -70,7 +70,7 @@ CODECS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "words"), CODECS, ids=[words for *_, words in CODECS])
 def test_codecs_are_told_with_their_settings(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), **options)
-    assert codec_words(open_volume(ArrayConfig(path=str(path))).array) == words
+    assert describe_codecs(open_volume(ArrayConfig(path=str(path))).array) == words
 
 
 STORES: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ def test_what_a_web_server_does_not_tell_is_unknown_and_not_0(tmp_path: Path) ->
         path.joinpath("0", *map(str, chunk)).unlink()
         stored[chunk] = False
     with ChunkServer(tmp_path) as server:
-        facts = look(f"{server.url}/v.zarr", listing=True, places=100)
+        facts = look(f"{server.url}/v.zarr", listing=True, num_boxes=100)
         occupancy, grey = facts.occupancy, facts.grey
         assert occupancy.present is None
         assert occupancy.unknown == "a web server cannot list"
@@ -144,7 +144,7 @@ def test_grey_values_are_those_of_the_material(tmp_path: Path, dtype: str) -> No
     voxels = textured((48, 48, 48), dtype=dtype)
     voxels[::5] = 0
     path = write_array(tmp_path / "v.zarr", voxels, chunk=16)
-    grey = look(path, places=27).grey  # each chunk once: the whole volume
+    grey = look(path, num_boxes=27).grey  # each chunk once: the whole volume
     assert grey is not None
     material = voxels[voxels != 0].astype(np.float64)
     assert (grey.places, grey.voxels) == (27, voxels.size)
@@ -175,13 +175,13 @@ def test_nothing_but_air_has_no_grey_values(tmp_path: Path) -> None:
     grey = look(path).grey
     assert grey is not None
     assert (grey.places, grey.mean, grey.percentiles, grey.air_share) == (8, None, None, 1.0)
-    assert look(path, places=0).grey is None
+    assert look(path, num_boxes=0).grey is None
 
 
 def test_an_unreadable_place_is_counted_and_the_others_are_used(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
     (path / "1" / "1" / "1").write_bytes(b"damaged")
-    grey = look(path, places=27).grey
+    grey = look(path, num_boxes=27).grey
     assert grey is not None
     assert (grey.places, grey.unreadable) == (26, 1)
 
@@ -193,10 +193,10 @@ def test_a_damaged_index_of_a_shard_is_told_and_the_rest_looked_at(
     shard = path / "0/c/0/1/0"
     data = shard.read_bytes()
     shard.write_bytes(data[:-10] + bytes([data[-10] ^ 1]) + data[-9:])
-    facts = look(path, places=64)
+    facts = look(path, num_boxes=64)
     assert facts.occupancy.present is None
     assert "the index of a shard does not match its checksum in 0/c/0/1/0" in str(facts.occupancy.unknown)
-    for found in (facts, look(server.url_of(path), places=64)):
+    for found in (facts, look(server.url_of(path), num_boxes=64)):
         assert found.grey is not None
         assert (found.grey.tried, found.grey.found, found.grey.places) == (64, 56, 56)
     assert "chunk [0, 2, 0]" in caplog.text

@@ -34,7 +34,7 @@ def address(server: ChunkServer, tmp_path: Path) -> str:
 
 def source_at(address: str, config: StoreConfig = FAST) -> Source:
     """A source whose volume is open."""
-    return Source(address, config, known=True)
+    return Source(address, config, has_answered=True)
 
 
 def test_an_outage_is_waited_for_however_many_tries_it_takes(

@@ -79,7 +79,7 @@ def _check_new(name: str, out: Path) -> None:
 
 
 def _write(out: Path, text: str) -> None:
-    with storage_errors("the config must be writable", "choose another place with --out"):
+    with storage_errors(f"the config {out}", "choose another file with --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("x", encoding="utf-8") as file:
             file.write(text)

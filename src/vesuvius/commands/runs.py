@@ -58,7 +58,7 @@ def quarantine(argv: list[str]) -> int:
         say(json.dumps(records, indent=2))
     elif args.clear:
         if records:
-            with storage_errors("the run directory must be writable", "free some space"):
+            with storage_errors(f"the run directory {run}", "free some space"):
                 clear_quarantine(path)
                 forget_notes(run / "reading", crashes=True)  # else readers would not try what has crashed them
         say(f"run {run.name}: {count} cleared; the next --resume reads them again")

@@ -32,7 +32,7 @@ def locked(directory: Path, what: str) -> Iterator[int]:
         StorageError: a file cannot be written, here or within the context.
     """
     remedy = "free some space and start again, or set VESUVIUS_RUNS"
-    with storage_errors("the run directory must be writable", remedy, f"in {directory}", but=_OF_OTHERS):
+    with storage_errors(f"the run directory {directory}", remedy, but=_OF_OTHERS):
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -99,11 +99,7 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
     Raises:
         StorageError: the disk is full or fails.
     """
-    with storage_errors(
-        f"{what} need a writable place with enough space",
-        "free space or choose another place with --out",
-        f"while writing {out}",
-    ):
+    with storage_errors(f"{what} to {out}", "free some space or choose another folder with --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
         staged = scratch / "new"

@@ -52,7 +52,7 @@ from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
 from vesuvius.training.step.setup import AmpMode
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.preview import MontageCell, draw_grid, magnification, orthogonal_slices
-from vesuvius.volumes.alignment import Alignment, shape_on
+from vesuvius.volumes.alignment import Alignment, covered_shape
 from vesuvius.volumes.box import box_at, triple
 from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.volume import open_volume
@@ -215,7 +215,7 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         self.volume = open_volume(spec, config.store, config.missing_chunk, config.condition_nan)
         self._patch_zyx, self._seed = config.patch_size, seed
         volume = facts.volumes[number]
-        shape = volume.shape_zyx or shape_on(self.volume.shape_zyx, volume.condition_factors)
+        shape = volume.shape_zyx or covered_shape(self.volume.shape_zyx, volume.condition_factors)
         self._alignment = Alignment(shape, self.volume.shape_zyx, volume.condition_factors, volume.condition_offsets)
         split = split_volume(self.volume.name, shape, config.patch_size, config.validation, volume.within)
         self._box = split.validation or split.train

@@ -71,7 +71,7 @@ def train_with_ray(request: Request) -> int:
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         needs = check_room(config, nodes)
-        with storage_errors("the folder of the runs must be writable", "choose another place (VESUVIUS_RUNS)"):
+        with storage_errors(f"the runs folder {place}", "set VESUVIUS_RUNS to a writable folder"):
             place.mkdir(parents=True, exist_ok=True)
         opened.callback(shutil.rmtree, place, ignore_errors=True)
         stop = opened.enter_context(StopRequest(config.training.max_hours))

@@ -13,7 +13,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vesuvius.threads import on_thread, stacks_of_threads
+from vesuvius.threads import on_thread, thread_stacks
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Watchdog:
             self._stacks.mkdir(exist_ok=True)
             with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{text}\n\nthreads of the trainer:\n")
-                file.writelines(stacks_of_threads())
+                file.writelines(thread_stacks())
         except OSError as error:
             log.warning("cannot write the stacks of a hung run to %s: %s; free some space", path, error)
 

@@ -148,7 +148,7 @@ def write_page(
     """
     shown = ([*each] for each in (pictures, tables, charts))
     page = render_html(redacted([*reports]), redact(made), *(redacted(each) for each in shown))
-    with storage_errors("a report must be writable", "choose another folder, or free some space"):
+    with storage_errors(f"the report {folder / name}.html", "free some space or choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / f"{name}.html", page.encode())
 

@@ -167,7 +167,7 @@ class RunDir:
         """
         if new:
             refuse_existing(self)
-        with storage_errors("the run directory must be writable", "choose another place"):
+        with storage_errors(f"the run directory {self.path}", "free some space or choose another folder"):
             self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / _LOCK).open("a") as lock:
             free, deadline = take_lock(lock.fileno(), self.path / _LOCK), time.monotonic() + wait_s
@@ -219,7 +219,7 @@ class RunDir:
 
     def begin(self, config: Config, source: Path, split: dict[str, Any]) -> None:
         """Write down what this session runs with.  Raises StorageError: the disk is full or not writable."""
-        with storage_errors("the run directory must be writable", "choose another place or free space"):
+        with storage_errors(f"the run directory {self.path}", "free some space or choose another folder"):
             self.make_folders()
             write_whole(self.path / "config.source.yaml", read_source(source))  # which may be that very file
             (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")

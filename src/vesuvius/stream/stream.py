@@ -350,7 +350,7 @@ class PatchStream(Iterator[Batch]):
         for record in report.quarantined:
             self._events.quarantine(record)
         for found in report.nonfinite:
-            found.say()
+            found.warn()
 
     def _reader_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
         """On any thread; returns what ends the stream."""

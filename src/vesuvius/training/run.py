@@ -220,7 +220,7 @@ def _nothing_left_of_a_failed_start(directory: RunDir) -> Iterator[None]:
 
 def _run_is_writable(directory: RunDir) -> contextlib.AbstractContextManager[None]:
     """Within: a file of the run that cannot be made is a StorageError."""
-    return storage_errors("the run directory must be writable", "choose another place", f"in {directory.path}")
+    return storage_errors(f"the run directory {directory.path}", "free some space or choose another folder")
 
 
 def _train_session(request: Request, checked: Preflight, stop: StopRequest, ranks: Ranks) -> int:

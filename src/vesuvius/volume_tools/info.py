@@ -108,7 +108,7 @@ def describe_volume(
     store: StoreConfig = StoreConfig(),
     *,
     listing: bool = False,
-    places: int = 16,
+    num_boxes: int = 16,
     box_zyx: Triple = BOX_ZYX,
 ) -> VolumeFacts:
     """Look at a volume.  Reads.
@@ -116,7 +116,7 @@ def describe_volume(
     Args:
         spec: the level to look at closely.
         listing: count chunks by a listing, also where there is a sidecar or a listing may take long.
-        places: boxes whose grey values are sampled; 0 = none.
+        num_boxes: boxes whose grey values are sampled; 0 = none.
 
     Raises:
         DataError: the level cannot be opened.
@@ -143,9 +143,9 @@ def describe_volume(
             levels=tuple(levels.values()),
             broken=broken,
             chosen=levels[spec.level],
-            codec=codec_words(volume.array),
+            codec=describe_codecs(volume.array),
             occupancy=occupancy,
-            grey=grey_statistics(volume, stored, places, box_zyx) if places else None,
+            grey=grey_statistics(volume, stored, num_boxes, box_zyx) if num_boxes else None,
         )
 
 
@@ -163,13 +163,13 @@ def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = Store
     with closing(open_volume(spec, store)) as volume:
         path = out or _beside(volume)
         occupancy = list_chunks(volume)
-    with storage_errors("a sidecar needs a writable folder", "choose another with --out", f"for {path}"):
+    with storage_errors(f"the sidecar {path}", "choose another file with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sidecar(path, occupancy, sidecar_signature(volume))
     return path, _counted(volume, occupancy, "listing")
 
 
-def codec_words(array: zarr.Array[Any]) -> str:
+def describe_codecs(array: zarr.Array[Any]) -> str:
     """'blosc(cname=zstd, clevel=3)': each codec by which chunks are encoded, and its settings.  Pure."""
     if array.metadata.zarr_format == 2:
         settings = [dict(codec.get_config()) for codec in (*array.filters, *array.compressors)]
@@ -245,17 +245,17 @@ def _beside(volume: Volume) -> Path:
 # ---- grey values, from a fixed random sample of boxes where something is stored
 
 
-def grey_statistics(volume: Volume, stored: Bools | None, boxes: int, box_zyx: Triple = BOX_ZYX) -> GreyStatistics:
+def grey_statistics(volume: Volume, stored: Bools | None, num_boxes: int, box_zyx: Triple = BOX_ZYX) -> GreyStatistics:
     """Read a few boxes of about this size, and compute statistics of their voxels.
 
     Args:
         stored: which chunks (or shards) are stored; None where unknown: then random chunks are looked up.
-        boxes: how many.
+        num_boxes: boxes to read.
 
     Raises:
         DataError: the store does not say whether a chunk is there.
     """
-    chunks, tried = _sample_chunks(volume, stored, boxes)
+    chunks, tried = _sample_chunks(volume, stored, num_boxes)
     rng = np.random.default_rng((0, 1))
     sample = [_box_in(volume, chunk, box_zyx, rng) for chunk in chunks]
     material: list[NDArray[Any]] = []

@@ -294,6 +294,6 @@ def _codec_for(dtype: np.dtype[Any]) -> Blosc:
 
 
 def disk_errors(out: Path) -> AbstractContextManager[None]:
-    """Turns what the disk says into a StorageError."""
-    remedy = "free space or choose another place: what is done is kept, and the same command continues"
-    return storage_errors(f"{out} needs a writable disk with enough space", remedy)
+    """Raises an OSError of the body as a StorageError."""
+    remedy = "finished chunks are kept: free some space and run the same command again, or choose another disk"
+    return storage_errors(str(out), remedy)

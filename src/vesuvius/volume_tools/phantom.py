@@ -25,7 +25,7 @@ from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
 from vesuvius.volume_tools.partial import open_partial
 from vesuvius.volume_tools.pyramid import Pyramid, multiscale
-from vesuvius.volume_tools.record import check_name, is_begun, is_finished, partial_path
+from vesuvius.volume_tools.record import check_name, has_partial, is_finished, partial_path
 from vesuvius.volumes.box import Box, triple
 
 Float32 = NDArray[np.float32]
@@ -310,7 +310,7 @@ def write_phantom(
     paths = (path, path.with_suffix(".labels.zarr"))
     record = {"seed": seed, "shape_zyx": list(shape_zyx), "chunk": chunk}
     plan, phantom = Pyramid(shape_zyx, (chunk, chunk, chunk), LEVELS, 1), Phantom(seed, shape_zyx)
-    if is_begun(paths[1], PHANTOM) and not is_begun(path, PHANTOM) and not path.exists():
+    if has_partial(paths[1], PHANTOM) and not has_partial(path, PHANTOM) and not path.exists():
         shutil.rmtree(partial_path(paths[1]))  # else its chunks would be taken for pairs
     stored = done = 0
     with ExitStack() as held:

@@ -30,7 +30,7 @@ def partial_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-def is_begun(out: Path, kind: str = COPY) -> bool:
+def has_partial(out: Path, kind: str = COPY) -> bool:
     """Whether there is an unfinished volume to resume."""
     return (partial_path(out) / f"{kind}.json").exists()
 

@@ -223,7 +223,7 @@ def _read_chunks(chunks: list[Triple]) -> list[BrokenChunk]:
     global _opened
     assert _reading is not None
     if _opened is None:
-        _opened = open_volume(_reading.spec, _reading.store, known=True, stored=_reading.stored)
+        _opened = open_volume(_reading.spec, _reading.store, reopened=True, stored=_reading.stored)
     volume, broken, lost = _opened, list[BrokenChunk](), None
     boxes = [volume.grid.box_of(chunk) for chunk in chunks]
     for place, box in enumerate(boxes):
@@ -265,8 +265,7 @@ def _journal_of(volume: Volume) -> Path:
 
 
 def _storage_errors(path: Path) -> AbstractContextManager[None]:
-    rule = "the record of what was verified needs a writable place"
-    return storage_errors(rule, "free some space, or set XDG_CACHE_HOME to a writable folder", f"for {path}")
+    return storage_errors(f"the progress file {path}", "free some space or set XDG_CACHE_HOME to a writable folder")
 
 
 def _tasks(grid: ChunkGrid, numbers: NDArray[np.int64]) -> Iterator[Task]:

@@ -114,7 +114,7 @@ class Alignment:
         size = self.volume_zyx[axis]
         return max(self._first(axis, 0), 0), self._first(axis, int(self.indices(axis, size - 1, size)[0]) + 1)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """'each voxel on 2 x 2 x 2, the first at z 10, y 0, x 0; both exist in z 10:30, y 0:40, x 0:40'."""
         factors = " x ".join(map(str, self.factors))
         corner = ", ".join(f"{axis} {offset}" for axis, offset in zip("zyx", self.offsets, strict=True))
@@ -147,9 +147,10 @@ def align(volume: Volume, array: Volume, what: str) -> Alignment:
             raise _MisfitError("all of the volume would lie in one voxel of it")
     except _MisfitError as error:
         raise DataError(
-            f"{what} {array.name} does not lie in the volume {volume.name}: {error}; it has {geometry_words(array)}, "
-            f"the volume {geometry_words(volume)}; correct scale, unit and translation in the OME metadata (the path "
-            "of a level's array itself is read without them, and placed by its shape), or name another level"
+            f"{what} {array.name} does not lie in the volume {volume.name}: {error}; it has "
+            f"{describe_geometry(array)}, the volume {describe_geometry(volume)}; correct scale, unit and translation "
+            "in the OME metadata (a path that points to the array of a level is opened without them, and placed by "
+            "its shape), or name another level"
         ) from error
     return found
 
@@ -159,12 +160,12 @@ def fits(size: int, count: int, factor: Fraction) -> bool:
     return bool(abs(count * factor - size) < max(factor, Fraction(1)))
 
 
-def shape_on(array_zyx: Triple, factors: Fractions) -> Triple:
+def covered_shape(array_zyx: Triple, factors: Fractions) -> Triple:
     """Voxels of a volume that begins with an array and ends with it."""
     return triple(max(math.floor(count * factor), 1) for count, factor in zip(array_zyx, factors, strict=True))
 
 
-def geometry_words(volume: Volume) -> str:
+def describe_geometry(volume: Volume) -> str:
     """'(40, 72, 88) voxels of 4 x 4 x 4 nanometer from 0, 0, 0'."""
     if (geometry := volume.geometry) is None:
         return f"{volume.shape_zyx} voxels and no OME scale"
@@ -183,7 +184,7 @@ def log_alignment(volume: Volume, array: Volume, what: str) -> Alignment:
         level = logging.WARNING if doubtful else logging.INFO
         how = f" {found.caveat}" if found.caveat else ""
         drawn = ", and patches are drawn there" if partial else ""
-        log.log(level, "%s %s lies in %s%s: %s%s", what, array.name, volume.name, how, found.words(), drawn)
+        log.log(level, "%s %s lies in %s%s: %s%s", what, array.name, volume.name, how, found.describe(), drawn)
     return found
 
 

@@ -115,11 +115,11 @@ class MissingChunks:
         self._looked_for = set[Triple]()
         self._seen = np.zeros(grid.counts_zyx, bool)  # takes memory only where something was read
 
-    def note_listed(self, stored: StoredChunks | None) -> None:
+    def set_stored(self, stored: StoredChunks | None) -> None:
         """Take what a listing has found: one of these that is absent is damaged, not air."""
         self._stored = stored
 
-    def note_present(self, chunk: Triple) -> None:
+    def mark_present(self, chunk: Triple) -> None:
         """Remember that a chunk is stored."""
         self._seen[chunk] = True
 

@@ -272,7 +272,7 @@ class Volume:
                 if voxels is None:
                     self.missing.check_absent(chunk, box)
                     return None
-                self.missing.note_present(chunk)
+                self.missing.mark_present(chunk)
                 return self._to_zyx(voxels)
             except (DataError, ClosedError):
                 raise
@@ -320,13 +320,13 @@ def open_volume(
     store: StoreConfig = StoreConfig(),
     missing_chunk: Literal["air", "error"] = "air",
     nan: Nan = "air",
-    known: bool = False,
+    reopened: bool = False,
     stored: StoredChunks | None = None,
 ) -> Volume:
     """Open what `data.volumes[]` names, or level 0 of a path or address.  Reads metadata, and looks for a few chunks.
 
     Args:
-        known: it has been opened before, by another process: no chunks are looked for, and where its store does not
+        reopened: it has been opened before, by another process: no chunks are looked for, and where its store does not
             answer that is an outage.  A store that never has is given up after a minute.
         stored: the chunks that a listing has found; of these none may be absent.
 
@@ -340,7 +340,7 @@ def open_volume(
             f"`vesuvius volume synth {spec.path}`, download a real one (its address is in configs/exp001_full.yaml), "
             'or name another: "data.volumes=[{path: PATH.zarr, level: 0}]"'
         )
-    source = Source(spec.path, store, known=known)
+    source = Source(spec.path, store, has_answered=reopened)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ZarrUserWarning)  # on codecs that zarr v3 does not specify, and the like
@@ -352,7 +352,7 @@ def open_volume(
             geometry = space.geometry(axes.zyx) if space else None
             _check_nan(nan, array, name)
             volume = Volume(name, array, axes, axis_names, geometry, level, source, node, missing_chunk, nan, stored)
-            if not known:
+            if not reopened:
                 check_keys(name, volume.grid)
             return volume
     except BaseException:

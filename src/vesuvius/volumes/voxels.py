@@ -26,7 +26,7 @@ class Nonfinite:
     share: float  # of the voxels that were read
     read_as: float  # the number that replaces them
 
-    def say(self) -> None:
+    def warn(self) -> None:
         """Warn of them, once per volume and process."""
         text = (
             "%s holds NaN or infinity, %.2g %% of the voxels read so far; they are read as %g: set data.nan to another "

@@ -213,5 +213,5 @@ def test_what_no_trainer_can_begin_with_says_why(config: Config, trials: Path) -
         (trials / "000").symlink_to("/proc/no-such-place")
         unwritable = lab.measure(Setting.of(config), "run", 1.0, _HANG_S)
         assert unwritable.ended == "failed"
-        assert "the run directory must be writable" in unwritable.cause
+        assert "Cannot write the run directory" in unwritable.cause
         assert no_process_of(trials)

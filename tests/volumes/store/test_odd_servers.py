@@ -129,7 +129,7 @@ NAMED: dict[str, tuple[Callable[[Asked], bytes], str, ByteRange | None]] = {
 def test_an_answer_that_cannot_be_used_is_named_with_its_address_after_two_tries(kind: str) -> None:
     reply, words, byte_range = NAMED[kind]
     with odd_server(reply) as server:
-        source = Source(server.url, StoreConfig(), known=True)
+        source = Source(server.url, StoreConfig(), has_answered=True)
         with pytest.raises(RefusedError, match=rf"not as HTTP demands: .*({words}).* for data in {server.url}; ") as no:
             source.get("data", byte_range)
         assert "\n" not in str(no.value)
@@ -140,7 +140,7 @@ def test_an_answer_that_cannot_be_used_is_named_with_its_address_after_two_tries
 def test_a_body_that_breaks_off_is_an_outage() -> None:
     came = itertools.chain([9, 9, 0, 0], itertools.repeat(len(DATA)))
     with odd_server(lambda asked: answer("200 OK", DATA[: next(came)], f"Content-Length: {len(DATA)}")) as server:
-        assert Source(server.url, StoreConfig(), known=True).get("data") == DATA
+        assert Source(server.url, StoreConfig(), has_answered=True).get("data") == DATA
 
 
 def test_errors_are_outages_by_a_closed_list() -> None:

@@ -19,7 +19,7 @@ from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.runlog.progress import Progress
 from vesuvius.volume_tools.info import BOX_ZYX, describe_volume, make_sidecar
 from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
-from vesuvius.volumes.alignment import align, geometry_words
+from vesuvius.volumes.alignment import align, describe_geometry
 from vesuvius.volumes.volume import open_volume
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def _info(arguments: argparse.Namespace) -> int:
         with closing(open_volume(source_of(arguments))) as volume, closing(open_volume(arguments.other)) as other:
             found = align(volume, other, "the array")
             facts = {
-                "volume": f"{volume.name}: {geometry_words(volume)}",
-                "array": f"{other.name}: {geometry_words(other)}",
+                "volume": f"{volume.name}: {describe_geometry(volume)}",
+                "array": f"{other.name}: {describe_geometry(other)}",
                 "known_from": found.caveat or "scale and translation",
                 "factors": found.factors,  # voxels of the volume per voxel of the array
                 "offsets": found.offsets,  # where the array begins, in voxels of the volume
@@ -69,7 +69,7 @@ def _info(arguments: argparse.Namespace) -> int:
     else:
         with redirect_stdout(sys.stderr):  # log lines about a listing; stdout holds the result alone
             found_facts = describe_volume(
-                source_of(arguments), listing=arguments.list, places=arguments.places, box_zyx=arguments.patch
+                source_of(arguments), listing=arguments.list, num_boxes=arguments.places, box_zyx=arguments.patch
             )
         facts = asdict(found_facts)
         if not arguments.json:

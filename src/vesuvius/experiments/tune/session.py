@@ -244,7 +244,7 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
     why = {key_of(knob): reason for knob, reason in found.reasons.items()}
     wanted = found.written.applied_to(config)
     text = tuned_yaml(request.source.name, request.written, wanted, why, header)
-    with storage_errors(f"{tuned}: the tuned config must be writable", "make room, or change its permissions"):
+    with storage_errors(f"the tuned config {tuned}", "free some space or correct the permissions"):
         write_whole(tuned, text.encode())
     log.log(logging.ERROR if found.certainty == "none" else logging.INFO, "%s", head)
     for label, words in (*summary(found, search).items(), *found.reasons.items()):

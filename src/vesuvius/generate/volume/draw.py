@@ -47,7 +47,7 @@ from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import PartialCopy, open_partial
 from vesuvius.volume_tools.pyramid import Pyramid, halve, halve_labels, levels_to_one, multiscale
-from vesuvius.volume_tools.record import is_begun, is_finished, partial_path
+from vesuvius.volume_tools.record import has_partial, is_finished, partial_path
 from vesuvius.volumes.box import Box, triple
 
 log = logging.getLogger(__name__)
@@ -94,14 +94,13 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
             if is_finished(out, drawing.record, DRAWING):
                 return f"{out} is already there: {shape}, drawn with the same arguments"
             live = drawing.live(watch, note := folder / "live_blocks")
-            if not is_begun(out, DRAWING):
+            if not has_partial(out, DRAWING):
                 drawing.check_space(live)
             with (
                 open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target,
                 storage_errors(
-                    "a drawing needs a writable disk with enough space",
-                    "free space: what is done is kept, and the same command continues",
-                    f"while writing {target.path}",
+                    str(target.path),
+                    "finished tiles are kept: free some space and run the same command again",
                 ),
             ):
                 folder.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.loader.grey_values import grey_scales, normalised
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align, fits, geometry_words, shape_on
+from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align, covered_shape, describe_geometry, fits
 from vesuvius.volumes.box import (
     Box,
     box_at,
@@ -92,7 +92,7 @@ class Inputs(AbstractContextManager["Inputs"]):
     def __exit__(self, *_: object) -> None:
         for volume in self.volumes.values():
             if volume.nonfinite:
-                volume.nonfinite.say()
+                volume.nonfinite.warn()
         self._open.close()
 
     @property
@@ -188,7 +188,7 @@ def _common_shape(
         return asked_zyx
     factors = dict.fromkeys(volumes, ONES) | {"--condition": condition_factors}
     first, anchor = next(iter(volumes.items()))
-    shape = shape_on(anchor.shape_zyx, factors[first])
+    shape = covered_shape(anchor.shape_zyx, factors[first])
     if asked_zyx is not None and box is None:
         first, shape = "--shape", asked_zyx
     for option, volume in volumes.items():
@@ -204,8 +204,8 @@ def _common_shape(
         found = align(anchor, volume, option)
         if (found.factors, found.offsets) != (by, ZEROS):
             raise ConfigError(
-                f"{next(iter(volumes))} and {option} do not lie at the same place: {found.words()} "
-                f"({geometry_words(anchor)} and {geometry_words(volume)}); give volumes of the same region"
+                f"{next(iter(volumes))} and {option} do not lie at the same place: {found.describe()} "
+                f"({describe_geometry(anchor)} and {describe_geometry(volume)}); give volumes of the same region"
             )
     if box is not None and not is_inside(box, shape):
         raise ConfigError(f"--box {format_box(box)} does not lie inside {first} ({format_sizes(shape)}); change --box")

@@ -340,7 +340,7 @@ def _open_arrays(number: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
     specs = [(spec, data.nan), *([(spec.condition, data.condition_nan)] if spec.condition else [])]
     stored = (job.stored[number] if job.stored else None, None)
     arrays = [
-        open_volume(array, data.store, data.missing_chunk, nan, known=True, stored=listed)
+        open_volume(array, data.store, data.missing_chunk, nan, reopened=True, stored=listed)
         for (array, nan), listed in zip(specs, stored, strict=False)
     ]
     return [(array, align(arrays[0], array, "the condition")) for array in arrays]

@@ -120,7 +120,7 @@ class PreparedData:
                 self._release(kinds, number, box)
             for array in (*self.volumes, *self.conditions):
                 if (bad := array.nonfinite) is not None:
-                    bad.say()
+                    bad.warn()
 
     def _release(self, kinds: Sequence[Kind], number: int, box: Box) -> None:
         """Forget what was fetched for a box that is not read to its end."""
@@ -225,7 +225,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
     for number, (spec, volume) in enumerate(zip(config.volumes, volumes, strict=True)):
         found = foreground_map(volume, spec, config)
         listed.append(found.stored(volume.chunk_zyx) if found else None)
-        volume.missing.note_listed(listed[-1])
+        volume.missing.set_stored(listed[-1])
         box = (found and found.within) or ((0, 0, 0), volume.shape_zyx)
         if conditions:
             box = intersection(box, log_alignment(volume, conditions[number], "the condition").covered)

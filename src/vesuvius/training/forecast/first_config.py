@@ -94,11 +94,11 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
     Raises ConfigError where the volume is too small for any patch, and DataError.
     """
     store, device = StoreConfig(outage_minutes=_OUTAGE_MINUTES), choose_device()
-    volume = describe_volume(spec, store, places=_PLACES)
+    volume = describe_volume(spec, store, num_boxes=_PLACES)
     preset, micro, step_s = _choose_preset(shape_zyx(volume), device, resolve_amp("auto", device))
     if not level_given and (level := level_for(volume, preset.patch)) != spec.level:
         spec = spec.model_copy(update={"level": level})
-        volume = describe_volume(spec, store, places=_PLACES)
+        volume = describe_volume(spec, store, num_boxes=_PLACES)
     patch, held_out = fitting_patch(shape_zyx(volume), preset.patch)
     training = _training(preset, micro, step_s, held_out, is_remote(spec.path), device)
     found = _data(volume, patch, held_out)

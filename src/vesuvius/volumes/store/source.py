@@ -46,7 +46,7 @@ class Source:
 
     Args:
         address: folder or URL.
-        known: whether the store has answered before.  One that has not is given up after a minute.
+        has_answered: whether the store has answered before.  One that has not is given up after a minute.
 
     Attributes:
         remote: whether the address is a URL.
@@ -55,7 +55,7 @@ class Source:
         forbidden: what the store said of the last read that it forbade to `probing`; else None.
     """
 
-    def __init__(self, address: str, config: StoreConfig, known: bool = False) -> None:
+    def __init__(self, address: str, config: StoreConfig, has_answered: bool = False) -> None:
         self.address = address
         self.config = config
         self.remote = is_remote(address)
@@ -67,7 +67,7 @@ class Source:
         self.can_list, self._signing = self._store.can_list, self._store.signing
         self._cache = open_cache(config) if self.remote else None
         self._versions: dict[str, str] = {}  # stamps of objects of which a part was read, or the cache holds something
-        self._retrier = Retrier(self.shown, config, known or not self.remote, self._may_pass, self.count)
+        self._retrier = Retrier(self.shown, config, has_answered or not self.remote, self._may_pass, self.count)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
