@@ -32,7 +32,7 @@ def main() -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "plan", "font.size": 9, "font.family": "sans-serif"})
     figure, axes = plt.subplots(1, 3, figsize=(13.5, 4.6), width_ratios=(1, 1, 1.15), layout="constrained")
     plan = _plan()
-    visits = plan.volumes[0].visits_per_pass
+    visits = plan.volumes[0].num_visits_per_pass
     for number, axis in enumerate(axes[:2]):
         _draw_pass(axis, plan, number * visits)
     axes[0].set_title("a pass: starts are cut into cells (blue);\na cell's region (green) is read once")
@@ -61,9 +61,9 @@ def _draw_pass(axis: Any, plan: Plan, first_visit: int) -> None:
     for edge in range(0, SHAPE[1] + 1, CHUNK[1]):
         axis.plot([0, SHAPE[2]], [edge, edge], color=GREY, lw=0.8)
         axis.plot([edge, edge], [0, SHAPE[1]], color=GREY, lw=0.8)
-    visits = [plan.visit(first_visit + n) for n in range(volume.visits_per_pass)]
+    visits = [plan.visit(first_visit + n) for n in range(volume.num_visits_per_pass)]
     visit = max(visits, key=lambda v: (v.cell[1][1] - v.cell[0][1]) * (v.cell[1][2] - v.cell[0][2]))
-    phases, _ = draw_pass(plan.seed, 0, first_visit // volume.visits_per_pass, volume.cells, volume.positions)
+    phases, _ = draw_pass(plan.seed, 0, first_visit // volume.num_visits_per_pass, volume.cells, volume.num_positions)
     for y0, y1 in volume.cells.axes[1].cells(phases[1]):
         for x0, x1 in volume.cells.axes[2].cells(phases[2]):
             axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, ec=BLUE, lw=1))

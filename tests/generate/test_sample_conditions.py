@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig
 from vesuvius.generate.sampling import ConditionPatches
-from vesuvius.stream.start.prepare import GreyRange, GreyRanges
+from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.checkpoint.trained import DataFacts, TrainedVolume
 
 PATCH = (8, 16, 16)
@@ -22,16 +22,16 @@ def data_config(condition: Path, **data: Any) -> DataConfig:
     return DataConfig.model_validate({"volumes": (volume,), "patch_size": PATCH} | data)
 
 
-def facts(*greys: GreyRange) -> DataFacts:
+def facts(*greys: IntensityRange) -> DataFacts:
     volume = TrainedVolume("gone.zarr", np.dtype(np.uint8), None)
-    return DataFacts((volume,), GreyRanges((), greys), None)  # type: ignore[arg-type]
+    return DataFacts((volume,), IntensityRanges((), greys), None)  # type: ignore[arg-type]
 
 
 def test_a_place_follows_from_seed_and_number_and_every_one_in_the_box_may_come(tmp_path: Path) -> None:
     config = data_config(write_array(tmp_path / "c.zarr", textured((10, 18, 16))), validation={"fraction": 0.0})
 
     def places(seed: int) -> list[tuple[int, ...]]:
-        with ConditionPatches(config, facts(GreyRange(0.0, 200.0)), 0, seed) as conditions:
+        with ConditionPatches(config, facts(IntensityRange(0.0, 200.0)), 0, seed) as conditions:
             return [conditions.start_zyx(number) for number in range(300)]
 
     assert set(places(5)) == {(z, y, 0) for z in (0, 1, 2) for y in (0, 1, 2)}
@@ -44,7 +44,7 @@ def test_conditions_come_from_the_held_out_part_and_from_all_where_nothing_is_he
 ) -> None:
     voxels = textured((32, 128, 32))
     config = data_config(write_array(tmp_path / "condition.zarr", voxels), validation={"fraction": fraction})
-    with ConditionPatches(config, facts(GreyRange(0.0, 200.0)), 0, 0) as conditions:
+    with ConditionPatches(config, facts(IntensityRange(0.0, 200.0)), 0, 0) as conditions:
         starts = [conditions.start_zyx(number) for number in range(50)]
         read = conditions.read(range(50))
     for (z, y, x), patch in zip(starts, read, strict=True):

@@ -12,16 +12,16 @@ import torch
 from vesuvius.errors import StorageError
 from vesuvius.generate import sample_zarr
 from vesuvius.generate.sample_zarr import published_when_whole, to_greys
-from vesuvius.loader.grey_values import grey_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.runlog.files import flush_to_disk
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.stream.start.prepare import IntensityRange
 
 
 def test_greys_are_what_the_normalisation_makes_the_model_values_of() -> None:
     for dtype in ("uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"):
         greys = np.array([0, 1, 53, 100, 144, 255], dtype)
-        grey = GreyRange(53.0, 144.0)
-        model = normalised(torch.from_numpy(greys).view(1, -1), grey_scales([grey]))[0].numpy()
+        grey = IntensityRange(53.0, 144.0)
+        model = normalised(torch.from_numpy(greys).view(1, -1), intensity_scales([grey]))[0].numpy()
         back = to_greys(model, grey, np.dtype(dtype))
         assert back.dtype == dtype
         # float32 model values up to 4 are rounded by up to 2.4e-7, in three operations: 3e-5 of a grey value here
@@ -38,16 +38,16 @@ def test_integers_and_bool_are_rounded_and_clipped_to_the_dtype_and_floats_are_n
         "int16": [-800, 0, 101, 190, 1000],
         "uint64": [0, 0, 101, 190, 1000],
     }.items():
-        assert to_greys(FAR, GreyRange(0.0, 200.0), np.dtype(dtype)).tolist() == expected
-    assert to_greys(FAR, GreyRange(0.0, 1.0), np.dtype(bool)).tolist() == [False, False, True, True, True]
-    greys = to_greys(FAR, GreyRange(0.0, 200.0), np.dtype("float32"))
+        assert to_greys(FAR, IntensityRange(0.0, 200.0), np.dtype(dtype)).tolist() == expected
+    assert to_greys(FAR, IntensityRange(0.0, 1.0), np.dtype(bool)).tolist() == [False, False, True, True, True]
+    greys = to_greys(FAR, IntensityRange(0.0, 200.0), np.dtype("float32"))
     np.testing.assert_allclose(greys, [-800, 0, 100.6, 190, 1000], rtol=1e-6)
 
 
 def test_what_lies_beyond_the_dtype_neither_wraps_around_nor_becomes_infinite() -> None:
     for dtype in ("int32", "int64", "uint32", "uint64", "float16"):
         info: Any = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
-        low, high = to_greys(FAR[[0, -1]], GreyRange(float(info.min), float(info.max)), np.dtype(dtype)).tolist()
+        low, high = to_greys(FAR[[0, -1]], IntensityRange(float(info.min), float(info.max)), np.dtype(dtype)).tolist()
         assert low == info.min
         assert info.max * (1 - 2.0**-52) <= high <= info.max, "the largest 8-byte integer is no float64"
 

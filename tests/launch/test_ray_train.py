@@ -19,9 +19,9 @@ from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_STOPPED, ConfigError, DataError, VesuviusError
 from vesuvius.launch import ray_train
-from vesuvius.launch.launch import with_number_of_ranks
+from vesuvius.launch.launch import resolve_ranks
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.stream.options import StreamOptions, reads_here
+from vesuvius.stream.options import StreamOptions, readers_are_local
 from vesuvius.stream.ray.session import passed_on
 from vesuvius.training.ranks.failure import RankLostError
 from vesuvius.training.request import Request
@@ -221,20 +221,20 @@ def test_auto_counts_the_gpus_of_this_machine_and_none_of_a_cluster(tiny_config:
         path = tiny_config(training={"ranks": "auto", "workers": 1}, cluster={"address": address})
         request = Request(read_config(path), path, False)
         if address == "local":
-            request = with_number_of_ranks(request, None)
+            request = resolve_ranks(request, None)
             assert request.config.cluster.address is None, "local is the default: a private Ray"
             assert request.config.training.ranks == max(torch.cuda.device_count(), 1)
         else:
             with pytest.raises(ConfigError, match=r"cluster.address=head:6379 names a cluster; set training.ranks to"):
-                with_number_of_ranks(request, None)
+                resolve_ranks(request, None)
 
 
 def test_a_rank_that_is_left_alone_of_several_reads_where_it_has_reserved_processors() -> None:
     """On a node without others free, readers that ask for processors of their own would be waited for without end."""
     cluster = ClusterConfig(address="10.0.0.1:6379", min_ranks=1)
     left = StreamOptions.from_config(TrainingConfig(ranks=2), cluster)
-    assert reads_here(left.cluster, world=1)
+    assert readers_are_local(left.cluster, world=1)
     alone = StreamOptions.from_config(TrainingConfig(), cluster)
-    assert not reads_here(alone.cluster, world=1), "a run of one rank uses the whole cluster"
+    assert not readers_are_local(alone.cluster, world=1), "a run of one rank uses the whole cluster"
     anywhere = StreamOptions.from_config(TrainingConfig(ranks=2), cluster.model_copy(update={"reader_nodes": "any"}))
-    assert not reads_here(anywhere.cluster, world=2)
+    assert not readers_are_local(anywhere.cluster, world=2)

@@ -13,7 +13,7 @@ from tests.conftest import textured, write_array
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import ConfigError
 from vesuvius.loader.device import BatchRing
-from vesuvius.stream.feeder import HELD, Batch
+from vesuvius.stream.feeder import BUFFERS_IN_USE, Batch
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.prepare import prepare_data
@@ -69,11 +69,11 @@ def opened(job: ReaderJob, ring: BatchRing) -> PatchStream:
 def test_batches_stay_what_they_are_when_the_ring_gets_larger_and_smaller_in_between(job: ReaderJob) -> None:
     """Each copy is taken at the last moment that the ring grants it."""
     sizes = {3: 3, 4: 9, 11: 5, 12: 5, 20: 3}  # slots from that batch on
-    ring, copies = BatchRing(allocate, HELD + 2), []
+    ring, copies = BatchRing(allocate, BUFFERS_IN_USE + 2), []
     with opened(job, ring) as stream:
         for number in range(26):
             if number in sizes:
-                ahead = sizes[number] - HELD
+                ahead = sizes[number] - BUFFERS_IN_USE
                 ring = ring.exchanged(stream, sizes[number], prefetch_factor=ahead)
                 assert (len(ring), len(ring.buffers), len(ring.condition_buffers)) == (sizes[number],) * 3
                 assert batches_ahead(stream.options) == ahead
@@ -123,6 +123,6 @@ def test_the_memory_of_a_slot_is_counted_as_torch_takes_it_for_pinned_buffers() 
 
 
 def test_a_batch_that_lies_in_another_ring_is_an_error_and_not_the_voxels_of_another_batch(job: ReaderJob) -> None:
-    ring, other = BatchRing(allocate, HELD + 2), BatchRing(allocate, HELD + 2)
+    ring, other = BatchRing(allocate, BUFFERS_IN_USE + 2), BatchRing(allocate, BUFFERS_IN_USE + 2)
     with opened(job, other) as stream, pytest.raises(KeyError):
         one_batch(stream, ring)

@@ -15,7 +15,7 @@ from vesuvius.loader.device import DeviceFeed, apply_symmetries
 from vesuvius.monitor.clock import HostClock
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.options import StreamOptions, batches_ahead
-from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
+from vesuvius.stream.start.prepare import IntensityRange, PreparedData, prepare_data
 
 CPU = torch.device("cpu")
 ALL = [
@@ -36,7 +36,7 @@ def test_symmetries_move_voxels_and_change_none(dtype: str) -> None:
     assert out.dtype == patch.dtype
     for turned, symmetry in zip(out, ALL, strict=True):
         axes = [a for a, flip in enumerate(symmetry.flip_zyx) if flip]
-        np.testing.assert_array_equal(turned, np.rot90(np.flip(patch, axes), symmetry.turns, (1, 2)))
+        np.testing.assert_array_equal(turned, np.rot90(np.flip(patch, axes), symmetry.num_rot90, (1, 2)))
     # Mirrors and quarter turns of a slice make 8 symmetries, with the mirror along z 16.
     assert len({turned.tobytes() for turned in out}) == 16
 
@@ -50,7 +50,7 @@ def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtyp
         volumes.append(VolumeConfig(path=str(path)))
     config = DataConfig(volumes=tuple(volumes), patch_size=(8, 16, 16), patches_per_region=2, regions_per_task=4)
     data = prepare_data(0, config)
-    greys = [GreyRange(0, 100), GreyRange(100, 150)]
+    greys = [IntensityRange(0, 100), IntensityRange(100, 150)]
     options = StreamOptions(16, workers=0)
     feed = DeviceFeed(CPU, options, data.job, greys)
     with feed.open():
@@ -98,7 +98,7 @@ def test_patches_and_labels_of_any_dtype_and_order_of_axes_are_those_that_the_pl
         }
     )
     data, options = prepare_data(0, config), StreamOptions(8, workers=0)
-    feed = DeviceFeed(CPU, options, data.job, [GreyRange(-100, 100)])
+    feed = DeviceFeed(CPU, options, data.job, [IntensityRange(-100, 100)])
     with feed.open():
         batch, stored = feed.next(HostClock())
     assert batch.label is not None
@@ -116,7 +116,7 @@ def textured_feed(path: Path, device: torch.device) -> tuple[DeviceFeed, Prepare
     )
     data = prepare_data(0, config)
     stream_options = StreamOptions(2, workers=0)
-    return DeviceFeed(device, stream_options, data.job, [GreyRange(0, 1000)]), data, stream_options
+    return DeviceFeed(device, stream_options, data.job, [IntensityRange(0, 1000)]), data, stream_options
 
 
 def _ring_size(feed: DeviceFeed) -> int:
@@ -148,7 +148,7 @@ def test_model_values_do_not_depend_on_how_many_batches_are_put_together_ahead(
     clock = HostClock()
     with feed.open():
         expected = [feed.next(clock)[0].image.cpu() for _ in range(24)]
-    feed = DeviceFeed(device, options, data.job, [GreyRange(0, 1000)])
+    feed = DeviceFeed(device, options, data.job, [IntensityRange(0, 1000)])
     got = []
     with feed.open() as stream:
         for number in range(24):

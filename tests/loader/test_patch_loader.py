@@ -24,8 +24,8 @@ from tests.support.forked import in_child
 from vesuvius import ConfigError, DataConfig, PatchBatch, PatchDataset, PatchLoader, PatchStream, VolumeConfig, config
 from vesuvius.config import AugmentConfig, ForegroundConfig, ValidationConfig
 from vesuvius.plan.plan import Sample
-from vesuvius.stream.feeder import arrays_nobody_holds
-from vesuvius.stream.options import StreamOptions, store_is_there
+from vesuvius.stream.feeder import reusable_arrays
+from vesuvius.stream.options import StreamOptions, is_ray_connected
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volumes.box import slices
 
@@ -50,7 +50,7 @@ def indices(batches: Iterable[PatchBatch]) -> list[int]:
 def cut(voxels: np.ndarray[Any, Any], sample: Sample) -> np.ndarray[Any, Any]:
     """The patch of a sample, mirrored and turned, by numpy alone."""
     axes = [axis for axis, flip in enumerate(sample.augmentation.flip_zyx) if flip]
-    return np.rot90(np.flip(voxels[slices(sample.box)], axes), sample.augmentation.turns, (1, 2))
+    return np.rot90(np.flip(voxels[slices(sample.box)], axes), sample.augmentation.num_rot90, (1, 2))
 
 
 def same(one: Iterable[PatchBatch], other: Iterable[PatchBatch]) -> int:
@@ -96,11 +96,11 @@ def test_grey_values_as_stored_and_the_range_of_each_volume(tmp_path: Path) -> N
     with load(*paths, normalize=False, augment=False) as loader:
         batch = next(iter(loader))
         assert batch.image.dtype == torch.uint8
-        assert loader.grey_ranges == ()
+        assert loader.intensity_ranges == ()
         for image, sample in zip(batch.image, batch.samples, strict=True):
             np.testing.assert_array_equal(image[0].numpy(), (dark, bright)[sample.volume][slices(sample.box)])
     with load(*paths) as loader:
-        low, high = loader.grey_ranges
+        low, high = loader.intensity_ranges
         assert high.low - low.low == pytest.approx(190, abs=2)
         image = torch.cat([batch.image for batch in islice(loader, 20)])
         assert -1.5 < image.mean() < 1.5
@@ -109,7 +109,7 @@ def test_grey_values_as_stored_and_the_range_of_each_volume(tmp_path: Path) -> N
 def test_patches_that_are_not_square_are_mirrored_and_not_turned(volume: Path) -> None:
     with load(volume, patch_size=[8, 16, 24]) as loader:
         symmetries = [sample.augmentation for batch in islice(loader, 16) for sample in batch.samples]
-    assert {symmetry.turns for symmetry in symmetries} == {0}
+    assert {symmetry.num_rot90 for symmetry in symmetries} == {0}
     assert len(set(symmetries)) == 8
 
 
@@ -295,7 +295,7 @@ def test_memory_is_used_again_once_nobody_holds_a_batch_and_not_before(volume: P
     for images, samples in held:
         for image, sample in zip(images, samples, strict=True):
             np.testing.assert_array_equal(image.numpy(), textured(SHAPE)[slices(sample.box)][2:])
-    arrays = arrays_nobody_holds((4,), np.dtype(np.uint8), kept=2)
+    arrays = reusable_arrays((4,), np.dtype(np.uint8), kept=2)
     first, second, third = [next(arrays) for _ in range(3)]
     kept = id(first), id(second)
     view = memoryview(first[1:])
@@ -324,7 +324,7 @@ def test_two_loaders_with_readers_at_once(volume: Path) -> None:
 
 def test_ray_that_another_thread_is_importing_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
-    assert not store_is_there()
+    assert not is_ray_connected()
 
 
 def test_arguments_may_be_numpy_s_and_lists(volume: Path) -> None:

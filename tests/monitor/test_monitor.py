@@ -222,7 +222,7 @@ def test_a_reader_of_a_ray_that_another_process_started_counts_for_the_run(tmp_p
     ):
         assert [process.pid for process in monitor.sample.processes] == [trainer.pid]
         alone = monitor.sample.used_bytes
-        monitor.told = LoopStatus(readers={reader.pid: 1}, readers_here=frozenset({reader.pid}))
+        monitor.told = LoopStatus(readers={reader.pid: 1}, local_readers=frozenset({reader.pid}))
         wait_until(lambda: len(monitor.sample.processes) > 1)
         assert [process.pid for process in monitor.sample.processes] == [trainer.pid, reader.pid]
         assert monitor.ram()[0] > alone

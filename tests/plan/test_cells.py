@@ -27,7 +27,7 @@ def test_a_walk_through_all_cells_meets_each_start_of_the_box_once(
     cells = lay_cells((first, (stop[0], stop[1], stop[2])), patch, chunk, 600, wanted, 128)
     phases = cells.draw_phases(np.random.default_rng(sum(train)))
     share = np.zeros([t + 1 for t in train])
-    for position in range(cells.starts):
+    for position in range(cells.num_starts):
         lo, hi = cells.cell_at(position, phases)
         assert cells.cell_of(lo, phases) == (lo, hi)
         within = [slice(a - f, b - f) for a, b, f in zip(lo, hi, first, strict=True)]
@@ -43,7 +43,7 @@ def test_every_start_is_equally_likely_exactly(name: str) -> None:
     volume = planned(layout)
     cells, rng = volume.cells, np.random.default_rng(1)
     starts = [hi - lo - p + 1 for lo, hi, p in zip(*volume.train, layout.patch, strict=True)]
-    assert cells.starts == math.prod(starts)
+    assert cells.num_starts == math.prod(starts)
     for _ in range(3):
         phases = cells.draw_phases(rng)
         axes = [list(axis.cells(phase)) for axis, phase in zip(cells.axes, phases, strict=True)]
@@ -61,7 +61,7 @@ def test_every_start_is_equally_likely_exactly(name: str) -> None:
             if n in looked_at:
                 assert cells.cell_at(position, phases) == cell == cells.cell_at(position + size - 1, phases)
             position += size
-        assert position == cells.starts
+        assert position == cells.num_starts
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_regions_touch_as_few_chunks_as_their_size_allows(name: str, region: Tri
     rng, touched = np.random.default_rng(0), set()
     for _ in range(200):
         phases = cells.draw_phases(rng)
-        cell = cells.cell_at(int(rng.integers(cells.starts)), phases)
+        cell = cells.cell_at(int(rng.integers(cells.num_starts)), phases)
         lo, hi = region_of(cell, layout.patch)
         touched.add(tuple((b - 1) // c - a // c + 1 for a, b, c in zip(lo, hi, layout.chunk, strict=True)))
     assert max(touched) == chunks, "and no more in any pass"
@@ -114,9 +114,9 @@ def test_regions_stay_within_their_memory_and_small_volumes_have_enough_cells() 
         if "region_size" not in layout.options:
             least = item * math.prod(5 * size // 4 for size in layout.patch)
             assert item * math.prod(cells.region_zyx(layout.patch)) <= max(2**30 // 32, least)
-            assert cells.starts >= 32 * cells.largest or cells.longest_zyx == (1, 1, 1)
+            assert cells.num_starts >= 32 * cells.largest or cells.largest_zyx == (1, 1, 1)
         if layout.shape == BIG:
-            assert all(cell >= patch / 5 for cell, patch in zip(cells.longest_zyx, layout.patch, strict=True))
+            assert all(cell >= patch / 5 for cell, patch in zip(cells.largest_zyx, layout.patch, strict=True))
 
 
 def test_a_given_region_size_is_kept() -> None:

@@ -114,7 +114,7 @@ def test_each_start_that_qualifies_has_one_position_and_no_other_start_has_any(
         return
     for _ in range(refine):
         found = found.refined()
-    starts = [start for position in range(found.positions) if (start := found.at(position))]
+    starts = [start for position in range(found.num_positions) if (start := found.at(position))]
     assert len(starts) == len(set(starts))
     assert set(starts) == expected
 
@@ -148,7 +148,7 @@ def test_the_only_start_of_a_volume_is_found_without_a_long_search(block: Triple
     foreground = ForegroundMap(fraction, (16, 16, 16), (64, 64, 64))
     found = qualifying_starts(foreground, ((0, 0, 0), (49, 49, 49)), (16, 16, 16), 1.0, (16, 16, 16))
     assert found is not None
-    assert found.positions < 50, "blocks were refined"
+    assert found.num_positions < 50, "blocks were refined"
     assert found.draw(np.random.default_rng(0)) == tuple(16 * b for b in block)
 
 

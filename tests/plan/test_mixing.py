@@ -33,7 +33,7 @@ def test_each_round_takes_one_sample_of_each_region_in_flight(mixing: Mixing, nu
     assert all(number in mixing.rounds_of(slot) for slot in window)
     assert number not in mixing.rounds_of(window.start - 1)
     assert number not in mixing.rounds_of(window.stop)
-    turns = [mixing.turn_of(index) for index in range(first, first + mixing.regions)]
+    turns = [mixing.patch_index_in_region(index) for index in range(first, first + mixing.regions)]
     assert all(0 <= turn < mixing.patches for turn in turns)
 
 
@@ -42,7 +42,7 @@ def test_the_samples_of_a_slot_are_those_that_come_from_it(mixing: Mixing, slot:
     samples = list(mixing.samples_of(slot))
     assert [mixing.slot_of(index) for index in samples] == [slot] * len(samples)
     assert [index // mixing.regions for index in samples] == list(mixing.rounds_of(slot))
-    turns = [mixing.turn_of(index) for index in samples]
+    turns = [mixing.patch_index_in_region(index) for index in samples]
     assert turns == list(range(mixing.patches))[mixing.patches - len(samples) :]
 
 

@@ -47,7 +47,7 @@ DRAWS = pytest.mark.parametrize(
 @DRAWS
 def test_every_start_is_drawn_alike(seed: int, draws: int) -> None:
     plan = plan_of(TINY, seed)
-    assert plan.volumes[0].visits_per_pass > 8, "several cells, border cells among them"
+    assert plan.volumes[0].num_visits_per_pass > 8, "several cells, border cells among them"
     counts = counts_per_start(plan, TINY, draws)
     assert chi_square_p(counts, np.full(counts.shape, draws / counts.size)) > 0.01
 
@@ -124,12 +124,12 @@ def test_regions_in_flight_can_be_set_and_are_fewer_where_one_takes_much() -> No
     assert plan_of(LAYOUTS["u8"]._replace(options={"regions_in_flight": 16})).regions_in_flight == 16
     large = plan_of(Layout((1000, 1000, 1000), (192, 192, 192), (128, 128, 128), "float32"))
     assert large.regions_in_flight == 24
-    assert min(large.volumes[0].cells.longest_zyx) >= 192 // 8, "no patch comes as often as that"
+    assert min(large.volumes[0].cells.largest_zyx) >= 192 // 8, "no patch comes as often as that"
 
 
 def test_each_cell_comes_about_once_a_pass_in_a_new_order() -> None:
     plan = plan_of(SMALL)
-    count = plan.volumes[0].visits_per_pass
+    count = plan.volumes[0].num_visits_per_pass
     orders = [[plan.visit(p * count + n).region for n in range(count)] for p in range(3)]
     for order in orders:
         assert len(set(order)) > 0.85 * count  # a border cell may come in place of another
@@ -290,15 +290,15 @@ def test_the_seed_changes_the_order_and_symmetries_can_be_switched_off() -> None
     assert starts_of(plan_of(SMALL, 0), 20).tolist() != starts_of(plan_of(SMALL, 1), 20).tolist()
     plain = plan_of(SMALL._replace(options=SMALL.options | {"augment": AugmentConfig(flip=False, turn=False)}))
     done = [plain.sample(i).augmentation for i in range(50)]
-    assert {(*augmentation.flip_zyx, augmentation.turns) for augmentation in done} == {(False, False, False, 0)}
+    assert {(*augmentation.flip_zyx, augmentation.num_rot90) for augmentation in done} == {(False, False, False, 0)}
     mixed = plan_of(SMALL)
-    assert {mixed.sample(i).augmentation.turns for i in range(50)} == {0, 1, 2, 3}
+    assert {mixed.sample(i).augmentation.num_rot90 for i in range(50)} == {0, 1, 2, 3}
     assert starts_of(mixed, 20).tolist() == starts_of(plain, 20).tolist()
 
 
 def test_too_few_starts_repeat_and_the_plan_says_so() -> None:
     plan = plan_of(LAYOUTS["hardly larger than a patch"]._replace(shape=(73, 137, 138)))
-    assert plan.repeats
+    assert plan.repeats_cells
     assert len({plan.sample(i).start_zyx for i in range(400)}) == 2 * 2 * 3
     assert not plan_of(SMALL).repeats
 

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from tests.runs.test_ranks import relative, steps_of, wait_for_step
 from tests.support.kill_harness import Session, left_after, processes_with
 from tests.support.runs import WriteConfig
-from vesuvius.stream.reading.notes import read_notes
+from vesuvius.stream.reading.reading_log import read_logs
 
 EAGER = """
 import sys
@@ -151,7 +151,7 @@ def test_readers_of_two_ranks_run_on_a_node_beside_them_and_deliver_what_one_ran
 
     def nodes_of_readers() -> set[int]:
         return raylets_of(
-            note.pid for part in parts for note in read_notes(part / "reading") if psutil.pid_exists(note.pid)
+            note.pid for part in parts for note in read_logs(part / "reading") if psutil.pid_exists(note.pid)
         )
 
     try:

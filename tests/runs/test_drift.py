@@ -159,7 +159,7 @@ def test_another_version_of_the_plan_is_refused_as_such_alone_and_allowed_drift_
     _, line, remedy = capsys.readouterr().err.splitlines()
     assert re.search(r"plan.version: was \d, is \d \(this version of vesuvius draws other samples", line)
     assert "--allow-drift" in remedy
-    monkeypatch.setattr("vesuvius.stream.start.prepare.estimate_grey_range", None)  # nobody may ask for it
+    monkeypatch.setattr("vesuvius.stream.start.prepare.estimate_intensity_range", None)  # nobody may ask for it
     assert vesuvius_train(config, "--resume", "--allow-drift", "training.max_steps=2") == 0
     assert [s["step"] for s in steps_of()] == [1, 2]
     assert re.match(r"plan\.version: was \d, is \d ", records_of("run_start")[1]["accepted"][0])

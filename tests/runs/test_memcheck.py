@@ -14,7 +14,7 @@ import pytest
 
 from tests.monitor.test_verdict import CPU, window
 from tests.support.memcheck_runs import (
-    HELD,
+    BUFFERS_IN_USE,
     HYGIENE,
     MIB,
     found_in,
@@ -46,7 +46,7 @@ def test_a_living_run_is_found_by_name_and_by_directory_and_its_memory_is_right(
         table = run_memcheck("runs/tiny", cwd=tmp_path)
     assert (found["what"], found["name"], found["state"], found["level"]) == ("run", "run tiny", "running", "LOW")
     # The interpreter with what it imports takes 6 to 60 MiB beside what the process holds on purpose.
-    assert HELD < part(found, "root")["now_bytes"] < HELD + 60 * MIB
+    assert BUFFERS_IN_USE < part(found, "root")["now_bytes"] < BUFFERS_IN_USE + 60 * MIB
     assert part(found, "total")["now_bytes"] >= part(found, "root")["now_bytes"]
     assert [each["pid"] for each in found["processes"]] == [process.pid]
     assert found["killers"][0]["left_bytes"] > 0

@@ -41,7 +41,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate import sampling
 from vesuvius.generate.sample_zarr import to_greys
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.volume import open_volume
 
 PATCH = (8, 16, 16)
@@ -206,7 +206,7 @@ def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record
         return predict(lambda *arguments: functional_call(network, state, arguments), schedule, x_t, t, condition)
 
     x_0 = generate(denoise, schedule, config.diffusion, 7, [0, 1], (1, *PATCH), "cpu")[0]
-    grey = GreyRange(record["grey_low"], record["grey_high"])
+    grey = IntensityRange(record["grey_low"], record["grey_high"])
     np.testing.assert_array_equal(samples.voxels()[:2], to_greys(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
 
     picture = np.asarray(Image.open(samples.path / "montage.png")).astype(float)

@@ -16,7 +16,7 @@ from tests.support.chunk_server import ChunkServer
 from tests.volumes.test_alignment import volume_of
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import DataError
-from vesuvius.stream.reading.quarantine import damaged_box
+from vesuvius.stream.reading.quarantine import parse_damaged_box
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volumes.alignment import Alignment
@@ -88,7 +88,7 @@ def test_a_damaged_chunk_is_quarantined_in_voxels_of_the_volume(tmp_path: Path) 
                 np.testing.assert_array_equal(patch, fine[place(int(index))])
                 np.testing.assert_array_equal(condition, shown[place(int(index))])
         (record,) = stream.quarantined
-    assert damaged_box(record, 1) == (0, damage)
+    assert parse_damaged_box(record, 1) == (0, damage)
     assert (record["volume"], record["chunk"]) == (str(tmp_path / "coarse.zarr"), [0, 1, 1])
 
 

@@ -17,7 +17,7 @@ from tests.support.chunk_server import ChunkServer
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import StoreConfig, VolumeConfig
 from vesuvius.errors import DataError
-from vesuvius.stream.reading.reader_figures import ReaderTotals
+from vesuvius.stream.reading.reader_stats import ReaderTotals
 from vesuvius.volumes.errors import ClosedError
 from vesuvius.volumes.volume import open_volume
 

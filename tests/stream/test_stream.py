@@ -178,12 +178,12 @@ def test_a_chain_of_executions_is_one_sequence_and_its_readers_are_counted(
         expected, _ = collect(stream, 25)
     with open_stream(job, workers=1, first=7, stop=107) as stream:
         patches, indices = collect(stream, 5)
-        assert stream.readers_alive == 1
+        assert stream.num_readers_alive == 1
         deadline = time.monotonic() + 60
-        while stream.readers_alive and time.monotonic() < deadline:
+        while stream.num_readers_alive and time.monotonic() < deadline:
             more, numbers = collect(stream, 1)
             patches, indices = np.concatenate([patches, more]), np.concatenate([indices, numbers])
-        assert (stream.readers_alive, stream.readers_with_work) == (0, 0), "never 0 while one reads"
+        assert (stream.num_readers_alive, stream.num_readers_with_work) == (0, 0), "never 0 while one reads"
         rest = list(stream)
         assert rest, "batches that lay ready"
         assert stream.reader_deaths == 0, "those of an execution that is over have not died"
@@ -308,15 +308,15 @@ def test_what_the_feeder_did_is_counted_over_its_reopenings(volume: Path) -> Non
     job = prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16), patches_per_region=4)).job
     with open_stream(job, batch_size=8) as stream:
         collect(stream, 4)
-        first, read = stream.feeder_figures, stream.reader_totals
+        first, read = stream.feeder_stats, stream.reader_totals
         stream.reconfigure(prefetch_factor=1)
-        between = stream.feeder_figures
+        between = stream.feeder_stats
         collect(stream, 4)
-        last = stream.feeder_figures
+        last = stream.feeder_stats
         assert stream.reader_totals.bytes_read > read.bytes_read
     assert (first.batches, last.batches) == (4, 8)
     assert last.delivered_bytes == 8 * 8 * 2 * 2048
-    for before, after in ((first, between), (between, last), (last, stream.feeder_figures)):
+    for before, after in ((first, between), (between, last), (last, stream.feeder_stats)):
         assert all(a <= b for a, b in zip(astuple(before), astuple(after), strict=True)), "totals never fall"
     assert last.ran_empty >= 1, "the first batch is always waited for"
     assert min(last.cut_s, last.starved_s, last.full_s) > 0
@@ -334,18 +334,18 @@ def test_a_feeder_whose_batches_nobody_takes_is_full_and_a_trainer_that_outruns_
 
     with open_stream(job) as stream:
         next(stream)
-        before, deadline = stream.feeder_figures, time.monotonic() + 60
+        before, deadline = stream.feeder_stats, time.monotonic() + 60
         # It waits for ever, so only a wait that goes on can be what grows.
-        while stream.feeder_figures.full_s < before.full_s + 0.2 and time.monotonic() < deadline:
+        while stream.feeder_stats.full_s < before.full_s + 0.2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert stream.feeder_figures.full_s >= before.full_s + 0.2
+        assert stream.feeder_stats.full_s >= before.full_s + 0.2
         next(stream)
-        assert stream.feeder_figures.ran_empty == before.ran_empty
+        assert stream.feeder_stats.ran_empty == before.ran_empty
     monkeypatch.setattr(Reader, "blocks", slowly)
     started = time.perf_counter()
     with open_stream(job) as stream:
         collect(stream, 8)
-        hungry = stream.feeder_figures
+        hungry = stream.feeder_stats
     elapsed_s = time.perf_counter() - started
     assert hungry.ran_empty >= 2, "at least where a task begins, its four blocks are waited for"
     assert hungry.starved_s >= 7 * slow_s, "of two tasks at least, but for the last block of the second"

@@ -27,7 +27,7 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.ray import private, regions, watch
 from vesuvius.stream.ray import session as ray_session
 from vesuvius.stream.reading.reader import Block, Reader, region_in
-from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
+from vesuvius.stream.reading.reader_stats import BlockReport, Readers, ReaderTotals
 
 
 def test_a_reconfigure_that_fails_does_not_look_like_the_end(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:

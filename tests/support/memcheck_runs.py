@@ -16,7 +16,7 @@ from tests.conftest import REPOSITORY
 from vesuvius.commands import memcheck
 
 MIB = 2**20
-HELD = 40 * MIB
+BUFFERS_IN_USE = 40 * MIB
 HYGIENE = re.compile("killed|oom|out of memory", re.IGNORECASE)
 
 # A trainer of a few lines: argv are the run directory and, as JSON, its limits and its size; so much more it holds for
@@ -49,7 +49,7 @@ def run_memcheck(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[s
 
 
 @contextmanager
-def trainer(directory: Path, size: int = HELD, **limits: float) -> Iterator[subprocess.Popen[str]]:
+def trainer(directory: Path, size: int = BUFFERS_IN_USE, **limits: float) -> Iterator[subprocess.Popen[str]]:
     """A living run that holds so much, and what its interpreter takes; see `grow`."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = json.dumps({"limits": limits, "bytes": size})

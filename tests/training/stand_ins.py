@@ -25,9 +25,9 @@ from vesuvius.monitor.session import SessionRecord
 from vesuvius.monitor.watchdog import Watchdog
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.runlog.run_dir import RunDir
-from vesuvius.stream.feeder import FeederFigures
+from vesuvius.stream.feeder import FeederStats
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.reading.reader_figures import ReaderFigures, ReaderTotals
+from vesuvius.stream.reading.reader_stats import ReaderStats, ReaderTotals
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.ranks.part import part_of
@@ -70,13 +70,13 @@ class StillStream:
     """A stream that has done nothing."""
 
     options: StreamOptions
-    readers: dict[int, ReaderFigures] = field(default_factory=dict)
+    readers: dict[int, ReaderStats] = field(default_factory=dict)
     reader_deaths: int = 0
-    readers_with_work: int = 8
-    readers_alive: int = 8
-    blocks_ahead: int = 0
+    num_readers_with_work: int = 8
+    num_readers_alive: int = 8
+    max_blocks_ahead: int = 0
     reader_totals: ReaderTotals = field(default_factory=ReaderTotals)
-    feeder_figures: FeederFigures = field(default_factory=FeederFigures)
+    feeder_stats: FeederStats = field(default_factory=FeederStats)
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Session:
     def __post_init__(self) -> None:
         config = self.config
         self.data = prepare_data(config.seed, config.data)
-        greys = self.data.grey_ranges(config.data)
+        greys = self.data.intensity_ranges(config.data)
         schedule = Schedule.from_config(config.diffusion, measure_spectrum(self.data, config.data, greys))
         self.step = TrainStep(config, build_network(config, CPU), schedule, CPU)
         self.step.timed = self.clock.computing

@@ -26,8 +26,8 @@ from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.verdict import Cause, Verdict
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.units import size_text
-from vesuvius.stream.options import StreamOptions, store_need_bytes
-from vesuvius.stream.reading.reader_figures import ReaderFigures
+from vesuvius.stream.options import StreamOptions, store_peak_bytes
+from vesuvius.stream.reading.reader_stats import ReaderStats
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.actions import Autotuner, GuardActions, changes_of
@@ -81,12 +81,12 @@ class NotedFeed:
     options: StreamOptions
     refuses: str = ""
     changes: list[dict[str, int]] = field(default_factory=list)
-    memory_of_batch: int = 4096
+    batch_bytes: int = 4096
     has_resident: bool = False
-    frees_memory: bool = False
+    resident_frees_memory: bool = False
     ended_readers: int = 0
-    readers: dict[int, ReaderFigures] = field(
-        default_factory=lambda: {pid: ReaderFigures(rss_anon_peak_bytes=100 * MIB * pid) for pid in (1, 2, 3)}
+    readers: dict[int, ReaderStats] = field(
+        default_factory=lambda: {pid: ReaderStats(rss_anon_peak_bytes=100 * MIB * pid) for pid in (1, 2, 3)}
     )
 
     @property
@@ -94,7 +94,7 @@ class NotedFeed:
         return self
 
     @property
-    def readers_again(self) -> int:
+    def num_readers_without_resident(self) -> int:
         return self.options.workers or self.ended_readers
 
     def reconfigure(self, **changes: Any) -> None:
@@ -106,7 +106,7 @@ class NotedFeed:
     def reader_memory(self) -> dict[int, int]:
         return {41: 7}
 
-    def readers_here(self) -> frozenset[int]:
+    def local_readers(self) -> frozenset[int]:
         return frozenset({41})
 
 
@@ -199,7 +199,7 @@ def test_volumes_in_memory_are_dropped_and_the_readers_start_again(loop: Callabl
     """Also for the session after an exit: else it would fill the memory again."""
     run = loop(workers=3, prefetch_factor=4)
     run.feed.options, run.feed.ended_readers = replace(run.feed.options, workers=0), 3  # as it was full
-    run.feed.has_resident = run.feed.frees_memory = True
+    run.feed.has_resident = run.feed.resident_frees_memory = True
     run.step()
     assert run.monitor.told.can_drop
     assert not run.step(Order("drop", "near out of memory"))
@@ -338,7 +338,7 @@ def test_what_would_bring_the_guard_in_is_refused_and_said_once(
 ) -> None:
     """A reader counts as the largest there is, twice, with its part of the object store; ranks of a node share."""
     run = loop()
-    store = store_need_bytes(run.job, StreamOptions(2, 4)) - store_need_bytes(run.job, StreamOptions(2, 2))
+    store = store_peak_bytes(run.job, StreamOptions(2, 4)) - store_peak_bytes(run.job, StreamOptions(2, 2))
     need = 2 * (2 * 300 * MIB + store) + 4 * 4096
     run.monitor.used_bytes = int(0.84 * 64 * GIB) - need + 10
     run.hears(FEW_WORKERS, FEW_WORKERS)

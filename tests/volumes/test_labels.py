@@ -65,7 +65,7 @@ def test_instance_labels_are_found_before_a_run_and_by_everything_that_shows_lab
     with Inputs(inputs, config) as given, open_stream(data.job) as stream:
         assert given.condition is not None
         shown = [
-            lambda: data.grey_ranges(config),
+            lambda: data.intensity_ranges(config),
             lambda: read_fixed_patches(data, config, 1),
             lambda: next(stream),
             lambda: given.read(given.condition, ((0, 0, 0), (8, 8, 8))),
@@ -80,7 +80,7 @@ def test_a_rare_label_ends_a_run_when_a_reader_meets_it_and_is_not_quarantined(t
     labels[90, 120, 120] = 7
     config = config_of(tmp_path, labels, max_quarantined=32, validation={"fraction": 0})
     data = prepare_data(0, config)
-    data.grey_ranges(config)  # a few patches show nothing
+    data.intensity_ranges(config)  # a few patches show nothing
     with open_stream(data.job) as stream:
         with pytest.raises(DataError, match=r"labels 7 in .*labels.zarr are none .* of the voxels in z \d+:9\d, y"):
             list(itertools.islice(stream, 2000))

@@ -115,7 +115,7 @@ def test_grey_values_are_those_of_the_numbers(tmp_path: Path, nan: Any) -> None:
     voxels = write_ct(tmp_path / "v.zarr")
     numbers = voxels[~outside()]
     config = DataConfig(volumes=(VolumeConfig(path=str(tmp_path / "v.zarr")),), patch_size=(8, 16, 16), nan=nan)
-    (grey,) = prepare_data(0, config).grey_ranges(config).volumes
+    (grey,) = prepare_data(0, config).intensity_ranges(config).volumes
     assert numbers.min() <= grey.low < grey.high <= numbers.max()
     found = grey_statistics(opened(tmp_path / "v.zarr", nan), None, 8)
     assert found.minimum is not None

@@ -283,7 +283,7 @@ def qualifying_of(prepared: PreparedData) -> set[Triple]:
     """The starts that the plan draws from."""
     found = prepared.plan.volumes[0].foreground
     assert found is not None
-    return {start for position in range(found.positions) if (start := found.at(position))}
+    return {start for position in range(found.num_positions) if (start := found.at(position))}
 
 
 @pytest.mark.parametrize(("source", "remote"), [("mask", False), ("level", True), ("chunks", False)])
@@ -347,7 +347,7 @@ with PatchStream(job, StreamOptions(batch_size=2, workers=0)) as stream:
 assert batch.patches.shape == (2, 72, 136, 136) and not batch.patches.any(), "air"
 (peak_kib,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 volume = prepared.plan.volumes[0]
-print(peak_kib * 1024, volume.visits_per_pass, prepared_s, time.monotonic() - started)
+print(peak_kib * 1024, volume.num_visits_per_pass, prepared_s, time.monotonic() - started)
 """
 
 

@@ -61,7 +61,7 @@ class OurFeed:
         self._options = options = StreamOptions.from_config(config.training, config.cluster)
         tasks = math.lcm(job.plan.samples_per_task, options.batch_size) // options.batch_size
         self.round_batches = max(options.workers, 1) * tasks  # whole tasks of each reader
-        two_passes = 2 * job.plan.slots_of_pass * job.plan.patches_per_region
+        two_passes = 2 * job.plan.slots_per_pass * job.plan.patches_per_region
         warmup = two_passes if self.resident else job.plan.regions_in_flight
         self.warmup_batches = max(2 * self.round_batches, -(-warmup // options.batch_size))
         self._stream: PatchStream | None = None

@@ -34,11 +34,11 @@ from vesuvius.diffusion.network.unet import UNet
 from vesuvius.diffusion.randomness import Purpose, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.loader.device import DeviceFeed
-from vesuvius.loader.grey_values import grey_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
-from vesuvius.stream.start.prepare import GreyRanges, PreparedData, prepare_data
+from vesuvius.stream.start.prepare import IntensityRanges, PreparedData, prepare_data
 from vesuvius.training.step.setup import build_network, choose_device, parameter_count
 from vesuvius.training.step.step import TrainStep, learning_rate
 
@@ -73,7 +73,7 @@ def main() -> None:
         "plain": _config(arguments, plain_of_equal_compute(ours, arguments.patch)),
     }
     data = prepare_data(arguments.seed, configs["default"].data)
-    greys = data.grey_ranges(configs["default"].data)
+    greys = data.intensity_ranges(configs["default"].data)
     contenders = [_contender(name, config, device) for name, config in configs.items()]
     held_out = HeldOut(configs["default"], data, greys, arguments.validation, device)
     _train(contenders, arguments, data, greys, held_out, device)
@@ -102,9 +102,11 @@ def forward_flop(model: ModelConfig, patch_zyx: Triple) -> int:
 class HeldOut:
     """Patches of the validation slabs with fixed noise and timesteps."""
 
-    def __init__(self, config: Config, data: PreparedData, greys: GreyRanges, count: int, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, data: PreparedData, greys: IntensityRanges, count: int, device: torch.device
+    ) -> None:
         patches = torch.from_numpy(read_fixed_patches(data, config.data, count).patches)
-        self._x_0 = normalised(patches.unsqueeze(1), grey_scales(greys.volumes[:1])).to(device)
+        self._x_0 = normalised(patches.unsqueeze(1), intensity_scales(greys.volumes[:1])).to(device)
         shape = (1, *config.data.patch_size)
         self._eps = sample_noise(config.seed, range(count), shape, device, purpose=Purpose.VALIDATION)
         self._t = torch.from_numpy(stratified_timesteps(config.seed, 0, count, config.diffusion.timesteps)).to(device)
@@ -125,7 +127,7 @@ def _train(
     contenders: Sequence[Contender],
     arguments: argparse.Namespace,
     data: PreparedData,
-    greys: GreyRanges,
+    greys: IntensityRanges,
     held_out: HeldOut,
     device: torch.device,
 ) -> None:

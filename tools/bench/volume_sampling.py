@@ -33,7 +33,7 @@ from vesuvius.generate.volume.held_out import held_out_box, patches_of
 from vesuvius.generate.volume.inputs import GivenVolumes
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.volume.work import Sampling, VolumeJob, Work, this_process
-from vesuvius.loader.grey_values import grey_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
 from vesuvius.training.step.setup import build_network
@@ -60,7 +60,7 @@ def study(run: Path, shape_zyx: Triple, folder: Path) -> None:
     `folder` already are not drawn again.
     """
     info = read_checkpoint_info(find_checkpoint(run))
-    data, spec, scales = info.config.data, info.config.data.volumes[0], grey_scales(info.data.greys.volumes[:1])
+    data, spec, scales = info.config.data, info.config.data.volumes[0], intensity_scales(info.data.greys.volumes[:1])
     box = held_out_box(data, shape_zyx)
     given = GivenVolumes(condition=spec.condition, box=box if spec.condition else None)
     shape = None if spec.condition else shape_zyx

@@ -47,7 +47,7 @@ def quarantine(argv: list[str]) -> int:
     what.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     run = find_run(args.run)
-    from vesuvius.stream.reading.notes import forget_notes  # these import numpy
+    from vesuvius.stream.reading.reading_log import remove_logs  # these import numpy
     from vesuvius.training.checkpoint.progress import box_of, clear_quarantine, read_quarantine
     from vesuvius.volumes.box import format_box
 
@@ -60,7 +60,7 @@ def quarantine(argv: list[str]) -> int:
         if records:
             with storage_errors(f"the run directory {run}", "free some space"):
                 clear_quarantine(path)
-                forget_notes(run / "reading", crashes=True)  # else readers would not try what has crashed them
+                remove_logs(run / "reading", crashes=True)  # else readers would not try what has crashed them
         say(f"run {run.name}: {count} cleared; the next --resume reads them again")
     else:
         say(f"run {run.name}: {count} in quarantine")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import flush_to_disk
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volume_tools.partial import new_array
 from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volume_tools.record import attribute
@@ -53,7 +53,7 @@ def record_samples(path: Path, record: dict[str, Any]) -> None:
     zarr.open_group(path, mode="r+").attrs[attribute(SAMPLE)] = record
 
 
-def to_greys(x_0: NDArray[np.float32], grey: GreyRange, dtype: np.dtype[Any]) -> NDArray[Any]:
+def to_greys(x_0: NDArray[np.float32], grey: IntensityRange, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Model values -> grey values of a volume: -1 becomes low, +1 high.  Clipped to the dtype; integers and bool are
     rounded.  Pure."""
     return as_stored(grey.low + (x_0.astype(np.float64) + 1) * ((grey.high - grey.low) / 2), dtype)

@@ -44,10 +44,10 @@ from vesuvius.generate.sample_zarr import (
     sample_array,
     to_greys,
 )
-from vesuvius.loader.grey_values import grey_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import format_sizes
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
 from vesuvius.training.step.setup import AmpMode
 from vesuvius.training.stop import StopRequest
@@ -221,7 +221,7 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         self._box = split.validation or split.train
         self._labels = config.labels
         low, high = (min(self._labels), max(self._labels)) if self._labels else (0, 0)
-        self._grey = GreyRange(low, max(low + 1, high)) if self._labels else facts.greys.conditions[number]
+        self._grey = IntensityRange(low, max(low + 1, high)) if self._labels else facts.greys.conditions[number]
 
     def __exit__(self, *_: object) -> None:
         self.volume.close()
@@ -250,5 +250,5 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
 
     def to_model_values(self, stored: NDArray[Any]) -> NDArray[np.float32]:
         """For a picture: low grey, or label 0, becomes -1, high grey, or the last label, +1.  Pure."""
-        values: NDArray[np.float32] = normalised(torch.from_numpy(stored), grey_scales([self._grey])).numpy()
+        values: NDArray[np.float32] = normalised(torch.from_numpy(stored), intensity_scales([self._grey])).numpy()
         return values

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def launch(request: Request) -> int:
     """Train with `training.ranks` ranks, and return the exit code.  Raises as `training.run.train`."""
     launched = launched_ranks()
-    request = with_number_of_ranks(request, launched)
+    request = resolve_ranks(request, launched)
     if launched is None and request.config.training.ranks != 1:
         from vesuvius.launch.ray_train import train_with_ray
 
@@ -32,7 +32,7 @@ def launch(request: Request) -> int:
     return train_as_rank(request)
 
 
-def with_number_of_ranks(request: Request, launched: int | None) -> Request:
+def resolve_ranks(request: Request, launched: int | None) -> Request:
     """Put a number in the place of `training.ranks: auto`; `launched` ranks has torchrun started, None = none.
 
     A run that is resumed keeps the number that it began with, and with it the effective batch, whatever the number of

@@ -25,7 +25,7 @@ from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.logfile import close_logs, silence
 from vesuvius.runlog.records import Tail
 from vesuvius.runlog.run_dir import refuse_existing, run_dir
-from vesuvius.stream.options import StreamOptions, check_store, reads_here, store_bytes
+from vesuvius.stream.options import StreamOptions, check_store, readers_are_local, store_bytes
 from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
@@ -117,7 +117,7 @@ def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float
         ConfigError: ranks and readers do not fit: Ray would wait for more nodes.
     """
     least, workers = config.cluster.min_ranks or int(config.training.ranks), config.training.workers
-    needs = {"CPU": 1.0 + (workers if reads_here(config.cluster, world=2) else 0)}
+    needs = {"CPU": 1.0 + (workers if readers_are_local(config.cluster, world=2) else 0)}
     needs |= {"GPU": 1.0} if any(node.get("GPU") for node in nodes) else {}
     room = sum(min(int(node.get(name, 0) // need) for name, need in needs.items()) for node in nodes)
     cpus = sum(node.get("CPU", 0) for node in nodes)

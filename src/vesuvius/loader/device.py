@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.loader.grey_values import grey_scales, normalised, signed_view
+from vesuvius.loader.intensity import intensity_scales, normalised, signed_view
 from vesuvius.monitor.clock import StepClock
 from vesuvius.plan.plan import Augmentation, Sample
-from vesuvius.stream.feeder import HELD, Batch
+from vesuvius.stream.feeder import BUFFERS_IN_USE, Batch
 from vesuvius.stream.options import StreamChanges, StreamOptions, StreamStart, batches_ahead
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.stream.stream import PatchStream
 
 
@@ -50,16 +50,16 @@ class DeviceFeed:
     or as stored without any."""
 
     def __init__(
-        self, device: torch.device, options: StreamOptions, job: ReaderJob, greys: Sequence[GreyRange]
+        self, device: torch.device, options: StreamOptions, job: ReaderJob, greys: Sequence[IntensityRange]
     ) -> None:
         self.device, self.job, self.options = device, job, options
         self._stream: PatchStream | None = None
-        self._scales = grey_scales(greys)
+        self._scales = intensity_scales(greys)
         self._ring: BatchRing | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             allocate = partial(_pinned_slot, job.batch_layout(options.batch_size))
-            self._ring = BatchRing(allocate, HELD + batches_ahead(options))
+            self._ring = BatchRing(allocate, BUFFERS_IN_USE + batches_ahead(options))
 
     @contextmanager
     def open(self, **start: Unpack[StreamStart]) -> Iterator[PatchStream]:
@@ -79,7 +79,7 @@ class DeviceFeed:
         return self._stream
 
     @property
-    def memory_of_batch(self) -> int:
+    def batch_bytes(self) -> int:
         """Bytes that one more batch ahead takes; torch rounds pinned buffers up to a power of two."""
         return self._ring.slot_bytes if self._ring else self.options.batch_size * self.job.patch_bytes
 
@@ -93,7 +93,7 @@ class DeviceFeed:
             self.stream.reconfigure(**changes)
             return
         options = replace(self.stream.options, **changes)
-        before, count = len(self._ring), HELD + batches_ahead(options)
+        before, count = len(self._ring), BUFFERS_IN_USE + batches_ahead(options)
         self._ring = self._ring.exchanged(self.stream, count, **changes)
         if count < before:
             self._copies.synchronize()
@@ -156,7 +156,7 @@ def _pinned_slot(layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> lis
 def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDArray[np.float64]) -> Tensor:
     """From voxels [B, Z, Y, X] in the stored dtype to what the network learns, float32 [B, 1, Z, Y, X].
 
-    `scales` are the `grey_scales` of each sample's volume, float64 [B, 2].
+    `scales` are the `intensity_scales` of each sample's volume, float64 [B, 2].
     """
     return normalised(apply_symmetries(raw, augmentations).unsqueeze(1), scales)
 
@@ -171,7 +171,7 @@ def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> 
     out = torch.empty_like(patches)
     for target, patch, augmentation in zip(signed_view(out), signed_view(patches), augmentations, strict=True):
         axes = [axis for axis, flip in enumerate(augmentation.flip_zyx) if flip]
-        target.copy_(torch.rot90(torch.flip(patch, axes), augmentation.turns, (1, 2)))
+        target.copy_(torch.rot90(torch.flip(patch, axes), augmentation.num_rot90, (1, 2)))
     return out
 
 
@@ -197,7 +197,7 @@ class BatchRing:
         self._slots = [*kept, *(allocate() for _ in range(count - len(kept)))]
         self._copied: list[Any] = [None] * count  # a `torch.cuda.Event` each, once it has been copied
         self._places = {buffer.ctypes.data: place for place, buffer in enumerate(self.buffers)}
-        self._held: deque[int] = deque(maxlen=HELD)
+        self._held: deque[int] = deque(maxlen=BUFFERS_IN_USE)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -219,7 +219,7 @@ class BatchRing:
 
     def wait(self) -> None:
         """The stream is about to fill the buffer of two batches ago: its copy must be over (it long is)."""
-        if len(self._held) == HELD and (copied := self._copied[self._held[0]]) is not None:
+        if len(self._held) == BUFFERS_IN_USE and (copied := self._copied[self._held[0]]) is not None:
             copied.synchronize()
 
     def take(self, patches: NDArray[Any]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from vesuvius.loader.device import DeviceFeed, PatchBatch
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamChanges, StreamOptions
 from vesuvius.stream.reading.resident import Resident
-from vesuvius.stream.start.prepare import GreyRange, prepare_data
+from vesuvius.stream.start.prepare import IntensityRange, prepare_data
 from vesuvius.stream.stream import PatchStream, check_state
 from vesuvius.volumes.box import Box
 
@@ -63,7 +63,7 @@ class PatchLoader(Iterable[PatchBatch]):
         resident: keep the decoded volumes in memory from their first pass on.
 
     Attributes:
-        grey_ranges: for each volume the grey values that become -1 and +1; empty with `normalize=False`.
+        intensity_ranges: for each volume the grey values that become -1 and +1; empty with `normalize=False`.
         validation_boxes: for each volume what `validation_fraction` holds out, ((z, y, x), (z, y, x)), or None.
 
     Raises:
@@ -115,10 +115,10 @@ class PatchLoader(Iterable[PatchBatch]):
         prepared = prepare_data(seed, data, self._rank, self._world)
         self._job, self._keeps = prepared.job, resident
         self.validation_boxes: tuple[Box | None, ...] = tuple(split.validation for split in prepared.splits)
-        self.grey_ranges: tuple[GreyRange, ...] = ()
+        self.intensity_ranges: tuple[IntensityRange, ...] = ()
         if normalize is not False:
-            self.grey_ranges = prepared.grey_ranges(data.model_copy(update={"condition_classes": 1})).volumes
-        self._feed = DeviceFeed(target, options, self._job, self.grey_ranges)
+            self.intensity_ranges = prepared.intensity_ranges(data.model_copy(update={"condition_classes": 1})).volumes
+        self._feed = DeviceFeed(target, options, self._job, self.intensity_ranges)
         self._clock = HostClock()  # nobody asks where the time goes
         self._stream: PatchStream | None = None
         self._closing = ExitStack()

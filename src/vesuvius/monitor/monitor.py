@@ -57,7 +57,7 @@ class LoopStatus:
     # private memory of each reader by pid, as it last said; those on other machines too
     readers: Mapping[int, int] = field(default_factory=dict)
     # pids of the readers on this machine, which may be children of a Ray that another process started
-    readers_here: frozenset[int] = frozenset()
+    local_readers: frozenset[int] = frozenset()
     workers: int | None = None  # readers that there are now
     can_shrink: bool = False  # whether there are readers or batches ahead to do without
     can_drop: bool = False  # whether volumes are kept in memory
@@ -210,7 +210,7 @@ class Monitor:
                 self._say_blind()
 
     def _sample_once(self) -> tuple[SystemSample, VramUse | None]:
-        self._watcher.also(self.told.readers_here)
+        self._watcher.also(self.told.local_readers)
         sample = self._watcher.sample()
         self._samples.append(sample)
         if text := kills_text(self.sample.cgroup, sample.cgroup):

@@ -32,7 +32,7 @@ class Window:
     bytes_fetched: int
     requests: int
     retries: int
-    # cut_s, starved_s, full_s, batches, ran_empty, delivered_bytes: of the trainer's side, as `FeederFigures`
+    # cut_s, starved_s, full_s, batches, ran_empty, delivered_bytes: of the trainer's side, as `FeederStats`
     cut_s: float
     starved_s: float
     full_s: float

@@ -70,19 +70,19 @@ class Cells:
     axes: tuple[AxisCells, AxisCells, AxisCells]
 
     @cached_property
-    def starts(self) -> int:
+    def num_starts(self) -> int:
         """How many starts there are."""
         return math.prod(axis.count for axis in self.axes)
 
     @cached_property
-    def longest_zyx(self) -> Triple:
+    def largest_zyx(self) -> Triple:
         """Starts of the largest cell along each axis."""
         return triple(min(axis.length, axis.count) for axis in self.axes)
 
     @property
     def largest(self) -> int:
         """Starts of the largest cell."""
-        return math.prod(self.longest_zyx)
+        return math.prod(self.largest_zyx)
 
     def draw_phases(self, rng: np.random.Generator) -> Triple:
         """A phase for each axis."""
@@ -93,7 +93,7 @@ class Cells:
         return box_along(axis.cell_of(s, p) for axis, s, p in zip(self.axes, start_zyx, phases_zyx, strict=True))
 
     def cell_at(self, position: int, phases_zyx: Triple) -> Box:
-        """The cell that owns position 0 <= p < `starts`, where positions count through cell after cell.
+        """The cell that owns position 0 <= p < `num_starts`, where positions count through cell after cell.
 
         So positions at equal distances meet cells in proportion to the starts they own.
         """
@@ -113,7 +113,7 @@ class Cells:
 
     def region_zyx(self, patch_zyx: Triple) -> Triple:
         """Voxels of the largest region along each axis."""
-        return triple(cell + patch - 1 for cell, patch in zip(self.longest_zyx, patch_zyx, strict=True))
+        return triple(cell + patch - 1 for cell, patch in zip(self.largest_zyx, patch_zyx, strict=True))
 
 
 def region_of(cell: Box, patch_zyx: Triple) -> Box:

@@ -49,7 +49,7 @@ class QualifyingStarts:
     blocks: NDArray[np.unsignedinteger[Any]] = field(repr=False)
 
     @cached_property
-    def positions(self) -> int:
+    def num_positions(self) -> int:
         """How many starts the blocks have, including those that do not qualify."""
         return len(self.blocks) * math.prod(self.edge_zyx)
 
@@ -69,7 +69,7 @@ class QualifyingStarts:
         return patch_sum(self.map, start_zyx, self.patch_zyx) >= self._least
 
     def at(self, position: int) -> Triple | None:
-        """The start at a position 0 <= p < `positions` if it qualifies, else None."""
+        """The start at a position 0 <= p < `num_positions` if it qualifies, else None."""
         number, within = divmod(position, math.prod(self.edge_zyx))
         block = np.unravel_index(int(self.blocks[number]), self._counts)
         place = np.unravel_index(within, self.edge_zyx)
@@ -82,7 +82,7 @@ class QualifyingStarts:
     def draw(self, rng: np.random.Generator) -> Triple:
         """A start, uniform over those that qualify.  Raises DataError: none in 2^20 draws."""
         for _ in range(_DRAWS_MAX):
-            start = self.at(int(rng.integers(self.positions)))
+            start = self.at(int(rng.integers(self.num_positions)))
             if start is not None:
                 return start
         raise DataError(
@@ -116,7 +116,7 @@ class QualifyingStarts:
     def accepted_share(self) -> float:
         """Estimate of how many of the positions qualify."""
         rng = np.random.default_rng(0)
-        drawn = rng.integers(self.positions, size=_TRIALS).tolist()
+        drawn = rng.integers(self.num_positions, size=_TRIALS).tolist()
         return sum(self.at(position) is not None for position in drawn) / _TRIALS
 
     def _bounds(self, blocks: NDArray[np.intp]) -> NDArray[np.float64]:

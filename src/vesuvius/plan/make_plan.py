@@ -86,7 +86,7 @@ def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> P
     patch = config.patch_size
     largest = max(volumes, key=lambda volume: _region_bytes(volume, patch))
     region_bytes = _region_bytes(largest, patch)
-    fitting = min(int(config.stream_gib * 2**30) // region_bytes, sum(volume.visits_per_pass for volume in volumes))
+    fitting = min(int(config.stream_gib * 2**30) // region_bytes, sum(volume.num_visits_per_pass for volume in volumes))
     regions = config.regions_in_flight or _within(fitting, _REGIONS_IN_FLIGHT) // GROUPS * GROUPS
     return Plan(
         seed=seed,
@@ -142,11 +142,11 @@ def plan_volume(
         return planned
     last = [axis.first + axis.count for axis in cells.axes]
     starts = split.train[0], (last[0], last[1], last[2])
-    found = qualifying_starts(foreground, starts, patch, min_foreground, cells.longest_zyx)
+    found = qualifying_starts(foreground, starts, patch, min_foreground, cells.largest_zyx)
     if found is None:
         raise DataError(
             f"some patch must hold data.min_foreground of foreground; got none with {min_foreground:g} among "
-            f"{cells.starts} starts in {name}; lower it, or check data.foreground and the mask"
+            f"{cells.num_starts} starts in {name}; lower it, or check data.foreground and the mask"
         )
     return replace(planned, foreground=found)
 

@@ -149,7 +149,7 @@ class Mixing:
         stop = -(-(slot + 1) * self.patches // self.regions)
         return range(max(first, 0), stop)
 
-    def turn_of(self, index: int) -> int:
+    def patch_index_in_region(self, index: int) -> int:
         """How many samples its slot gives before this one, counting those that the first window leaves out."""
         number = index // self.regions
         slot = self.slot_of(index)

@@ -53,32 +53,32 @@ class PlanVolume:
     foreground: QualifyingStarts | None = None  # the starts that qualify; None = all
 
     @property
-    def positions(self) -> int:
+    def num_positions(self) -> int:
         """Length of the walk through all cells."""
-        return self.foreground.positions if self.foreground else self.cells.starts
+        return self.foreground.num_positions if self.foreground else self.cells.num_starts
 
     @property
-    def visits_per_pass(self) -> int:
+    def num_visits_per_pass(self) -> int:
         """Cells visited in one pass: as many as visit the largest cell at most once."""
-        return max(self.positions // self.cells.largest, 1)
+        return max(self.num_positions // self.cells.largest, 1)
 
 
 @dataclass(frozen=True)
 class Augmentation:
     """What the device does to a patch."""
 
-    # flip_zyx, turns: mirror the axes that are set, then turn by `turns` x 90 degrees in the y-x plane
+    # flip_zyx, num_rot90: mirror these axes, then rotate `num_rot90` x 90 degrees in the y-x plane
     flip_zyx: tuple[bool, bool, bool] = (False, False, False)
-    turns: int = 0
+    num_rot90: int = 0
 
 
 def augmentation_of(seed: int, augment: AugmentConfig, index: int) -> Augmentation:
     """What is done to sample `index`, whichever patch it is.  Pure."""
     rng = np.random.default_rng((seed, _AUGMENT, index))
-    flips, turns = rng.integers(0, 2, size=3).tolist(), int(rng.integers(0, 4))
+    flips, rotations = rng.integers(0, 2, size=3).tolist(), int(rng.integers(0, 4))
     return Augmentation(
         flip_zyx=(bool(flips[0]), bool(flips[1]), bool(flips[2])) if augment.flip else (False, False, False),
-        turns=turns if augment.turn else 0,
+        num_rot90=rotations if augment.turn else 0,
     )
 
 
@@ -145,15 +145,15 @@ class Plan:
         return max(math.prod(volume.cells.region_zyx(self.patch_zyx)) for volume in self.volumes)
 
     @property
-    def slots_of_pass(self) -> int:
+    def slots_per_pass(self) -> int:
         """Slots until each volume has been passed over once."""
         weights = sum(volume.weight for volume in self.volumes)
-        return max(math.ceil(volume.visits_per_pass * weights / volume.weight) for volume in self.volumes)
+        return max(math.ceil(volume.num_visits_per_pass * weights / volume.weight) for volume in self.volumes)
 
     @property
     def is_small(self) -> bool:
         """Whether a pass is over so soon that processes to read it would hardly have started."""
-        return self.slots_of_pass <= _WINDOWS_OF_SMALL * self.regions_in_flight
+        return self.slots_per_pass <= _WINDOWS_OF_SMALL * self.regions_in_flight
 
     @property
     def map_bytes(self) -> int:
@@ -161,9 +161,9 @@ class Plan:
         return sum(volume.foreground.nbytes for volume in self.volumes if volume.foreground)
 
     @property
-    def repeats(self) -> bool:
+    def repeats_cells(self) -> bool:
         """Whether there are fewer cells than regions in flight, so that some are in flight twice."""
-        return sum(volume.visits_per_pass for volume in self.volumes) < self.regions_in_flight
+        return sum(volume.num_visits_per_pass for volume in self.volumes) < self.regions_in_flight
 
     def sample(self, index: int, attempt: int = 0) -> Sample:
         """Sample `index` (0, 1, 2, ...); `attempt` as in `visit`.  Pure."""
@@ -181,13 +181,13 @@ class Plan:
         """
         number, count = volume_of_slot(self.seed, tuple(volume.weight for volume in self.volumes), slot)
         volume = self.volumes[number]
-        again, place = divmod(count, volume.visits_per_pass)
-        phases, first = draw_pass(self.seed, number, again, volume.cells, volume.positions)
+        again, place = divmod(count, volume.num_visits_per_pass)
+        phases, first = draw_pass(self.seed, number, again, volume.cells, volume.num_positions)
         if attempt:
             anchor = self._drawn_start(number, (self.seed, _SUBSTITUTE, slot, attempt))
         else:
-            turn = permuted(place, volume.visits_per_pass, (self.seed, _ORDER, number, again))
-            position = (turn * volume.positions + first) // volume.visits_per_pass
+            turn = permuted(place, volume.num_visits_per_pass, (self.seed, _ORDER, number, again))
+            position = (turn * volume.num_positions + first) // volume.num_visits_per_pass
             if volume.foreground is None:
                 cell = volume.cells.cell_at(position, phases)
                 return Visit(slot, attempt, number, cell, cell[0], region_of(cell, self.patch_zyx))
@@ -271,7 +271,7 @@ class Plan:
         together they are spread over it.
         """
         shifts = _shifts((self.seed, _START, visit.slot, visit.attempt), visit.cell)
-        turn = self.mixing.turn_of(index)
+        turn = self.mixing.patch_index_in_region(index)
         start = triple(
             lo + (shift - lo + int(turn * step % 1 * (hi - lo))) % (hi - lo)
             for shift, step, lo, hi in zip(shifts, _LATTICE, *visit.cell, strict=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vesuvius.errors import VesuviusError
 from vesuvius.plan.plan import Sample, Visit
 from vesuvius.stream.reading.reader import ReaderJob, Region
-from vesuvius.stream.reading.reader_figures import BlockReport
+from vesuvius.stream.reading.reader_stats import BlockReport
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.volumes.box import slices
 

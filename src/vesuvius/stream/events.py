@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vesuvius.errors import DataError
-from vesuvius.stream.reading.quarantine import check_quarantine, damaged_box
+from vesuvius.stream.reading.quarantine import check_quarantine, parse_damaged_box
 from vesuvius.stream.reading.reader import ReaderJob
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class EventRecorder:
 
     def know(self, quarantined: Sequence[dict[str, Any]]) -> None:
         """Replace what is known of damage.  Raises ConfigError, and changes nothing, for a record of other volumes."""
-        self.damaged = {damaged_box(record, len(self._data.volumes)) for record in quarantined}
+        self.damaged = {parse_damaged_box(record, len(self._data.volumes)) for record in quarantined}
         self.quarantined[:] = quarantined
 
     def record(self, kind: EventKind, text: str, fields: Any) -> None:
@@ -67,7 +67,7 @@ class EventRecorder:
 
         Raises DataError: more places are damaged than `data.max_quarantined`.
         """
-        if (place := damaged_box(record, len(self._data.volumes))) in self.damaged:
+        if (place := parse_damaged_box(record, len(self._data.volumes))) in self.damaged:
             return
         self.damaged.add(place)
         self.quarantined.append(record)

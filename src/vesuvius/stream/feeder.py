@@ -23,7 +23,7 @@ from vesuvius.stream.cutter import Cutter, WaitTime
 from vesuvius.volumes.store.retry import Outage
 
 # A batch stays untouched until the second `next` after it: the copy to a GPU may still be reading it.
-HELD = 2
+BUFFERS_IN_USE = 2
 _POLL_S = 0.2
 _JOIN_S = 1.0
 _COPIERS = 2
@@ -49,7 +49,7 @@ class Batch:
         """The sample index of each patch, (B,)."""
         return np.array([sample.index for sample in self.samples], np.int64)
 
-    def part(self, of: slice) -> Batch:
+    def rows(self, of: slice) -> Batch:
         """Some of it, in the same memory."""
         return Batch(self.patches[of], self.samples[of], None if self.condition is None else self.condition[of])
 
@@ -64,7 +64,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class FeederFigures:
+class FeederStats:
     """What feeders have done so far."""
 
     cut_s: float = 0.0  # copying patches out of regions into batches
@@ -84,23 +84,23 @@ class FeederClock:
         self.batches = self.ran_empty = self.delivered_bytes = 0
 
     @property
-    def figures(self) -> FeederFigures:
+    def figures(self) -> FeederStats:
         """So far, including waits that are under way."""
-        return FeederFigures(
+        return FeederStats(
             self.cut_s, self.starved.seconds, self.full.seconds, self.batches, self.ran_empty, self.delivered_bytes
         )
 
 
 def check_rings(rings: Sequence[Sequence[NDArray[Any]]]) -> None:
     """Raises ConfigError where a ring has fewer than three buffers; none at all is fine."""
-    if any(0 < len(ring) <= HELD for ring in rings):
+    if any(0 < len(ring) <= BUFFERS_IN_USE for ring in rings):
         raise ConfigError(
-            f"rings of {[len(ring) for ring in rings]} buffers are too small, as {HELD} stay untouched; give at "
-            f"least {HELD + 1}, or none"
+            f"rings of {[len(ring) for ring in rings]} buffers are too small, as {BUFFERS_IN_USE} are in use; give at "
+            f"least {BUFFERS_IN_USE + 1}, or none"
         )
 
 
-def arrays_nobody_holds(shape: tuple[int, ...], dtype: np.dtype[Any], kept: int) -> Iterator[NDArray[Any]]:
+def reusable_arrays(shape: tuple[int, ...], dtype: np.dtype[Any], kept: int) -> Iterator[NDArray[Any]]:
     """Arrays of before once they and all views of them are gone, as fresh memory costs as much as the copy into it.
 
     Up to `kept` are used again; where more are held, new ones come.
@@ -163,11 +163,9 @@ class Feeder:
         # before the next patch is cut.
         self._copiers = ThreadPoolExecutor(_COPIERS, "cut") if cutter.is_resident else None
         self._clock = clock
-        size = min([HELD + ahead, *(len(ring) for ring in rings if ring)])
+        size = min([BUFFERS_IN_USE + ahead, *(len(ring) for ring in rings if ring)])
         self._rings = [
-            itertools.islice(itertools.cycle(ring), delivered % len(ring), None)
-            if ring
-            else arrays_nobody_holds(*of, size)
+            itertools.islice(itertools.cycle(ring), delivered % len(ring), None) if ring else reusable_arrays(*of, size)
             for ring, of in zip(rings, layout, strict=False)
         ]
         # Both are queues in C.  A lock of Python, which a semaphore has too, would stay held if Ctrl-C came in it.
@@ -188,7 +186,7 @@ class Feeder:
         """
         if self._ended:
             return None
-        if len(self.held) == HELD:
+        if len(self.held) == BUFFERS_IN_USE:
             self.held.popleft()
             self._free.put(None)
         empty = self._ready.empty()

@@ -76,22 +76,22 @@ class StreamChanges(TypedDict, total=False):
     resident: bool
 
 
-def reads_here(cluster: ClusterConfig, world: int) -> bool:
+def readers_are_local(cluster: ClusterConfig, world: int) -> bool:
     """Whether the readers of a rank run on its own node of the cluster.  Pure."""
     return cluster.reader_nodes == "same" or (cluster.reader_nodes == "auto" and world > 1)
 
 
-def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
+def store_peak_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Most bytes of the object store in use at once: the regions in flight, which the trainer holds, and what is ahead.
 
     0 with `workers: 0`.  Pure.
     """
     if options.workers == 0:
         return 0
-    return job.plan.regions_in_flight * job.block_bytes + store_ahead_bytes(job, options)
+    return job.plan.regions_in_flight * job.block_bytes + store_prefetch_bytes(job, options)
 
 
-def store_ahead_bytes(job: ReaderJob, options: StreamOptions) -> int:
+def store_prefetch_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Bytes of the blocks between readers and trainer: the tasks that each worker may finish ahead, the block that it
     works on, and a task that is fetched to the trainer's machine.  Pure."""
     per_worker = TASKS_IN_FLIGHT * job.plan.regions_per_task + 1
@@ -111,11 +111,11 @@ def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """
     if options.workers == 0:
         return 0
-    need = store_need_bytes(job, options) + store_ahead_bytes(job, options)
+    need = store_peak_bytes(job, options) + store_prefetch_bytes(job, options)
     return max(5 * need // 4, 2**28) + job.plan.map_bytes
 
 
-def store_is_there() -> bool:
+def is_ray_connected() -> bool:
     """Whether this process is connected to a Ray, whose store has its place in /dev/shm: it keeps what it once used."""
     ray = sys.modules.get("ray")
     started = getattr(ray, "is_initialized", None)  # not there while another thread imports it

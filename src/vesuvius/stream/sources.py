@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.plan.plan import Task
-from vesuvius.stream.options import StreamOptions, check_store, store_bytes, store_is_there
+from vesuvius.stream.options import StreamOptions, check_store, is_ray_connected, store_bytes
 from vesuvius.stream.reading.local import LocalRegions, LocalThenRay, Regions
-from vesuvius.stream.reading.notes import TrainerReads
 from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.reading.reading_log import TrainerReadingMarker
 from vesuvius.stream.reading.resident import Resident
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Sources:
 
     def __init__(
         self,
-        reads: TrainerReads | None,
+        reads: TrainerReadingMarker | None,
         on_spill: Callable[[str, dict[str, Any]], None],
         on_death: Callable[[str, dict[str, Any]], DataError | None],
     ) -> None:
@@ -49,7 +49,7 @@ class Sources:
             return LocalRegions(job, tasks, resident, self._reads)
         if not self.fits(job, options):
             self.end_ray()
-        if self._session is None and not store_is_there():
+        if self._session is None and not is_ray_connected():
             check_store(job, options)
             return LocalThenRay(job, tasks, resident, self._reads, partial(self._start_ray, job, options))
         return self._start_ray(job, options, tasks)

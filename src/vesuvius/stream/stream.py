@@ -22,19 +22,19 @@ from numpy.typing import NDArray
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.stream.cutter import Cutter, StreamOrderError
 from vesuvius.stream.events import EventRecorder
-from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederFigures, check_rings
+from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederStats, check_rings
 from vesuvius.stream.options import (
     StreamChanges,
     StreamOptions,
     batches_ahead,
     check_store,
-    store_ahead_bytes,
-    store_is_there,
+    is_ray_connected,
+    store_prefetch_bytes,
 )
 from vesuvius.stream.reading.local import REGIONS_AHEAD, Regions
-from vesuvius.stream.reading.notes import TrainerReads
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.reading.reader_figures import BlockReport, Readers, ReaderTotals
+from vesuvius.stream.reading.reader_stats import BlockReport, Readers, ReaderTotals
+from vesuvius.stream.reading.reading_log import TrainerReadingMarker
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.sources import Sources
 
@@ -88,7 +88,7 @@ class PatchStream(Iterator[Batch]):
         self._job = job
         self._resident = resident
         # A run without readers has nobody else to read.
-        reads = TrainerReads(Path(job.notes_dir)) if job.notes_dir and options.workers else None
+        reads = TrainerReadingMarker(Path(job.reading_log_dir)) if job.reading_log_dir and options.workers else None
         if resident is not None and job.plan.is_small and not (reads and reads.broke_off):
             options = replace(options, workers=0)
         self.options = options
@@ -213,7 +213,7 @@ class PatchStream(Iterator[Batch]):
             raise TypeError(f"a running stream cannot change {', '.join(unknown)}, only {can}; make another stream")
         check_rings((buffers or (), condition_buffers))
         options = replace(self.options, **changes)
-        if not store_is_there() or not self._sources.fits(self._job, options):
+        if not is_ray_connected() or not self._sources.fits(self._job, options):
             check_store(self._job, options)
         self.options = options
         self._close_readers()
@@ -235,7 +235,7 @@ class PatchStream(Iterator[Batch]):
             readers = f"Ray, which has {workers} readers, is starting"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
-    def readers_here(self) -> frozenset[int]:
+    def local_readers(self) -> frozenset[int]:
         """The reader processes on this machine, by pid; children of this process only where it started Ray itself."""
         host = socket.gethostname()
         return frozenset(pid for pid, figures in self.readers.copy().items() if figures.node == host)
@@ -251,13 +251,13 @@ class PatchStream(Iterator[Batch]):
         return self._resident is not None
 
     @property
-    def frees_memory(self) -> bool:
+    def resident_frees_memory(self) -> bool:
         """Whether `reconfigure(resident=False)` would: who reads again holds the regions in flight."""
         held = (self._job.plan.regions_in_flight + REGIONS_AHEAD) * self._job.block_bytes
         return self._resident is not None and Resident.size_bytes(self._job) > held
 
     @property
-    def readers_again(self) -> int:
+    def num_readers_without_resident(self) -> int:
         """Readers to go on with where the volumes are not kept: those that there are, or that were, and ended."""
         return self.options.workers or self._ended_readers
 
@@ -267,19 +267,19 @@ class PatchStream(Iterator[Batch]):
         return self._events.reader_deaths
 
     @property
-    def readers_with_work(self) -> int:
+    def num_readers_with_work(self) -> int:
         """Readers for which there is a task: fewer than `options.workers` near the end, or where samples are few."""
         return min(self.options.workers, self._source.tasks_left) if self._source else self.options.workers
 
     @property
-    def readers_alive(self) -> int | None:
+    def num_readers_alive(self) -> int | None:
         """Reader processes whose blocks come: they end once all that is left has been read.  None before the first."""
-        return (len(self.readers) or None) if self.readers_with_work else 0
+        return (len(self.readers) or None) if self.num_readers_with_work else 0
 
     @property
-    def blocks_ahead(self) -> int:
+    def max_blocks_ahead(self) -> int:
         """Blocks that readers may have made and nobody has taken; 0 with `workers: 0`."""
-        return store_ahead_bytes(self._job, self.options) // self._job.block_bytes if self.options.workers else 0
+        return store_prefetch_bytes(self._job, self.options) // self._job.block_bytes if self.options.workers else 0
 
     @property
     def reader_totals(self) -> ReaderTotals:
@@ -287,7 +287,7 @@ class PatchStream(Iterator[Batch]):
         return self._readers.totals
 
     @property
-    def feeder_figures(self) -> FeederFigures:
+    def feeder_stats(self) -> FeederStats:
         """What this process has done with it since the stream was opened.  Never falls."""
         return self._clock.figures
 

@@ -25,7 +25,7 @@ from vesuvius.stream.options import (
     StreamChanges,
     StreamOptions,
     batches_ahead,
-    store_need_bytes,
+    store_peak_bytes,
 )
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.stream import PatchStream
@@ -61,7 +61,10 @@ class GuardActions:
         `longest_step_s` is of the recent steps, without their pauses.
         """
         order, self._options = monitor.order, feed.stream.options
-        self._kept, self._readers_again = self._kept or feed.stream.has_resident, feed.stream.readers_again
+        self._kept, self._readers_again = (
+            self._kept or feed.stream.has_resident,
+            feed.stream.num_readers_without_resident,
+        )
         saves = order is not None and order.rung == "save"
         if order is not None and saves:
             log.warning("memory guard: saves a checkpoint, and the run goes on: %s", order.reason)
@@ -75,9 +78,9 @@ class GuardActions:
             step=self._run.progress.step,
             step_s=longest_step_s,
             readers=stream.reader_memory() if workers else {},
-            readers_here=stream.readers_here(),
+            local_readers=stream.local_readers(),
             workers=workers,
-            can_drop=stream.frees_memory,
+            can_drop=stream.resident_frees_memory,
             can_shrink=(smaller.workers, smaller.prefetch_factor) != (workers, self._options.prefetch_factor),
         )
         return saves
@@ -169,9 +172,9 @@ class Autotuner:
         now = stream.options
         peaks = [figures.rss_anon_peak_bytes or 0 for figures in list(stream.readers.values())]
         readers = max(options.workers - now.workers, 0) * max(peaks, default=0)
-        store = max(store_need_bytes(self._job, options) - store_need_bytes(self._job, now), 0)
+        store = max(store_peak_bytes(self._job, options) - store_peak_bytes(self._job, now), 0)
         batches = batches_ahead(options) - batches_ahead(now)
-        need_bytes = _READERS_AT_ONCE * (readers + store) + max(batches, 0) * feed.memory_of_batch
+        need_bytes = _READERS_AT_ONCE * (readers + store) + max(batches, 0) * feed.batch_bytes
         # All ranks of a node may act at once.
         left = left_bytes(monitor.risk.killers, self._run.session.limits) // self._run.ranks.local_world
         if need_bytes <= max(left, 0):

@@ -69,7 +69,7 @@ class TrainingLoop:
     ) -> None:
         config, checked, facts = run.config, run.checked, run.checked.facts
         self.run, self.train_step, self.monitor, self.guard_actions = run, train_step, monitor, guard_actions
-        self.job = replace(checked.data.job, notes_dir=str(run.directory.reading.absolute()))
+        self.job = replace(checked.data.job, reading_log_dir=str(run.directory.reading.absolute()))
         options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.part.micro_batch)
         conditioner = Conditioner(config.data.labels, facts.greys.conditions, run.device)
         self.feed = DeviceFeed(run.device, options, self.job, facts.greys.volumes)
@@ -197,7 +197,7 @@ class TrainingLoop:
             todo: Iterable[tuple[TrainingBatch, NDArray[np.int64]]] = [(batch, t)]
             while not self._computes(todo, last=len(delivered) == part.accumulate_steps):
                 todo = ((self.batches.to_device(stored), t) for stored, t in delivered)
-        batches = [(stored.part(of), t[of]) for stored, t in delivered for of in self._pieces(t)]
+        batches = [(stored.rows(of), t[of]) for stored, t in delivered for of in self._pieces(t)]
         result = self.train_step.apply(lr)
         clock.step_done()
         reporter.launched(Launched(progress.step + 1, progress.sample_index, lr, result, batches))
@@ -219,7 +219,7 @@ class TrainingLoop:
         try:
             for batch, t in batches:
                 for of in self._pieces(t):
-                    piece, ends = batch.part(of), of.stop >= len(t)
+                    piece, ends = batch.rows(of), of.stop >= len(t)
                     exchanges = last and ends and not late
                     self.train_step.accumulate(piece.x_0, piece.indices, t[of], piece.condition, exchanges, piece.eps)
             return True

@@ -26,7 +26,7 @@ from vesuvius.experiments.tune.measurement import Setting
 from vesuvius.experiments.tune.session import TrialRunner
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
-from vesuvius.stream.start.prepare import GreyRange, GreyRanges
+from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 
 _HANG_S = 120
@@ -134,7 +134,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
         # Another batch is another process, with another seed.  It does not measure the data again.
         facts = read_facts(trials / "data_facts.pt", config.data)
         assert facts is not None
-        greys = GreyRanges((GreyRange(-7.0, 777.0),), ())
+        greys = IntensityRanges((IntensityRange(-7.0, 777.0),), ())
         write_facts(trials / "data_facts.pt", config.data, replace(facts, greys=greys))
         assert lab.measure(other, "step", 0.2, _HANG_S).ended == "ok"
         assert not psutil.pid_exists(pid)

@@ -25,12 +25,12 @@ from vesuvius.generate.evaluate.patches import (
 )
 from vesuvius.generate.sample_zarr import to_greys
 from vesuvius.loader.device import model_values
-from vesuvius.loader.grey_values import grey_scales
+from vesuvius.loader.intensity import intensity_scales
 from vesuvius.plan.plan import augmentation_of
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.box import box_at
 
-GREY = GreyRange(0, 255)
+GREY = IntensityRange(0, 255)
 
 
 PATCH, COUNT = (8, 16, 16), 48
@@ -70,7 +70,7 @@ def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
     samples = [source.data.plan.sample(97 * index) for index in range(COUNT)]
     raw = torch.from_numpy(np.stack([source.data.read_patch("volume", 0, sample.box) for sample in samples]))
     shown = [augmentation_of(source.data.plan.seed, augment, sample.index) for sample in samples]
-    values = model_values(raw, shown, np.repeat(grey_scales([GREY]), COUNT, 0))[:, 0].numpy()
+    values = model_values(raw, shown, np.repeat(intensity_scales([GREY]), COUNT, 0))[:, 0].numpy()
     return to_greys(values, GREY, np.dtype(np.uint8)).astype(np.uint8)
 
 

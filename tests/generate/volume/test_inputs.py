@@ -51,7 +51,7 @@ def test_samples_are_shown_held_out_labels_of_a_part_where_they_lie(tmp_path: Pa
         validation=ValidationConfig(fraction=0.35, guard=0),
     )
     data = prepare_data(0, config)
-    facts = DataFacts(trained_volumes(data), data.grey_ranges(config), None)  # type: ignore[arg-type]
+    facts = DataFacts(trained_volumes(data), data.intensity_ranges(config), None)  # type: ignore[arg-type]
     with ConditionPatches(config, facts, 0, 0) as conditions:
         shown = conditions.read(range(8))
         boxes = [box_at(conditions.start_zyx(number), patch) for number in range(8)]

@@ -18,8 +18,8 @@ from tests.support.orphans import MARK, bearers_of
 from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import Task
 from vesuvius.stream.reading.local import LocalRegions, LocalThenRay, Regions
-from vesuvius.stream.reading.notes import TrainerReads
 from vesuvius.stream.reading.reader import ReaderJob, Region
+from vesuvius.stream.reading.reading_log import TrainerReadingMarker
 from vesuvius.threads import on_thread
 
 FIRST, STOP = 150, 1000  # of the samples; in the midst of a window
@@ -64,7 +64,7 @@ def test_after_a_trainer_that_died_while_it_read_the_readers_read_all(job: Reade
     for died in (False, True):
         if died:
             (tmp_path / "trainer-reads").touch()
-        noted = TrainerReads(tmp_path)
+        noted = TrainerReadingMarker(tmp_path)
         assert noted.broke_off == died
         regions = LocalThenRay(job, job.tasks(FIRST, STOP), None, noted, start)
         first = next(regions).visit.slot

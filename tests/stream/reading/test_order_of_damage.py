@@ -17,7 +17,7 @@ from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, open_stream
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.plan.plan import Task
-from vesuvius.stream.reading.quarantine import damaged_box
+from vesuvius.stream.reading.quarantine import parse_damaged_box
 from vesuvius.stream.reading.reader import Reader, ReaderJob, region_in
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volumes.box import intersects
@@ -105,7 +105,7 @@ def test_slots_do_not_depend_on_who_reads_them_or_on_what_is_known(job: ReaderJo
             assert found == {slot: expected[slot] for slot in task}, f"{readers} readers"
         for reader in at_work:
             reader.close()
-    boxes = [damaged_box(record, 1)[1] for record in records]
+    boxes = [parse_damaged_box(record, 1)[1] for record in records]
     readable = ((48, 48, 0), (64, 64, 16))  # the first chunk of the shard that is cut
     assert not any(intersects(box, readable) for box in boxes), "only what fails for every region that touches it"
     for slot, (visit, _) in expected.items():
@@ -115,7 +115,7 @@ def test_slots_do_not_depend_on_who_reads_them_or_on_what_is_known(job: ReaderJo
     causes = " ".join(record["cause"] for record in records)
     assert all(words in causes for words in ("NaN", "checksum do not match", "of an object of", "index"))
     for first in range(0, len(tasks), 17):  # resumed, with all or some of the damage known
-        known = frozenset(damaged_box(one, 1) for one in rng.sample(records, rng.randrange(len(records) + 1)))
+        known = frozenset(parse_damaged_box(one, 1) for one in rng.sample(records, rng.randrange(len(records) + 1)))
         resumed = Reader(ReaderJob(**{**vars(job), "quarantined": known}), ring=3)
         for task in tasks[first : first + 6]:
             assert read(resumed, job, task)[0] == {slot: expected[slot] for slot in task}

@@ -18,7 +18,7 @@ from vesuvius.commands import train
 from vesuvius.errors import DataError
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.events import EventRecorder
-from vesuvius.stream.reading.quarantine import damaged_box
+from vesuvius.stream.reading.quarantine import parse_damaged_box
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.volumes.box import intersects
@@ -94,7 +94,7 @@ def test_samples_of_an_unreadable_region_come_from_another_and_no_other_sample_c
             np.testing.assert_array_equal(patch, expected[index])
     assert [event.kind for event in events] == ["quarantine"] * len(records)
     (record,) = records  # many regions touch it; what is damaged is one chunk
-    assert damaged_box(record, 1) == (0, BAD_CHUNK)
+    assert parse_damaged_box(record, 1) == (0, BAD_CHUNK)
     assert (record["volume"], record["number"], record["chunk"]) == (str(torn), 0, [1, 1, 1])
     assert "Error" in record["cause"]
 

@@ -41,7 +41,7 @@ def take(stream: PatchStream, batches: int) -> Seen:
 
 
 def batches_of_passes(job: ReaderJob, passes: int, batch: int = 4) -> int:
-    return passes * job.plan.slots_of_pass * job.plan.patches_per_region // batch
+    return passes * job.plan.slots_per_pass * job.plan.patches_per_region // batch
 
 
 def plain(folder: Path) -> ReaderJob:
@@ -132,7 +132,7 @@ def test_readers_fill_it_and_end(make: Callable[[Path], ReaderJob], tmp_path: Pa
         assert take(stream, 1) == expected[:1]
         assert stream.options.workers == 2
         assert take(stream, count - 1) == expected[1:]
-        assert stream.options.workers == stream.readers_with_work == stream.blocks_ahead == 0
+        assert stream.options.workers == stream.num_readers_with_work == stream.max_blocks_ahead == 0
         assert [event.kind for event in stream.events if event.kind != "quarantine"] == ["resident"]
         assert sorted(map(str, stream.quarantined)) == sorted(map(str, places))
 
@@ -190,9 +190,9 @@ def test_memory_is_freed_where_the_volumes_take_more_than_the_regions_in_flight(
     few = SMALL | {"regions_in_flight": 2, "patches_per_region": 1}
     job = make_job(write_array(tmp_path / "v.zarr", textured((70, 180, 101))), **few if frees else SMALL)
     with PatchStream(job, StreamOptions(4, 0), resident=Resident(job)) as stream:
-        assert stream.frees_memory == frees
+        assert stream.resident_frees_memory == frees
         stream.reconfigure(resident=False)
-        assert not stream.frees_memory
+        assert not stream.resident_frees_memory
 
 
 def test_every_brick_is_whole_in_the_region_of_some_cell(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_readers_end_after_a_pass(world: int, tmp_path: Path, monkeypatch: pytes
         for _ in range(batches_of_passes(job, 4, 4 * world)):
             next(stream)
             asked.append(stream.options.workers)
-        assert stream.readers_again == 2
-    before = (job.plan.slots_of_pass - job.plan.regions_in_flight) * job.plan.patches_per_region // (4 * world)
+        assert stream.num_readers_without_resident == 2
+    before = (job.plan.slots_per_pass - job.plan.regions_in_flight) * job.plan.patches_per_region // (4 * world)
     assert 0.7 * before < asked.count(2) <= 1.1 * batches_of_passes(job, 1, 4 * world)
     assert asked[-1] == 0
 

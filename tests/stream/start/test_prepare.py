@@ -11,15 +11,15 @@ import pytest
 from tests.conftest import STORED_AIR, textured, write_array
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.errors import DataError
-from vesuvius.stream.start.prepare import GreyRange, prepare_data
+from vesuvius.stream.start.prepare import IntensityRange, prepare_data
 
 FAR = {"int16": -1000, "uint64": 2**45, "float64": 1e9}
 
 
-def estimated(path: Path, voxels: np.ndarray[Any, Any], fill: Any = 0) -> GreyRange:
+def estimated(path: Path, voxels: np.ndarray[Any, Any], fill: Any = 0) -> IntensityRange:
     write_array(path, voxels, fill_value=fill, **STORED_AIR)
     config = DataConfig(volumes=(VolumeConfig(path=str(path)),), patch_size=(32, 64, 64), validation={"guard": 0})
-    (grey,) = prepare_data(0, config).grey_ranges(config).volumes
+    (grey,) = prepare_data(0, config).intensity_ranges(config).volumes
     return grey
 
 
@@ -41,7 +41,7 @@ def test_a_small_patch_finds_the_range_that_a_large_one_finds(tmp_path: Path) ->
     voxels = np.kron(np.random.default_rng(0).normal(100, 25, (8, 8, 8)), np.ones((16, 16, 16))).clip(1, 254)
     path = write_array(tmp_path / "v.zarr", voxels.astype("uint8"), chunk=64)
     config = DataConfig(volumes=(VolumeConfig(path=str(path)),), patch_size=(8, 16, 16), validation={"fraction": 0})
-    (grey,) = prepare_data(0, config).grey_ranges(config).volumes
+    (grey,) = prepare_data(0, config).intensity_ranges(config).volumes
     truth = np.percentile(voxels.astype("uint8"), (0.5, 99.5))
     assert [grey.low, grey.high] == pytest.approx(truth.tolist(), abs=3), "patches alone are off by more than 10"
 
@@ -62,4 +62,4 @@ def test_grey_ranges_do_not_depend_on_the_seed_of_the_run(tmp_path: Path) -> Non
     )
     one, other = (prepare_data(seed, config) for seed in (0, 1))
     assert one.plan.hash != other.plan.hash
-    assert one.grey_ranges(config) == other.grey_ranges(config)
+    assert one.intensity_ranges(config) == other.intensity_ranges(config)

@@ -55,7 +55,7 @@ def test_damaged_patches_are_left_out_of_the_grey_range_and_not_fetched_for_ever
     (path / "0/0/0").write_bytes(b"torn")
     config = DataConfig(volumes=(VolumeConfig(path=server.url_of(path)),), patch_size=(8, 16, 16))
     data = prepare_data(0, config)
-    (grey,) = data.grey_ranges(config).volumes
+    (grey,) = data.intensity_ranges(config).volumes
     assert grey.low < grey.high
     assert "a patch is left out of the grey range: every chunk of a volume must be readable" in caplog.text
     staging = data.volumes[0]._staging

@@ -35,7 +35,7 @@ def tiny(workers: int, address: str | None = None) -> Config:
 
 @pytest.mark.parametrize(("workers", "address", "found"), [(64, None, 1), (8, None, 0), (64, "10.0.0.1:6379", 0)])
 def test_more_readers_than_processors_can_serve_are_doubted(workers: int, address: str | None, found: int) -> None:
-    data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats=False), volumes=())
+    data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats_cells=False), volumes=())
     lines = doubts(tiny(workers, address), data, 1, 2.0)
     assert len(lines) == found
     for line in lines:
@@ -46,7 +46,7 @@ def test_more_readers_than_processors_can_serve_are_doubted(workers: int, addres
 def test_samples_of_eps_that_nothing_limits_are_doubted() -> None:
     config = tiny(0)
     config = config.model_copy(update={"diffusion": config.diffusion.model_copy(update={"prediction": "eps"})})
-    data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats=False), volumes=())
+    data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats_cells=False), volumes=())
     (line,) = doubts(config, data, 2, 2.0)
     assert "diffusion.prediction eps without diffusion.sampler_clip" in line
 

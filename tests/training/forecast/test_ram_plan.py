@@ -17,7 +17,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.monitor.memory.limits import MemoryLimit
 from vesuvius.runlog.units import GIB, size_text
-from vesuvius.stream.options import StreamOptions, store_ahead_bytes, store_bytes, store_need_bytes
+from vesuvius.stream.options import StreamOptions, store_bytes, store_peak_bytes, store_prefetch_bytes
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast import run_plan, start_log
@@ -74,7 +74,7 @@ def test_a_worker_more_costs_a_reader_and_its_share_of_the_store(planned: Plan) 
     options = StreamOptions.from_config(config.training, config.cluster)
     assert 2 * three.term_bytes("readers") == 3 * two.term_bytes("readers")
     assert three.term_bytes("readers") > 3 * (122 * MIB + 2 * data.job.block_bytes)
-    assert three.term_bytes("store") >= store_need_bytes(data.job, options)
+    assert three.term_bytes("store") >= store_peak_bytes(data.job, options)
     assert three.term_bytes("store") > two.term_bytes("store")
 
 
@@ -94,7 +94,7 @@ def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(plann
     config, data, long = planned("training.workers=4", "training.steps_per_epoch=10000")
     options = StreamOptions.from_config(config.training, config.cluster)
     assert part(long, "8 processes")
-    handing_over = store_need_bytes(data.job, options) + store_ahead_bytes(data.job, options)
+    handing_over = store_peak_bytes(data.job, options) + store_prefetch_bytes(data.job, options)
     assert handing_over <= long.term_bytes("store") <= store_bytes(data.job, options)
 
 

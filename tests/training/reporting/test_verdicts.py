@@ -20,9 +20,9 @@ from vesuvius.monitor.clock import StepTimes
 from vesuvius.monitor.probes.cores import CpuQuota
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.runlog.records import read_records
-from vesuvius.stream.feeder import FeederFigures
+from vesuvius.stream.feeder import FeederStats
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.reading.reader_figures import ReaderFigures
+from vesuvius.stream.reading.reader_stats import ReaderStats
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.reporting.verdicts import Verdicts
 
@@ -78,9 +78,9 @@ class WorkingPath(StillStream):
         decode_s = self.reader_totals.decode_s + 0.95 * self.options.workers
         self._blocks += self.blocks_a_step
         self.reader_totals = replace(self.reader_totals, decode_s=decode_s, blocks=int(self._blocks))
-        more = FeederFigures(0.01, 0.97, 0.0, 2, 2 * self.runs_empty, 4000)
-        self.feeder_figures = FeederFigures(
-            *(a + b for a, b in zip(astuple(self.feeder_figures), astuple(more), strict=True))
+        more = FeederStats(0.01, 0.97, 0.0, 2, 2 * self.runs_empty, 4000)
+        self.feeder_stats = FeederStats(
+            *(a + b for a, b in zip(astuple(self.feeder_stats), astuple(more), strict=True))
         )
 
 
@@ -172,7 +172,7 @@ def test_idle_cores_and_those_of_the_readers_are_weighed_in(
     monkeypatch.setattr(QUOTAS, lambda pid: [CpuQuota("/job", 8.0, *next(counts))])
     rates = Rates((0.5, 0.9, 0.0, 0.1, 0.0), {41: 0.9, 42: 0.95, 99: 1.0})
     one = judged(rates, verdict_every=10)
-    one.path.readers = {41: ReaderFigures(), 42: ReaderFigures(), 43: ReaderFigures()}
+    one.path.readers = {41: ReaderStats(), 42: ReaderStats(), 43: ReaderStats()}
     one.steps(1, 10, replace(SOME, data_s=0.6, forward_s=0.1, backward_s=0.2))
     (record,) = one.records
     assert record["idle_cores"] == pytest.approx(2.5)
@@ -196,7 +196,7 @@ def test_ranks_of_one_node_share_its_idle_processors(
         ranks = Ranks(0, 64, local_world=world)
         one = Judged(read_config(tiny_config(monitor={"verdict_every": 10}), ()), directory, rates, ranks=ranks)
         one.path.options = replace(one.path.options, workers=len(readers))
-        one.path.readers = {pid: ReaderFigures() for pid in readers}
+        one.path.readers = {pid: ReaderStats() for pid in readers}
         one.steps(1, 20, replace(SOME, data_s=0.6, forward_s=0.1, backward_s=0.2))
         overrides.append(one.records[-1]["overrides"])
     assert overrides[:2] == [["training.workers=12"], ["training.workers=10"]], "18 idle ones, and 4.5"
@@ -276,7 +276,7 @@ def test_steps_that_were_read_ahead_are_left_out_after_a_start_and_after_readers
     judged: Callable[..., Judged], blocks_a_step: float, empty: bool, step_s: float, windows: list[tuple[int, int]]
 ) -> None:
     one = judged(verdict_every=20)
-    one.path.blocks_ahead, one.path.blocks_a_step, one.path.runs_empty = 5, blocks_a_step, empty
+    one.path.max_blocks_ahead, one.path.blocks_a_step, one.path.runs_empty = 5, blocks_a_step, empty
     one.steps(1, 20, replace(SOME, step_s=step_s))
     one.path.options = replace(one.path.options)
     one.steps(21, 40, replace(SOME, step_s=step_s))

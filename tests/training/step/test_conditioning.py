@@ -15,7 +15,7 @@ from vesuvius.config import Config
 from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.start.prepare import GreyRange, prepare_data
+from vesuvius.stream.start.prepare import IntensityRange, prepare_data
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.feed import TrainingFeed
 
@@ -53,7 +53,7 @@ def make_config(volumes: list[dict[str, Any]], **data: Any) -> Config:
 
 def test_grey_conditions_are_normalised_by_the_range_of_their_volume_and_marked_as_present() -> None:
     raw = torch.tensor([50, 150], dtype=torch.uint8).view(2, 1, 1, 1, 1).expand(2, 1, 2, 3, 4)
-    conditioner = Conditioner(None, [GreyRange(0, 100), GreyRange(100, 150)], CPU)
+    conditioner = Conditioner(None, [IntensityRange(0, 100), IntensityRange(100, 150)], CPU)
     condition = conditioner(raw, [0, 1])
     assert condition is not None
     assert condition.shape == (2, 2, 2, 3, 4)
@@ -97,7 +97,7 @@ def test_a_condition_travels_with_its_patch_mirrored_and_turned_alike(tmp_path: 
         condition_normalize={"low": 0.0, "high": 255.0},
     )
     data = prepare_data(0, config.data)
-    greys = data.grey_ranges(config.data)
+    greys = data.intensity_ranges(config.data)
     options = StreamOptions(8, workers=0)
     conditioner = Conditioner(None, greys.conditions, CPU)
     feed = TrainingFeed(DeviceFeed(CPU, options, data.job, greys.volumes), conditioner)

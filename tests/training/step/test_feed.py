@@ -16,7 +16,7 @@ from vesuvius.diffusion.randomness import draw_noise, sample_noise
 from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import batches_ahead
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.feed import TrainingFeed
 
@@ -43,7 +43,7 @@ def test_the_noise_of_a_batch_is_that_of_its_samples_on_any_rank_after_a_resume_
     _, data, options = textured_feed(tmp_path, device)
     for rank, world, first in [(0, 1, 0), (1, 2, 0), (2, 3, 30)]:
         job = replace(data.job, rank=rank, world=world)
-        voxels = DeviceFeed(device, options, job, [GreyRange(0, 1000)])
+        voxels = DeviceFeed(device, options, job, [IntensityRange(0, 1000)])
         feed = TrainingFeed(voxels, Conditioner(None, [], device))
         with feed.open(first=first, stop=first + 5 * world):
             for batches in range(3):

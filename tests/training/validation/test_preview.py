@@ -19,7 +19,7 @@ from vesuvius.diffusion.estimate import Condition
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.stream.start.fixed_patches import FixedPatches
-from vesuvius.stream.start.prepare import GreyRange, GreyRanges
+from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.validation.preview import GAP, HEADING, make_preview
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, measure_texture
@@ -28,7 +28,7 @@ from vesuvius.training.validation.validation import Reference
 SHAPE = (8, 16, 16)
 SIDE = 6 * (16 + 8) + 2 * GAP  # of a patch in the picture: z beside x, and below y
 COLUMN = SIDE + 3 * GAP
-GREYS = (GreyRange(0, 255),)
+GREYS = (IntensityRange(0, 255),)
 CPU = torch.device("cpu")
 
 
@@ -45,7 +45,7 @@ def reference(patches: int = 3, held_out: bool = True) -> Reference:
     stored = np.random.default_rng(0).integers(0, 256, (patches, *SHAPE)).astype(np.uint8)
     fixed = FixedPatches(held_out, (0,) * patches, ((0, 0, 0),) * patches, stored, stored)
     conditioner = Conditioner(None, GREYS, CPU)
-    return Reference(fixed, GreyRanges(GREYS, GREYS), conditioner, CPU)
+    return Reference(fixed, IntensityRanges(GREYS, GREYS), conditioner, CPU)
 
 
 def smooth(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:

@@ -33,7 +33,7 @@ def two_scans(folder: Path) -> Config:
 
 def open_reference(config: Config, count: int) -> tuple[FixedPatches, Reference]:
     data = prepare_data(config.seed, config.data)
-    greys = data.grey_ranges(config.data)
+    greys = data.intensity_ranges(config.data)
     fixed = read_fixed_patches(data, config.data, count)
     conditioner = Conditioner(config.data.labels, greys.conditions, CPU)
     return fixed, Reference(fixed, greys, conditioner, CPU)
@@ -44,7 +44,7 @@ def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_
     fixed, reference = open_reference(config, 8)
     assert set(fixed.volumes) == {0, 1}
     data = prepare_data(config.seed, config.data)
-    greys = data.grey_ranges(config.data)
+    greys = data.intensity_ranges(config.data)
     x_0, condition = reference.x_0(range(8)), reference.condition(range(8))
     assert condition is not None
     assert x_0.dtype == torch.float32

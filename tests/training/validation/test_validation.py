@@ -22,7 +22,7 @@ from vesuvius.diffusion.randomness import Purpose, sample_noise, validation_time
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.fixed_patches import FixedPatches
-from vesuvius.stream.start.prepare import GreyRange, GreyRanges
+from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.ranks.ranks import Ranks
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.validation.validation import (
@@ -54,7 +54,7 @@ def make_reference(
     voxels = np.random.default_rng(0).integers(0, 256, (count, 8, 16, 16)).astype("uint8")
     if grey is not None:
         voxels[...] = grey
-    greys = GreyRanges((GreyRange(0, 255),), (GreyRange(0, 255),) if conditional else ())
+    greys = IntensityRanges((IntensityRange(0, 255),), (IntensityRange(0, 255),) if conditional else ())
     conditioner = Conditioner(None, greys.conditions, device)
     fixed = FixedPatches(True, (0,) * count, ((0, 0, 0),) * count, voxels, 255 - voxels if conditional else None)
     held = share(fixed)

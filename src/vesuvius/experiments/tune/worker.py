@@ -30,7 +30,7 @@ from vesuvius.monitor.probes.vram import process_peaks
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import batches_ahead
-from vesuvius.stream.reading.reader_figures import ReaderTotals
+from vesuvius.stream.reading.reader_stats import ReaderTotals
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.reporting.report import StepReporter
@@ -184,8 +184,8 @@ class TuneWorker:
         drained = progress.sample_index + ahead
         while progress.sample_index < drained:
             self._take_batch()
-        empty = stream.feeder_figures.ran_empty
-        while stream.feeder_figures.ran_empty == empty and time.monotonic() - began < seconds:
+        empty = stream.feeder_stats.ran_empty
+        while stream.feeder_stats.ran_empty == empty and time.monotonic() - began < seconds:
             self._take_batch()
         began, totals, first = time.monotonic(), stream.reader_totals, progress.sample_index
         length = BlockLength(options.batch_size, self._cycle, seconds)
@@ -257,9 +257,9 @@ class TuneWorker:
         """Wait until all buffers are full and the readers use no processor, within bounds."""
         give_up = time.monotonic() + most_s
         while time.monotonic() < give_up and not self._loop.run.stop.wanted():
-            full_s, cpu_s = self._stream.feeder_figures.full_s, self._readers_cpu_s()
+            full_s, cpu_s = self._stream.feeder_stats.full_s, self._readers_cpu_s()
             time.sleep(_IDLE_OVER_S)
-            is_full = self._stream.feeder_figures.full_s - full_s >= 0.9 * _IDLE_OVER_S
+            is_full = self._stream.feeder_stats.full_s - full_s >= 0.9 * _IDLE_OVER_S
             if is_full and self._readers_cpu_s() - cpu_s < _IDLE_CORES * _IDLE_OVER_S:
                 return
 

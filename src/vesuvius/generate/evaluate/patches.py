@@ -24,10 +24,10 @@ from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, as_stored, to_greys
 from vesuvius.loader.device import apply_symmetries, model_values
-from vesuvius.loader.grey_values import grey_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
-from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
+from vesuvius.stream.start.prepare import IntensityRange, PreparedData, prepare_data
 from vesuvius.volume_tools.record import finished_record
 from vesuvius.volumes.box import box_along, box_at, intersection, shape_of, slices, triple
 
@@ -98,8 +98,8 @@ class RealSource:
         seed: int,
         config: DataConfig,
         number: int | None,
-        greys: Sequence[GreyRange],
-        drawn: tuple[GreyRange, np.dtype[Any]],
+        greys: Sequence[IntensityRange],
+        drawn: tuple[IntensityRange, np.dtype[Any]],
     ) -> None:
         """Reads metadata.  Raises ConfigError without held-out voxels, and DataError."""
         if config.validation.fraction == 0:
@@ -108,7 +108,7 @@ class RealSource:
             )
         if number is not None:
             config, greys = config.model_copy(update={"volumes": (config.volumes[number],)}), [greys[number]]
-        self.config, self.drawn, self._scales = config, drawn, grey_scales(greys)
+        self.config, self.drawn, self._scales = config, drawn, intensity_scales(greys)
         self.data: PreparedData = prepare_data(seed, config)
 
     def read(self, count: int) -> RealPatches:
@@ -151,7 +151,7 @@ class RealSource:
 
     def values_of(self, stored: NDArray[Any]) -> NDArray[np.float32]:
         """Model values of grey values as generated patches have them."""
-        values: NDArray[np.float32] = normalised(torch.from_numpy(stored), grey_scales([self.drawn[0]])).numpy()
+        values: NDArray[np.float32] = normalised(torch.from_numpy(stored), intensity_scales([self.drawn[0]])).numpy()
         return values
 
     def _set_of(self, found: FixedPatches, seed: int, rows: Sequence[int] | None = None) -> PatchSet:

@@ -14,7 +14,7 @@ from vesuvius.config import ArrayConfig, DataConfig, Triple
 from vesuvius.generate.drawing import OnProgress
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
 from vesuvius.generate.volume.inputs import GivenVolumes
-from vesuvius.loader.grey_values import grey_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -43,7 +43,7 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
         DataError, and what `draw_volume` raises.
     """
     info = read_checkpoint_info(find_checkpoint(run))
-    data, spec, scales = info.config.data, info.config.data.volumes[0], grey_scales(info.data.greys.volumes[:1])
+    data, spec, scales = info.config.data, info.config.data.volumes[0], intensity_scales(info.data.greys.volumes[:1])
     assert spec.condition is not None
     box = held_out_box(data, most_zyx)
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, DataConfig, Triple
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
-from vesuvius.loader.grey_values import grey_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.runlog.units import format_sizes
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align, covered_shape, describe_geometry, fits
 from vesuvius.volumes.box import (
     Box,
@@ -156,11 +156,11 @@ class Inputs(AbstractContextManager["Inputs"]):
             gaps[slices(intersection(volume.grid.box_of(chunk), there), there[0])] = True
         return gaps
 
-    def known(self, box: Box, grey: GreyRange, schedule: Schedule) -> NDArray[np.float32]:
+    def known(self, box: Box, grey: IntensityRange, schedule: Schedule) -> NDArray[np.float32]:
         """Known voxels as the sampler has them, NaN in the gaps.  Raises DataError."""
         assert self.inpaint is not None
         stored = torch.from_numpy(self.read(self.inpaint, box)[None])
-        values = schedule.standardised(normalised(stored, grey_scales([grey])))[0].numpy()
+        values = schedule.standardised(normalised(stored, intensity_scales([grey])))[0].numpy()
         return np.where(self.gaps(box), np.float32(np.nan), values)
 
 

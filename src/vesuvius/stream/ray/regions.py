@@ -19,8 +19,8 @@ from vesuvius.stream.options import TASKS_PER_SEGMENT, StreamOptions
 from vesuvius.stream.ray.segment import ReaderLostError, Segment
 from vesuvius.stream.ray.watch import ReaderWatch
 from vesuvius.stream.reading.local import Regions
-from vesuvius.stream.reading.notes import forget_notes
 from vesuvius.stream.reading.reader import Block, ReaderJob, Region, region_in
+from vesuvius.stream.reading.reading_log import remove_logs
 from vesuvius.threads import on_thread
 from vesuvius.volumes.store.retry import Outage
 
@@ -49,10 +49,10 @@ class RayRegions(Regions):
         on_death: Callable[[str, dict[str, Any]], DataError | None],
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="vesuvius-notes-", ignore_cleanup_errors=True)
-        notes = Path(job.notes_dir or self._temporary.name)
+        notes = Path(job.reading_log_dir or self._temporary.name)
         with suppress(OSError):  # the readers say it
-            forget_notes(notes, crashes=False)
-        self._job = job = replace(job, notes_dir=str(notes))
+            remove_logs(notes, crashes=False)
+        self._job = job = replace(job, reading_log_dir=str(notes))
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
         self._options = options
         self._tasks = iter(tasks)

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.plan.plan import Task
 from vesuvius.stream.events import DEATHS_MAX
-from vesuvius.stream.options import READER_RING, TASKS_IN_FLIGHT, StreamOptions, reads_here, store_need_bytes
+from vesuvius.stream.options import READER_RING, TASKS_IN_FLIGHT, StreamOptions, readers_are_local, store_peak_bytes
 from vesuvius.stream.ray import private
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob
 from vesuvius.threads import on_thread
@@ -82,13 +82,13 @@ class Segment:
         tasks: list[Task],
         options: StreamOptions,
     ) -> None:
-        workers, here = options.workers, reads_here(options.cluster, job.world)
+        workers, here = options.workers, readers_are_local(options.cluster, job.world)
         # Blocks until the end of each task, of which the first and the last may be short.
         self._ends = list(itertools.accumulate(len(task) for task in tasks))
         self._blocks = 0
         self._began: float | None = None
         self._handle: type[_Pace] = type("_Pace", (_Pace,), {})  # Ray Data takes classes, not objects
-        with _settings, DataContext.current(_context(job, store_need_bytes(job, options), self._handle)):
+        with _settings, DataContext.current(_context(job, store_peak_bytes(job, options), self._handle)):
             dataset = private.map_with_bounded_restarts(
                 ray.data.from_blocks(_rows(tasks, workers)),
                 RayReader,

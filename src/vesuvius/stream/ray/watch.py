@@ -11,7 +11,7 @@ from typing import Any
 
 from vesuvius.errors import one_line
 from vesuvius.stream.ray import private
-from vesuvius.stream.reading.notes import Note, forget_ended, read_notes
+from vesuvius.stream.reading.reading_log import ReadingLog, read_logs, remove_ended_logs
 from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class ReaderWatch:
 
     def __init__(self, notes: Path, on_death: Told, on_spill: Told) -> None:
         self._notes, self._on_death, self._on_spill = notes, on_death, on_spill
-        self._known = {(note.actor, note.pid) for note in read_notes(notes)}  # of earlier sessions, or reported
+        self._known = {(note.actor, note.pid) for note in read_logs(notes)}  # of earlier sessions, or reported
         self._lock = threading.Lock()
         self._spilled_bytes: int | None = None
         self._said: dict[str, float] = {}  # when each store that does not answer was last logged
@@ -57,7 +57,7 @@ class ReaderWatch:
 
     def look_for_crashes(self) -> None:
         """Report readers that say in their note that they crashed."""
-        for note in read_notes(self._notes):
+        for note in read_logs(self._notes):
             if note.crash is not None:
                 self.died(note.actor, note.pid, note.node)
 
@@ -67,7 +67,7 @@ class ReaderWatch:
             if (actor, pid) in self._known:
                 return
             self._known.add((actor, pid))
-        note = next((note for note in read_notes(self._notes) if (note.actor, note.pid) == (actor, pid)), None)
+        note = next((note for note in read_logs(self._notes) if (note.actor, note.pid) == (actor, pid)), None)
         self._on_death(*describe_death(pid, node, exit_of(pid, node), note))
 
     def _run(self) -> None:
@@ -75,7 +75,7 @@ class ReaderWatch:
         while not self._stop.is_set():
             try:
                 self.look_for_crashes()
-                self.outages = [note.outage for note in forget_ended(self._notes) if note.outage]
+                self.outages = [note.outage for note in remove_ended_logs(self._notes) if note.outage]
                 self._say_outages(time.time())
                 self._look_for_spills()
                 failing = False
@@ -106,7 +106,7 @@ class ReaderWatch:
             )
 
 
-def describe_death(pid: int, node: str, ended: dict[str, Any], note: Note | None) -> tuple[str, dict[str, Any]]:
+def describe_death(pid: int, node: str, ended: dict[str, Any], note: ReadingLog | None) -> tuple[str, dict[str, Any]]:
     """A death in one line, and as data for a post-mortem.  Pure.
 
     Args:

@@ -16,8 +16,8 @@ import numpy as np
 
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Task, Visit
-from vesuvius.stream.reading.notes import TrainerReads
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob, Region, region_in
+from vesuvius.stream.reading.reading_log import TrainerReadingMarker
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.threads import on_thread
 from vesuvius.volumes.box import intersection, shape_of
@@ -157,7 +157,7 @@ class LocalThenRay(Regions):
         job: ReaderJob,
         tasks: Iterable[Task],
         resident: Resident | None,
-        noted: TrainerReads | None,
+        noted: TrainerReadingMarker | None,
         start: Callable[[Iterator[Task]], Regions],
     ) -> None:
         tasks = iter(tasks)

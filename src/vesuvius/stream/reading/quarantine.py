@@ -12,7 +12,7 @@ DamagedBox = tuple[int, Box]
 """Volume number and voxels that cannot be read."""
 
 
-def record_of(number: int, error: UnreadableChunkError) -> dict[str, Any]:
+def quarantine_record(number: int, error: UnreadableChunkError) -> dict[str, Any]:
     """The record of damage in volume `number`."""
     return {
         "volume": error.volume,
@@ -23,7 +23,7 @@ def record_of(number: int, error: UnreadableChunkError) -> dict[str, Any]:
     }
 
 
-def damaged_box(record: Any, volumes: int) -> DamagedBox:
+def parse_damaged_box(record: Any, volumes: int) -> DamagedBox:
     """Volume and voxels of a record.  Raises ConfigError for anything but a record of one of so many volumes."""
     try:
         (z0, y0, x0), (z1, y1, x1) = record["box"]

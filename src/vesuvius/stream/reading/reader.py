@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
-from vesuvius.stream.reading.notes import crashed_chunks, open_note
-from vesuvius.stream.reading.quarantine import DamagedBox, record_of
-from vesuvius.stream.reading.reader_figures import BlockReport, ReaderTotals
+from vesuvius.stream.reading.quarantine import DamagedBox, quarantine_record
+from vesuvius.stream.reading.reader_stats import BlockReport, ReaderTotals
+from vesuvius.stream.reading.reading_log import crashed_chunks, open_reading_log
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -66,7 +66,7 @@ class ReaderJob:
     rank: int = 0
     world: int = 1
     # folder on each machine where Ray readers keep notes of what they read; None = a temporary one
-    notes_dir: str | None = None
+    reading_log_dir: str | None = None
 
     @property
     def dtypes(self) -> list[np.dtype[Any]]:
@@ -148,9 +148,9 @@ class Reader:
         self._found: list[dict[str, Any]] = []  # damage since the last block
         self._blocks, self._decode_s, self._bytes_read = 0, 0.0, 0
         self._reported = self._totals()
-        self._notes_dir = Path(job.notes_dir) if job.notes_dir else None
+        self._notes_dir = Path(job.reading_log_dir) if job.reading_log_dir else None
         self._crashed: dict[tuple[str | None, Triple | None], str] = {}
-        self._note = open_note(self._notes_dir, actor) if self._notes_dir and actor else None
+        self._note = open_reading_log(self._notes_dir, actor) if self._notes_dir and actor else None
         self._closed = threading.Event()
         if self._note:  # the trainer's own sources say it themselves
             threading.Thread(target=self._publish_outages, name="notes", daemon=True).start()
@@ -290,7 +290,7 @@ class Reader:
         """Remember and report damage."""
         self._damaged.add((number, error.box))
         self._last_cause = f"chunk {list(error.chunk)} of {error.volume}: {error.cause}"
-        self._found.append(record_of(number, error))
+        self._found.append(quarantine_record(number, error))
 
     def _write_head(self, visit: Visit) -> None:
         head = pickle.dumps(BlockHead(visit, self.report()))

@@ -48,7 +48,7 @@ class Resident:
             os.close(self._file)
             raise
         self._volumes: list[_Copy] = []
-        self._taken, self._slots_of_pass = 0, job.plan.slots_of_pass
+        self._taken, self._slots_of_pass = 0, job.plan.slots_per_pass
         # Where a region goes to several ranks, these do not share a pass.
         self._sharers = min(sharers, job.world / job.plan.reads_per_region(job.world)) if sharers > 1 else 1
         start = 0

@@ -46,7 +46,7 @@ class FixedPatches:
     conditions: NDArray[Any] | None
     first: int = 0  # number of the first
 
-    def part(self, first: int, end: int) -> FixedPatches:
+    def rows(self, first: int, end: int) -> FixedPatches:
         """Those with the numbers first ... end - 1."""
         rows = slice(first, end)
         conditions = None if self.conditions is None else self.conditions[rows]

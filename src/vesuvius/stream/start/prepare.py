@@ -39,7 +39,7 @@ KINDS: tuple[Kind, Kind] = ("volume", "condition")
 
 
 @dataclass(frozen=True)
-class GreyRange:
+class IntensityRange:
     """The grey values of one volume that become -1 and +1 for the model."""
 
     low: float
@@ -47,11 +47,11 @@ class GreyRange:
 
 
 @dataclass(frozen=True)
-class GreyRanges:
+class IntensityRanges:
     """The grey ranges of a run, one entry per volume; `conditions` is empty where there are none, or labels."""
 
-    volumes: tuple[GreyRange, ...]
-    conditions: tuple[GreyRange, ...]
+    volumes: tuple[IntensityRange, ...]
+    conditions: tuple[IntensityRange, ...]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class PreparedData:
         for array, alignment in (self.array(kind, number) for kind in kinds):
             array.release(alignment.array_box(box))
 
-    def grey_ranges(self, config: DataConfig) -> GreyRanges:
+    def intensity_ranges(self, config: DataConfig) -> IntensityRanges:
         """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
 
         Raises DataError: a range must be estimated, and all sampled voxels are air or equal, or labels are of no class.
@@ -136,22 +136,22 @@ class PreparedData:
         if config.condition_classes:
             self._look_at_labels()
         conditions = () if config.condition_classes else self.conditions
-        return GreyRanges(
+        return IntensityRanges(
             self._ranges("volume", self.volumes, config.normalize, "data.normalize"),
             self._ranges("condition", conditions, config.condition_normalize, "data.condition_normalize"),
         )
 
     def _ranges(
         self, kind: Kind, arrays: Sequence[Volume], normalize: NormalizeConfig, key: str
-    ) -> tuple[GreyRange, ...]:
+    ) -> tuple[IntensityRange, ...]:
         if normalize.low is not None and normalize.high is not None:
-            return (GreyRange(normalize.low, normalize.high),) * len(arrays)
+            return (IntensityRange(normalize.low, normalize.high),) * len(arrays)
         found = []
         for number, array in enumerate(arrays):
             boxes = ((number, box) for box in self._grey_boxes(number))
             what = f"reading patches of {array.name} for its grey range"
             voxels = self.read_patches(what, boxes, _BOXES_PER_ESTIMATE, (kind,))
-            found.append(estimate_grey_range(array, voxels, key))
+            found.append(estimate_intensity_range(array, voxels, key))
         return tuple(found)
 
     def _grey_boxes(self, number: int) -> Iterator[Box]:
@@ -178,7 +178,7 @@ class PreparedData:
             for _ in self.read_patches(f"reading patches of {labels.name}", boxes, len(boxes), ("condition",)):
                 pass  # the readers will find, report and quarantine what is damaged
 
-    def describe(self, config: DataConfig, greys: GreyRanges) -> dict[str, Any]:
+    def describe(self, config: DataConfig, greys: IntensityRanges) -> dict[str, Any]:
         """The content of `split.json`."""
         return {
             "plan_hash": self.plan.hash,
@@ -250,9 +250,9 @@ def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:
     return next(iter(dtypes), None)
 
 
-def estimate_grey_range(
+def estimate_intensity_range(
     volume: Volume, boxes: Iterable[list[NDArray[Any]] | UnreadableChunkError], key: str
-) -> GreyRange:
+) -> IntensityRange:
     """0.5th and 99.5th percentile of the material in the first boxes that can be read, as `read_patches` yields them.
 
     Voxels equal to the fill value are masked air and left out, as their share differs between volumes; so is NaN.
@@ -262,7 +262,7 @@ def estimate_grey_range(
         DataError: nothing but air, or one grey value only.
     """
     if volume.dtype == np.bool_:
-        return GreyRange(0.0, 1.0)
+        return IntensityRange(0.0, 1.0)
     material: list[NDArray[Any]] = []
     for found in boxes:
         if isinstance(found, UnreadableChunkError):
@@ -281,4 +281,4 @@ def estimate_grey_range(
             f"grey values must differ for their range to be estimated; got {low:g} to {high:g} in {len(material)} "
             f"boxes of {volume.name}; set {key}.low and {key}.high"
         )
-    return GreyRange(low, high)
+    return IntensityRange(low, high)

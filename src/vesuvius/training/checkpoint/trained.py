@@ -22,7 +22,7 @@ from vesuvius.diffusion.estimate import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import ConfigError, StorageError, one_line
-from vesuvius.stream.start.prepare import GreyRange, GreyRanges, Kind, PreparedData
+from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges, Kind, PreparedData
 from vesuvius.training.checkpoint.format import (
     MANIFEST,
     STATE,
@@ -64,7 +64,7 @@ class DataFacts:
     """The data that a model is trained on, one entry per `data.volumes` where plural."""
 
     volumes: tuple[TrainedVolume, ...]
-    greys: GreyRanges  # their grey ranges
+    greys: IntensityRanges  # their grey ranges
     spectrum: Spectrum  # of their voxels
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,8 +89,10 @@ class DataFacts:
                 known = {key.name: stored[key.name] for key in fields(TrainedVolume)}
                 known |= {key: triple(map(Fraction, stored[key])) for key in _LIE}
                 volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
-            greys, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys"))
-            return cls(tuple(volumes), GreyRanges(greys, conditions), Spectrum.from_state(state["spectrum"]))
+            greys, conditions = (
+                tuple(IntensityRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys")
+            )
+            return cls(tuple(volumes), IntensityRanges(greys, conditions), Spectrum.from_state(state["spectrum"]))
         except (KeyError, TypeError, ValueError) as error:
             raise StorageError(
                 f"{path} does not say what it was trained on ({type(error).__name__}: {one_line(error)}): it is from "

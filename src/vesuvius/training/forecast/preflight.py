@@ -16,7 +16,7 @@ from vesuvius.runlog.files import free_disk_bytes, nearest_existing
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.trackers import check_trackers
 from vesuvius.runlog.units import GIB, format_sizes, size_text
-from vesuvius.stream.options import StreamOptions, check_cluster, check_store, store_bytes, store_is_there
+from vesuvius.stream.options import StreamOptions, check_cluster, check_store, is_ray_connected, store_bytes
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.format import load_checkpoint
@@ -123,7 +123,7 @@ def preflight(
         check_cluster(config.cluster.address)
     data = prepare_data(config.seed, config.data if caches else config.data.with_store(cache_dir=None))
     options = StreamOptions.from_config(config.training, config.cluster)
-    if not store_is_there():
+    if not is_ray_connected():
         check_store(data.job, options, ranks_here)
         check_limits(config, ranks_here, 0 if config.cluster.address else store_bytes(data.job, options))
     if cache := open_cache(config.data.store):
@@ -132,7 +132,7 @@ def preflight(
     facts = known if known and known.volumes == trained_volumes(data) else None
     if resumed:
         facts = None if resumed.other_data else DataFacts.from_state(resumed.state, resumed.checkpoint)
-    greys = facts.greys if facts else data.grey_ranges(config.data)
+    greys = facts.greys if facts else data.intensity_ranges(config.data)
     spectrum = facts.spectrum if facts else measure_spectrum(data, config.data, greys)
     # Read once, before a run starts, so that nothing fails weeks later.  A dry run says where they would lie.
     count = fixed_count(config.training, data)
@@ -184,7 +184,7 @@ def doubts(config: Config, data: PreparedData, world: int, cores: float) -> list
                 f"{format_sizes(volume.chunk_zyx)}, each read by {plan.reads_per_region(world):.1f} ranks; raise "
                 f"data.patches_per_region (now {plan.patches_per_region}) in a new run, or write smaller chunks"
             )
-    if plan.repeats:
+    if plan.repeats_cells:
         found.append(
             f"the volumes hold fewer patch positions than data.regions_in_flight={plan.regions_in_flight}: batches "
             "repeat patches; use larger volumes, a smaller data.patch_size or a smaller data.validation.guard"

@@ -23,14 +23,14 @@ from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.probes.vram import Vram
 from vesuvius.runlog.units import GIB, size_text
-from vesuvius.stream.feeder import HELD
+from vesuvius.stream.feeder import BUFFERS_IN_USE
 from vesuvius.stream.options import (
     READER_RING,
     TASKS_PER_SEGMENT,
     StreamOptions,
     batches_ahead,
-    store_ahead_bytes,
-    store_need_bytes,
+    store_peak_bytes,
+    store_prefetch_bytes,
 )
 from vesuvius.stream.reading.local import REGIONS_AHEAD
 from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
@@ -202,7 +202,7 @@ def first_pass_samples(config: Config, data: PreparedData) -> int:
     """Samples of the run after which the ranks of each machine have passed over each volume once."""
     ranks, here = config.training.ranks, local_ranks(config)
     passes = 1.0 if ranks == "auto" else max(ranks / (here * data.plan.reads_per_region(ranks)), 1.0)
-    return math.ceil(passes * data.plan.slots_of_pass * data.plan.patches_per_region)
+    return math.ceil(passes * data.plan.slots_per_pass * data.plan.patches_per_region)
 
 
 def local_ranks(config: Config) -> int:
@@ -241,7 +241,7 @@ def _readers(config: Config, data: PreparedData) -> list[RamPart]:
     executions = 2 if tasks > TASKS_PER_SEGMENT else 1
     readers = min(executions * workers, tasks)
     options = StreamOptions.from_config(config.training, config.cluster)
-    need = store_need_bytes(job, options) + (executions - 1) * store_ahead_bytes(job, options)
+    need = store_peak_bytes(job, options) + (executions - 1) * store_prefetch_bytes(job, options)
     run_bytes = tasks * job.plan.regions_per_task * job.block_bytes
     store = min(int((1 + _STORE_HOLES) * need), run_bytes) + job.plan.map_bytes
     idle = max(cores - workers - 3, 0) * _RAY_IDLE_BYTES
@@ -260,7 +260,7 @@ def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamPart]:
     """All but the network."""
     options, job = StreamOptions.from_config(config.training, config.cluster), data.job
     batch = options.batch_size * job.patch_bytes
-    ring = (HELD + batches_ahead(options)) * _host_bytes(batch, gpu)
+    ring = (BUFFERS_IN_USE + batches_ahead(options)) * _host_bytes(batch, gpu)
     in_hand = config.training.accumulate_steps * batch
     fixed = fixed_count(config.training, data) * job.patch_bytes + job.plan.map_bytes
     return [

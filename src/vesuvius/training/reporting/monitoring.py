@@ -127,7 +127,7 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
 def reader_died(run: RunContext, monitor: Monitor, stream: PatchStream, event: StreamEvent) -> None:
     """Examine a reader that was replaced."""
     session = replace(run.session, workers=stream.options.workers)  # the guard may have dropped some
-    death = examine_reader(event.fields, run.progress.step, session, monitor.moments(), stream.readers_here())
+    death = examine_reader(event.fields, run.progress.step, session, monitor.moments(), stream.local_readers())
     _keep(run.directory, death)
 
 

@@ -231,8 +231,8 @@ class StepReporter:
             "grad_norm": outcome.grad_norm,
             "lr": launched.lr,
             "samples": config.global_batch,
-            "workers": self._stream.readers_alive,
-            "working": self._stream.readers_with_work,
+            "workers": self._stream.num_readers_alive,
+            "working": self._stream.num_readers_with_work,
             "worker_max_bytes": max(peaks, default=None) if self._stream.options.workers else None,
             "eta_s": progress.time_left(config, self._run.stop.left_s()),
             "ranks": self._run.part.world,
@@ -251,7 +251,7 @@ class StepReporter:
             "step_p95_s": quantile(self._work_s, 0.95) if self._work_s else None,
             # totals, which only grow within a session
             "readers": asdict(self._stream.reader_totals),
-            "feeder": asdict(self._stream.feeder_figures),
+            "feeder": asdict(self._stream.feeder_stats),
             "finite": outcome.finite,
             "scaler_overflow": outcome.overflowed,
         }

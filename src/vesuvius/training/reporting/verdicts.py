@@ -37,7 +37,7 @@ _READ_AHEAD_S = 60.0
 _FIRST_S, _FURTHER_S = 60.0, 600.0
 _STEPS_IN_TIME = 2
 _RATES_EVERY_S = 5.0
-# What is summed over a window, of `StepTimes` and of `ReaderFigures`; and the settings of a verdict.
+# What is summed over a window, of `StepTimes` and of `ReaderStats`; and the settings of a verdict.
 _TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "other_s", "pause_s")
 _SWITCHES = (
     "amp", "cudnn_benchmark", "deterministic", "train_batch_size", "accumulate_steps"
@@ -79,7 +79,7 @@ class Verdicts:
         self._seen_gpu_busy: list[float] = []
         self._quotas_before = cpu_quotas(os.getpid())
         self._rates_due = -math.inf
-        self._before = self._stream.reader_totals, self._stream.feeder_figures
+        self._before = self._stream.reader_totals, self._stream.feeder_stats
 
     def add(self, step: int, times: StepTimes, vram_bytes: tuple[int, int] | None) -> None:
         """Take in a step, counted from 1; `vram_bytes` is reserved and total."""
@@ -97,7 +97,7 @@ class Verdicts:
             return
         self._step = step
         self._times.append(times)
-        self._working.append(self._stream.readers_with_work)
+        self._working.append(self._stream.num_readers_with_work)
         self._vram_bytes = vram_bytes
         self._look_at_rates()
         by_step = step % max(every, 1) == 0 and len(self._times) >= min(every, _STEPS_LEAST)
@@ -114,13 +114,13 @@ class Verdicts:
         """
         if self._read_ahead_s is None or self._held:
             return False
-        ahead, (readers, feeder) = self._stream.blocks_ahead, self._before
+        ahead, (readers, feeder) = self._stream.max_blocks_ahead, self._before
         if ahead == 0:
             self._read_ahead_s = None
             return False
         self._read_ahead_s += times.step_s
         replaced = self._stream.reader_totals.blocks - readers.blocks > ahead
-        ran_out = self._stream.feeder_figures.ran_empty > feeder.ran_empty
+        ran_out = self._stream.feeder_stats.ran_empty > feeder.ran_empty
         if replaced or ran_out or self._read_ahead_s >= _READ_AHEAD_S:
             self._read_ahead_s = None
             self._begin(step)
@@ -159,7 +159,7 @@ class Verdicts:
     def _window(self) -> Window:
         """The figures of these steps.  Of the processors of a node each of its ranks counts its share: what a verdict
         advises is done by all of them."""
-        readers, feeder = self._stream.reader_totals, self._stream.feeder_figures
+        readers, feeder = self._stream.reader_totals, self._stream.feeder_stats
         ranks_here = self._run.ranks.local_world
         sums: dict[str, Any] = {name: math.fsum(getattr(times, name) for times in self._times) for name in _TIMES}
         sums |= {name: getattr(readers, name) - getattr(self._before[0], name) for name in _READERS}

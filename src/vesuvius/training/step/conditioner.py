@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vesuvius.diffusion.estimate import Condition
-from vesuvius.loader.grey_values import grey_scales, normalised, signed_view
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.loader.intensity import intensity_scales, normalised, signed_view
+from vesuvius.stream.start.prepare import IntensityRange
 
 
 class Conditioner:
@@ -21,8 +21,8 @@ class Conditioner:
         device: where the model is.
     """
 
-    def __init__(self, labels: Sequence[int] | None, greys: Sequence[GreyRange], device: torch.device) -> None:
-        self._labels, self._scales, self._device = labels, grey_scales(greys), device
+    def __init__(self, labels: Sequence[int] | None, greys: Sequence[IntensityRange], device: torch.device) -> None:
+        self._labels, self._scales, self._device = labels, intensity_scales(greys), device
 
     def __call__(self, raw: Tensor | None, volumes: Sequence[int]) -> Condition:
         """The condition of a batch: `raw` [B, 1, Z, Y, X] in the stored dtype, or None, of the samples' volumes."""

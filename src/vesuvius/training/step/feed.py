@@ -33,10 +33,10 @@ class TrainingBatch:
     condition: Condition  # what the network is shown beside, mirrored and turned with its patch
     stored: Batch  # the batch as it was read, in memory of its own on the host
 
-    def part(self, of: slice) -> TrainingBatch:
+    def rows(self, of: slice) -> TrainingBatch:
         """Some of it, in the same memory."""
         condition = None if self.condition is None else self.condition[of]
-        return TrainingBatch(self.indices[of], self.x_0[of], self.eps[of], condition, self.stored.part(of))
+        return TrainingBatch(self.indices[of], self.x_0[of], self.eps[of], condition, self.stored.rows(of))
 
 
 class TrainingFeed:

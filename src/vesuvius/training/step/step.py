@@ -24,7 +24,7 @@ from vesuvius.diffusion.estimate import Condition, Denoise, kept, predict
 from vesuvius.diffusion.randomness import condition_kept, sample_noise
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.errors import ConfigError
-from vesuvius.loader.grey_values import to_device
+from vesuvius.loader.intensity import to_device
 from vesuvius.monitor.clock import Timed, untimed
 from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks

@@ -25,10 +25,10 @@ from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, 
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.loader.device import model_values
-from vesuvius.loader.grey_values import grey_scales, to_device
+from vesuvius.loader.intensity import intensity_scales, to_device
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_training_patches
-from vesuvius.stream.start.prepare import GreyRanges, PreparedData
+from vesuvius.stream.start.prepare import IntensityRanges, PreparedData
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.conditioner import Conditioner
 
@@ -47,10 +47,12 @@ class Reference:
     `held_out` says whether training never sees the patches.
     """
 
-    def __init__(self, fixed: FixedPatches, greys: GreyRanges, conditioner: Conditioner, device: torch.device) -> None:
+    def __init__(
+        self, fixed: FixedPatches, greys: IntensityRanges, conditioner: Conditioner, device: torch.device
+    ) -> None:
         self.held_out = fixed.held_out
         self._fixed = fixed
-        self._scales = grey_scales(greys.volumes)
+        self._scales = intensity_scales(greys.volumes)
         self._conditioner = conditioner
         self._device = device
 
@@ -85,14 +87,14 @@ class Reference:
         return to_device(torch.from_numpy(stored[[row - self._fixed.first for row in rows]]), self._device)
 
 
-def measure_spectrum(data: PreparedData, config: DataConfig, greys: GreyRanges) -> Spectrum:
+def measure_spectrum(data: PreparedData, config: DataConfig, greys: IntensityRanges) -> Spectrum:
     """The spectrum that training sees: of 16 to 64 patches, always the same for the same data, in every augmentation.
 
     Raises DataError where hardly any patch can be read.
     """
     count = min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST)
     found = read_training_patches(data, config, count)
-    scales = grey_scales(greys.volumes)[list(found.volumes)]
+    scales = intensity_scales(greys.volumes)[list(found.volumes)]
     values = model_values(torch.from_numpy(found.patches), [Augmentation()] * len(found.patches), scales)
     return Spectrum.of(values[:, 0]).augmented(**dict(config.augment))
 
@@ -156,7 +158,7 @@ def patches_of_rank(config: Config, fixed: FixedPatches | None, rank: int, world
     if fixed is None or not fixed.held_out or not config.training.validate_every:
         return None
     batches, bins = batches_of_rank(config, rank, world), len(timestep_bins(config.diffusion.timesteps)) - 1
-    return fixed.part(batches[0][0] // bins, batches[-1][-1] // bins + 1) if batches else fixed.part(0, 0)
+    return fixed.rows(batches[0][0] // bins, batches[-1][-1] // bins + 1) if batches else fixed.rows(0, 0)
 
 
 @torch.no_grad()

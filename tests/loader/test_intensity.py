@@ -9,8 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from vesuvius.loader.grey_values import grey_scales, normalised
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.loader.intensity import intensity_scales, normalised
+from vesuvius.stream.start.prepare import IntensityRange
 
 on_each_device = pytest.mark.parametrize(
     "device",
@@ -61,7 +61,7 @@ def test_model_values_are_exact_up_to_float32(dtype: str, low: float, high: floa
     assert len(set(stored.tolist())) >= min(64, high - low) / 4 or dtype.startswith("float"), "the range is covered"
     expected = [(Fraction(v.item()) - Fraction(low)) * 2 / (Fraction(high) - Fraction(low)) - 1 for v in stored]
     raw = torch.from_numpy(stored.reshape(1, 1, 4, 4, 4)).to(device)
-    found = normalised(raw, grey_scales([GreyRange(low, high)]))
+    found = normalised(raw, intensity_scales([IntensityRange(low, high)]))
     assert found.dtype == torch.float32
     assert found.shape == raw.shape
     # Values up to 2 (before -1), rounded in 4 operations by up to 2^-24 of that each.
@@ -72,5 +72,5 @@ def test_the_stored_voxels_stay_as_they_are() -> None:
     for dtype in ("uint8", "float32", "float64", "int64"):
         raw = torch.arange(8).to(torch.from_numpy(np.empty(0, dtype)).dtype).view(1, 1, 2, 2, 2)
         before = raw.clone()
-        normalised(raw, grey_scales([GreyRange(3, 5)]))
+        normalised(raw, intensity_scales([IntensityRange(3, 5)]))
         assert torch.equal(raw, before)

@@ -46,7 +46,7 @@ class BlockReport:
 
 
 @dataclass
-class ReaderFigures:
+class ReaderStats:
     """One reader process."""
 
     node: str = ""  # host name of its machine
@@ -64,7 +64,7 @@ class Readers:
         totals: of all together, also those that have ended.  They never fall.
     """
 
-    living: dict[int, ReaderFigures] = field(default_factory=dict)
+    living: dict[int, ReaderStats] = field(default_factory=dict)
     totals: ReaderTotals = ReaderTotals()
     _newest: dict[str, tuple[float, int]] = field(default_factory=dict)  # when it began, and pid, by actor
 
@@ -86,7 +86,7 @@ class Readers:
             self.living.pop(self._newest.pop(next(iter(self._newest)))[1], None)
         gone = self.living.pop(older[1], None) if older != newer else None
         if mine == newer:
-            figures = self.living.setdefault(report.pid, ReaderFigures(report.node))
+            figures = self.living.setdefault(report.pid, ReaderStats(report.node))
             figures.rss_anon_bytes = report.rss_anon_bytes
             if report.rss_anon_bytes is not None:
                 figures.rss_anon_peak_bytes = max(figures.rss_anon_peak_bytes or 0, report.rss_anon_bytes)

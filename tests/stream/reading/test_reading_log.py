@@ -10,16 +10,22 @@ import pytest
 
 from tests.support import fork_server
 from vesuvius.stream.ray import watch
-from vesuvius.stream.reading.notes import crashed_chunks, forget_ended, forget_notes, open_note, read_notes
+from vesuvius.stream.reading.reading_log import (
+    crashed_chunks,
+    open_reading_log,
+    read_logs,
+    remove_ended_logs,
+    remove_logs,
+)
 from vesuvius.volumes.store.retry import Outage
 
 # What comes on the command line behind the folder is done while a chunk is decoded.
 DIES = """
 import ctypes, os, signal, sys, threading
 from pathlib import Path
-from vesuvius.stream.reading.notes import NoteWriter
+from vesuvius.stream.reading.reading_log import ReadingLogWriter
 
-notes = NoteWriter(Path(sys.argv[1]), "an actor")
+notes = ReadingLogWriter(Path(sys.argv[1]), "an actor")
 notes.chunk("v.zarr", (1, 2, 3))
 exec(sys.argv[2])
 """
@@ -47,12 +53,12 @@ def test_a_chunk_is_blamed_once_two_readers_crashed_on_it(tmp_path: Path, death:
     crash, chunk = CASES[death]
     for deaths in (1, 2):
         assert run(DIES, tmp_path, death).returncode < 0
-        assert [(note.crash, note.chunk) for note in read_notes(tmp_path)] == [(crash, chunk)] * deaths
+        assert [(note.crash, note.chunk) for note in read_logs(tmp_path)] == [(crash, chunk)] * deaths
         is_blamed = deaths == 2 and crash is not None and chunk is not None
         assert crashed_chunks(tmp_path) == ({("v.zarr", (1, 2, 3)): crash} if is_blamed else {})
-    assert forget_ended(tmp_path) == []
-    assert len(read_notes(tmp_path)) == (2 if crash else 0), "crashes stay on record"
-    forget_notes(tmp_path, crashes=True)
+    assert remove_ended_logs(tmp_path) == []
+    assert len(read_logs(tmp_path)) == (2 if crash else 0), "crashes stay on record"
+    remove_logs(tmp_path, crashes=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -65,12 +71,12 @@ notes.outage({outage!r})
 os.kill(os.getpid(), signal.SIGKILL)
 """
     run(DIES, tmp_path, code)
-    (note,) = read_notes(tmp_path)
+    (note,) = read_logs(tmp_path)
     assert (note.volume, note.chunk, note.outage, note.actor) == (name, (4, 5, 6), outage, "an actor")
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    assert open_note(Path("/proc/none"), "an actor") is None
+    assert open_reading_log(Path("/proc/none"), "an actor") is None
     assert "cannot note what this reader reads" in caplog.text
 
 

@@ -37,7 +37,7 @@ _FATAL = "Fatal Python error: "
 
 
 @dataclass(frozen=True)
-class Note:
+class ReadingLog:
     """A reader, and what it was last doing."""
 
     pid: int
@@ -51,7 +51,7 @@ class Note:
     path: Path = Path()  # the file
 
 
-class NoteWriter:
+class ReadingLogWriter:
     """Writes the note of this process, and takes over its faulthandler.
 
     Args:
@@ -67,7 +67,7 @@ class NoteWriter:
         self._file = (folder / f"{time.time_ns()}-{uuid.uuid4().hex}.note").open("w+b", buffering=0)
         self._file.write(b" " * _SIZE)  # takes the room on the disk, which mapped memory cannot ask for
         self._page = mmap.mmap(self._file.fileno(), _SIZE)
-        self._fields = asdict(Note(os.getpid(), socket.gethostname(), actor))
+        self._fields = asdict(ReadingLog(os.getpid(), socket.gethostname(), actor))
         del self._fields["path"], self._fields["crash"]
         self._lock = threading.Lock()  # chunks and outages come on two threads
         self._write()
@@ -87,7 +87,7 @@ class NoteWriter:
             self._page[:] = json.dumps(self._fields).encode().ljust(_SIZE)[:_SIZE]
 
 
-class TrainerReads:
+class TrainerReadingMarker:
     """Says in a file, while the context lasts, that the trainer of a run with readers reads itself.
 
     A chunk that crashes it would do so at each start, where one that crashes readers is replaced.
@@ -116,22 +116,22 @@ class TrainerReads:
             self._file.unlink(missing_ok=True)
 
 
-def open_note(folder: Path, actor: str) -> NoteWriter | None:
+def open_reading_log(folder: Path, actor: str) -> ReadingLogWriter | None:
     """The note of this process; None, with a warning, where the folder cannot be written."""
     try:
-        return NoteWriter(folder, actor)
+        return ReadingLogWriter(folder, actor)
     except OSError as error:
         log.warning("cannot note what this reader reads: %s; it continues without", one_line(error))
         return None
 
 
-def read_notes(folder: Path) -> list[Note]:
+def read_logs(folder: Path) -> list[ReadingLog]:
     """The notes in a folder, the oldest first; none where there is no folder.  Those being written are left out."""
     notes = []
     for path in sorted(folder.glob("*.note")):
         try:
             content = path.read_bytes()
-            note = from_plain(Note, json.loads(content[:_SIZE]))
+            note = from_plain(ReadingLog, json.loads(content[:_SIZE]))
         except (OSError, ValueError):
             continue
         _, crashed, reason = content[_SIZE:].decode(errors="replace").partition(_FATAL)
@@ -141,29 +141,29 @@ def read_notes(folder: Path) -> list[Note]:
 
 def crashed_chunks(folder: Path) -> dict[tuple[str | None, Triple | None], str]:
     """The volume and chunk on which so many readers crashed that it is not decoded again, with the last signal."""
-    crashes = [((note.volume, note.chunk), note.crash) for note in read_notes(folder) if note.crash and note.chunk]
+    crashes = [((note.volume, note.chunk), note.crash) for note in read_logs(folder) if note.crash and note.chunk]
     counts = Counter(place for place, _ in crashes)
     return {place: signal for place, signal in crashes if counts[place] >= _CRASHES_A_CHUNK}
 
 
-def forget_ended(folder: Path) -> list[Note]:
+def remove_ended_logs(folder: Path) -> list[ReadingLog]:
     """Remove the notes of readers of this machine that have ended, but for crashes; returns those of the living.
 
     Raises OSError.
     """
-    here = [note for note in read_notes(folder) if note.node == socket.gethostname()]
+    here = [note for note in read_logs(folder) if note.node == socket.gethostname()]
     ended = {note.path for note in here if not psutil.pid_exists(note.pid)}
-    for note in read_notes(folder):  # as they were when the processes ended
+    for note in read_logs(folder):  # as they were when the processes ended
         if note.path in ended and note.crash is None:
             note.path.unlink(missing_ok=True)
     return [note for note in here if note.path not in ended]
 
 
-def forget_notes(folder: Path, *, crashes: bool) -> None:
+def remove_logs(folder: Path, *, crashes: bool) -> None:
     """Remove the notes of readers that are gone, or only those that say `crashes`: their chunks are read again.
 
     Raises OSError.
     """
-    for note in read_notes(folder):
+    for note in read_logs(folder):
         if crashes == (note.crash is not None):
             note.path.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:  # else a training step alone (`tools/gpu_check.py`) would need what reads volumes
-    from vesuvius.stream.start.prepare import GreyRange
+    from vesuvius.stream.start.prepare import IntensityRange
 
 # float32 holds all of their values.
 _EXACT = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.float16, torch.float32)
@@ -24,7 +24,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-def grey_scales(greys: Sequence[GreyRange]) -> NDArray[np.float64]:
+def intensity_scales(greys: Sequence[IntensityRange]) -> NDArray[np.float64]:
     """Low grey, which becomes -1, and half of the range up to high, which becomes +1: float64 [volumes, 2]."""
     return np.array([(grey.low, grey.high / 2 - grey.low / 2) for grey in greys], np.float64).reshape(-1, 2)
 
@@ -37,7 +37,7 @@ def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
 
     Args:
         raw: [B, ...] in any stored dtype.
-        scales: `grey_scales` of each sample's volume, float64 [B, 2].
+        scales: `intensity_scales` of each sample's volume, float64 [B, 2].
 
     Returns:
         float32 of the shape of `raw`, on its device; within a few roundings of float32.
