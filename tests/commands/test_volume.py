@@ -190,7 +190,7 @@ def test_copy_says_how_far_it_is_and_then_what_it_did(tmp_path, capsys, monkeypa
     assert facts["source_box"] == "z 0:64, y 0:64, x 0:64"
     assert (facts["chunks"], facts["written"], facts["air"], facts["failures"]) == ("9", "8", "1", "0")
     assert (facts["voxel_bytes"], facts["fetched_bytes"] != "-") == ("0.25 MiB", True)
-    assert re.search(r" INFO copying: \d of 9 chunks, .* MB/s of voxels, about .* left\n", captured.err)
+    assert re.search(r" INFO copying: \d of 9 chunks, .* [kM]B/s of voxels, about .* left\n", captured.err)
     assert "c.zarr, is complete" in capsys.readouterr().out
 
 

@@ -60,7 +60,7 @@ def trained(one_thread: None) -> Trained:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)  # minutes on a processor without AVX-512
+@pytest.mark.timeout(1200)  # minutes on a CPU without AVX-512
 def test_samples_of_a_trained_network_have_the_moments_of_the_data(trained: Trained) -> None:
     """In one test, so that the network is trained once, whatever processes share the tests."""
     for method in get_args(SamplerMethod):

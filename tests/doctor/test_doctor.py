@@ -29,7 +29,7 @@ from vesuvius.monitor.probes.cores import TaskLimit
 WriteConfig = Callable[..., Path]
 FINE = Finding("ok", "fine")
 NAMES = [
-    "versions", "processors", "memory", "disk", "volumes", "memory plan", "limits", "/dev/shm", "torch", "GPU", "Ray",
+    "versions", "cores", "memory", "disk", "volumes", "memory plan", "limits", "/dev/shm", "torch", "GPU", "Ray",
 ]  # fmt: skip
 
 

@@ -57,8 +57,8 @@ def test_a_quota_below_the_readers_of_all_ranks_is_caught(tmp_path: Path) -> Non
     assert host.look_at_cores(None).level == host.look_at_cores(0).level == "ok"
     found = host.look_at_cores(2)
     assert (found.level, found.value[:7]) == ("warn", "1.9 of ")
-    assert found.remedy == "set training.workers=0, or give more processors (docker run --cpus=3)"
-    assert host.look_at_cores(1, 2).value.endswith("processors for 1 readers and the trainer of each of 2 ranks")
+    assert found.remedy == "set training.workers=0, or give more cores (docker run --cpus=3)"
+    assert host.look_at_cores(1, 2).value.endswith("cores for 1 reader and the trainer of each of 2 ranks")
     assert host.look_at_cores(1, 2).remedy.endswith("(docker run --cpus=4)")
 
 

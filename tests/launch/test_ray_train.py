@@ -111,14 +111,14 @@ NODES = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 64.0}]
         (
             {"ranks": 2, "workers": 36},
             {"reader_nodes": "any"},
-            "2 ranks and .* 72 processors.* 37 processors with its readers",
+            "2 ranks and .* 72 cores.* 37 cores with its readers",
         ),
     ],
 )
 def test_ranks_and_readers_that_never_fit_are_refused_before_ray_train_waits_for_them(
     tiny_config: WriteConfig, training: dict[str, Any], cluster: dict[str, Any], refused: str | None
 ) -> None:
-    """A program that adds up the cluster finds room for twelve ranks of six processors."""
+    """A program that adds up the cluster finds room for twelve ranks of six cores."""
     config = read_config(tiny_config(training=training, cluster=cluster))
     if refused is None:
         ray_train.check_room(config, NODES)
@@ -229,8 +229,8 @@ def test_auto_counts_the_gpus_of_this_machine_and_none_of_a_cluster(tiny_config:
                 resolve_ranks(request, None)
 
 
-def test_a_rank_that_is_left_alone_of_several_reads_where_it_has_reserved_processors() -> None:
-    """On a node without others free, readers that ask for processors of their own would be waited for without end."""
+def test_a_rank_that_is_left_alone_of_several_reads_where_it_has_reserved_cores() -> None:
+    """On a node without others free, readers that ask for cores of their own would be waited for without end."""
     cluster = ClusterConfig(address="10.0.0.1:6379", min_ranks=1)
     left = StreamOptions.from_config(TrainingConfig(ranks=2), cluster)
     assert readers_are_local(left.cluster, world=1)

@@ -325,5 +325,5 @@ def test_a_kill_in_the_cgroup_of_the_run_is_said() -> None:
     looks = [CgroupUse("/job", 0, 0, 0, (), kills) for kills in (3, 3, 5)]
     assert kills_text(looks[0], looks[1]) == ""
     text = kills_text(looks[1], looks[2])
-    assert "out of memory: the kernel has killed 2 process(es) of cgroup /job" in text
+    assert "out of memory: the kernel has killed 2 processes of cgroup /job" in text
     assert kills_text(looks[1], CgroupUse("/other", 0, 0, 0, (), 9)) == "", "another count"

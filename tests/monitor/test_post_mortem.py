@@ -339,7 +339,7 @@ def test_a_run_that_the_kernel_really_kills_is_recognised_by_the_cgroup_s_count(
         assert in_cgroup(cgroup, DYING, run).returncode == -9
         by_count = in_cgroup(cgroup, EXAMINE, run)  # as the next session in the same container finds it
     assert by_count.returncode == 0, by_count.stderr
-    assert by_count.stdout.startswith("cgroup | the kernel killed 1 process(es) of this cgroup for memory")
+    assert by_count.stdout.startswith("cgroup | the kernel killed 1 process of this cgroup for memory")
     assert "training.train_batch_size" in by_count.stdout, "there are no readers to do without"
     # Seen from another cgroup, it could have been anybody.
     elsewhere = examine_run(run)

@@ -164,13 +164,13 @@ def recorded(
     quota: float | None = None,
     throttled: float = 0.0,
 ) -> Found:
-    """A verdict on `figures`, with processors and processes as the probes read them from files 100 s apart.
+    """A verdict on `figures`, with cores and processes as the probes read them from files 100 s apart.
 
     Args:
-        busy: processors of the 8 of the machine that worked all the time.
-        readers_s: processor seconds of each of the two readers; the trainer has 20.
+        busy: cores of the 8 of the machine that worked all the time.
+        readers_s: CPU seconds of each of the two readers; the trainer has 20.
         stopped: the readers are, by a signal.
-        quota: processors that the container may use, whose quota was used up in the share `throttled` of its periods.
+        quota: cores that the container may use, whose quota was used up in the share `throttled` of its periods.
     """
     roots, pid = write_v2(directory), os.getpid()  # whose affinity counts: the system's, not one of a file
     cpu = roots.sys / "fs" / "cgroup"
@@ -278,7 +278,7 @@ SITUATIONS = [
     Situation(
         "another program grows 496 MB/s beside a steady run of 1.4 GiB",
         lambda p: watched(beside(lambda t: 4 * GIB + 496 * MB * max(t - 100, 0), 138)),
-        *("CRITICAL, by others", "save", "growing 496.0 MB/s"),
+        *("CRITICAL, by others", "save", "growing 496 MB/s"),
     ),
     Situation(
         "9 GiB pinned and 6 of object store besides 3 of our own, of `ram_limit_gib: 20`",
@@ -287,12 +287,12 @@ SITUATIONS = [
     ),
     # speed
     Situation(
-        "recorded: a quota of 1.5 processors on 8, used up in half of its periods",
+        "recorded: a quota of 1.5 cores on 8, used up in half of its periods",
         lambda p: recorded(p, hungry(), busy=1.6, readers_s=65.0, quota=1.5, throttled=0.5),
-        *("data-bound (decoding)", NOTHING, "the quota of 1.5 processors was used up in 50.0 %"),
+        *("data-bound (decoding)", NOTHING, "the quota of 1.5 cores was used up in 50.0 %"),
     ),
     Situation(
-        "recorded: neighbours keep 6.7 of 8 processors busy",
+        "recorded: neighbours keep 6.7 of 8 cores busy",
         lambda p: recorded(p, hungry(), busy=7.9, readers_s=50.0),
         *("data-bound (decoding)", NOTHING, "other programs use 6.7 of 8 cores"),
     ),

@@ -132,19 +132,19 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     (hungry(), {"memory_is_short": True}, "workers too few", "", "memory is short"),
     (hungry(idle_cores=None, reader_cores=None, cores=4), {}, "workers too few", "training.workers=3", ""),
     (hungry(idle_cores=None, reader_cores=None, cores=3), {}, "decoding", "", ""),
-    (hungry(idle_cores=0.4), {}, "decoding", "", "no processor is left"),
-    # a pod of four processors on 64, which its readers use up; a quota that is
+    (hungry(idle_cores=0.4), {}, "decoding", "", "no core is left"),
+    # a pod of four cores on 64, which its readers use up; a quota that is
     (hungry(idle_cores=58.0, cores=4, own_cores=3.9, **FOUR), {"workers": 4}, "decoding", "", "0.1 cores"),
-    (hungry(**HELD_BACK), {}, "decoding", "", "quota of 4 processors was used up in 40.0 % of its"),
+    (hungry(**HELD_BACK), {}, "decoding", "", "quota of 4 cores was used up in 40.0 % of its"),
     # disk and store
-    (hungry(reader_cores=0.3), {}, "reading", "", "readers busy 98.0 % but their processors 15.0 %"),
+    (hungry(reader_cores=0.3), {}, "reading", "", "readers busy 98.0 % but their cores 15.0 %"),
     (hungry(reader_cores=0.3, idle_cores=0.2), {}, "decoding", "", ""),
     (
         far(),  # 180 s of waiting with 16 in flight for 20,000 of them
         {},
         "store latency",
         "data.store.requests=32",
-        "144 ms for a request of 0.05 MB, 10 MB/s in all",
+        "144 ms for a request of 48.8 KiB, 10 MB/s in total",
     ),
     (far(), {"requests": 48}, "store latency", "data.store.requests=64", ""),
     (far(), {"requests": 64}, "reading", "", ""),
@@ -176,7 +176,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     ),
     (hungry(decode_s=97.0, reader_cores=None, idle_cores=0.2), {"workers": 0}, "decoding", "", ""),
     (far(read_s=90.0, decode_s=5.0), {"workers": 0}, "store latency", "data.store.requests=32", ""),
-    # fewer tasks than readers; more readers than processors
+    # fewer tasks than readers; more readers than cores
     (
         hungry(decode_s=95.0, reader_cores=0.95, working_readers=1.0),
         {"workers": 8},
@@ -189,7 +189,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
         {"workers": 64},
         "decoding",
         "training.workers=2",
-        "64 readers share 2 processors",
+        "64 readers share 2 cores",
     ),
     # one segment of Ray hands over to the next
     (window(data_s=12.0, starved_s=12.0, full_s=80.0, ran_empty=2), {}, "compute-bound", "", ""),
@@ -294,7 +294,7 @@ def test_busy_readers_beside_idle_cores_are_too_few_in_the_line_and_in_the_recor
 def test_readers_that_a_signal_holds_are_said_and_blamed() -> None:
     calm = judge(window(stopped_readers=2), replace(GPU, compile=False))
     assert (calm.kind, calm.overrides) == ("compute-bound", ("training.compile=auto",))
-    assert "(SIGSTOP) or a debugger holds 2 reader(s)" in calm.evidence
+    assert "(SIGSTOP) or a debugger holds 2 readers" in calm.evidence
     idle = hungry(decode_s=20.0, reader_cores=0.3)
     assert judge(idle, GPU).cause == "handing over"
     held = judge(replace(idle, stopped_readers=1), GPU)

@@ -55,7 +55,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A head without processors, for the controller, and three nodes that take a rank with its reader each."""
+    """A head without cores, for the controller, and three nodes that take a rank with its reader each."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 2**28})
     for _ in range(3):
         add_node(nodes)
@@ -143,7 +143,7 @@ def raylets_of(pids: Iterable[int]) -> set[int]:
 def test_readers_of_two_ranks_run_on_a_node_beside_them_and_deliver_what_one_rank_gets(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
-    """Each node has two processors: the ranks take those of one of them, and their readers have to take the other's."""
+    """Each node has two cores: the ranks take those of one of them, and their readers have to take the other's."""
     plain = {"epochs": 8, "workers": 1, "save_every": 1000}
     run, parts = tmp_path / "runs/two", [tmp_path / "runs/two", tmp_path / "runs/two/ranks/1"]
     (tmp_path / "records.py").write_text(RECORDS)

@@ -27,7 +27,7 @@ def test_the_dry_run_says_what_would_happen_and_writes_nothing(
     for fact in (
         "96x128x128 uint8",
         "validation",
-        "bytes decoded per byte of patch",
+        "read amplification",
         "M parameters",
         r"memory +RAM [\d.]+ GiB planned of [\d.]+ GiB \(.*\): readers [\d.]+ GiB, store [\d.]+ MiB, Ray [\d.]+ GiB, t",
         "GiB free",

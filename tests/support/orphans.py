@@ -2,7 +2,7 @@
 (pytest-timeout ends its process at once), a kill, a lack of memory.
 
 All that a test process starts inherits a mark in its environment, also daemons and what they start in turn.  A process
-beside it waits for its end, which takes no processor, and then kills all that bear the mark.  Linux alone; elsewhere
+beside it waits for its end, which takes no CPU, and then kills all that bear the mark.  Linux alone; elsewhere
 nothing is watched.
 """
 

@@ -25,7 +25,7 @@ from vesuvius.monitor.monitor import LoopStatus, Monitor
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.verdict import Cause, Verdict
 from vesuvius.runlog.records import read_records
-from vesuvius.runlog.units import size_text
+from vesuvius.runlog.units import format_size
 from vesuvius.stream.options import StreamOptions, store_peak_bytes
 from vesuvius.stream.reading.reader_stats import ReaderStats
 from vesuvius.stream.start.prepare import prepare_data
@@ -344,7 +344,7 @@ def test_what_would_bring_the_guard_in_is_refused_and_said_once(
     run.hears(FEW_WORKERS, FEW_WORKERS)
     assert run.feed.changes == []
     (event,) = run.events
-    assert f"it would take {size_text(need)} more" in event["refused"]
+    assert f"it would take {format_size(need)} more" in event["refused"]
     assert "autotune skipped training.workers=4" in caplog.messages[0]
     other = loop()
     other.tuner._run = replace(other.tuner._run, ranks=Ranks(1, 8, local_rank=1, local_world=2))

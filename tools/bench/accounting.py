@@ -5,7 +5,7 @@
 Runs a command in a new memory cgroup and samples it every second, as the monitor does: private memory of all its
 processes and shared memory once (`SystemSample.used_bytes`) against what the kernel charges the cgroup with (version 1
 `total_rss` + `total_shmem`, version 2 `anon` + `shmem`).  Prints the median and the largest difference in percent of
-the kernel's figure, and the processor time of a sample.  Needs root.
+the kernel's figure, and the CPU time of a sample.  Needs root.
 
 What the difference is made of: a sample takes some milliseconds, in which a run may grow, and a process that ends in
 between counts in one figure only (so samples without such a change have a line of their own); pages that a
@@ -40,7 +40,7 @@ class Sample:
     accounted_bytes: int  # by us
     charged_bytes: int  # by the kernel
     shared_bytes: int  # the part of ours that is shared memory
-    cpu_s: float  # processor time of our sample
+    cpu_s: float  # CPU time of our sample
     processes: int
     steady: bool  # the processes were those of the sample before
 
@@ -98,7 +98,7 @@ def report(samples: Sequence[Sample]) -> None:
     )
     costs = [1000 * sample.cpu_s for sample in samples]
     print(
-        f"a sample: median {statistics.median(costs):.2f} ms, largest {max(costs):.2f} ms of processor time, "
+        f"a sample: median {statistics.median(costs):.2f} ms, largest {max(costs):.2f} ms of CPU time, "
         f"{max(sample.processes for sample in samples)} processes at most"
     )
 

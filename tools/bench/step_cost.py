@@ -15,7 +15,7 @@ The roofline gives each kernel the larger of operations over the peak and bytes 
 the least that a step takes; MFU is the share of that time in which the peak would do its convolutions and products.
 No kernel reaches its peak: --peak and --bandwidth set the shares of both that yours do, where you have measured them.
 
---host measures what Python and torch's dispatch take: the processor time of the same step with a network as deep and
+--host measures what Python and torch's dispatch take: the CPU time of the same step with a network as deep and
 almost without width, on patches of 8x8x8.  Above a third of the least device time, a GPU may have to wait for it.
 """
 
@@ -203,7 +203,7 @@ def _compiled(network: nn.Module, costs: Costs) -> Iterator[None]:
 
 
 def host_seconds(path: Path, overrides: list[str]) -> tuple[float, float]:
-    """Processor seconds of one thread for a micro-batch and for an update, medians."""
+    """CPU seconds of one thread for a micro-batch and for an update, medians."""
     config = read_config(path, overrides)
     model, amp = config.model, config.training.amp
     thin = {"channels": (model.attention_heads,) * len(model.channels), "full_res_channels": 2}

@@ -51,5 +51,5 @@ def main(argv: list[str]) -> int:
 
 
 def line(level: str, name: str, value: str, remedy: str) -> str:
-    """`warn  processors  2 of 2 processors; do this`."""
+    """`warn  cores  2 of 2 cores; do this`."""
     return f"{level:5} {name:12} {value}" + (f"; {remedy}" if remedy else "")

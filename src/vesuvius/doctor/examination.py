@@ -62,7 +62,7 @@ def examine(checks: Sequence[Check], within_s: float) -> Iterator[tuple[str, Fin
     """Each check's name and finding, in their order.
 
     All begin together.  A check that hangs is left behind in a daemon thread of its own, and is a failure; only a
-    warning where more processes want to run than there are processors.
+    warning where more processes want to run than there are cores.
 
     Args:
         within_s: seconds for all together.
@@ -76,8 +76,8 @@ def examine(checks: Sequence[Check], within_s: float) -> Iterator[tuple[str, Fin
             late, load, cores = f"no answer within {within_s:.0f} s", os.getloadavg()[0], os.cpu_count() or 1
             finding = Finding(check.late, late, check.if_late)
             if load > cores + 1:  # one of them is this examination
-                late += f", load {load:.1f} on {cores} processors"
-                finding = Finding("warn", late, "try again when the processors are idle")
+                late += f", load {load:.1f} on {cores} cores"
+                finding = Finding("warn", late, "try again when the cores are idle")
             yield check.name, finding
 
 
@@ -105,7 +105,7 @@ def checks_of(config: Config | None) -> list[Check]:
         ]
     return [
         Check("versions", host.look_at_versions),
-        Check("processors", lambda: host.look_at_cores(config.training.workers if config else None, _ranks(config))),
+        Check("cores", lambda: host.look_at_cores(config.training.workers if config else None, _ranks(config))),
         Check("memory", host.look_at_memory),
         Check("disk", lambda: _disk(config), "a mount hangs: set VESUVIUS_RUNS elsewhere"),
         *of_config,

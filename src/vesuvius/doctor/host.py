@@ -1,4 +1,4 @@
-"""Checks of the machine without its GPU: versions, processors, memory, disk."""
+"""Checks of the machine without its GPU: versions, cores, memory, disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing, take_lock
 from vesuvius.runlog.run_dir import installed_version
-from vesuvius.runlog.units import GIB, size_text
+from vesuvius.runlog.units import GIB, format_count, format_size
 
 DISTRIBUTION = "vesuvius-diffusion"
 
@@ -63,27 +63,28 @@ def look_at_versions() -> Finding:
 
 
 def look_at_cores(workers: int | None, ranks: int = 1) -> Finding:
-    """Processors, by affinity and quota, against the trainers and their readers.
+    """Cores, by affinity and quota, against the trainers and their readers.
 
     Args:
         workers: readers of a rank; None = no config.
         ranks: that share this machine.
     """
     cores = usable_cores(os.getpid())
-    value = f"{cores:g} of {os.cpu_count()} processors"
+    value = f"{cores:g} of {os.cpu_count()} cores"
     if workers is None:
         return Finding("ok", value)
-    value += f" for {workers} readers and the trainer" + (f" of each of {ranks} ranks" if ranks > 1 else "")
+    of_ranks = f" of each of {ranks} ranks" if ranks > 1 else ""
+    value += f" for {format_count(workers, 'reader')} and the trainer{of_ranks}"
     if ranks * (workers + 1) <= cores:
         return Finding("ok", value)
     fit, more = max(math.floor(cores / ranks) - 1, 0), f"(docker run --cpus={ranks * (workers + 1)})"
-    return Finding("warn", value, f"set training.workers={fit}, or give more processors {more}")
+    return Finding("warn", value, f"set training.workers={fit}, or give more cores {more}")
 
 
 def look_at_memory() -> Finding:
     """What kills for memory first, and how much is left to it."""
     limit = tightest(sample_system(os.getpid()), Limits())
-    value = f"{size_text(limit.limit_bytes)} ({limit.name}), {size_text(limit.used_bytes)} in use"
+    value = f"{format_size(limit.limit_bytes)} ({limit.name}), {format_size(limit.used_bytes)} in use"
     if limit.left_bytes < _RAM_LEFT_SHARE * limit.limit_bytes:
         return Finding("warn", value, "stop what else runs here, or raise the limit (docker run --memory)")
     return Finding("ok", value)
@@ -97,7 +98,7 @@ def look_at_shm(need_bytes: int) -> Finding:
         remedy = f"start the container with {option}"
         return Finding("warn", "there is no /dev/shm: Ray would keep its object store on disk", remedy)
     free = shutil.disk_usage(shared).free
-    value = f"{size_text(free)} free in /dev/shm, {size_text(need_bytes)} needed"
+    value = f"{format_size(free)} free in /dev/shm, {format_size(need_bytes)} needed"
     if need_bytes > free:
         lower = "lower data.regions_in_flight or training.workers"
         return Finding("fail", value, f"start the container with {option}, or {lower}")
@@ -120,9 +121,9 @@ def look_at_disk(directory: Path, checkpoint_bytes: int = 0, kept: int = 0) -> F
         remedy = "give this user permission (docker run --user, or chown), or set VESUVIUS_RUNS to another folder"
         return Finding("fail", f"{there} must be writable; got {error.strerror or error}", remedy)
     free, need = free_disk_bytes(there), max((kept + 1) * checkpoint_bytes, _FEW_BYTES)
-    value = f"{there}: writable, {size_text(free)} free"
+    value = f"{there}: writable, {format_size(free)} free"
     if checkpoint_bytes:
-        value += f", {size_text((kept + 1) * checkpoint_bytes)} for {kept + 1} checkpoints"
+        value += f", {format_size((kept + 1) * checkpoint_bytes)} for {kept + 1} checkpoints"
     if need <= free:
         return Finding("ok", value)
     remedy = "free some space, lower training.keep_last, or set VESUVIUS_RUNS to a larger disk"

@@ -39,7 +39,7 @@ from vesuvius.training.step.setup import parameter_count
 
 FOLDER = "profiles"
 TRACE = "trace.json.gz"
-_FACTS = ("samples/s", "step, p50", "step, p95", "peak RAM", "peak VRAM", "model FLOPs utilisation", "processors")
+_FACTS = ("samples/s", "step, p50", "step, p95", "peak RAM", "peak VRAM", "model FLOPs utilisation", "cores")
 _NOTE = (
     "Seconds of all steps that count; they add up to the steps' own times. A wait that is hidden behind computing "
     "counts 0."

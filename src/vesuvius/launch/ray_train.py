@@ -86,7 +86,7 @@ def make_trainer(request: Request, ranks: int, needs: dict[str, float], place: P
 
     config, cluster, on_gpu = request.config, request.config.cluster, "GPU" in needs
     rank, scaling = cast(Any, run_rank), cast(Any, ScalingConfig)  # Ray's hints are of its version 1
-    log.info("starting %d ranks with Ray Train, %s", ranks, "a GPU each" if on_gpu else "on processors")
+    log.info("starting %d ranks with Ray Train, %s", ranks, "a GPU each" if on_gpu else "on CPUs")
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
     return TorchTrainer(
@@ -110,7 +110,7 @@ def make_trainer(request: Request, ranks: int, needs: dict[str, float], place: P
 
 
 def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float]:
-    """What a rank reserves on one of these nodes: also its readers' processors, or Ray would put more ranks on a node
+    """What a rank reserves on one of these nodes: also its readers' cores, or Ray would put more ranks on a node
     than it can feed.
 
     Raises:
@@ -124,8 +124,8 @@ def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float
     if room < least or cpus < min(room, int(config.training.ranks)) * (1 + workers):
         text = " + ".join(f"{need:g} {name}" for name, need in needs.items())
         raise ConfigError(
-            f"{least} ranks and their readers do not fit on the {len(nodes)} nodes with {cpus:g} processors: there is "
-            f"room for {room} ranks, each of which needs {text} on one node, and {1 + workers} processors with its "
+            f"{least} ranks and their readers do not fit on the {len(nodes)} nodes with {cpus:g} cores: there is "
+            f"room for {room} ranks, each of which needs {text} on one node, and {1 + workers} cores with its "
             "readers; lower training.ranks, cluster.min_ranks or training.workers, set cluster.reader_nodes=any, or "
             "add nodes"
         )

@@ -31,7 +31,7 @@ from vesuvius.monitor.system_record import SystemWindow, system_figures
 from vesuvius.runlog.files import DelayedWrites, directory_bytes
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.run_dir import RunDir
-from vesuvius.runlog.units import size_text
+from vesuvius.runlog.units import format_count, format_size
 from vesuvius.threads import BoundedCall
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Monitor:
         return self.sample.used_bytes, tightest(self.sample, self._limits).limit_bytes
 
     def rates(self) -> Rates | None:
-        """What processors did in the last ten seconds; None at the beginning."""
+        """What cores did in the last ten seconds; None at the beginning."""
         samples = tuple(self._samples)  # a copy in one go: the monitor's thread appends to it
         return rates_between(samples[0], samples[-1]) if len(samples) > 1 else None
 
@@ -234,7 +234,7 @@ class Monitor:
         if self._mode != "off" and risk.level > before:
             text = f"risk of an out of memory kill {risk.level.name}: {risk.reason}"
             if risk.is_of_others(self._limits):
-                held = size_text(run_bytes(sample, self._limits))
+                held = format_size(run_bytes(sample, self._limits))
                 text += f"; this run holds {held} of the memory in use, and other programs the rest (see top -o %MEM)"
             self._writer.later(partial(log.warning, "%s", text))
         elif self._mode != "off" and risk.level < before:
@@ -296,6 +296,6 @@ def kills_text(was: CgroupUse | None, now: CgroupUse | None) -> str:
     """What to say where the kernel has killed a process, such as one of Ray's own, of which nobody else hears."""
     if was is None or now is None or was.path != now.path or (now.oom_kills or 0) <= (was.oom_kills or 0):
         return ""
-    killed = f"{(now.oom_kills or 0) - (was.oom_kills or 0)} process(es) of cgroup {now.path}"
+    killed = f"{format_count((now.oom_kills or 0) - (was.oom_kills or 0), 'process')} of cgroup {now.path}"
     remedy = "see `vesuvius memcheck`, lower training.workers or monitor.ram_limit_gib"
     return f"out of memory: the kernel has killed {killed}; {remedy}"

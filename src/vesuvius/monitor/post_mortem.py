@@ -22,7 +22,7 @@ from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.session import SessionRecord, is_alive, pid_namespace, read_session
 from vesuvius.runlog.files import boot_id
 from vesuvius.runlog.records import JsonLines, Tail, read_plain
-from vesuvius.runlog.units import format_time, gib, size_text
+from vesuvius.runlog.units import format_count, format_gib, format_size, format_time
 
 Moments = Sequence[MemorySample]
 Victim = Literal["reader", "run"]
@@ -102,9 +102,9 @@ def _table(moments: Sequence[MemorySample]) -> list[str]:
     rows = [f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"]
     for moment in {(end - moment.time) // _EVERY_S: moment for moment in moments}.values():
         pid, size = max(moment.reader_bytes.items(), key=lambda item: item[1], default=(0, 0))
-        reader, share = f"{gib(size)} (pid {pid})" if pid else "-", _share_of(moment)
+        reader, share = f"{format_gib(size)} (pid {pid})" if pid else "-", _share_of(moment)
         rows.append(
-            f"  {moment.time - end:>9.0f}{gib(moment.used_bytes):>10}{gib(moment.trainer_bytes):>10}"
+            f"  {moment.time - end:>9.0f}{format_gib(moment.used_bytes):>10}{format_gib(moment.trainer_bytes):>10}"
             f"{reader:>24}   {'-' if share is None else f'{100 * share:.1f} %'}"
         )
     return rows
@@ -253,11 +253,13 @@ def _death(
     """Adds how full memory was at the last sample, and what a dead reader held."""
     memory, last = [], moments[-1] if moments else None
     if last is not None and (share := _share_of(last)) is not None:
-        figures = f"({gib(last.killer_used_bytes)} of {gib(last.kills_at_bytes)} GiB) at {format_time(last.time)}"
+        figures = (
+            f"({format_size(last.killer_used_bytes)} of {format_size(last.kills_at_bytes)}) at {format_time(last.time)}"
+        )
         killer = last.killer or "the first killer"
         memory.append(f"memory stood at {100 * share:.1f} % of where {killer} kills {figures}")
     if last is not None and pid in last.reader_bytes:
-        memory.append(f"the reader itself held {size_text(last.reader_bytes[pid])}")
+        memory.append(f"the reader itself held {format_size(last.reader_bytes[pid])}")
     return Death(time.time(), victim, pid, step, cause, (*evidence, *memory), tuple(moments), remedy)
 
 
@@ -296,7 +298,7 @@ def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: fl
         return "unknown", ["the kernel's counts of kills cannot be read here"]
     if count == 0:
         return "signal", [f"the kernel counted no kill for memory in {where} since {since}"]
-    counted = f"the kernel killed {count} process(es) of {where} for memory since {since}"
+    counted = f"the kernel killed {format_count(count, 'process')} of {where} for memory since {since}"
     if rise.cgroup is None and not full:
         return "unknown", [f"{counted}: which ones is unknown", _NAME_THE_VICTIM]
     if share is not None and not full and counted_s > _AT_ONCE_S:

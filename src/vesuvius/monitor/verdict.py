@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from vesuvius.monitor.probes.cores import others_text
 from vesuvius.monitor.window import THROTTLED, Knobs, Window
+from vesuvius.runlog.units import format_count, format_duration, format_rate, format_size
 
 Kind = Literal["compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound"]
 Cause = Literal[
@@ -34,7 +35,7 @@ _LINK_BYTES_S = 125e6
 # A reader that is busy for less of the time than this is not what the trainer waits for; one that is busy for more
 # than the latter fills no larger queue either.
 _BUSY, _SATURATED = 0.5, 0.9
-# Processors that work for less than this share of the time in which a reader is busy: it waits for the disk.
+# Cores that work for less than this share of the time in which a reader is busy: it waits for the disk.
 _WAITS_FOR_DISK = 0.5
 # More requests in flight per reader than this have not been seen to help.
 _REQUESTS_MOST = 64
@@ -45,9 +46,9 @@ _VRAM_PLENTY = 0.5
 _LAUNCHING = 0.7
 # Where fewer of the readers have a task, more of them would not help, and these are busier than they seem.
 _WITH_WORK = 0.75
-# More readers than this to a processor, all decoding, are in each other's way.
+# More readers than this to a core, all decoding, are in each other's way.
 _READERS_PER_CORE = 2
-# Where others use this share of the processors, a trainer with more threads than are left waits in each of its
+# Where others use this share of the cores, a trainer with more threads than are left waits in each of its
 # operations for the thread that has none.
 _OTHERS_CROWD = 0.25
 
@@ -95,11 +96,11 @@ def judge(window: Window, knobs: Knobs) -> Verdict:
     if others := others_text(window.others_cores, window.cores):
         evidence += f", {others}"
     if window.throttled_share is not None and window.throttled_share >= THROTTLED:
-        quota = "" if window.throttled_quota is None else f" of {window.throttled_quota:.3g} processors"
+        quota = "" if window.throttled_quota is None else f" of {window.throttled_quota:.3g} cores"
         evidence += f", the quota{quota} was used up in {_percent(window.throttled_share)} of its periods"
     if not window.stopped_readers:
         return replace(found, evidence=evidence)
-    evidence += f", a signal (SIGSTOP) or a debugger holds {window.stopped_readers} reader(s)"
+    evidence += f", a signal (SIGSTOP) or a debugger holds {format_count(window.stopped_readers, 'reader')}"
     if found.kind != "data-bound":
         return replace(found, evidence=evidence, advice=f"{found.advice}; `kill -CONT` resumes readers")
     advice = "no setting helps while readers are stopped: `kill -CONT` resumes them"
@@ -122,7 +123,7 @@ class _Judgement:
         if longest == data:
             return self._data_bound(f"waited for data {share}")
         if longest == copies:
-            evidence = f"waited for copies to the device {share}, {w.delivered_bytes / w.steps / 1e6:.3g} MB a step"
+            evidence = f"waited for copies to the device {share}, {format_size(w.delivered_bytes / w.steps)} per step"
             advice = "nothing to try: voxels travel in their stored dtype; check the GPU's link (nvidia-smi -q)"
             return self._found("transfer-bound", evidence, advice)
         if longest == host:
@@ -200,7 +201,7 @@ class _Judgement:
             overrides = self._larger_micro_batch() if k.compile else ("training.compile=auto",)
         advice = "nothing to try: no setting reduces the trainer's own work"
         if w.idle_cores is not None and w.idle_cores < 1:
-            advice = "nothing to try: no processor is idle; see what else runs on this machine"
+            advice = "nothing to try: no core is idle; see what else runs on this machine"
         return self._found("host-bound", evidence, advice, *overrides)
 
     def _data_bound(self, waited: str) -> Verdict:
@@ -237,27 +238,27 @@ class _Judgement:
             advice = "nothing to change: what has been read once stays in memory, and is not read again"
             return self._data("first pass", f"{waited}, what memory does not hold yet was read", advice)
         if w.working_readers is not None and w.working_readers < _WITH_WORK * k.workers:
-            evidence = f"{waited}, {w.working_readers:.3g} of {k.workers} readers had a task on average"
+            evidence = f"{waited}, {w.working_readers:.3g} of {format_count(k.workers, 'reader')} had a task on average"
             fewer = "a lower data.regions_per_task or data.patches_per_region makes more of them"
             advice = f"nothing to try: the samples left are too few tasks; in a new run, {fewer}"
             return self._data("too few tasks", evidence, advice)
         read_s, busy = w.read_s or 0.0, self._readers_busy()
-        on_processor = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers
-        if k.workers and max(busy, on_processor or 0.0) < _BUSY:
+        on_core = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers
+        if k.workers and max(busy, on_core or 0.0) < _BUSY:
             advice = "nothing to try: regions are small for what Ray needs to pass one on; see data.region_size"
             return self._data("handing over", f"{waited}, readers busy only {_percent(busy)}", advice)
         if read_s > w.decode_s:
             return self._store_too_slow(f"{waited}, readers waited for the store {_percent(read_s / self._reader_s())}")
         evidence = f"{waited}, readers busy {_percent(busy)}"
-        waits_for_disk = on_processor is not None and on_processor < _WAITS_FOR_DISK * busy
+        waits_for_disk = on_core is not None and on_core < _WAITS_FOR_DISK * busy
         if w.read_s is None and waits_for_disk and w.free_cores >= 1:
-            evidence += f" but their processors {_percent(on_processor or 0.0)}"
+            evidence += f" but their cores {_percent(on_core or 0.0)}"
             advice = "nothing to try: the disk is too slow; `vesuvius volume copy` to a faster one"
             return self._data("reading", evidence, advice)
         return self._too_few_cores_or_workers(evidence)
 
     def _too_few_cores_or_workers(self, evidence: str) -> Verdict:
-        """Where nobody measured which processors are idle, those are that neither the trainer nor a reader needs."""
+        """Where nobody measured which cores are idle, those are that neither the trainer nor a reader needs."""
         w, k = self.w, self.k
         free = w.free_cores if w.idle_cores is not None else w.free_cores - k.workers - 1
         if w.idle_cores is not None:
@@ -266,12 +267,12 @@ class _Judgement:
             workers = min(k.workers + int(free), 2 * k.workers) if k.workers else 2
             return self._more("workers too few", evidence, "readers", f"training.workers={workers}")
         if k.workers > _READERS_PER_CORE * w.cores:
-            evidence += f", {k.workers} readers share {w.cores:.3g} processors"
+            evidence += f", {k.workers} readers share {w.cores:.3g} cores"
             return self._data("decoding", evidence, "", f"training.workers={math.ceil(w.cores)}")
         if w.others_cores >= max(w.cores / 4, 1):
-            advice = "nothing to try here: other programs use the processors; stop them, or train elsewhere"
+            advice = "nothing to try here: other programs use the cores; stop them, or train elsewhere"
             return self._data("decoding", evidence, advice)
-        advice = "nothing to try: no processor is left; a new run with a higher data.patches_per_region decodes less"
+        advice = "nothing to try: no core is left; a new run with a higher data.patches_per_region decodes less"
         return self._data("decoding", evidence, f"{advice}, a faster codec or more cores help too")
 
     def _store_too_slow(self, waited: str) -> Verdict:
@@ -281,8 +282,8 @@ class _Judgement:
         rate, count = w.bytes_fetched / w.reading_s, max(w.requests, 1)
         request_s = (w.read_s or 0.0) * k.requests / count
         evidence = (
-            f"{waited}, {1000 * request_s:.3g} ms for a request of {w.bytes_fetched / count / 1e6:.3g} MB, "
-            f"{rate / 1e6:.3g} MB/s in all"
+            f"{waited}, {format_duration(request_s)} for a request of "
+            f"{format_size(w.bytes_fetched / count)}, {format_rate(rate)} in total"
         )
         requests = min(2 * k.requests, _REQUESTS_MOST)
         retried = w.retries >= _RETRIES_MANY * count and k.requests > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A quota of processors that is used up in this share of its periods holds the run up.
+# A CPU quota that is used up in this share of its periods holds the run up.
 THROTTLED = 0.05
 
 
@@ -39,12 +39,12 @@ class Window:
     batches: int
     ran_empty: int
     delivered_bytes: int
-    # of several ranks on a node, its share of the processors; None = not known
+    # of several ranks on a node, its share of the cores; None = not known
     cores: float  # that this process may use, by its affinity and the quotas of its cgroups
     idle_cores: float | None = None  # of those that this process is bound to, on average
-    own_cores: float | None = None  # processors that the whole run used; None = not known
-    # throttled_share, throttled_quota: of the processor quota (the cgroup's, or one above) that was used up most often,
-    # the share of its periods in which it was, and its processors; None without a quota
+    own_cores: float | None = None  # cores that the whole run used; None = not known
+    # throttled_share, throttled_quota: of the CPU quota (the cgroup's, or one above) that was used up most often,
+    # the share of its periods in which it was, and its cores; None without a quota
     throttled_share: float | None = None
     throttled_quota: float | None = None
     working_readers: float | None = None  # readers for which there was a task, on average; None = all
@@ -80,7 +80,7 @@ class Window:
 
     @property
     def free_cores(self) -> float:
-        """Idle processors that this process may use besides its own; where nobody measured, all that it may use."""
+        """Idle cores that this process may use besides its own; where nobody measured, all that it may use."""
         if self.throttled_share is not None and self.throttled_share >= THROTTLED:
             return 0.0
         left = max(self.cores - (self.own_cores or 0.0), 0.0)
@@ -88,7 +88,7 @@ class Window:
 
     @property
     def others_cores(self) -> float:
-        """Of the processors that this process may use, those that other programs keep busy; 0 where not known."""
+        """Of the cores that this process may use, those that other programs keep busy; 0 where not known."""
         if self.idle_cores is None or self.own_cores is None:
             return 0.0
         return max(self.cores - self.own_cores - self.idle_cores, 0.0)

@@ -89,7 +89,7 @@ def _machine(records: RunRecords) -> Iterator[Chart]:
     system = records.system
     x = _steps_of(system)
     busy = banded("cores", x, [figure(record.get("cores_busy")) for record in system])
-    yield from chart("cores", "Busy processors of the machine", "cores", [busy])
+    yield from chart("cores", "Busy cores of the machine", "cores", [busy])
     gpus = [gpu for record in system[-1:] for gpu in record.get("gpus") or []]
     series = []
     for index in (gpu.get("index") for gpu in gpus):

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from numpy.typing import ArrayLike, NDArray
 
 from vesuvius.report.records import Column
-from vesuvius.runlog.units import number
+from vesuvius.runlog.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -122,9 +122,9 @@ class Figure:
 def draw(chart: Chart) -> Figure:
     """The picture, whose title and unit are read out; curves and limits are named below it by the page."""
     legend = tuple((i % _COLOURS, each.label, _came_to(chart, each)) for i, each in enumerate(chart.series))
-    limits = tuple((name, f"{number(value)} {chart.unit}") for name, value in chart.limits)
+    limits = tuple((name, f"{format_number(value)} {chart.unit}") for name, value in chart.limits)
     largest = _largest(chart)
-    note = f"beyond the axis: up to {number(largest)} {chart.unit}" if largest > y_range(chart)[1] else ""
+    note = f"beyond the axis: up to {format_number(largest)} {chart.unit}" if largest > y_range(chart)[1] else ""
     return Figure(chart, _svg(chart), legend, limits, note)
 
 
@@ -204,5 +204,5 @@ def _largest(chart: Chart) -> float:
 
 
 def _came_to(chart: Chart, series: Series) -> str:
-    spread = f"{number(float(series.low.min()))} to {number(float(series.high.max()))}"
-    return f"last {number(float(series.mid[-1]))}, {spread}" if chart.x_label == "step" else spread
+    spread = f"{format_number(float(series.low.min()))} to {format_number(float(series.high.max()))}"
+    return f"last {format_number(float(series.mid[-1]))}, {spread}" if chart.x_label == "step" else spread

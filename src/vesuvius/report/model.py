@@ -29,7 +29,7 @@ from vesuvius.report.page import (
 from vesuvius.report.records import Column, RunRecords, figure, read_run
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import RunDir
-from vesuvius.runlog.units import format_duration, format_percent, format_time, number, quantile, size_text
+from vesuvius.runlog.units import format_duration, format_number, format_percent, format_size, format_time, quantile
 
 _OVERLAID = ("loss", "relative_error", "step_s", "ram", "vram")
 _LAST_STEPS = 100
@@ -141,19 +141,19 @@ def _facts(records: RunRecords) -> dict[str, str]:
         "sessions": str(sum(record["kind"] == "run_start" for record in records.sessions)),
         "running time": _or_unknown(_last(steps["total_s"]), format_duration),
         "figures of time": f"{_window_words(records)}; without pauses and the first step of each session",
-        "samples/s": _or_unknown(float(samples / work_s) if work_s else None, number),
+        "samples/s": _or_unknown(float(samples / work_s) if work_s else None, format_number),
         "step, p50": _quantile(work[later], 0.5),
         "step, p95": _quantile(work[later], 0.95),
-        f"loss, mean of the last {_LAST_STEPS} steps": _or_unknown(_mean(steps["loss"][-_LAST_STEPS:]), number),
+        f"loss, mean of the last {_LAST_STEPS} steps": _or_unknown(_mean(steps["loss"][-_LAST_STEPS:]), format_number),
         "best validation (error over that of the best linear filter)": _best(records.of_kind("validation")),
         "non-finite steps": str(sum(event.get("event") == "nonfinite" for event in records.of_kind("event"))),
         "processes that died": str(sum(died for *_, died in records.deaths)),
         "peak RAM": of_limit(ram, largest(steps["ram_limit_bytes"])),
-        "largest reader": _or_unknown(largest(steps["worker_max_bytes"]), size_text),
+        "largest reader": _or_unknown(largest(steps["worker_max_bytes"]), format_size),
         "peak VRAM": of_limit(largest(steps["vram_used_bytes"]), largest(steps["vram_limit_bytes"])),
         "model FLOPs utilisation": _or_unknown(_mean(steps["mfu"]), format_percent),
         "GPU": ", ".join(gpus) if gpus else "none" if "gpus" in env else NOT_KNOWN,
-        "processors": str(env.get("cpus") or NOT_KNOWN),
+        "cores": str(env.get("cpus") or NOT_KNOWN),
         "torch / vesuvius": f"{packages.get('torch') or NOT_KNOWN} / {packages.get('vesuvius-diffusion') or NOT_KNOWN}",
         "commit": commit_text(env),
     }
@@ -186,9 +186,9 @@ def ranks_table(records: RunRecords) -> Table:
             (
                 str(rank),
                 str(told[-1].get("node", NOT_KNOWN)),
-                _or_unknown(largest(held), size_text),
+                _or_unknown(largest(held), format_size),
                 _quantile(step_s - comm_s - pause_s, 0.5),
-                _or_unknown(_mean(comm_s), number),
+                _or_unknown(_mean(comm_s), format_number),
                 f"{slowest} of {len(told)}",
             )
         )
@@ -256,7 +256,7 @@ def commit_text(environment: Mapping[str, Any]) -> str:
 def _best(validations: Sequence[Record]) -> str:
     known = [(error, r.get("step")) for r in validations if np.isfinite(error := figure(r.get("relative_error")))]
     error, step = min(known, key=lambda each: each[0], default=(np.nan, None))
-    return NOT_KNOWN if np.isnan(error) else f"{number(error)} at step {step}"
+    return NOT_KNOWN if np.isnan(error) else f"{format_number(error)} at step {step}"
 
 
 def _steps(steps: Mapping[str, Column]) -> str:
@@ -284,7 +284,7 @@ def _last_checkpoint(saved: Sequence[Record]) -> str:
 def of_limit(value: float | None, limit: float | None) -> str:
     if value is None:
         return NOT_KNOWN
-    return size_text(value) + (f" of {size_text(limit)}" if limit else "")
+    return format_size(value) + (f" of {format_size(limit)}" if limit else "")
 
 
 def _or_unknown(value: float | None, words: Any) -> str:
@@ -305,7 +305,7 @@ def _last(values: Column) -> float | None:
 
 def _quantile(values: Column, share: float) -> str:
     seconds = _of_known(values, lambda known: quantile(known.tolist(), share))
-    return NOT_KNOWN if seconds is None else f"{number(seconds)} s"
+    return NOT_KNOWN if seconds is None else format_duration(seconds)
 
 
 def _of_known(values: Column, figure_of: Callable[[Column], Any]) -> float | None:

@@ -20,7 +20,7 @@ from vesuvius.errors import storage_errors
 from vesuvius.report.curves import POINTS, Chart, draw, thinned
 from vesuvius.runlog.files import write_whole
 from vesuvius.runlog.redact import redact, redacted
-from vesuvius.runlog.units import format_duration, number
+from vesuvius.runlog.units import format_duration
 
 NOT_KNOWN = "not known"
 PARTS_NOTE = (
@@ -104,15 +104,13 @@ class RunReport:
             (
                 part.name,
                 part.kind,
-                format_duration(part.total_s) if part.total_s >= 60 else f"{number(part.total_s)} s",
+                format_duration(part.total_s),
                 f"{100 * part.share:.1f} %",
-                *("" if math.isnan(seconds) else number(1000 * seconds) for seconds in (part.p50_s, part.p95_s)),
+                *("" if math.isnan(seconds) else format_duration(seconds) for seconds in (part.p50_s, part.p95_s)),
             )
             for part in (*self.parts, total)
         )
-        return Table(
-            "Where the time went", ("part", "class", "time", "share", "p50, ms", "p95, ms"), rows, self.parts_note
-        )
+        return Table("Where the time went", ("part", "class", "time", "share", "p50", "p95"), rows, self.parts_note)
 
     @property
     def text(self) -> str:

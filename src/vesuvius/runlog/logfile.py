@@ -24,7 +24,7 @@ def step_line(record: Record) -> str:
     """The line that `grep 'Train step'` shows, of a step's record.  Others read it by its field names: they stay."""
     f = SimpleNamespace(**record)
     vram = "-" if f.vram_used_bytes is None else f"{f.vram_used_bytes / GIB:.1f}/{f.vram_limit_bytes / GIB:.1f}"
-    eta = "-" if f.eta_s is None else format_duration(f.eta_s)
+    eta = "-" if f.eta_s is None else format_duration(round(f.eta_s)).replace(" ", "")
     pause = f" pause_s {f.pause_s:.3f}" if f.pause_s >= 0.0005 else ""  # of other_s
     slowest = "-" if f.slowest_rank is None else f.slowest_rank
     ranks = "" if f.ranks == 1 else f" comm_s {f.comm_s:.3f} ranks {f.ranks} slowest {slowest}"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Self, TypeVar
 
-from vesuvius.runlog.units import format_duration, size_text
+from vesuvius.runlog.units import format_duration, format_size
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +76,12 @@ class Progress:
             text += (self._unit and f" {self._unit}") + (self._more and f", {self._more}") + self._size
             if self._total is not None and done > 0:
                 seconds = (time.monotonic() - self._counted_from) * (self._total - self._count) / done
-                text += f", about {format_duration(seconds)} left"
+                text += f", about {format_duration(round(seconds))} left"
             log.info("%s", text)
 
     @property
     def _size(self) -> str:
-        return f", {size_text(self._bytes)}" if self._bytes else ""
+        return f", {format_size(self._bytes)}" if self._bytes else ""
 
 
 def with_progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:

@@ -52,7 +52,7 @@ class StreamOptions:
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
         """The options of a config."""
         if training.ranks != 1 and cluster.reader_nodes == "auto":
-            # Also of the one rank that `min_ranks: 1` may leave: it has reserved the processors of its readers.
+            # Also of the one rank that `min_ranks: 1` may leave: it has reserved the cores of its readers.
             cluster = cluster.model_copy(update={"reader_nodes": "same"})
         return cls(training.micro_batch, training.workers, training.prefetch_factor, cluster=cluster)
 

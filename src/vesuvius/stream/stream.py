@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, DataError, one_line
+from vesuvius.runlog.units import format_count
 from vesuvius.stream.cutter import Cutter, StreamOrderError
 from vesuvius.stream.events import EventRecorder
 from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederStats, check_rings
@@ -230,9 +231,9 @@ class PatchStream(Iterator[Batch]):
         if (feeder := self._feeder) is None:
             return "the readers to start or stop"
         workers, source = self.options.workers, self._source
-        readers = f"{workers} readers" if workers else "no readers: the trainer reads"
+        readers = format_count(workers, "reader") if workers else "no readers: the trainer reads"
         if workers and not self._sources.has_ray:
-            readers = f"Ray, which has {workers} readers, is starting"
+            readers = f"Ray, which has {format_count(workers, 'reader')}, is starting"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
     def local_readers(self) -> frozenset[int]:

@@ -20,7 +20,7 @@ from vesuvius.monitor.memory.guard import Order, Rung
 from vesuvius.monitor.memory.limits import CONFIGURED_NAME, left_bytes
 from vesuvius.monitor.monitor import LoopStatus, Monitor
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.runlog.units import size_text
+from vesuvius.runlog.units import format_size
 from vesuvius.stream.options import (
     StreamChanges,
     StreamOptions,
@@ -179,7 +179,7 @@ class Autotuner:
         left = left_bytes(monitor.risk.killers, self._run.session.limits) // self._run.ranks.local_world
         if need_bytes <= max(left, 0):
             return ""
-        return f"it would take {size_text(need_bytes)} more, and {size_text(max(left, 0))} are left for it"
+        return f"it would take {format_size(need_bytes)} more, and {format_size(max(left, 0))} are left for it"
 
 
 def changes_of(overrides: Sequence[str], options: StreamOptions) -> StreamChanges:

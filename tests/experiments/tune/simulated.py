@@ -66,12 +66,12 @@ class Machine:
 
     Attributes:
         read_s: that a reader waits for a sample with `source.requests` in flight; fewer with more, down to a quarter.
-        decode_s: processor seconds of a reader for a sample.
+        decode_s: CPU seconds of a reader for a sample.
         sample_s: that a sample takes the trainer, whatever the batch.
         launch_s: that each micro-batch takes it besides.
-        trainer_cores_s: processor seconds of the trainer for a sample.
-        crowding: loss of the readers' rate for each reader beyond the processors, as a share.
-        beside: share of the trainer's time that readers on the same processors lose in a whole run.
+        trainer_cores_s: CPU seconds of the trainer for a sample.
+        crowding: loss of the readers' rate for each reader beyond the cores, as a share.
+        beside: share of the trainer's time that readers on the same cores lose in a whole run.
         burst: batches ahead that bursts of the readers use up: the rate lost is burst / (burst + batches ahead).
         faster: by switch, how many times faster it makes the trainer.
         ram: GiB of what always is there, a reader, a sample ahead, a sample of the micro-batch.
@@ -141,7 +141,7 @@ class Machine:
         return self.sample_s / math.prod(gains) + self.launch_s / setting.train_batch_size
 
     def reader_s(self, setting: Setting) -> tuple[float, float]:
-        """Seconds of a sample in a reader, and those of them that need a processor; as long as processors last."""
+        """Seconds of a sample in a reader, and those of them that need a core; as long as cores last."""
         read_s = self.read_s * max(self.source.requests / setting.requests, 0.25)
         return read_s + self.decode_s, self.decode_s
 
@@ -150,8 +150,8 @@ class Machine:
         readers, trainer = self._readers_rate(setting), 1 / self.trainer_s(setting)
         if setting.workers == 0:  # one after the other
             return 1 / (1 / readers + 1 / trainer)
-        processors = self.cores / (self.decode_s + self.trainer_cores_s)
-        smooth = sum(limit**-12 for limit in (readers, trainer, processors)) ** (-1 / 12)
+        cores = self.cores / (self.decode_s + self.trainer_cores_s)
+        smooth = sum(limit**-12 for limit in (readers, trainer, cores)) ** (-1 / 12)
         bursts = self.burst / (self.burst + self.ahead(setting))
         return (1 - bursts) / (1 / smooth + self.beside * self.trainer_s(setting))
 
@@ -320,7 +320,7 @@ def run_to_end(search: Search, lab: SimulatedRunner) -> Search:
 
 
 MACHINES = [
-    # 5 processors: readers stop scaling there
+    # 5 cores: readers stop scaling there
     Machine("data-bound on cores", cores=5, decode_s=0.1, sample_s=0.01, disturbance=NEIGHBOUR),
     # store latency: requests in flight, then readers
     Machine(
@@ -339,7 +339,7 @@ MACHINES = [
     Machine("RAM-capped", sample_s=0.01, decode_s=0.2, ram=(6.0, 3.0, 0.01, 0.02), ram_limit_gib=41.0),
     Machine("noisy", sample_s=0.025, decode_s=0.07, disturbance=Disturbance(noise=0.2)),
     Machine("dies above a threshold", sample_s=0.01, decode_s=0.1, dies_at_workers=7),
-    # more readers than processors are in each other's way
+    # more readers than cores are in each other's way
     Machine("knee", cores=6, sample_s=0.01, decode_s=0.06, read_s=0.06, crowding=0.12),
     # what a step takes is what matters, and then the readers are too slow again
     Machine(

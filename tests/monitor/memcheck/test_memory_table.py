@@ -53,10 +53,10 @@ def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
     assert cells(table, "shared memory") == ["shared memory", "4.00", "4.00"]
     assert cells(table, "total")[:2] == ["total", "27.00 of 100.00"]
     assert cells(table, "VRAM of")[1:3] == ["41.20 of 79.30", "43.50"]
-    assert cells(table, "GPU 0") == ["GPU 0", "42.00 of 80.00 GiB, busy 97 %, NVIDIA A100-SXM4-80GB"]
+    assert cells(table, "GPU 0") == ["GPU 0", "42.00 GiB of 80.00 GiB, busy 97 %, NVIDIA A100-SXM4-80GB"]
     assert cells(table, "risk")[:2] == ["risk", "LOW"]
-    assert cells(table, "first killer")[1] == "Ray's memory monitor at 95.00 GiB; it counts 30.00, 65.00 are left"
-    assert "1200, 3s ago; 95 % of steps take less than 2.91 s" in table
+    assert "Ray's memory monitor at 95.00 GiB; it counts 30.00 GiB, 65.00 GiB" in table
+    assert "1200, 3 s ago; 95 % of steps take less than 2.91 s" in table
 
 
 def test_one_reader_alone_needs_no_sum_above_it() -> None:

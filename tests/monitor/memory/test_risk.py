@@ -173,5 +173,5 @@ def test_a_warning_gives_used_limit_growth_time_and_process():
     reason = _risks(4 * GIB + 50 * MB * np.arange(66), 8 * GIB)[-1].reason
     assert reason == (
         "near out of memory: Ray's memory monitor: 7.03 of 8.00 GiB in use (88%); kills at 7.60 GiB, "
-        "growing 50.0 MB/s: full in 12s (12s to 12s), fastest process 1 (50.0 MB/s)"
+        "growing 50 MB/s: full in 12 s (12 s to 12 s), fastest process 1 (50 MB/s)"
     )

@@ -1,4 +1,4 @@
-"""Processors that may be used: bound ones, and quotas of version 1 and 2, of ancestors too."""
+"""Cores that may be used: bound ones, and quotas of version 1 and 2, of ancestors too."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_version_1_has_two_files(tmp_path: Path, quota: str, cores: float | None
 
 
 def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, int]) -> tuple[CpuQuota, ...]:
-    """Quotas of a step, 2 processors, in a job of 8; each with its periods, and those in which it was used up."""
+    """Quotas of a step, 2 cores, in a job of 8; each with its periods, and those in which it was used up."""
     files = {}
     for place, cores, (periods, throttled) in (("job/step", 2, step), ("job", 8, job)):
         if version == 2:

@@ -34,12 +34,12 @@ def tiny(workers: int, address: str | None = None) -> Config:
 
 
 @pytest.mark.parametrize(("workers", "address", "found"), [(64, None, 1), (8, None, 0), (64, "10.0.0.1:6379", 0)])
-def test_more_readers_than_processors_can_serve_are_doubted(workers: int, address: str | None, found: int) -> None:
+def test_more_readers_than_cores_can_serve_are_doubted(workers: int, address: str | None, found: int) -> None:
     data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats_cells=False), volumes=())
     lines = doubts(tiny(workers, address), data, 1, 2.0)
     assert len(lines) == found
     for line in lines:
-        assert "readers share 2 processors" in line
+        assert "readers share 2 cores" in line
         assert "set training.workers=2, or at most 8 for a remote store" in line
 
 

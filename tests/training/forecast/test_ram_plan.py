@@ -16,7 +16,7 @@ from tests.support.runs import WriteConfig
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.monitor.memory.limits import MemoryLimit
-from vesuvius.runlog.units import GIB, size_text
+from vesuvius.runlog.units import GIB, format_size
 from vesuvius.stream.options import StreamOptions, store_bytes, store_peak_bytes, store_prefetch_bytes
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
@@ -63,7 +63,7 @@ def test_four_terms_add_up_and_the_line_shows_each(planned: Plan) -> None:
     plan, terms = planned("training.workers=3")[2], ("readers", "store", "Ray", "trainer")
     assert plan.ram_bytes == sum(map(plan.term_bytes, terms)) == sum(part.size_bytes for part in plan.parts)
     (line,) = plan.lines()
-    assert all(f"{term} {size_text(plan.term_bytes(term))}" in line for term in terms)
+    assert all(f"{term} {format_size(plan.term_bytes(term))}" in line for term in terms)
 
 
 @pytest.mark.usefixtures("some_network")
@@ -174,7 +174,7 @@ def test_volumes_are_kept_where_they_fit_and_are_passed_over_twice(
     need = Resident.size_bytes(data.job)
     assert need > sum(math.prod(shape_of(split.train)) for split in data.splits)
     assert part(plan, "decoded") == need, "once for both ranks"
-    assert f"volumes {size_text(need)}" in plan.lines()[0]
+    assert f"volumes {format_size(need)}" in plan.lines()[0]
     assert part(planned("training.epochs=1000", "data.resident=0")[2], "decoded") == 0
     assert part(planned("training.epochs=1")[2], "decoded") == 0, "most of it would be read once"
     assert part(planned("training.epochs=1", "data.resident=1")[2], "decoded") == need

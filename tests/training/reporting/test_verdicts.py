@@ -182,13 +182,13 @@ def test_idle_cores_and_those_of_the_readers_are_weighed_in(
     assert (record["bound"], record["cause"]) == ("data-bound", cause)
 
 
-def test_ranks_of_one_node_share_its_idle_processors(
+def test_ranks_of_one_node_share_its_idle_cores(
     tmp_path: Path, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the verdict of each of four advises, all of them do."""
     monkeypatch.setattr("vesuvius.training.reporting.verdicts.bound_cores", lambda: set(range(32)))
     monkeypatch.setattr("vesuvius.training.reporting.verdicts.usable_cores", lambda pid: 32.0)
-    readers = range(41, 47)  # with its trainer a rank uses 3.5 processors, four of them 14 of 32
+    readers = range(41, 47)  # with its trainer a rank uses 3.5 cores, four of them 14 of 32
     rates = Rates((0.0,) * 18 + (1.0,) * 14, dict.fromkeys(readers, 0.5) | {99: 0.5})
     overrides = []
     for world in (1, 4, 20):

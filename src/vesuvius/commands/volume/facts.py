@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from vesuvius.commands.cli import say
-from vesuvius.runlog.units import format_sizes, size_text
+from vesuvius.runlog.units import format_size, format_sizes
 from vesuvius.volumes.box import format_box
 
 
@@ -47,7 +47,7 @@ def _shown(name: str, value: Any) -> str:
         case None:
             return "-"
         case int() if name.endswith("_bytes"):
-            return size_text(value)
+            return format_size(value)
         case float():
             return f"{value:.6g}"
         case ((_, _, _), (_, _, _)):

@@ -18,6 +18,7 @@ from vesuvius.commands.volume.arguments import add_source, add_store, source_of,
 from vesuvius.commands.volume.facts import print_facts
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
+from vesuvius.runlog.units import format_rate
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.phantom import MIN_SIZE_VOXELS, write_phantom
@@ -161,7 +162,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _speed(figures: CopyFigures) -> str:
-    return f"{figures.voxel_bytes / 1e6 / max(figures.seconds, 1e-3):.1f} MB/s of voxels"
+    return f"{format_rate(figures.voxel_bytes / max(figures.seconds, 1e-3))} of voxels"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.experiments import Ended
 from vesuvius.experiments.paired import Comparison, compare_one_of
 from vesuvius.report.page import RunReport, Table, filled
-from vesuvius.runlog.units import format_percent, number, quantile, size_text
+from vesuvius.runlog.units import format_number, format_percent, format_size, format_speed, quantile
 
 Axis = tuple[str, tuple[str, ...]]
 """A config key and the values to measure it with, as they are typed."""
@@ -174,21 +174,22 @@ def verdict(results: Sequence[Result]) -> str:
     for each in sorted(results, key=lambda result: -result.speed.gain if result.speed else 0.0):
         if each.speed is not None:
             words = "" if each.efficiency is None else f" ({band(each.efficiency)})"
-            said.append(f"{each.label} is {speed_words(each.speed)} as {reference}{words}")
+            said.append(f"{each.label} is {speed_words(each.speed, reference)}{words}")
     if failed := [each.label for each in results if each.cause]:
         said.append(f"failed: {', '.join(failed)}")
     return "; ".join(said) or "nothing could be measured"
 
 
-def speed_words(speed: Comparison) -> str:
-    """`1.32 times as fast (1.25 to 1.41)`, and whether that is sure."""
-    times = f"{number(1 + speed.gain)} times as fast ({span_words(speed)})"
-    return times if speed.differs else f"not told apart: {times}"
+def speed_words(speed: Comparison, reference: str) -> str:
+    """`15 % faster than the baseline (12 to 18 % faster)`, and whether the difference is significant."""
+    words = format_speed(1 + speed.gain)
+    words += f" {'as' if words.endswith('as fast') else 'than'} {reference} ({span_words(speed)}"
+    return words + (")" if speed.differs else "; not significant)")
 
 
 def span_words(speed: Comparison) -> str:
-    """`1.25 to 1.41`."""
-    return " to ".join(number(1 + end) for end in speed.ends) or "one round"
+    """`12 to 18 % faster`, or that there is no interval."""
+    return format_speed(*(1 + end for end in speed.ends)) if speed.ends else "one round"
 
 
 def build_page(
@@ -216,22 +217,22 @@ def table_of(results: Sequence[Result]) -> Table:
 
 def _row(result: Result, is_base: bool) -> dict[str, str]:
     figures, speed, ends = result.figures, result.speed, sorted(result.rates.values())
-    rate = "failed" if result.cause and result.samples_s is None else number(result.samples_s)
+    rate = "failed" if result.cause and result.samples_s is None else format_number(result.samples_s)
     if len(ends) > 1:
-        rate += f" ({number(ends[0])} to {number(ends[-1])})"
-    row = {"cell": result.label, "samples/s": rate, "times as fast": "baseline" if is_base else "-"}
+        rate += f" ({format_number(ends[0])} to {format_number(ends[-1])})"
+    row = {"cell": result.label, "samples/s": rate, "speed": "baseline" if is_base else "-"}
     if speed is not None:
-        row["times as fast"] = f"{number(1 + speed.gain)} ({span_words(speed)})"
+        row["speed"] = f"{format_speed(1 + speed.gain)} ({span_words(speed)})"
     row["rounds"] = str(len(ends))
     if result.ranks:
         row |= {
             "efficiency": format_percent(result.efficiency),
-            "exchange": f"{number(figures.get('comm_s'))} s, {format_percent(figures.get('comm_share'))}",
+            "exchange": f"{format_number(figures.get('comm_s'))} s, {format_percent(figures.get('comm_share'))}",
         }
     return row | {
-        "step, s": number(figures.get("step_s")),
-        "start, s": number(result.start_s),
+        "step, s": format_number(figures.get("step_s")),
+        "start, s": format_number(result.start_s),
         "data wait": format_percent(figures.get("data_share")),
-        "RAM of rank 0" if result.ranks else "RAM": size_text(figures.get("ram_bytes")),
-        "VRAM": size_text(figures.get("vram_bytes")),
+        "RAM of rank 0" if result.ranks else "RAM": format_size(figures.get("ram_bytes")),
+        "VRAM": format_size(figures.get("vram_bytes")),
     }

@@ -25,7 +25,7 @@ from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number,
 from vesuvius.report.page import RunReport, made_by, new_folder, write_page
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
-from vesuvius.runlog.units import format_duration, number, size_text
+from vesuvius.runlog.units import format_duration, format_number, format_size
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.step.setup import choose_device
@@ -93,7 +93,9 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
                 if done:  # what is measured so far outlives this process
                     _write(request, config, folder, done)
                 if found.ended == "ok":
-                    log.info("%s: %s samples/s, %s", where, number(found.samples_s), format_duration(found.seconds))
+                    log.info(
+                        "%s: %s samples/s, %s", where, format_number(found.samples_s), format_duration(found.seconds)
+                    )
                 else:
                     log.warning("%s: %s: %s", where, found.ended, found.cause)
                 return replace(found, cell=cell, round=round)
@@ -185,9 +187,9 @@ def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
     ram_bytes, vram_bytes = planned_bytes(config, data)
     ram_bytes, left_bytes = ram_bytes * (1 if config.cluster.address else ranks), ram_left(config)
     if ram_bytes > left_bytes:
-        return f"it needs about {size_text(ram_bytes)} of RAM, and {size_text(left_bytes)} are left"
+        return f"it needs about {format_size(ram_bytes)} of RAM, and {format_size(left_bytes)} are left"
     if vram_bytes is not None and vram_bytes > (vram_left_bytes := vram_left()):
-        return f"it needs about {size_text(vram_bytes)} of VRAM, and {size_text(vram_left_bytes)} are left"
+        return f"it needs about {format_size(vram_bytes)} of VRAM, and {format_size(vram_left_bytes)} are left"
     return ""
 
 

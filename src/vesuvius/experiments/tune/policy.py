@@ -22,6 +22,7 @@ from vesuvius.experiments.tune.measurement import (
     trainer_knobs,
 )
 from vesuvius.experiments.tune.search import AT_ONCE, SHOWN, SMALLEST_GAIN, SURE, Asks, Search
+from vesuvius.runlog.units import format_count
 
 Certainty = Literal["sure", "likely", "unchanged", "none"]
 
@@ -152,7 +153,7 @@ def _more(search: Search, supply: float, more_requests: bool) -> tuple[Setting |
     for workers in range(wanted, best.workers, -1):
         if (obstacle := search.memory.obstacle(replace(best, workers=workers))) is None:
             return replace(best, workers=workers), search.words()
-    return None, f"no more than {best.workers} workers: {obstacle}"
+    return None, f"no more than {format_count(best.workers, 'worker')}: {obstacle}"
 
 
 def _raise_steps(search: Search) -> Asks[bool]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from vesuvius.errors import one_line
 from vesuvius.experiments.tune.measurement import DEADLY, Block, BlockKind, Planner, SearchSpace, Setting, trainer_knobs
-from vesuvius.runlog.units import size_text
+from vesuvius.runlog.units import format_size
 
 Risk = Literal["low", "medium", "high"]
 
@@ -49,7 +49,7 @@ class PredictedMemory:
         )
         for size_bytes, where, limit_bytes in limits:
             if size_bytes is not None and limit_bytes is not None and size_bytes > limit_bytes:
-                return f"up to {size_text(size_bytes)} of {where} predicted, limit {size_text(limit_bytes)}"
+                return f"up to {format_size(size_bytes)} of {where} predicted, limit {format_size(limit_bytes)}"
         return None
 
     def run_ram_bytes(self, setting: Setting) -> int:

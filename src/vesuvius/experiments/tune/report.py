@@ -22,7 +22,7 @@ from vesuvius.experiments.tune.policy import Recommendation, does_not_fit
 from vesuvius.experiments.tune.predict import ENDED_BY, PredictedMemory, Risk
 from vesuvius.experiments.tune.search import KINDS, SHOWN, Search
 from vesuvius.report.page import RunReport, Table, filled
-from vesuvius.runlog.units import format_duration, format_percent, number, size_text
+from vesuvius.runlog.units import format_count, format_duration, format_number, format_percent, format_size
 
 MARK = "Written by vesuvius tune"
 """Begins the header: a file that does not begin so belongs to the user and is never replaced."""
@@ -141,7 +141,7 @@ def block_line(number_of: int, block: Block) -> str:
         return begin + _end_words(block)
     waited = "" if block.data_share is None else f", waited for data {format_percent(block.data_share)}"
     memory = "" if block.ram_bytes is None else f", {memory_words(block.ram_bytes, block.vram_bytes)}"
-    return f"{begin}{number(block.rate)} samples/s{waited}{memory}"
+    return f"{begin}{format_number(block.rate)} samples/s{waited}{memory}"
 
 
 def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
@@ -169,8 +169,8 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
         lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
     return [
         f"machine  {machine}{f'; {space.others}' if space.others else ''}",
-        f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, {space.most_workers} workers, "
-        f"{f'{space.most_requests} requests, ' if requests else ''}"
+        f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, "
+        f"{format_count(space.most_workers, 'worker')}, {f'{space.most_requests} requests, ' if requests else ''}"
         f"prefetch_factor {space.most_prefetch}, train_batch_size {space.most_batch}",
         f"budget   {format_duration(space.budget_s)}, {space.block_s:.0f} s to measure in each block; may be tried:",
         *lines,
@@ -198,9 +198,9 @@ def build_page(
             cell.stage,
             KINDS[cell.kind],
             " ".join(cell.setting.overrides(search.base)) or "none",
-            number(block.rate or None),
+            format_number(block.rate or None),
             format_percent(block.data_share),
-            size_text(block.ram_bytes),
+            format_size(block.ram_bytes),
             format_duration(block.seconds),
             "ok" if block.ended == "ok" else _end_words(block),
             cell.why,
@@ -227,11 +227,11 @@ def _option_row(option: Option) -> tuple[str, ...]:
     mark = "" if option.measured else "~"
     return (
         option.name,
-        mark + number(option.samples_s) if option.samples_s else "-",
-        f"{mark}{number(option.step_s)} s" if option.step_s else "-",
+        mark + format_number(option.samples_s) if option.samples_s else "-",
+        f"{mark}{format_number(option.step_s)} s" if option.step_s else "-",
         mark + format_duration(option.total_s) if option.total_s else "-",
-        size_text(option.ram_bytes),
-        size_text(option.vram_bytes),
+        format_size(option.ram_bytes),
+        format_size(option.vram_bytes),
         option.risk,
         " ".join(option.overrides) or "none",
         option.words,
@@ -244,8 +244,8 @@ def _end_words(block: Block) -> str:
 
 def memory_words(ram_bytes: int, vram_bytes: int | None) -> str:
     """`3 GiB of RAM, 40 GiB of VRAM`."""
-    vram = "" if vram_bytes is None else f", {size_text(vram_bytes)} of VRAM"
-    return f"{size_text(ram_bytes)} of RAM{vram}"
+    vram = "" if vram_bytes is None else f", {format_size(vram_bytes)} of VRAM"
+    return f"{format_size(ram_bytes)} of RAM{vram}"
 
 
 def tuned_path(source: Path) -> Path:

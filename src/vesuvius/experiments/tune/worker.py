@@ -254,7 +254,7 @@ class TuneWorker:
             self._take_batch()
 
     def _wait_until_idle(self, most_s: float) -> None:
-        """Wait until all buffers are full and the readers use no processor, within bounds."""
+        """Wait until all buffers are full and the readers use no CPU, within bounds."""
         give_up = time.monotonic() + most_s
         while time.monotonic() < give_up and not self._loop.run.stop.wanted():
             full_s, cpu_s = self._stream.feeder_stats.full_s, self._readers_cpu_s()
@@ -264,7 +264,7 @@ class TuneWorker:
                 return
 
     def _readers_cpu_s(self) -> float:
-        """Processor seconds that the readers on this machine had used when the monitor last looked."""
+        """CPU seconds that the readers on this machine had used when the monitor last looked."""
         readers = self._stream.readers.copy().keys() - {os.getpid()}
         return math.fsum(each.cpu_s for each in self._loop.monitor.sample.processes if each.pid in readers)
 

@@ -41,7 +41,7 @@ from vesuvius.generate.volume.work import (
 )
 from vesuvius.runlog.files import free_disk_bytes, write_whole
 from vesuvius.runlog.redact import redacted
-from vesuvius.runlog.units import format_duration, format_sizes, size_text
+from vesuvius.runlog.units import format_count, format_duration, format_size, format_sizes
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
 from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StopRequest
@@ -112,7 +112,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
                 with drawing.workers_on(folder, watch) as run_parts:
                     x = sampling.run(run_parts, drawing.workers)
                 drawing.write(target, x, sampling.used, watch)
-        return f"wrote {out}: {shape}, {plan.levels} level(s), in {time.monotonic() - started:.1f} s"
+        return f"wrote {out}: {shape}, {format_count(plan.levels, 'level')}, in {time.monotonic() - started:.1f} s"
 
 
 def forecast_volume(request: VolumeRequest) -> str:
@@ -138,7 +138,7 @@ def forecast_volume(request: VolumeRequest) -> str:
         return (
             f"volume {format_sizes(job.tiling.shape_zyx)}: {tiles} tiles, {tiles * passes} network evaluations of a "
             f"tile\ndisk: {disk}\n"
-            f"time: about {format_duration(seconds)} with {workers} worker(s)"
+            f"time: about {format_duration(seconds)} with {format_count(workers, 'worker')}"
         )
 
 
@@ -224,9 +224,10 @@ class _Drawing:
         """What does the parts: this process if it is alone, else actors of Ray."""
         request = self.request
         log.info(
-            "drawing %s voxels from %s (%s weights): %d tiles, %d passes, %d worker(s) on %s",
+            "drawing %s voxels from %s (%s weights): %d tiles, %s, %s on %s",
             *(format_sizes(self.job.tiling.shape_zyx), self._info.checkpoint, request.weights),
-            *(self.job.tiling.tiles, len(self.job.passes), self.workers, self._device.type),
+            *(self.job.tiling.tiles, format_count(len(self.job.passes), "pass"), format_count(self.workers, "worker")),
+            self._device.type,
         )
         # Workers may run in another folder.
         elsewhere = replace(request, checkpoint=request.checkpoint.resolve())
@@ -286,13 +287,13 @@ class _Drawing:
         """The space that it needs, in words.  Raises StorageError where the disk is too small."""
         out, volume = self.request.out, self.plan.raw_bytes
         state, free = state_bytes(self.job, live, self.workers), free_disk_bytes(out.parent)
-        need = f"{size_text(state)} for the state and at most {size_text(volume)} for the volume"
+        need = f"{format_size(state)} for the state and at most {format_size(volume)} for the volume"
         if state + volume > free:
             raise StorageError(
-                f"The disk is too small for {out}: {need} are needed, and {size_text(free)} are free; free space, "
+                f"The disk is too small for {out}: {need} are needed, and {format_size(free)} are free; free space, "
                 "lower --overlap or --shape, or choose another --out"
             )
-        return f"{need}; {size_text(free)} free"
+        return f"{need}; {format_size(free)} free"
 
 
 def state_bytes(job: VolumeJob, live: Blocks, workers: int) -> int:

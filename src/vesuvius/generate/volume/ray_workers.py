@@ -17,6 +17,7 @@ from ray.util import ActorPool
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, VesuviusError
 from vesuvius.generate.volume.work import OpenWork, Part, RunParts, Work
+from vesuvius.runlog.units import format_count
 from vesuvius.stream.ray.session import Session
 
 _POLL_S = 0.5
@@ -38,7 +39,7 @@ def ray_workers(
         check: called twice a second; what it raises ends the work.
 
     Raises:
-        ConfigError: Ray does not start, the cluster does not answer, or it has fewer GPUs or processors than actors.
+        ConfigError: Ray does not start, the cluster does not answer, or it has fewer GPUs or cores than actors.
         VesuviusError: a part killed its actor again and again, or no actor answers.
     """
     session = Session(ClusterConfig(address=address), count, 0, _STORE_BYTES)
@@ -82,14 +83,14 @@ def _run(parts: Iterable[Part], actors: list[Any], check: Callable[[], None]) ->
             if time.monotonic() - last > _SILENT_S:
                 raise VesuviusError(
                     f"No worker has finished a part for {_SILENT_S / 60:.0f} min; `ray status` says whether the nodes "
-                    "have the GPUs and processors of --workers; what is done is kept"
+                    "have the GPUs and cores of --workers; what is done is kept"
                 ) from None
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
             raise VesuviusError(
-                f"A part of the volume ended its worker {_RETRIES + 1} time(s), probably because memory ran out; see "
-                "the kernel log (dmesg), and lower --batch-size or --workers; what is done is kept"
+                f"A part of the volume ended its worker {format_count(_RETRIES + 1, 'time')}, probably because memory "
+                "ran out; see the kernel log (dmesg), and lower --batch-size or --workers; what is done is kept"
             ) from error
         else:
             last = time.monotonic()

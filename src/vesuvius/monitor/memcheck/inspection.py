@@ -26,7 +26,7 @@ from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, 
 from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.session import SessionRecord, find_pid, is_alive, read_session
 from vesuvius.runlog.records import Record, Tail, is_number
-from vesuvius.runlog.units import format_duration, format_time, quantile, size_text
+from vesuvius.runlog.units import format_duration, format_size, format_time, quantile
 
 State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
 
@@ -212,7 +212,7 @@ class RunInspector:
             return self._watch.add_to(replace(found, rows=rows), sample)
         if last is not None:  # the last moment as the run itself saw it: it is dead, or on another machine
             fresh = state == "elsewhere" and abs(now - last.time) <= _FRESH_S
-            used, most = size_text(last.killer_used_bytes), size_text(last.kills_at_bytes)
+            used, most = format_size(last.killer_used_bytes), format_size(last.kills_at_bytes)
             found = replace(
                 found,
                 rows=rows_of(_sizes_then(last), peaks, others),

@@ -15,7 +15,7 @@ from rich.text import Text
 from vesuvius.monitor.memcheck.inspection import Inspection, Row
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.probes.system_sample import SystemSample
-from vesuvius.runlog.units import format_duration, format_time, gib
+from vesuvius.runlog.units import format_duration, format_gib, format_size, format_time
 
 _LEVEL_STYLES = {Level.LOW: "bold green", Level.WARN: "bold yellow", Level.CRITICAL: "bold red"}
 _STATE_STYLES = {"running": "green", "hung": "bold yellow", "killed": "bold red"}
@@ -43,9 +43,9 @@ def _parts(found: Inspection) -> Table:
         if row.part == "total":
             table.add_section()
         limit_bytes = {"total": found.limit_bytes, "vram": found.vram_limit_bytes}.get(row.part)
-        now = gib(row.now_bytes) + ("" if limit_bytes is None else f" of {gib(limit_bytes)}")
+        now = format_gib(row.now_bytes) + ("" if limit_bytes is None else f" of {format_gib(limit_bytes)}")
         style = {"total": "bold", "reader": "dim"}.get(row.part, "")
-        table.add_row(Text(row.name), now, gib(row.peak_bytes), style=style)
+        table.add_row(Text(row.name), now, format_gib(row.peak_bytes), style=style)
     return table
 
 
@@ -69,8 +69,11 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:
     for line in found.kills:
         yield "kill seen", Text(line, style="bold red")
     for number, killer in enumerate(found.killers[:_SHOWN_KILLERS]):
-        counted = f"it counts {gib(killer.used_bytes)}, {gib(killer.left_bytes)} are left"
-        yield "then" if number else "first killer", f"{killer.name} at {gib(killer.kills_at_bytes)} GiB; {counted}"
+        counted = f"it counts {format_size(killer.used_bytes)}, {format_size(killer.left_bytes)} are left"
+        yield (
+            "then" if number else "first killer",
+            f"{killer.name} at {format_size(killer.kills_at_bytes)}; {counted}",
+        )
     if found.sample is not None:
         yield from _machine_facts(found, found.sample)
     if found.steps is not None:
@@ -87,9 +90,9 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:
 
 def _machine_facts(found: Inspection, sample: SystemSample) -> Iterator[tuple[str, str]]:
     machine, rates = sample.machine, found.rates
-    cache = f"page cache {gib(found.page_cache_bytes)} GiB"
-    yield "machine", f"{gib(machine.used_bytes)} of {gib(machine.total_bytes)} GiB used by everything on it, {cache}"
-    swap = f"{gib(machine.swap_used_bytes)} of {gib(machine.swap_total_bytes)} GiB"
+    used = f"{format_size(machine.used_bytes)} of {format_size(machine.total_bytes)} used by all processes"
+    yield "machine", f"{used}, page cache {format_size(found.page_cache_bytes)}"
+    swap = f"{format_size(machine.swap_used_bytes)} of {format_size(machine.swap_total_bytes)}"
     yield "swap", swap if machine.swap_total_bytes else "none"
     cores = f"{len(machine.core_total_s)}"
     if rates is not None:
@@ -99,6 +102,9 @@ def _machine_facts(found: Inspection, sample: SystemSample) -> Iterator[tuple[st
     yield "cores", cores
     for gpu in sample.gpus:
         share = "-" if gpu.busy is None else f"{100 * gpu.busy:.0f} %"
-        yield f"GPU {gpu.index}", f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} GiB, busy {share}, {gpu.name}"
+        yield (
+            f"GPU {gpu.index}",
+            f"{format_size(gpu.used_bytes)} of {format_size(gpu.total_bytes)}, busy {share}, {gpu.name}",
+        )
     if not sample.gpus:
         yield "GPU", f"- ({found.no_gpus or 'NVML does not answer'})"

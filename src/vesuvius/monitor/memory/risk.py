@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, killers_of, largest_share, shrinking_helps, used_share
 from vesuvius.monitor.probes.system_sample import SystemSample
-from vesuvius.runlog.units import format_duration, gib
+from vesuvius.runlog.units import format_duration, format_gib, format_rate, format_size
 
 _WINDOW_S = 5.0
 _SPANS = (60, 24, 12, 10, 8, 6)  # windows; fewer than 6 have no 95 % interval that is worth the name
@@ -276,18 +276,18 @@ def _reason(
     if trend is not None and exhaustion is not None:
         seconds = (exhaustion.earliest_s, exhaustion.likely_s, exhaustion.latest_s)
         earliest, likely, latest = map(format_duration, seconds)
-        growth = f"growing {trend.bytes_per_s / 1e6:.1f} MB/s: full in {likely} ({earliest} to {latest})"
+        growth = f"growing {format_rate(trend.bytes_per_s)}: full in {likely} ({earliest} to {latest})"
         if growing:
             pid = max(growing, key=lambda each: growing[each].bytes_per_s)
-            growth += f", fastest process {pid} ({growing[pid].bytes_per_s / 1e6:.1f} MB/s)"
+            growth += f", fastest process {pid} ({format_rate(growing[pid].bytes_per_s)})"
     if level is Level.LOW:
         return f"{_in_use(first)}, {growth}"
     fullest = max(killers, key=lambda each: used_share(each, limits))
-    text = f"near out of memory: {first.name}: {_in_use(first)}; kills at {gib(first.kills_at_bytes)} GiB, {growth}"
+    text = f"near out of memory: {first.name}: {_in_use(first)}; kills at {format_size(first.kills_at_bytes)}, {growth}"
     if fullest.name != first.name and used_share(fullest, limits) >= limits.warn_at:
-        text += f"; {fullest.name}: {_in_use(fullest)}; kills at {gib(fullest.kills_at_bytes)} GiB"
+        text += f"; {fullest.name}: {_in_use(fullest)}; kills at {format_size(fullest.kills_at_bytes)}"
     return text
 
 
 def _in_use(killer: MemoryLimit) -> str:
-    return f"{gib(killer.used_bytes)} of {gib(killer.limit_bytes)} GiB in use ({killer.share:.0%})"
+    return f"{format_gib(killer.used_bytes)} of {format_gib(killer.limit_bytes)} GiB in use ({killer.share:.0%})"

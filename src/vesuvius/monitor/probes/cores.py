@@ -1,4 +1,4 @@
-"""Processors that a process may use, how often quotas of its cgroups hold it back, and the tasks that it may start."""
+"""Cores that a process may use, how often quotas of its cgroups hold it back, and the tasks that it may start."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class CpuQuota:
     """What a cgroup, that of a process or one above it, lets all in it use together."""
 
     cgroup: str  # its path
-    cores: float  # processors
+    cores: float  # cores
     periods: int  # of the quota so far
     throttled: int  # those in which it was used up
 
 
 def bound_cores(pid: int = 0) -> frozenset[int]:
-    """Processors that a process is bound to (its cpuset); 0 = this one."""
+    """Cores that a process is bound to (its cpuset); 0 = this one."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(pid))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def usable_cores(pid: int) -> float:
-    """Processors that a process of this machine may use; a container with a quota of 3.5 has 3.5."""
+    """Cores that a process of this machine may use; a container with a quota of 3.5 has 3.5."""
     return min([float(len(bound_cores(pid))), *(quota.cores for quota in cpu_quotas(pid))])
 
 
@@ -65,7 +65,7 @@ def throttling(before: Iterable[CpuQuota], after: Iterable[CpuQuota]) -> tuple[f
 
 
 def _cores(version: int | None, directory: Path) -> float | None:
-    """Microseconds of processor time in each period, as processors; None for `max` or, in version 1, -1."""
+    """Microseconds of CPU time in each period, as cores; None for `max` or, in version 1, -1."""
     names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     figures = " ".join(read_text(directory / name) or "" for name in names).split()
     if len(figures) != 2 or not all(figure.isdigit() for figure in figures):

@@ -122,11 +122,11 @@ class Rates:
     """What happened between two looks."""
 
     core_busy: tuple[float, ...]  # share of the time that each core worked, 0 to 1
-    # by pid, processor seconds per second: 1.0 = one core; processes that were there at both looks
+    # by pid, CPU seconds per second: 1.0 = one core; processes that were there at both looks
     process_cores: Mapping[int, float]
 
     def idle_cores(self, among: Collection[int]) -> float:
-        """How many of some processors had nothing to do, on average; of all where their numbers are unknown."""
+        """How many of some cores had nothing to do, on average; of all where their numbers are unknown."""
         busy = [self.core_busy[core] for core in among if core < len(self.core_busy)]
         return sum(1 - share for share in (busy if len(busy) == len(among) else self.core_busy))
 

@@ -96,8 +96,8 @@ class Segment:
                 fn_constructor_args=([job_ref],),
                 batch_size=1,
                 compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=TASKS_IN_FLIGHT),
-                num_cpus=0 if here else 1,  # there the rank has reserved the processors of its readers
-                # By default Ray takes nodes without GPUs first, where one has a processor left.
+                num_cpus=0 if here else 1,  # there the rank has reserved the cores of its readers
+                # By default Ray takes nodes without GPUs first, where one has a core left.
                 scheduling_strategy=_this_node() if here else "DEFAULT",
             )
         # The task after the one that is being cut is fetched to this machine.

@@ -30,7 +30,7 @@ from vesuvius.config.load import dump_set_keys
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.plan.make_plan import split_volume
-from vesuvius.runlog.units import GIB, format_percent, format_sizes, gib
+from vesuvius.runlog.units import GIB, format_gib, format_percent, format_sizes
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.micro_batch import fit_micro_batch, room_here
@@ -114,8 +114,8 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
     config = config.with_training(workers=_workers(config, data, is_remote(spec.path)))
     gpu = "no GPU"
     if device.type == "cuda":
-        gpu = f"{torch.cuda.get_device_name(device)} with {gib(torch.cuda.mem_get_info(device)[0])} GiB free"
-    memory, steps = f"{gib(ram_limit(None).limit_bytes)} GiB of memory", config.horizon_steps
+        gpu = f"{torch.cuda.get_device_name(device)} with {format_gib(torch.cuda.mem_get_info(device)[0])} GiB free"
+    memory, steps = f"{format_gib(ram_limit(None).limit_bytes)} GiB of memory", config.horizon_steps
     said = {
         "volume": f"{spec.path}, level {spec.level} of {len(volume.levels)}: {format_sizes(volume.chosen.shape)} "
         f"{volume.chosen.dtype}{_stored(volume)[1]}",
@@ -262,7 +262,7 @@ def _data(volume: VolumeFacts, patch: Triple, held_out: bool, everywhere: bool =
 
 def _workers(config: Config, data: PreparedData, remote: bool) -> int:
     """Readers: as many as fit, up to those of the config.  None, as Ray takes memory and time to start, where threads
-    of the trainer read as fast: on two processors, and for a volume that memory soon holds."""
+    of the trainer read as fast: on two cores, and for a volume that memory soon holds."""
     if not remote and usable_cores(os.getpid()) <= _CORES_WITHOUT_READERS:
         return 0
     if resident_bytes(config, data) and data.plan.is_small:
@@ -300,7 +300,7 @@ def _text(config: Config, said: dict[str, str], volume: VolumeFacts) -> str:
         "data.validation": "the volume is too small to hold out a part",
         "training.train_batch_size": "patches computed at once: as many of those of a step as memory allows",
         "training.accumulate_steps": f"{config.global_batch} patches a step",
-        "training.workers": "reader processes; 0 = the trainer reads: best on two processors, for a small volume, and "
+        "training.workers": "reader processes; 0 = the trainer reads: best on two cores, for a small volume, and "
         "where memory or /dev/shm is too small for Ray",
         "training.epochs": f"{said['run']} here; to continue, raise epochs and add --resume",
         "training.lr_schedule": "needs no horizon: a longer run continues as if planned from the start",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vesuvius.config import Config
-from vesuvius.runlog.units import size_text
+from vesuvius.runlog.units import format_size
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, MemoryPlan, indexable_batch, plan_memory
 from vesuvius.training.forecast.run_plan import local_ranks, ram_limit
 from vesuvius.training.step.setup import choose_device, resolve_amp
@@ -30,10 +30,10 @@ class Fitted:
     @property
     def line(self) -> str:
         """For people."""
-        training, room = self.config.training, size_text(self.room_bytes)
+        training, room = self.config.training, format_size(self.room_bytes)
         sizes = f"{training.train_batch_size} x {training.accumulate_steps}"
         none = "" if self.fits else ", where not even one patch fits"
-        return f"micro-batch {sizes}: {size_text(self.need_bytes)} of {room} by the memory plan{none}"
+        return f"micro-batch {sizes}: {format_size(self.need_bytes)} of {room} by the memory plan{none}"
 
 
 def fit_micro_batch(config: Config, room_bytes: int, gpu: bool) -> Fitted:

@@ -15,7 +15,7 @@ from vesuvius.monitor.probes.cores import task_limits
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.trackers import check_trackers
-from vesuvius.runlog.units import GIB, format_sizes, size_text
+from vesuvius.runlog.units import GIB, format_size, format_sizes
 from vesuvius.stream.options import StreamOptions, check_cluster, check_store, is_ray_connected, store_bytes
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
@@ -35,7 +35,7 @@ from vesuvius.training.validation.validation import measure_spectrum
 from vesuvius.volumes.store.cache import open_cache
 
 READERS_PER_CORE = 4
-"""Readers of a remote store mostly wait, so more of them than processors are useful, but not more than these."""
+"""Readers of a remote store mostly wait, so more of them than cores are useful, but not more than these."""
 
 # Tasks (processes and threads), rounded up from the peaks of pids cgroups on two cores: 20 without readers, 305, 335
 # and 407 with 1, 2 and 4 of them.  Ray's daemons have 156, and each process that they start ahead, one a core, 22.
@@ -162,12 +162,12 @@ def doubts(config: Config, data: PreparedData, world: int, cores: float) -> list
     """What is allowed and seldom meant, a line each, for `world` ranks.  Pure.
 
     Args:
-        cores: processors that the readers may use, if they run on this machine.
+        cores: that the readers may use, if they run on this machine.
     """
     diffusion, plan, workers, found = config.diffusion, data.plan, config.training.workers, []
     if config.cluster.address is None and workers > READERS_PER_CORE * cores:
         found.append(
-            f"training.workers {workers} readers share {cores:g} processors and read no faster than a few; set "
+            f"training.workers {workers} readers share {cores:g} cores and read no faster than a few; set "
             f"training.workers={math.ceil(cores)}, or at most {math.floor(READERS_PER_CORE * cores)} for a remote store"
         )
     if diffusion.prediction == "eps" and diffusion.sampler_clip is None:
@@ -180,7 +180,7 @@ def doubts(config: Config, data: PreparedData, world: int, cores: float) -> list
         # A small volume is in the page cache soon.
         if amplification > 1 and math.prod(volume.shape_zyx) * planned.voxel_bytes > _SMALL_BYTES:
             found.append(
-                f"{amplification:.2f} bytes are decoded per byte of patch of {volume.name}, in chunks of "
+                f"the read amplification of {volume.name} is {amplification:.2f}: chunks of "
                 f"{format_sizes(volume.chunk_zyx)}, each read by {plan.reads_per_region(world):.1f} ranks; raise "
                 f"data.patches_per_region (now {plan.patches_per_region}) in a new run, or write smaller chunks"
             )
@@ -222,8 +222,8 @@ def check_limits(config: Config, ranks: int, store_bytes: int, cores: int | None
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest != resource.RLIM_INFINITY and largest < store_bytes:
         raise ConfigError(
-            f"`ulimit -f` allows files of {size_text(largest)}, and Ray's object store in /dev/shm is one of "
-            f"{size_text(store_bytes)}; raise it (`ulimit -f unlimited`) or set training.workers=0"
+            f"`ulimit -f` allows files of {format_size(largest)}, and Ray's object store in /dev/shm is one of "
+            f"{format_size(store_bytes)}; raise it (`ulimit -f unlimited`) or set training.workers=0"
         )
 
 

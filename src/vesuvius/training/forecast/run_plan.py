@@ -22,7 +22,7 @@ from vesuvius.loader.device import pinned_bytes
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.probes.vram import Vram
-from vesuvius.runlog.units import GIB, size_text
+from vesuvius.runlog.units import GIB, format_size
 from vesuvius.stream.feeder import BUFFERS_IN_USE
 from vesuvius.stream.options import (
     READER_RING,
@@ -107,13 +107,13 @@ class RunPlan:
 
     def lines(self) -> list[str]:
         """For people: the host's memory by who holds it, and the GPU's."""
-        terms = ", ".join(f"{t} {size_text(self.term_bytes(t))}" for t in dict.fromkeys(p.term for p in self.parts))
+        terms = ", ".join(f"{t} {format_size(self.term_bytes(t))}" for t in dict.fromkeys(p.term for p in self.parts))
         ranks = f" by {n} ranks on this machine" if (n := local_ranks(self.config)) > 1 else ""
-        of = f"{size_text(self.limit.limit_bytes)} ({self.limit.name})"
-        lines = [f"RAM {size_text(self.ram_bytes)} planned of {of}{ranks}: {terms}"]
+        of = f"{format_size(self.limit.limit_bytes)} ({self.limit.name})"
+        lines = [f"RAM {format_size(self.ram_bytes)} planned of {of}{ranks}: {terms}"]
         if (step := self.step) is not None:
-            need = f"VRAM {size_text(step.vram_bytes)} planned of {size_text(self.vram_bytes)} ({self.whose})"
-            peak = f"{size_text(step.peak_bytes)} at the peak of train_batch_size {step.batch}, amp {step.amp}"
+            need = f"VRAM {format_size(step.vram_bytes)} planned of {format_size(self.vram_bytes)} ({self.whose})"
+            peak = f"{format_size(step.peak_bytes)} at the peak of train_batch_size {step.batch}, amp {step.amp}"
             largest = largest_batch(self.config, self.vram_bytes)
             fits = f"{largest} or more" if largest == LARGEST_PLANNED_BATCH else largest
             lines.append(f"{need}: {peak}, the rest for CUDA and fragmentation; the largest that fits is {fits}")
@@ -127,24 +127,24 @@ class RunPlan:
             largest = largest_batch(config, self.vram_bytes)
             remedy = f"set training.train_batch_size={largest} and raise training.accumulate_steps"
             text = (
-                f"train_batch_size {config.training.micro_batch} will not fit: {size_text(need)} of GPU memory "
-                f"needed of {size_text(self.vram_bytes)}; {remedy if largest else leaner(config)}"
+                f"train_batch_size {config.training.micro_batch} will not fit: {format_size(need)} of GPU memory "
+                f"needed of {format_size(self.vram_bytes)}; {remedy if largest else leaner(config)}"
             )
             found.append(Problem(text, True))
         elif need > self.vram_free_bytes:
-            free = size_text(self.vram_free_bytes)
+            free = format_size(self.vram_free_bytes)
             found.append(Problem(f"only {free} of GPU memory are free; see nvidia-smi for who holds the rest", False))
         allowed, limit = (
             _WARN_SHARE * self.limit.limit_bytes,
-            f"{size_text(self.limit.limit_bytes)} ({self.limit.name})",
+            f"{format_size(self.limit.limit_bytes)} ({self.limit.name})",
         )
         if self.ram_bytes > allowed:
             largest_part, fewer = max(self.parts, key=lambda part: part.size_bytes), range(config.training.workers)
             plans = {n: plan_ram(config.with_training(workers=n), self.data, self.step is not None) for n in fewer}
             fit = [n for n, parts in plans.items() if sum(part.size_bytes for part in parts) <= allowed]
             text = (
-                f"{size_text(self.ram_bytes)} of host memory are planned, more than {_WARN_SHARE:.0%} of {limit}, most "
-                f"of it for {largest_part.term}: {largest_part.name} ({size_text(largest_part.size_bytes)}); "
+                f"{format_size(self.ram_bytes)} of host memory are planned, more than {_WARN_SHARE:.0%} of {limit}, "
+                f"most of it for {largest_part.term}: {largest_part.name} ({format_size(largest_part.size_bytes)}); "
                 + (f"start with training.workers={fit[-1]}" if fit else f"lower {largest_part.lower}")
             )
             # A GPU that is not here may stand in a machine with more memory.
@@ -304,9 +304,9 @@ def gpu_memory_error(
     held = "unknown, no GPU reports it"
     if use is not None:
         held = (
-            f"{size_text(use.allocated_bytes)} in tensors ({size_text(use.peak_bytes)} at the peak), torch held "
-            f"{size_text(use.reserved_bytes)}, CUDA itself and other processes {size_text(use.foreign_bytes)}, "
-            f"{size_text(use.free_bytes)} of {size_text(use.total_bytes)} are free"
+            f"{format_size(use.allocated_bytes)} in tensors ({format_size(use.peak_bytes)} at the peak), torch held "
+            f"{format_size(use.reserved_bytes)}, CUDA itself and other processes {format_size(use.foreign_bytes)}, "
+            f"{format_size(use.free_bytes)} of {format_size(use.total_bytes)} are free"
         )
     saved = "none could be saved now; --resume continues from the last one"
     if saved_step is not None:

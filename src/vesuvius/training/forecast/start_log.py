@@ -19,7 +19,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.loader.device import synchronize
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.runlog.units import GIB, format_duration, format_sizes, gib, size_text
+from vesuvius.runlog.units import GIB, format_duration, format_size, format_sizes
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
@@ -84,9 +84,9 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
         lines += [
             f"volume     {volume.name}: {stored}, greys {grey.low:g} to {grey.high:g}",
             f"  split    training {format_box(split.train)}; validation {held_out}",
-            f"  regions  {region}, {plan.read_amplification(number, world):.2f} bytes decoded per byte of patch",
+            f"  regions  {region}, read amplification {plan.read_amplification(number, world):.2f}",
         ]
-    memory = size_text(plan.regions_in_flight * data.job.block_bytes)
+    memory = format_size(plan.regions_in_flight * data.job.block_bytes)
     table = Schedule.from_config(config.diffusion, spectrum).alpha_bar_64
     sigmas = " to ".join(f"{math.sqrt(1 / alpha_bar - 1):.3g}" for alpha_bar in table[[0, -1]])
     spread = f"standard deviation {spectrum.std:.3g}"
@@ -104,7 +104,7 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
 def _resident_lines(config: Config, checked: Preflight) -> list[str]:
     """Whether the volumes are kept in memory, and from when on they are not read any more."""
     wanted, need = config.data.resident, Resident.size_bytes(checked.data.job)
-    size, first_pass = size_text(need), first_pass_samples(config, checked.data)
+    size, first_pass = format_size(need), first_pass_samples(config, checked.data)
     if wanted == 0:
         return []
     if checked.resident_bytes:
@@ -156,8 +156,8 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     count = training.keep_last + 2 + for_ever  # with the last, and the best
     need = count * checked.checkpoint_bytes
     yield (
-        f"disk       {gib(need)} GiB for up to {count} checkpoints of {gib(checked.checkpoint_bytes)} GiB, "
-        f"{gib(checked.free_bytes)} GiB free"
+        f"disk       {format_size(need)} for up to {count} checkpoints of {format_size(checked.checkpoint_bytes)}, "
+        f"{format_size(checked.free_bytes)} free"
     )
     warned = [line for level, line in lines if level == logging.WARNING]
     if need > checked.free_bytes:
@@ -180,7 +180,7 @@ def _time_line(config: Config, plan: RunPlan, steps: int) -> str:
     if plan.step and device.type == "cpu":
         return f"time       {compute}; its time on a GPU that is not here is unknown"
     step_s = step_range_s(flops, device, amp)
-    of_step = " to ".join(f"{s:.2g} s" if s < 60 else format_duration(s) for s in step_s)
+    of_step = " to ".join(format_duration(s) for s in step_s)
     of_run = " to ".join(format_duration(s * steps) for s in step_s)
     place = "GPU" if device.type == "cuda" else "CPU"
     return f"time       {compute}, about {of_step} on this {place}: {of_run} for {steps} steps, if data never waits"
@@ -198,7 +198,7 @@ def step_range_s(flops: int, device: torch.device, amp: AmpMode) -> tuple[float,
 def convolution_flops_s(device: torch.device, amp: AmpMode) -> float:
     """The best rate of forward and backward passes of a 3x3x3 convolution; a multiply-add is 2 operations.
 
-    On a CPU processor time counts, not the clock's: other programs may run.
+    On a CPU, CPU time counts instead of wall time: other programs may run.
     """
     on_cpu, size = device.type == "cpu", 32
     channels = 32 if on_cpu else 128

@@ -157,7 +157,7 @@ class Verdicts:
             self._seen_gpu_busy.append(busy)
 
     def _window(self) -> Window:
-        """The figures of these steps.  Of the processors of a node each of its ranks counts its share: what a verdict
+        """The figures of these steps.  Of the cores of a node each of its ranks counts its share: what a verdict
         advises is done by all of them."""
         readers, feeder = self._stream.reader_totals, self._stream.feeder_stats
         ranks_here = self._run.ranks.local_world
@@ -185,7 +185,7 @@ class Verdicts:
         )
 
     def _reader_cores(self) -> float | None:
-        """Processors that readers on this machine used, on average; None where none of them was seen."""
+        """Cores that readers on this machine used, on average; None where none of them was seen."""
         pids = list(self._stream.readers)
         seen = ([rates.process_cores[p] for p in pids if p in rates.process_cores] for rates in self._seen_rates)
         return _mean([math.fsum(found) for found in seen if found])

@@ -2,7 +2,7 @@
 
 All of its convolutions are run with the shapes of its micro-batch: a library picks its kernel by shape, and one of them
 can be wrong while the others are right (oneDNN's weight gradient in bf16 for inputs of depth 2, as of torch 2.13, on
-processors with avx512_bf16).
+CPUs with avx512_bf16).
 """
 
 from __future__ import annotations
