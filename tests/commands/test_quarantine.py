@@ -13,7 +13,7 @@ from vesuvius.commands import train
 from vesuvius.commands.runs import quarantine
 from vesuvius.runlog.records import JsonLines
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
-from vesuvius.training.checkpoint.progress import box_of, clear_quarantine, read_quarantine, still_quarantined
+from vesuvius.training.checkpoint.progress import box_of, clear_quarantine, read_quarantine, without_cleared
 
 BOX = ((0, 0, 0), (32, 32, 32))
 OTHER_BOX = ((32, 0, 0), (64, 32, 32))
@@ -33,16 +33,16 @@ def write(path: Path, *records: dict[str, Any]) -> None:
 def test_what_came_before_a_clearing_is_tried_again_and_what_was_found_since_is_not(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     assert read_quarantine(path) == []
-    assert still_quarantined([record(BOX)], path) == [record(BOX)]
+    assert without_cleared([record(BOX)], path) == [record(BOX)]
     write(path, record(BOX, cause="torn"), record(OTHER_BOX, cause="torn"), record(BOX, cause="torn"))
     assert [box_of(found) for found in read_quarantine(path)] == [BOX, OTHER_BOX]
     clear_quarantine(path)
     assert read_quarantine(path) == []
     of_checkpoint = [record(BOX), record(OTHER_BOX), record(BOX, number=1)]
-    assert still_quarantined(of_checkpoint, path) == of_checkpoint[2:], "of the last this file never knew"
+    assert without_cleared(of_checkpoint, path) == of_checkpoint[2:], "of the last this file never knew"
     write(path, record(OTHER_BOX, cause="torn still"))
     assert [found["cause"] for found in read_quarantine(path)] == ["torn still"]
-    assert still_quarantined(of_checkpoint, path) == of_checkpoint[1:]
+    assert without_cleared(of_checkpoint, path) == of_checkpoint[1:]
 
 
 @pytest.fixture

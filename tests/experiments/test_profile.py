@@ -100,15 +100,15 @@ def test_a_real_profile_beside_an_existing_run(
 
 
 def test_a_run_that_is_stopped_has_no_page(tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    path, act, steps = tiny_config(), Observer.act, itertools.count(1)
+    path, apply, steps = tiny_config(), Observer.apply, itertools.count(1)
 
     def stopped(self: Observer, *arguments: Any) -> None:
-        act(self, *arguments)
+        apply(self, *arguments)
         if next(steps) == 12:  # more than the run's own last verdict needs
-            self._loop.run.stop.ask(EXIT_STOPPED, "a signal came")
+            self._loop.run.stop.request(EXIT_STOPPED, "a signal came")
 
     monkeypatch.chdir(path.parent)
-    monkeypatch.setattr(Observer, "act", stopped)
+    monkeypatch.setattr(Observer, "apply", stopped)
     assert command.main(["--config", str(path), "--steps", "100"]) == EXIT_STOPPED
     assert not list(path.parent.rglob("profile.html"))
 

@@ -73,7 +73,7 @@ def test_a_rank_0_that_is_started_again_resumes_and_only_what_a_restart_may_help
     seen = []
 
     def train(request: Request, stop: StopRequest) -> int:
-        seen.append((request.resume, stop.wanted()))
+        seen.append((request.resume, stop.is_requested()))
         end = ends[len(seen) - 1][0]
         if isinstance(end, Exception):
             raise end
@@ -93,7 +93,7 @@ def test_a_stop_reaches_rank_0_which_says_that_it_is_at_work(job: dict[str, Any]
     stop, times = StopRequest(None), iter([False, False, True])
     (job["place"] / "stop.json").write_text('[75, "SIGTERM"]')
     ray_train._follow(job["place"], stop, SimpleNamespace(wait=lambda _: next(times)))  # type: ignore[arg-type]
-    assert stop.asked() == (75, "SIGTERM")
+    assert stop.pending() == (75, "SIGTERM")
     assert ray_train._touched(job["place"] / "alive")
 
 
@@ -156,7 +156,7 @@ def test_a_wait_for_ranks_is_said_and_ends_by_the_timeout_or_by_a_stop(
     assert waits[0].startswith("no rank has been at work for 60 s")
     assert len(waits) == 30, "each minute"
     stop = StopRequest(None)
-    stop.ask(EXIT_STOPPED, "SIGTERM")
+    stop.request(EXIT_STOPPED, "SIGTERM")
     with pytest.raises(VesuviusError, match="SIGTERM: no rank is at work, so nothing is saved") as ended:
         ray_train._wait(config, Waiting(monkeypatch), place, stop)
     assert ended.value.exit_code == EXIT_STOPPED

@@ -50,10 +50,10 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
     def cut(planned: int, fails_beyond: int, first: int = 1) -> None:
         fit = micro_batch.fit_micro_batch
 
-        def fitted(config: Config, room_bytes: int, gpu: bool) -> micro_batch.Fitted:
-            found = fit(config, room_bytes, gpu)
+        def fitted(config: Config, available_bytes: int, gpu: bool) -> micro_batch.MicroBatchFit:
+            found = fit(config, available_bytes, gpu)
             assert found.config.training.train_batch_size == config.training.accumulate_steps, "all fit here"
-            return micro_batch.Fitted(config.with_micro_batch(planned), found.step, 1, 1, True)
+            return micro_batch.MicroBatchFit(config.with_micro_batch(planned), found.step, 1, 1, True)
 
         monkeypatch.setattr(micro_batch, "fit_micro_batch", fitted)
         monkeypatch.setattr(torch.nn.functional, "conv3d", torch.nn.functional.conv3d)  # put back at the end

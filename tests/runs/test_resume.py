@@ -16,7 +16,7 @@ import torch
 from tests.support import fork_server
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
 from vesuvius.config.load import read_config
-from vesuvius.training import milestones
+from vesuvius.training import periodic
 from vesuvius.training import stop as stop_module
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.step.step import TrainStep
@@ -180,7 +180,7 @@ def test_a_signal_finishes_the_step_saves_and_the_rest_resumes_bit_by_bit(
 def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have SIGTERM come in the middle of the validation or preview behind a step, once."""
     name, came = {"validation": "validate", "preview": "make_preview"}[kind], []
-    original = getattr(milestones, name)
+    original = getattr(periodic, name)
 
     def interrupted(*arguments: Any) -> Any:
         if not came and records_of("step")[-1]["step"] == step:
@@ -188,7 +188,7 @@ def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGTERM)
         return original(*arguments)
 
-    monkeypatch.setattr(milestones, name, interrupted)
+    monkeypatch.setattr(periodic, name, interrupted)
 
 
 @pytest.mark.parametrize("kind", ["validation", pytest.param("preview", marks=pytest.mark.long)])

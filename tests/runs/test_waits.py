@@ -175,7 +175,7 @@ def test_a_long_validation_is_no_hang_and_one_without_progress_is(
             assert hangs or not stop()
             time.sleep(0.1)
 
-    monkeypatch.setattr("vesuvius.training.milestones.validate", slow)
+    monkeypatch.setattr("vesuvius.training.periodic.validate", slow)
     assert vesuvius_train(config) == 0
     hung = [record["what"] for record in records_of("event") if record["event"] == "hung"]
     assert hung == (["batch of a validation"] if hangs else [])

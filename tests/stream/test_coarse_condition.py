@@ -95,7 +95,7 @@ def test_a_damaged_chunk_is_quarantined_in_voxels_of_the_volume(tmp_path: Path) 
 RAW, AT = (64, 96, 96), (11, 22, 34)
 
 
-def part_of(tmp_path: Path, factor: int = 1) -> tuple[Path, Path, np.ndarray[Any, Any]]:
+def rank_share(tmp_path: Path, factor: int = 1) -> tuple[Path, Path, np.ndarray[Any, Any]]:
     """A volume, labels of a part of it that begins at `AT`, and what they say of each of its voxels, 255 elsewhere."""
     raw, labels = textured(RAW), textured((40 // factor, 60 // factor, 60 // factor), seed=1) % 200
     said = np.full(RAW, 255, np.uint8)
@@ -110,7 +110,7 @@ def part_of(tmp_path: Path, factor: int = 1) -> tuple[Path, Path, np.ndarray[Any
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_patches_are_drawn_evenly_where_labels_of_a_part_exist_and_show_them_there(tmp_path: Path, factor: int) -> None:
-    raw, part, said = part_of(tmp_path, factor)
+    raw, part, said = rank_share(tmp_path, factor)
     config = config_of(raw, part, validation={"fraction": 0.2, "guard": 0.5})
     data = prepare_data(0, config)
     (split,) = data.splits
@@ -135,7 +135,7 @@ def test_patches_are_drawn_evenly_where_labels_of_a_part_exist_and_show_them_the
 
 
 def test_a_mask_of_a_part_is_foreground_where_it_lies_and_patches_stay_in_it(tmp_path: Path) -> None:
-    raw, part, said = part_of(tmp_path, factor=2)
+    raw, part, said = rank_share(tmp_path, factor=2)
     spec = VolumeConfig(path=str(raw), mask=ArrayConfig(path=str(part)))
     mask = zarr.open_array(str(part / "0"), mode="r+")
     mask[:] = mask[:] % 2
@@ -156,7 +156,7 @@ def test_a_mask_of_a_part_is_foreground_where_it_lies_and_patches_stay_in_it(tmp
 
 
 def test_a_part_that_is_smaller_than_a_patch_is_refused_with_its_box(tmp_path: Path) -> None:
-    raw, part, _ = part_of(tmp_path)
+    raw, part, _ = rank_share(tmp_path)
     with pytest.raises(
         DataError, match=r"does not fit into \(40, 60, 60\) of .*raw level 0, where its condition and m"
     ):

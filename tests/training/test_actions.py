@@ -16,7 +16,7 @@ import pytest
 
 from tests.monitor.test_verdict import window
 from tests.support.runs import records_of, vesuvius_train
-from tests.training.stand_ins import run_context
+from tests.training.fakes import run_context
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_GUARD, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.monitor.memory.guard import Order
@@ -124,12 +124,12 @@ class Loop:
 
     def step(self, order: Order | None = None) -> bool:
         self.monitor.order = order
-        return self.guard.obey(self.feed, self.monitor, 0.5)
+        return self.guard.execute(self.feed, self.monitor, 0.5)
 
     def hears(self, *verdicts: Verdict) -> None:
         for verdict in verdicts:
-            self.tuner.take(verdict)
-            self.tuner.act(self.feed, self.feed, self.monitor)
+            self.tuner.on_verdict(verdict)
+            self.tuner.apply(self.feed, self.feed, self.monitor)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ def test_shrinking_is_half_the_prefetch_and_a_reader_fewer_but_never_the_last(
         assert run.feed.changes == [changes]
         assert (run.monitor.obeyed, run.monitor.told.workers) == (1, changes["workers"])
         assert [(event["rung"], event["step"]) for event in run.events] == [("shrink", 10)]
-        assert not run.stop.wanted()
+        assert not run.stop.is_requested()
 
 
 @pytest.mark.parametrize(("workers", "prefetch", "advised"), [(3, 2, 2), (2, 1, 1), (1, 2, 1), (0, 2, 0)])
@@ -224,7 +224,7 @@ def test_for_the_growth_of_others_a_checkpoint_is_saved_and_nothing_else_is_done
     assert not run.step()
     assert (run.feed.changes, run.monitor.obeyed, run.monitor.saves) == ([], 0, 1)
     assert [event["rung"] for event in run.events] == ["save"]
-    assert not run.stop.wanted()
+    assert not run.stop.is_requested()
 
 
 @pytest.mark.parametrize("signal_first", [True, False])
@@ -237,7 +237,7 @@ def test_an_exit_order_stops_at_once_and_who_asked_first_says_how_the_run_ends(
         if signal_first:
             signal.raise_signal(signal.SIGTERM)
         run.guard.exit(order)
-        assert run.stop.wanted(), "a validation looks at it"
+        assert run.stop.is_requested(), "a validation looks at it"
         if not signal_first:
             signal.raise_signal(signal.SIGTERM)
     assert run.stop.exit_code == (EXIT_STOPPED if signal_first else EXIT_GUARD)
@@ -264,8 +264,8 @@ def test_a_real_stream_that_is_made_smaller_delivers_the_same_batches(tmp_path: 
     ):
         feed: Any = SimpleNamespace(stream=shrunk, reconfigure=shrunk.reconfigure)
         deadline = time.monotonic() + 60
-        while not stop.wanted():
-            acts.obey(feed, monitor, 0.0)
+        while not stop.is_requested():
+            acts.execute(feed, monitor, 0.0)
             expected, batch = next(plain), next(shrunk)
             assert (batch.indices == expected.indices).all()
             assert (batch.patches == expected.patches).all()
@@ -311,9 +311,9 @@ def test_a_verdict_is_applied_once_and_the_event_says_why(
     loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = loop()
-    run.tuner.act(run.feed, run.feed, run.monitor)
+    run.tuner.apply(run.feed, run.feed, run.monitor)
     run.hears(TOO_SMALL)
-    run.tuner.act(run.feed, run.feed, run.monitor)
+    run.tuner.apply(run.feed, run.feed, run.monitor)
     assert run.feed.changes == [{"prefetch_factor": 4}]
     (event,) = run.events
     assert (event["kind"], event["event"], event["step"]) == ("event", "autotune", 10)

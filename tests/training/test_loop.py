@@ -22,7 +22,7 @@ def test_a_stop_gives_data_a_minute_where_other_ranks_are_in_the_same_step(
     stop, ranks = StopRequest(None), Ranks(world=world)
     loop: Any = SimpleNamespace(run=SimpleNamespace(stop=stop, ranks=ranks), _in_step=True)
     seen = [TrainingLoop._gives_up(loop)]
-    stop.ask(75, "SIGTERM")
+    stop.request(75, "SIGTERM")
     seen.append(TrainingLoop._gives_up(loop))
     now[0] += 59
     assert TrainingLoop._gives_up(loop) is (world == 1)
@@ -37,4 +37,4 @@ def test_before_a_step_the_stop_of_another_rank_ends_the_wait_for_data() -> None
     assert not TrainingLoop._gives_up(loop)
     ranks.stopping = (75, "SIGTERM")
     assert TrainingLoop._gives_up(loop)
-    assert loop.run.stop.asked() == (75, "SIGTERM"), "and all agree on it"
+    assert loop.run.stop.pending() == (75, "SIGTERM"), "and all agree on it"

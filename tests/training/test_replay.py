@@ -13,7 +13,7 @@ import torch
 import zarr
 
 from tests.conftest import textured, write_array
-from tests.training.stand_ins import CPU, Session
+from tests.training.fakes import CPU, Session
 from vesuvius.commands import train
 from vesuvius.config import Config
 from vesuvius.config.load import read_config

@@ -68,7 +68,7 @@ def test_a_signal_while_ray_starts_stops_the_run_as_any_other(
 def test_the_first_signal_behind_the_time_limit_is_no_second_one(tmp_path: Path) -> None:
     def act() -> None:
         with StopRequest(max_hours=0) as stop:
-            assert stop.wanted()
+            assert stop.is_requested()
             os.kill(os.getpid(), signal.SIGTERM)
             (tmp_path / "saves").write_text(str(stop.exit_code))
             os.kill(os.getpid(), signal.SIGTERM)

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vesuvius.config import Config, ModelConfig, Triple
 from vesuvius.diffusion.network.unet import UNet
-from vesuvius.training.step.setup import build_network, execution, lay_out_network
+from vesuvius.training.step.setup import build_meta_network, build_network, execution
 
 LARGEST_DEVIATION = 0.03  # of the parameters, which still counts as equal
 LAST_LEVEL_RANGE = 0.12  # share by which the last level may leave the proportions of the widths
@@ -118,7 +118,7 @@ def build(spec: Spec, config: Config, device: torch.device) -> nn.Module:
     On the meta device it has no memory for its weights.
     """
     if spec.kind == "vesuvius":
-        return lay_out_network(config) if device.type == "meta" else build_network(config, device)
+        return build_meta_network(config) if device.type == "meta" else build_network(config, device)
     with device:
         network = Monai(spec) if spec.kind == "monai" else Diffusers(spec)
     if config.training.channels_last:

@@ -190,10 +190,10 @@ class Between:
     def __init__(self, call: Callable[[int], None], loop: TrainingLoop, reporter: StepReporter) -> None:
         self._call, self._progress = call, loop.run.progress
 
-    def take(self, verdict: Verdict) -> None:
+    def on_verdict(self, verdict: Verdict) -> None:
         """A verdict changes nothing."""
 
-    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+    def apply(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
         """Call with the number of the step that was made."""
         self._call(self._progress.step)
 

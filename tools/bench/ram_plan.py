@@ -115,7 +115,7 @@ def _kinds(found: SystemSample, pid: int) -> dict[str, int]:
 
 def _row(workers: int, batch: int, plan: RunPlan, peak: Peak) -> dict[str, float]:
     """Print a row of the table; returns its figures, bytes."""
-    parts = {kind: plan.term_bytes(kind) for kind in KINDS}
+    parts = {kind: plan.owner_bytes(kind) for kind in KINDS}
     error = plan.ram_bytes / peak.total - 1
     pairs = " | ".join(f"{peak.kinds[kind] / _MIB:.0f} / {parts[kind] / _MIB:.0f}" for kind in KINDS)
     totals = f"{peak.total / _MIB:.0f} | {plan.ram_bytes / _MIB:.0f} | {error:+.1%}"

@@ -33,7 +33,7 @@ from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.step.self_test import TOLERANCES, convolution_errors, network_convolutions
 from vesuvius.training.step.setup import AmpMode, build_network
-from vesuvius.training.step.step import StepOutcome, StepResult, TrainStep
+from vesuvius.training.step.step import PendingOutcome, StepOutcome, TrainStep
 
 Row = dict[str, Any]
 
@@ -234,7 +234,7 @@ class Bench:
         _wake(network)
         return TrainStep(config, network, self.schedule, self.device)
 
-    def _one(self, step: TrainStep, config: Config, number: int) -> StepResult:
+    def _one(self, step: TrainStep, config: Config, number: int) -> PendingOutcome:
         """Optimizer step `number` of a run whose batch is always the same patches."""
         t = stratified_timesteps(config.seed, number, self.patches, config.diffusion.timesteps)
         size = config.training.train_batch_size

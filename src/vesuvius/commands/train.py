@@ -70,12 +70,12 @@ def main(argv: list[str]) -> int:
     request = Request(config, args.config, resume, args.allow_drift)
     if args.tune_worker:
         from vesuvius.experiments.tune.worker import CommandPipe, TuneWorker
-        from vesuvius.training.ranks.part import one_rank
+        from vesuvius.training.ranks.share import single_rank_config
         from vesuvius.training.run import train
 
         facts = args.config.with_name("data_facts.pt")  # reading what they are made of takes long on a slow store
         worker = partial(TuneWorker, CommandPipe())
-        return train(replace(request, config=one_rank(config), make_tuner=worker, facts=facts))
+        return train(replace(request, config=single_rank_config(config), make_tuner=worker, facts=facts))
     from vesuvius.launch.launch import launch
 
     return launch(request)

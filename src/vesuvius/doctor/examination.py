@@ -128,9 +128,9 @@ def _ranks(config: Config | None) -> int:
     """That share this machine."""
     if config is None or config.training.ranks == 1:
         return 1
-    from vesuvius.training.forecast.run_plan import local_ranks  # imports torch
+    from vesuvius.training.forecast.run_plan import num_local_ranks  # imports torch
 
-    return local_ranks(config)
+    return num_local_ranks(config)
 
 
 def _disk(config: Config | None) -> Finding:
@@ -153,12 +153,12 @@ def _volumes(data: PreparedData) -> Finding:
 
 def _plan(config: Config, opened: Future[PreparedData]) -> Finding:
     """RAM, and on a GPU its memory, as a dry run has them; tracing the network takes seconds."""
-    from vesuvius.training.forecast.micro_batch import with_numbers
+    from vesuvius.training.forecast.micro_batch import resolve_micro_batch
     from vesuvius.training.forecast.run_plan import plan_run
 
     if opened.exception():
         return Finding("warn", "not checked: the volumes could not be read", "see volumes above")
-    config, chosen = with_numbers(config)
+    config, chosen = resolve_micro_batch(config)
     plan = plan_run(config, opened.result())
     value = "; ".join([*chosen, *plan.lines()])
     problems = sorted(plan.problems(), key=lambda problem: not problem.refused)
@@ -201,7 +201,7 @@ def look_at_gpus(config: Config | None) -> Finding:
     import torch
 
     from vesuvius.training.step.self_test import cudnn_problem
-    from vesuvius.training.step.setup import lies_channels_last, resolve_amp
+    from vesuvius.training.step.setup import resolve_amp, uses_channels_last
 
     if not torch.cuda.is_available():
         with Gpus(within_s=5.0) as gpus:
@@ -213,7 +213,7 @@ def look_at_gpus(config: Config | None) -> Finding:
     device = torch.device("cuda")
     training = TrainingConfig() if config is None else config.training
     amp = resolve_amp(training.amp, device)
-    if problem := cudnn_problem(device, amp, lies_channels_last(training, device)):
+    if problem := cudnn_problem(device, amp, uses_channels_last(training, device)):
         value, _, remedy = problem.rpartition("; ")
         return Finding("fail", value, remedy)
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

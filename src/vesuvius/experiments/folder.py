@@ -61,7 +61,7 @@ def signals_to(stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
     try:
         yield came
     finally:
-        restore_handlers(before, heard=signal.SIGHUP in came)
+        restore_handlers(before, hung_up=signal.SIGHUP in came)
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:

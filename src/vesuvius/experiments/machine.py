@@ -16,7 +16,7 @@ from vesuvius.report.model import commit_text
 from vesuvius.runlog.run_dir import describe_environment
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
-from vesuvius.training.forecast.micro_batch import VRAM_SHARE, with_numbers
+from vesuvius.training.forecast.micro_batch import VRAM_SHARE, resolve_micro_batch
 from vesuvius.training.forecast.run_plan import plan_run
 from vesuvius.training.reporting.monitoring import memory_limits
 from vesuvius.training.step.setup import choose_device
@@ -60,11 +60,11 @@ def vram_left() -> int:
 
 def with_micro_batch(config: Config) -> Config:
     """Return a config with a number in the place of `training.train_batch_size: auto`, which a run would take now."""
-    room_bytes = None
+    available_bytes = None
     if choose_device().type == "cuda" and config.training.train_batch_size == "auto":
         total_bytes, used_bytes = _vram()
-        room_bytes = total_bytes - used_bytes
-    return with_numbers(config, room_bytes)[0]
+        available_bytes = total_bytes - used_bytes
+    return resolve_micro_batch(config, available_bytes)[0]
 
 
 def _vram() -> tuple[int, int]:

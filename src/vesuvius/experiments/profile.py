@@ -31,7 +31,7 @@ from vesuvius.report.records import RunRecords, figure, read_run
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.training.loop import TrainingLoop, Tuner
-from vesuvius.training.ranks.part import one_rank
+from vesuvius.training.ranks.share import single_rank_config
 from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.request import Request
 from vesuvius.training.run import train
@@ -83,12 +83,12 @@ class Observer:
         self._counting = False
         self._script = self._run()
 
-    def take(self, verdict: Verdict) -> None:
+    def on_verdict(self, verdict: Verdict) -> None:
         """Keep the verdict on the steps that count, not on those before or after, nor of a run that is stopped."""
         if self._counting:
             self._observed.verdict = verdict
 
-    def act(self, *_: object) -> None:
+    def apply(self, *_: object) -> None:
         """Do what comes before the next step."""
         next(self._script, None)
 
@@ -112,7 +112,7 @@ class Observer:
         self._counting = False
         if self._trace is not None:
             yield from self._look_closer(self._trace)
-        run.stop.ask(EXIT_OK, "the profile has its steps")
+        run.stop.request(EXIT_OK, "the profile has its steps")
 
     def _look_closer(self, path: Path) -> Iterator[None]:
         """Trace some steps, which costs time: none of them counts."""
@@ -140,7 +140,7 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
     Raises:
         VesuviusError: as `train`, or the run ended before it had made the steps.
     """
-    ranks, config = config.training.ranks, one_rank(config)
+    ranks, config = config.training.ranks, single_rank_config(config)
     folder, observed = new_folder(run_dir(config).path / FOLDER), Observed()
 
     def make_tuner(loop: TrainingLoop, reporter: StepReporter) -> Tuner:

@@ -24,12 +24,12 @@ from vesuvius.training.checkpoint.trained import (
     CheckpointInfo,
     Denoiser,
     check_weights,
-    of_voxels,
     read_checkpoint_info,
+    voxel_settings,
 )
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
-from vesuvius.training.step.setup import choose_device, lay_out_network, lies_channels_last
+from vesuvius.training.step.setup import build_meta_network, choose_device, uses_channels_last
 from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def checked_checkpoint(request: DrawRequest) -> CheckpointInfo:
             f"--correction has no effect: diffusion.noise={diffusion.noise} has no linear denoiser; add --guide"
         )
     try:
-        lay_out_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
+        build_meta_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
     except ConfigError as error:
         raise ConfigError(f"{error}; here --batch-size replaces training.train_batch_size") from error
     return info
@@ -86,7 +86,7 @@ def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
         return {key: value for key, value in config.diffusion.model_dump().items() if not key.startswith("sampler")}
 
     ours, theirs = info.config, guide.config
-    if of_voxels(ours.data) != of_voxels(theirs.data) or of_levels(ours) != of_levels(theirs):
+    if voxel_settings(ours.data) != voxel_settings(theirs.data) or of_levels(ours) != of_levels(theirs):
         raise ConfigError(
             f"--guide {guide.checkpoint} was trained with other keys of data or diffusion than {info.checkpoint}; name "
             "an earlier checkpoint of the same run (training.keep_every keeps them)"
@@ -139,7 +139,7 @@ class Network:
         self.denoiser = Denoiser(self.info, request.weights, self.schedule, self.device)
         guide = request.guide and read_checkpoint_info(request.guide, request.overrides)
         self.guide = Denoiser(guide, request.weights, self.schedule, self.device) if guide else None
-        if problem := cudnn_problem(self.device, self.denoiser.amp, lies_channels_last(config.training, self.device)):
+        if problem := cudnn_problem(self.device, self.denoiser.amp, uses_channels_last(config.training, self.device)):
             log.warning("sampling will be slow: %s", problem)
         check_kernels(config, request.batch_size, self.device, self.denoiser.amp, backward=False)
         self._volume = request.volume
@@ -179,7 +179,7 @@ class Watch:
 
     def check(self) -> None:
         """Raises SamplingStoppedError."""
-        if self.stop is not None and (asked := self.stop.asked()):
+        if self.stop is not None and (asked := self.stop.pending()):
             again = "what is done is kept: run the same command again to continue"
             anew = "nothing of them is kept: run the same command again"
             stopped = f"{asked[1]} stopped sampling {self._progress}; {again if self.resumable else anew}"

@@ -13,7 +13,7 @@ import yaml
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.training.ranks.part import launched_ranks
+from vesuvius.training.ranks.share import launched_world_size
 from vesuvius.training.request import Request
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 def launch(request: Request) -> int:
     """Train with `training.ranks` ranks, and return the exit code.  Raises as `training.run.train`."""
-    launched = launched_ranks()
+    launched = launched_world_size()
     request = resolve_ranks(request, launched)
     if launched is None and request.config.training.ranks != 1:
         from vesuvius.launch.ray_train import train_with_ray

@@ -30,8 +30,8 @@ from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
 from vesuvius.training.forecast.preflight import check_limits
-from vesuvius.training.ranks.failure import restart_may_help
-from vesuvius.training.ranks.part import check_ranks
+from vesuvius.training.ranks.failure import is_restartable
+from vesuvius.training.ranks.share import check_ranks
 from vesuvius.training.request import Request
 from vesuvius.training.run import train_as_rank
 from vesuvius.training.stop import StopRequest
@@ -158,7 +158,7 @@ def run_rank(job: dict[str, Any]) -> tuple[int, str]:
         os.chdir(job["directory"])
         return train_as_rank(request, stop=stop), ""
     except Exception as error:
-        known, again = isinstance(error, VesuviusError), restart_may_help(error)
+        known, again = isinstance(error, VesuviusError), is_restartable(error)
         text = str(error) if known else f"{type(error).__name__}: {one_line(error)}"
         told = "; Ray Train starts all ranks again, from the last checkpoint" if again else ""
         log.error("%s%s", text, told, exc_info=None if known else error)
@@ -176,7 +176,7 @@ def _follow(place: Path, stop: StopRequest, ended: threading.Event) -> None:
         with suppress(OSError):  # the command has ended
             (place / _ALIVE).touch()  # takes no room: the disk may be full
         with suppress(OSError):
-            stop.ask(*json.loads((place / _STOP).read_bytes()))
+            stop.request(*json.loads((place / _STOP).read_bytes()))
 
 
 def _touched(note: Path) -> int | None:
@@ -199,7 +199,7 @@ def _wait(config: Config, result: Future[Any], place: Path, stop: StopRequest) -
         with suppress(TimeoutError):
             result.exception(timeout=_POLL_S)
         _print_new(log_file)
-        if not told and (asked := stop.asked()):
+        if not told and (asked := stop.pending()):
             with suppress(OSError):  # a full disk: the next round tries again
                 write_whole(place / _STOP, json.dumps(asked).encode())
                 told = True
@@ -208,8 +208,8 @@ def _wait(config: Config, result: Future[Any], place: Path, stop: StopRequest) -
             heard_s = said_s = now
         elif now - said_s >= _LOOK_EVERY_S:
             late_s, said_s = said_s - heard_s, now  # when it was last said: all may have been stopped together since
-            if stop.wanted():
-                raise stop.error("no rank is at work, so nothing is saved; the last checkpoint is whole")
+            if stop.is_requested():
+                raise stop.as_error("no rank is at work, so nothing is saved; the last checkpoint is whole")
             if late_s >= 60 * minutes:
                 raise VesuviusError(
                     f"no rank was at work for cluster.rank_timeout_minutes={minutes:g}; see `ray status` for what the "

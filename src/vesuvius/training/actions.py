@@ -53,9 +53,9 @@ class GuardActions:
     def exit(self, order: Order) -> None:
         """Request a stop; called in the monitor's thread, so that it also cuts a validation short."""
         self.reason = order.reason
-        self._run.stop.ask(EXIT_GUARD, f"memory guard: {order.reason}", logging.ERROR)
+        self._run.stop.request(EXIT_GUARD, f"memory guard: {order.reason}", logging.ERROR)
 
-    def obey(self, feed: DeviceFeed, monitor: Monitor, longest_step_s: float) -> bool:
+    def execute(self, feed: DeviceFeed, monitor: Monitor, longest_step_s: float) -> bool:
         """Carry out the guard's present order, and tell the monitor how far the run is; returns whether to save now.
 
         `longest_step_s` is of the recent steps, without their pauses.
@@ -136,11 +136,11 @@ class Autotuner:
         self._verdict: Verdict | None = None
         self._refused: set[tuple[str, ...]] = set()  # overrides that were refused, and are not tried again
 
-    def take(self, verdict: Verdict) -> None:
+    def on_verdict(self, verdict: Verdict) -> None:
         """Keep a verdict for the next `act`."""
         self._verdict = verdict
 
-    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+    def apply(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
         """Make the change that the last verdict calls for; none without a new verdict."""
         verdict, self._verdict = self._verdict, None
         if verdict is None or not self._acts:

@@ -25,11 +25,11 @@ from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.actions import Autotuner, GuardActions
 from vesuvius.training.checkpoint.save import CheckpointWriter
-from vesuvius.training.milestones import Milestones
+from vesuvius.training.periodic import PeriodicTasks
 from vesuvius.training.ranks.failure import RankError
 from vesuvius.training.replay import MicroBatch, diagnose
 from vesuvius.training.reporting.monitoring import reader_died
-from vesuvius.training.reporting.report import Launched, RankNews, StepReporter
+from vesuvius.training.reporting.report import LaunchedStep, RankTelemetry, StepReporter
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.feed import TrainingBatch, TrainingFeed
@@ -45,10 +45,10 @@ _FIRST_STEPS = 3  # of a session, in which memory comes to its peak: the second 
 class Tuner(Protocol):
     """Changes the readers between two steps."""
 
-    def take(self, verdict: Verdict) -> None:
+    def on_verdict(self, verdict: Verdict) -> None:
         """Take note of a verdict."""
 
-    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor, /) -> None:
+    def apply(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor, /) -> None:
         """Change what is to be changed now."""
 
 
@@ -70,16 +70,16 @@ class TrainingLoop:
         config, checked, facts = run.config, run.checked, run.checked.facts
         self.run, self.train_step, self.monitor, self.guard_actions = run, train_step, monitor, guard_actions
         self.job = replace(checked.data.job, reading_log_dir=str(run.directory.reading.absolute()))
-        options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.part.micro_batch)
+        options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.share.micro_batch)
         conditioner = Conditioner(config.data.labels, facts.greys.conditions, run.device)
         self.feed = DeviceFeed(run.device, options, self.job, facts.greys.volumes)
         self.batches = TrainingFeed(self.feed, conditioner)
         fixed = checked.fixed
         reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
-        self.milestones = Milestones(run, train_step, reference, writer)
+        self.periodic = PeriodicTasks(run, train_step, reference, writer)
         train_step.before_update = writer.hold_updates
         self._in_step = False
-        self.micro_batch, self._steps_begun = run.part.micro_batch, 0
+        self.micro_batch, self._steps_begun = run.share.micro_batch, 0
 
     def run_steps(self) -> None:
         """Train until the last step or a request to stop.
@@ -89,7 +89,7 @@ class TrainingLoop:
             DataError, ConfigError: as `PatchStream`.
         """
         config, progress, stop, watchdog = self.run.config, self.run.progress, self.run.stop, self.run.watchdog
-        self.milestones.do_what_is_due()  # what the stop of the previous session cut short
+        self.periodic.run_scheduled()  # what the stop of the previous session cut short
         if progress.step >= config.stop_step:
             return
         watchdog.expects("batch", "the readers to start")
@@ -100,29 +100,29 @@ class TrainingLoop:
             interrupted=self._gives_up,
             resident=self._open_resident(),
         ) as stream:
-            clock, news = make_clock(self.run.device), RankNews(self.run)
+            clock, telemetry = make_clock(self.run.device), RankTelemetry(self.run)
             self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.batches)
-            reporter = StepReporter(self.run, clock, stream, self.monitor, again, news)
+            reporter = StepReporter(self.run, clock, stream, self.monitor, again, telemetry)
             make = self.run.request.make_tuner
             tuner: Tuner = make(self, reporter) if make else Autotuner(self.run, self.job)
-            reporter.verdicts.tell(tuner.take)
+            reporter.verdicts.subscribe(tuner.on_verdict)
             try:
-                while progress.step < config.stop_step and self._next_step(clock, news, reporter):
+                while progress.step < config.stop_step and self._next_step(clock, telemetry, reporter):
                     self._record_events(stream)
                     saves = False
                     with clock.pausing():
-                        if not stop.wanted():
-                            saves = self.guard_actions.obey(self.feed, self.monitor, reporter.longest_step_s)
-                            tuner.act(stream, self.feed, self.monitor)
-                    self.milestones.record_saves()
-                    if saves or self.milestones.due():
+                        if not stop.is_requested():
+                            saves = self.guard_actions.execute(self.feed, self.monitor, reporter.longest_step_s)
+                            tuner.apply(stream, self.feed, self.monitor)
+                    self.periodic.record_saves()
+                    if saves or self.periodic.is_scheduled():
                         reporter.report(wait=True)
                         with clock.pausing():
-                            self.milestones.do_what_is_due()
+                            self.periodic.run_scheduled()
                             if saves:
-                                self.milestones.save()
+                                self.periodic.save()
                 reporter.finish()
-                self.milestones.save()  # written while the readers end: a scheduler may not allow time for both in turn
+                self.periodic.save()  # written while the readers end: a scheduler may not allow time for both in turn
             except Exception as error:
                 self._settle(reporter, error)
                 raise
@@ -137,27 +137,27 @@ class TrainingLoop:
         ranks = self.run.ranks
         try:
             if ranks.local_rank > 0:
-                return Resident(self.job, ranks.of_first_here(), ranks.local_world)
+                return Resident(self.job, ranks.receive_local(), ranks.local_world)
             resident = Resident(self.job, sharers=ranks.local_world)
-            ranks.tell_here(resident.address)
+            ranks.send_local(resident.address)
         except OSError as error:
             log.warning("the volumes are not kept in memory: %s", one_line(error))
-            ranks.tell_here("")
+            ranks.send_local("")
             return None
         return resident
 
-    def _next_step(self, clock: StepClock, news: RankNews, reporter: StepReporter) -> bool:
+    def _next_step(self, clock: StepClock, telemetry: RankTelemetry, reporter: StepReporter) -> bool:
         """Make one step, unless the run is to end before it; returns whether it was made.  Raises RankError."""
         ranks, stop, progress = self.run.ranks, self.run.stop, self.run.progress
         given_up = f"step {progress.step + 1} was waiting for data and is abandoned; --resume does it"
         first = None
         try:
             # Awaited before the ranks agree on the step: where data do not come, all can still stop together.
-            if not stop.wanted():
+            if not stop.is_requested():
                 first = self._next_batch(clock)
         except StreamInterrupted:
             log.info("%s", given_up)
-        if self._stops(clock, news):
+        if self._stops(clock, telemetry):
             return False
         if first is None:
             assert ranks.failure is not None, "only a stop or a failure ends the wait"
@@ -166,7 +166,7 @@ class TrainingLoop:
             self._one_step(clock, reporter, first)
         except StreamInterrupted:
             if ranks.world > 1:  # the others are in the middle of the step
-                raise ranks.failure or stop.error(given_up) from None
+                raise ranks.failure or stop.as_error(given_up) from None
             log.info("%s", given_up)
             return False
         return True
@@ -184,11 +184,11 @@ class TrainingLoop:
         """
         config, progress = self.run.config, self.run.progress
         lr = learning_rate(progress.step, config.training)
-        part = self.run.part
+        part = self.run.share
         timesteps = stratified_timesteps(config.seed, progress.step, config.global_batch, config.diffusion.timesteps)
         delivered: list[MicroBatch] = []
         self._steps_begun += 1
-        for t in np.split(timesteps[part.places], part.accumulate_steps):
+        for t in np.split(timesteps[part.positions], part.accumulate_steps):
             if delivered:
                 self._in_step = True
                 batch = self._next_batch(clock)
@@ -200,7 +200,7 @@ class TrainingLoop:
         batches = [(stored.rows(of), t[of]) for stored, t in delivered for of in self._pieces(t)]
         result = self.train_step.apply(lr)
         clock.step_done()
-        reporter.launched(Launched(progress.step + 1, progress.sample_index, lr, result, batches))
+        reporter.add_launched(LaunchedStep(progress.step + 1, progress.sample_index, lr, result, batches))
         progress.advance(config.global_batch)
         self.run.watchdog.expects("step", "what is done between two steps")
         reporter.report()
@@ -254,22 +254,22 @@ class TrainingLoop:
         some time to come."""
         ranks, stop = self.run.ranks, self.run.stop
         if ranks.stopping is not None:
-            stop.ask(*ranks.stopping)
+            stop.request(*ranks.stopping)
         if ranks.failure is not None:
             return True
-        return stop.wanted() and not (self._in_step and ranks.world > 1 and stop.wanted_for_s() <= _GRACE_S)
+        return stop.is_requested() and not (self._in_step and ranks.world > 1 and stop.requested_for_s() <= _GRACE_S)
 
-    def _stops(self, clock: StepClock, news: RankNews) -> bool:
+    def _stops(self, clock: StepClock, telemetry: RankTelemetry) -> bool:
         """Whether the run is to end before the next step: all ranks come to the same answer.  Raises RankError."""
         ranks, stop = self.run.ranks, self.run.stop
         if ranks.world == 1:
-            return stop.wanted()
+            return stop.is_requested()
         self.run.watchdog.expects("ranks", "another rank to begin the step")
         with clock.computing("comm"):
-            agreed, told = ranks.agree(stop.asked, news.tell())
-        news.take(told)
+            agreed, told = ranks.sync_step(stop.pending, telemetry.collect())
+        telemetry.record(told)
         if agreed:
-            stop.ask(*agreed)
+            stop.request(*agreed)
         return agreed is not None
 
     def _settle(self, reporter: StepReporter, error: Exception) -> None:
@@ -286,7 +286,7 @@ class TrainingLoop:
                 nonfinite = late
         if nonfinite is not None:
             # Steps launched before this one was noticed have not been applied.
-            self.run.progress.go_back_to(nonfinite.step, self.run.config.global_batch)
+            self.run.progress.rewind_to(nonfinite.step, self.run.config.global_batch)
             raise nonfinite
 
     def _record_events(self, stream: PatchStream) -> None:

@@ -31,7 +31,7 @@ from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoin
 from vesuvius.training.checkpoint.trained import DataFacts
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.feed import TrainingFeed
-from vesuvius.training.step.setup import build_network, choose_device, choose_kernels
+from vesuvius.training.step.setup import build_network, choose_device, configure_kernels
 from vesuvius.training.step.step import TrainStep, check_initial_weights
 from vesuvius.volumes.box import format_box
 
@@ -81,7 +81,7 @@ def diagnose(step: TrainStep, feed: TrainingFeed, batches: Sequence[MicroBatch])
             largest = max((float(x.abs().where(torch.isfinite(x), 0).max()) for x in inputs), default=0.0)
             found.append((name, indices[bad.cpu().numpy()].tolist(), largest))
 
-    with step.set_aside(), ExitStack() as hooks:
+    with step.scratch_gradients(), ExitStack() as hooks:
         first = step.network.register_forward_pre_hook(lambda _, args: look("the input of the network", args, args[0]))
         hooks.enter_context(first)
         for name, module in step.network.named_modules():
@@ -116,7 +116,7 @@ def replay(config: Config, number: int, overrides: Sequence[str] = ()) -> Iterat
     facts, config = DataFacts.from_state(state, checkpoint), parse_stored(state["config"], overrides, str(checkpoint))
     # Hooks must see every layer; one process computes the samples of all ranks.
     config = config.with_training(compile=False, workers=0)
-    choose_kernels(device, config.training)
+    configure_kernels(device, config.training)
     if device.type == "cpu":
         torch.set_num_threads(state["torch_threads"])  # the order in which threads add up is part of a CPU result
     network = build_network(config, device)

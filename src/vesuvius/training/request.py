@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vesuvius.runlog.run_dir import RunDir
     from vesuvius.training.checkpoint.progress import Progress
     from vesuvius.training.forecast.preflight import Preflight
-    from vesuvius.training.ranks.part import Part
     from vesuvius.training.ranks.ranks import Ranks
+    from vesuvius.training.ranks.share import RankShare
     from vesuvius.training.stop import StopRequest
 
 
@@ -51,7 +51,7 @@ class RunContext:
     progress: Progress  # how far the run is; changed by the loop and by validations
     stop: StopRequest  # the request to stop
     watchdog: Watchdog  # is told what the loop waits for
-    part: Part  # what this rank computes of each step
+    share: RankShare  # what this rank computes of each step
     ranks: Ranks  # the trainer processes of the run
 
     @property

@@ -27,18 +27,18 @@ from vesuvius.runlog.records import run_starts
 from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.training.actions import GuardActions
 from vesuvius.training.checkpoint.format import newest_checkpoint
-from vesuvius.training.checkpoint.progress import Progress, still_quarantined
+from vesuvius.training.checkpoint.progress import Progress, without_cleared
 from vesuvius.training.checkpoint.resume import is_finished, restore
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
-from vesuvius.training.forecast.micro_batch import room_here, with_numbers
+from vesuvius.training.forecast.micro_batch import device_memory_bytes, resolve_micro_batch
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.run_plan import gpu_memory_error, resident_bytes
-from vesuvius.training.forecast.start_log import log_ranks, start_lines
+from vesuvius.training.forecast.start_log import log_ranks, startup_lines
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.failure import RankError
-from vesuvius.training.ranks.part import Part, launched_ranks, part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks, open_ranks
+from vesuvius.training.ranks.share import RankShare, launched_world_size, rank_share
 from vesuvius.training.reporting.monitoring import (
     log_killed_session,
     open_metrics,
@@ -48,9 +48,9 @@ from vesuvius.training.reporting.monitoring import (
 )
 from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.self_test import check_kernels
-from vesuvius.training.step.setup import build_network, choose_device, choose_kernels, resolve_amp
+from vesuvius.training.step.setup import build_network, choose_device, configure_kernels, resolve_amp
 from vesuvius.training.step.step import TrainStep
-from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
+from vesuvius.training.stop import StoppedError, StopRequest, run_unless_stopped
 from vesuvius.training.validation.validation import patches_of_rank
 from vesuvius.volumes.store.cache import open_cache
 
@@ -81,8 +81,8 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
             config, checked = _begin(request, stop, ranks, held)
             request = replace(request, config=config)
         else:
-            ranks.least(room_here(request.config, choose_device(ranks.local_rank)))
-            config, checked = _begin_beside(ranks)
+            ranks.reduce_min(device_memory_bytes(request.config, choose_device(ranks.local_rank)))
+            config, checked = _begin_other_rank(ranks)
             request = replace(request, config=without_listeners(config), make_tuner=None)
         if isinstance(checked, int):  # an exit code: there is nothing to train
             return checked
@@ -91,13 +91,13 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
 
 def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
     """Train as the rank that the environment says this process is, the only one without it.  As `train` otherwise."""
-    several = launched_ranks() not in (None, 1)  # a single one asks later, when Ctrl-C ends a driver that hangs
+    several = launched_world_size() not in (None, 1)  # a single one asks later, when Ctrl-C ends a driver that hangs
     device_type = "cuda" if several and torch.cuda.is_available() else "cpu"
     with open_ranks(device_type, 60 * request.config.cluster.rank_timeout_minutes) as ranks:
         try:
             exit_code = train(request, ranks=ranks, stop=stop)
         except Exception as error:
-            cause = ranks.explain(error)  # also of the first collectives, and of those of the last checkpoint
+            cause = ranks.root_cause(error)  # also of the first collectives, and of those of the last checkpoint
             ranks.fail(cause)
             ranks.finish(cause.exit_code if isinstance(cause, VesuviusError) else EXIT_ERROR)
             if cause is error:
@@ -123,9 +123,9 @@ def _begin(
     if resume and existed:  # first of all: another process may be writing the checkpoint to continue from
         held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
     try:
-        config, chosen = unless_stopped(lambda: _with_micro_batch(request.config, ranks), stop.wanted)
+        config, chosen = run_unless_stopped(lambda: _with_micro_batch(request.config, ranks), stop.is_requested)
         request = replace(request, config=config)
-        checked = unless_stopped(lambda: _check(request, directory, ranks.local_world), stop.wanted)
+        checked = run_unless_stopped(lambda: _check(request, directory, ranks.local_world), stop.is_requested)
     except StoppedError:
         log.info("stopped before the run began")
         assert stop.exit_code is not None
@@ -133,7 +133,7 @@ def _begin(
     if isinstance(checked, int):
         if checked == EXIT_OK:
             log_killed_session(directory)
-        ranks.publish((config, checked, ""))
+        ranks.send((config, checked, ""))
         return config, checked
     checked = replace(checked, halves=bool(chosen))
     _check_kernels(config, ranks)
@@ -143,20 +143,20 @@ def _begin(
     directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
     with _run_is_writable(directory):
         open_log(directory.log)
-    for level, line in start_lines(config, checked, ranks.world, lost=resume and existed):
+    for level, line in startup_lines(config, checked, ranks.world, lost=resume and existed):
         log.log(level, "%s", line)
     for line in chosen:
         log.info("%s", line)
     log_killed_session(directory)
-    ranks.publish((config, for_other_ranks(checked), directory.mark()))
+    ranks.send((config, for_other_ranks(checked), directory.mark()))
     for rank in range(1, ranks.world):
-        ranks.publish(patches_of_rank(config, checked.fixed, rank, ranks.world), rank)
+        ranks.send(patches_of_rank(config, checked.fixed, rank, ranks.world), rank)
     return config, checked
 
 
-def _begin_beside(ranks: Ranks) -> tuple[Config, Preflight | int]:
+def _begin_other_rank(ranks: Ranks) -> tuple[Config, Preflight | int]:
     """As `_begin` on the other ranks, which wait for what rank 0 has found, and take its config."""
-    config, checked, mark = ranks.await_main()
+    config, checked, mark = ranks.receive()
     if isinstance(checked, int):
         return config, checked
     checked.directory.refuse_other_path(mark)
@@ -169,14 +169,14 @@ def _begin_beside(ranks: Ranks) -> tuple[Config, Preflight | int]:
     log_killed_session(directory)
     if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
         cache.prepare()
-    return config, replace(checked, fixed=ranks.await_main(mine=True))
+    return config, replace(checked, fixed=ranks.receive(mine=True))
 
 
 def _with_micro_batch(config: Config, ranks: Ranks) -> tuple[Config, list[str]]:
     """On rank 0, the config with a micro-batch that fits the device of each rank, and a line that says so."""
     if config.training.train_batch_size != "auto":
         return config, []
-    return with_numbers(config, ranks.least(room_here(config, choose_device(ranks.local_rank))))
+    return resolve_micro_batch(config, ranks.reduce_min(device_memory_bytes(config, choose_device(ranks.local_rank))))
 
 
 def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | int:
@@ -200,8 +200,8 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
 def _check_kernels(config: Config, ranks: Ranks) -> None:
     """Choose the kernels of this device and test them, before anything of the run is written.  Raises ConfigError."""
     device = choose_device(ranks.local_rank)
-    choose_kernels(device, config.training)
-    micro_batch = part_of(config, ranks.rank, ranks.world).micro_batch
+    configure_kernels(device, config.training)
+    micro_batch = rank_share(config, ranks.rank, ranks.world).micro_batch
     check_kernels(config, micro_batch, device, resolve_amp(config.training.amp, device))
 
 
@@ -226,7 +226,7 @@ def _run_is_writable(directory: RunDir) -> contextlib.AbstractContextManager[Non
 def _train_session(request: Request, checked: Preflight, stop: StopRequest, ranks: Ranks) -> int:
     """Run one session, and record how it began and how it ended, however it ends."""
     config, directory, device = request.config, checked.directory, choose_device(ranks.local_rank)
-    part = part_of(config, ranks.rank, ranks.world)
+    part = rank_share(config, ranks.rank, ranks.world)
     log_ranks(config, part)
     with open_session(config, directory, ranks.local_world) as session, open_metrics(config, directory) as metrics:
         progress = Progress()
@@ -234,19 +234,19 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
         def record_end(exit_code: int, cause: str) -> None:
             metrics.write("run_end", exit_code=exit_code, cause=cause, step=progress.step, total_s=progress.total_s)
 
-        def last_words(failure: RankError) -> None:
+        def on_kill(failure: RankError) -> None:
             record_end(failure.exit_code, one_line(failure))
             end_session(directory.session, session.record, failure.exit_code)
 
-        ranks.abort.last_words = last_words
+        ranks.abort.on_kill = on_kill
         try:
             train_step = build_step(config, checked, device, part, ranks)
             if checked.resumed:
                 progress = restore(checked.resumed, train_step, device)
-                progress.quarantined = still_quarantined(progress.quarantined, run_dir(config).quarantine)
+                progress.quarantined = without_cleared(progress.quarantined, run_dir(config).quarantine)
             elif checked.initial:
                 train_step.set_weights(checked.initial.weights)
-            progress.begin_at_multiple(ranks.world, config.global_batch)
+            progress.align_to_ranks(ranks.world, config.global_batch)
             watchdog = Watchdog(
                 60 * (config.monitor.stall_minutes or 0.0),
                 directory.stacks,
@@ -267,12 +267,12 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
         finally:
             raised = sys.exception()
             cause = one_line(raised) if raised else "done" if session.exit_code == EXIT_OK else stop.reason or ""
-            ranks.abort.last_words = None
+            ranks.abort.on_kill = None
             record_end(session.exit_code, cause)
     return session.exit_code
 
 
-def build_step(config: Config, checked: Preflight, device: torch.device, part: Part, ranks: Ranks) -> TrainStep:
+def build_step(config: Config, checked: Preflight, device: torch.device, part: RankShare, ranks: Ranks) -> TrainStep:
     """The network and its optimizer on the device."""
     network = build_network(config, device)
     schedule = Schedule.from_config(config.diffusion, checked.facts.spectrum)
@@ -304,20 +304,20 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
         CheckpointWriter(run.directory.checkpoints, config.training, dump_config(config)) as writer,
     ):
         loop = TrainingLoop(run, train_step, writer, monitor, guard)
-        milestones = loop.milestones
+        periodic = loop.periodic
         try:
-            if not stop.wanted() or run.ranks.world > 1:  # several stop together, which they do in the loop
+            if not stop.is_requested() or run.ranks.world > 1:  # several stop together, which they do in the loop
                 loop.run_steps()
         except Exception as error:
             out_of_memory = is_gpu_memory_error(error)
-            cause = _told(run.ranks.explain(error), run.directory)
+            cause = _told(run.ranks.root_cause(error), run.directory)
             # Also after non-finite steps: they were not applied, and a resume continues after them.
             # On a GPU not where another rank failed: a step may be queued after a sum that is not complete.
             behind_sum = isinstance(cause, RankError) and run.device.type == "cuda"
-            config = config.with_micro_batch(loop.micro_batch) if loop.micro_batch < run.part.micro_batch else config
+            config = config.with_micro_batch(loop.micro_batch) if loop.micro_batch < run.share.micro_batch else config
             told = gpu_memory_error(config, run.device, error, None) if out_of_memory else cause
             run.ranks.fail(told, saves=not behind_sum)
-            saved = None if train_step.updating or behind_sum else milestones.save_after_error()
+            saved = None if train_step.updating or behind_sum else periodic.save_after_error()
             if out_of_memory:
                 short = gpu_memory_error(config, run.device, error, saved)
                 run_died(run, monitor, "gpu", str(short).splitlines()[0], short.remedy)
@@ -325,9 +325,9 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
             if cause is error:
                 raise
             raise cause from error
-        failure = milestones.save_last()
+        failure = periodic.save_last()
         # A stop requested in the last step, or while the last checkpoint is written, has nothing left to stop.
-        finished = progress.step >= config.stop_step and not milestones.due()
+        finished = progress.step >= config.stop_step and not periodic.is_scheduled()
         if guard.reason is not None and not finished:
             run_died(run, monitor, "guard", *guard.ended(monitor.risk.killers[0].name))
     if failure is not None:

@@ -36,10 +36,10 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGTERM, signal.SIGINT, *([] if ignores_hangup else [signal.SIGHUP])]
 
 
-def restore_handlers(before: Mapping[signal.Signals, Any], heard: bool) -> None:
-    """Put the handlers of signals back; where SIGHUP was heard it is ignored from now on, as it comes several times."""
+def restore_handlers(before: Mapping[signal.Signals, Any], hung_up: bool) -> None:
+    """Restore signal handlers; after a hang-up SIGHUP stays ignored, as it is sent several times."""
     for number, handler in before.items():
-        signal.signal(number, signal.SIG_IGN if heard and number == signal.SIGHUP else handler)
+        signal.signal(number, signal.SIG_IGN if hung_up and number == signal.SIGHUP else handler)
 
 
 class StopRequest:
@@ -67,36 +67,36 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
-            restore_handlers(self._before, heard=self._hung_up)
+            restore_handlers(self._before, hung_up=self._hung_up)
 
-    def left_s(self) -> float | None:
+    def time_left_s(self) -> float | None:
         """Seconds until the time limit; None without one."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
-    def wanted(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the run should save and end now; `exit_code` then says how."""
         if self.exit_code is None and self._deadline is not None and time.monotonic() >= self._deadline:
-            self.ask(EXIT_STOPPED, f"training.max_hours={self._max_hours:g} is reached")
+            self.request(EXIT_STOPPED, f"training.max_hours={self._max_hours:g} is reached")
         return self.exit_code is not None
 
-    def ask(self, exit_code: int, reason: str, level: int = logging.INFO) -> None:
+    def request(self, exit_code: int, reason: str, level: int = logging.INFO) -> None:
         """Request a stop, also as another rank was asked to; any thread may.  The first sets the exit code."""
         if self.exit_code is None:
             self.exit_code, self.reason = exit_code, reason
             log.log(level, "%s: stopping after the current step", reason)
 
-    def wanted_for_s(self) -> float:
+    def requested_for_s(self) -> float:
         """Seconds since a stop was first seen to be wanted; 0 where it is not."""
-        if not self.wanted():
+        if not self.is_requested():
             return 0.0
         self._since_s = self._since_s or time.monotonic()
         return time.monotonic() - self._since_s
 
-    def asked(self) -> tuple[int, str] | None:
+    def pending(self) -> tuple[int, str] | None:
         """Exit code and reason of a stop that is wanted; None where none is."""
-        return (self.exit_code, self.reason or "") if self.wanted() and self.exit_code is not None else None
+        return (self.exit_code, self.reason or "") if self.is_requested() and self.exit_code is not None else None
 
-    def error(self, text: str) -> VesuviusError:
+    def as_error(self, text: str) -> VesuviusError:
         """What ends the run where it cannot stop as it was asked to, with the same exit code."""
         assert self.exit_code is not None
         error = VesuviusError(f"{self.reason}: {text}")
@@ -121,7 +121,7 @@ class StopRequest:
         log.info("%s: stopping after the current step%s", name, again)
 
 
-def unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:
+def run_unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:
     """Return or raise what `work` does, unless a stop is requested first.
 
     It runs on a thread of its own: Python handles signals in the main thread, and not while that reads from a store

@@ -17,7 +17,7 @@ from vesuvius.experiments.tune.survey import planner_of, survey
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.forecast import run_plan
-from vesuvius.training.forecast.run_plan import RamPart
+from vesuvius.training.forecast.run_plan import RamItem
 
 WriteConfig = Callable[..., Path]
 
@@ -26,8 +26,8 @@ WriteConfig = Callable[..., Path]
 def _some_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """To plan a real one takes seconds."""
 
-    def network(config: Config, gpu: bool) -> list[RamPart]:
-        return [RamPart("trainer", "training step", 2**21 * config.training.train_batch_size)]
+    def network(config: Config, gpu: bool) -> list[RamItem]:
+        return [RamItem("trainer", "training step", 2**21 * config.training.train_batch_size)]
 
     monkeypatch.setattr(run_plan, "_network", network)
 

@@ -28,7 +28,7 @@ def test_the_default_model_keeps_at_most_a_third_of_the_bytes_of_monais(tmp_path
     ours, fewest = rows["ours"], rows["monai, 4 levels"]
     for row in rows.values():
         assert row["parameters"] == pytest.approx(ours["parameters"], rel=0.03)
-    for amp in ("bf16", "off"):  # the figure of the project, against the leaner of the two peers
+    for amp in ("bf16", "off"):  # the figure of the project, against the memory_saving_advice of the two peers
         assert (
             3 * ours[f"saved_bytes_{amp}"]
             < fewest[f"saved_bytes_{amp}"]

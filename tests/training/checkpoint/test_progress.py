@@ -38,19 +38,19 @@ def test_the_time_left_is_that_of_the_pace_with_all_that_came_between(monkeypatc
     for step, seconds in enumerate([1.0, 1.0, 6.0, 1.0], start=11):  # a validation before the third
         assert progress.time_left(config) is None or step > 12
         now[0] += seconds
-        progress.note_step(step)
+        progress.mark_reported(step)
     assert progress.time_left(config) == pytest.approx(86 * (1 + 6 + 1) / 3)
     assert progress.time_left(config, limit_s=100.0) == 100.0
     for step in range(15, 1100):
         now[0] += 2.0
-        progress.note_step(step)
+        progress.mark_reported(step)
     assert progress.time_left(run_of(steps_per_epoch=1199)) == pytest.approx(100 * 2.0), "of the last thousand"
     assert Progress.from_state(progress.state_dict()).time_left(config) is None
 
 
 def test_steps_behind_one_that_stopped_the_run_do_not_count() -> None:
     progress = Progress(step=10, sample_index=80)
-    progress.go_back_to(7, 8)
+    progress.rewind_to(7, 8)
     assert (progress.step, progress.sample_index) == (7, 56)
 
 
@@ -59,7 +59,7 @@ def test_a_resume_begins_at_a_sample_that_the_ranks_share_or_at_the_next_whole_b
     index: int, begins_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress = Progress(sample_index=index)
-    progress.begin_at_multiple(ranks=2, global_batch=12)
+    progress.align_to_ranks(ranks=2, global_batch=12)
     assert progress.sample_index == begins_at
     assert ("samples 25 to 36 are skipped" in caplog.text) is (index != begins_at)
 

@@ -20,7 +20,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast import first_config as module
 from vesuvius.training.forecast import micro_batch
-from vesuvius.training.forecast.first_config import LEAST_WIDTH_UM, PRESETS, fitting_patch, level_for
+from vesuvius.training.forecast.first_config import LEAST_WIDTH_UM, PRESETS, choose_level, fit_patch
 from vesuvius.volume_tools.info import GreyStatistics, LevelFacts, Occupancy, VolumeFacts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -62,7 +62,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(micro_batch, "plan_memory", plan)
     monkeypatch.setattr(module, "step_range_s", step_range_s)
-    monkeypatch.setattr(module, "room_here", lambda config, device: int(found.gib * GIB))
+    monkeypatch.setattr(module, "device_memory_bytes", lambda config, device: int(found.gib * GIB))
     limit = SimpleNamespace(limit_bytes=found.gib * GIB)
     monkeypatch.setattr(module, "ram_limit", lambda configured: limit)
     return found
@@ -109,13 +109,13 @@ def test_a_cpu_gets_a_preset_whose_step_takes_two_seconds_and_a_run_of_half_an_h
 def test_a_small_or_thin_volume_gets_a_patch_that_fits_it_and_the_network(
     shape: Triple, patch: Triple, held_out: bool
 ) -> None:
-    assert fitting_patch(shape, FULL) == (patch, held_out)
+    assert fit_patch(shape, FULL) == (patch, held_out)
     assert module._model(PRESETS["cuda"][0], patch).size_problem(patch) is None
 
 
 def test_a_volume_without_extent_in_the_plane_is_refused_and_axes_are_the_volumes() -> None:
     with pytest.raises(ConfigError, match=r"\[100, 7, 100\] is too small: it needs 8 voxels in y and x"):
-        fitting_patch((100, 7, 100), FULL)
+        fit_patch((100, 7, 100), FULL)
     assert module.shape_zyx(volume((64, 256, 3, 300), zyx=(3, 1, 0))) == (300, 256, 64)
 
 
@@ -144,7 +144,7 @@ def test_a_volume_of_which_no_patch_lies_half_in_stored_chunks_is_drawn_from_eve
 @pytest.mark.parametrize("wanted", [FULL, (16, 32, 32)])
 def test_the_level_is_the_finest_whose_patch_shows_enough_of_a_sheet(um: float, wanted: Triple) -> None:
     """At 2.4 micrometers a patch of 32 voxels is 77 wide, a quarter of what shows a sheet."""
-    level = level_for(volume(levels=6, um=um), wanted)
+    level = choose_level(volume(levels=6, um=um), wanted)
     assert wanted[1] * um * 2**level >= LEAST_WIDTH_UM
     assert level == 0 or wanted[1] * um * 2 ** (level - 1) < LEAST_WIDTH_UM
 

@@ -23,7 +23,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast.memory_plan import Footprint, TracedStep, largest_batch, plan_memory, traced_step
 from vesuvius.training.forecast.preflight import checkpoint_sizes
-from vesuvius.training.step.setup import AmpMode, build_network, lay_out_network, parameter_count
+from vesuvius.training.step.setup import AmpMode, build_meta_network, build_network, parameter_count
 from vesuvius.training.step.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def test_muon_keeps_one_moment_of_a_kernel_as_its_checkpoint_does_and_adds_no_fl
     for config, plan in zip(configs, (adamw, muon), strict=True):  # weights, moments and an average
         others = plan.live_bytes[0] - sum(checkpoint_sizes(config))
         assert 0 < others < 2**15, "a step count for each tensor, and the schedule's tables"
-    kernels = [p for p in lay_out_network(DEFAULT).parameters() if p.ndim == 5 and len(p) > 1]
+    kernels = [p for p in build_meta_network(DEFAULT).parameters() if p.ndim == 5 and len(p) > 1]
     # It also keeps the size of each kernel's step.
     assert adamw.live_bytes[0] - muon.live_bytes[0] == 4 * (sum(p.numel() for p in kernels) - len(kernels))
     assert adamw.flops_per_step == muon.flops_per_step
@@ -134,7 +134,7 @@ def test_flops_are_three_times_the_forward_pass_but_for_gradients_of_the_input()
     config = make_config(model={"attention_heads": 0})
     size_zyx = config.data.patch_size
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        lay_out_network(config)(torch.empty(1, 2, *size_zyx), torch.zeros(1, dtype=torch.int64))
+        build_meta_network(config)(torch.empty(1, 2, *size_zyx), torch.zeros(1, dtype=torch.int64))
     first_convolution = 2 * 16 * 32 * 32 * 27 * 2 * 16  # 2 -> 16 channels at full resolution
     first_linear = 2 * 128 * 64  # 128 waves of t -> 4 x 16 numbers
     forward = counter.get_total_flops()
@@ -162,7 +162,7 @@ def test_accumulated_gradients_live_through_the_forward_passes() -> None:
     one, four = (plan_memory(DEFAULT.with_training(accumulate_steps=n), 8) for n in (1, 4))
     assert four.flops_per_step == 4 * one.flops_per_step
     # At the peak, early in the backward pass, most gradients are not there yet unless an earlier micro-batch left them.
-    weight_bytes = 4 * sum(p.numel() for p in lay_out_network(DEFAULT).parameters())
+    weight_bytes = 4 * sum(p.numel() for p in build_meta_network(DEFAULT).parameters())
     assert 0.5 * weight_bytes < four.peak_bytes - one.peak_bytes <= weight_bytes
 
 
@@ -207,7 +207,7 @@ def test_the_default_network_has_the_documented_cost_and_80_gib_hold_16_patches(
     config = read_config(EXP001, ["training.accumulate_steps=1"])
     plan = plan_memory(config, 16)
     # The documented figures, to the digits given there: 5.3 TFLOP forward, twice that backward.
-    assert round(parameter_count(lay_out_network(config)) / 1e6) == 155
+    assert round(parameter_count(build_meta_network(config)) / 1e6) == 155
     assert round(plan.flops_per_step / 16 / 3e12, 1) == 5.3
     assert largest_batch(config, 80 * GIB) >= 16
     assert largest_batch(config.with_training(recompute_norm=False), 80 * GIB) >= 8

@@ -10,7 +10,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.training.forecast import memory_plan as mfu
-from vesuvius.training.ranks.part import part_of
+from vesuvius.training.ranks.share import rank_share
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_the_figure_is_the_share_of_the_peak_and_absent_where_that_is_unknown(
 ) -> None:
     config, gpu = small(amp="bf16", accumulate_steps=2), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
-    assert mfu.seconds_at_peak(config, torch.device("cpu"), part_of(config, 0, 1)) is None
-    assert mfu.seconds_at_peak(config, gpu, part_of(config, 0, 1)) == pytest.approx(20 / 312)
+    assert mfu.seconds_at_peak(config, torch.device("cpu"), rank_share(config, 0, 1)) is None
+    assert mfu.seconds_at_peak(config, gpu, rank_share(config, 0, 1)) == pytest.approx(20 / 312)
     lean = small(amp="bf16", checkpoint_levels=(0, 1, 2), optimizer="muon")  # no work of the model
-    assert mfu.seconds_at_peak(lean, gpu, part_of(lean, 0, 1)) == pytest.approx(10 / 312)
+    assert mfu.seconds_at_peak(lean, gpu, rank_share(lean, 0, 1)) == pytest.approx(10 / 312)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
-    assert mfu.seconds_at_peak(config, gpu, part_of(config, 0, 1)) is None
+    assert mfu.seconds_at_peak(config, gpu, rank_share(config, 0, 1)) is None
 
 
 def test_a_step_that_cannot_be_traced_costs_the_figure_and_not_the_run(
@@ -85,5 +85,5 @@ def test_a_step_that_cannot_be_traced_costs_the_figure_and_not_the_run(
 
     monkeypatch.setattr(mfu, "plan_memory", failing)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
-    assert mfu.seconds_at_peak(small(amp="bf16"), torch.device("cuda"), part_of(small(), 0, 1)) is None
+    assert mfu.seconds_at_peak(small(amp="bf16"), torch.device("cuda"), rank_share(small(), 0, 1)) is None
     assert "an operator without a fake" in caplog.text

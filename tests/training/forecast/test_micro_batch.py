@@ -10,7 +10,7 @@ from vesuvius.config import Config
 from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast import micro_batch
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, plan_memory
-from vesuvius.training.forecast.micro_batch import VRAM_SHARE, fit_micro_batch, room_here, with_numbers
+from vesuvius.training.forecast.micro_batch import VRAM_SHARE, device_memory_bytes, fit_micro_batch, resolve_micro_batch
 
 AUTO = ("training.train_batch_size=auto", "training.accumulate_steps=12", "training.amp=bf16")
 
@@ -58,7 +58,7 @@ def test_memory_of_other_programs_is_not_ours_and_a_config_with_a_number_is_not_
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
-    assert room_here(small(), torch.device("cuda")) == 32 * GIB + CONTEXT_BYTES
+    assert device_memory_bytes(small(), torch.device("cuda")) == 32 * GIB + CONTEXT_BYTES
     monkeypatch.setattr(micro_batch, "fit_micro_batch", None)
     config = small("training.train_batch_size=3", "training.accumulate_steps=4")
-    assert with_numbers(config) == (config, [])
+    assert resolve_micro_batch(config) == (config, [])

@@ -23,7 +23,7 @@ from vesuvius.errors import ConfigError, DataError
 from vesuvius.monitor.probes.cores import TaskLimit
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.forecast import preflight as module
-from vesuvius.training.forecast.preflight import check_limits, doubts, preflight, tasks_needed
+from vesuvius.training.forecast.preflight import check_limits, config_warnings, preflight, tasks_needed
 
 
 def tiny(workers: int, address: str | None = None) -> Config:
@@ -36,7 +36,7 @@ def tiny(workers: int, address: str | None = None) -> Config:
 @pytest.mark.parametrize(("workers", "address", "found"), [(64, None, 1), (8, None, 0), (64, "10.0.0.1:6379", 0)])
 def test_more_readers_than_cores_can_serve_are_doubted(workers: int, address: str | None, found: int) -> None:
     data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats_cells=False), volumes=())
-    lines = doubts(tiny(workers, address), data, 1, 2.0)
+    lines = config_warnings(tiny(workers, address), data, 1, 2.0)
     assert len(lines) == found
     for line in lines:
         assert "readers share 2 cores" in line
@@ -47,7 +47,7 @@ def test_samples_of_eps_that_nothing_limits_are_doubted() -> None:
     config = tiny(0)
     config = config.model_copy(update={"diffusion": config.diffusion.model_copy(update={"prediction": "eps"})})
     data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats_cells=False), volumes=())
-    (line,) = doubts(config, data, 2, 2.0)
+    (line,) = config_warnings(config, data, 2, 2.0)
     assert "diffusion.prediction eps without diffusion.sampler_clip" in line
 
 

@@ -22,8 +22,8 @@ from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast import run_plan, start_log
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.run_plan import RamPart, RunPlan, first_pass_samples, plan_run, resident_bytes
-from vesuvius.training.step.setup import lay_out_network, parameter_count
+from vesuvius.training.forecast.run_plan import RamItem, RunPlan, first_pass_samples, plan_run, resident_bytes
+from vesuvius.training.step.setup import build_meta_network, parameter_count
 from vesuvius.volumes.box import shape_of
 
 MIB = 2**20
@@ -34,7 +34,7 @@ Plan = Callable[..., tuple[Config, PreparedData, RunPlan]]
 @pytest.fixture
 def some_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network of 2 MiB, for tests of what is beside it: to plan a real one takes seconds."""
-    monkeypatch.setattr(run_plan, "_network", lambda config, gpu: [RamPart("trainer", "training step", 2 * MIB, STEP)])
+    monkeypatch.setattr(run_plan, "_network", lambda config, gpu: [RamItem("trainer", "training step", 2 * MIB, STEP)])
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def limit(size_bytes: int, name: str = "the machine") -> MemoryLimit:
 @pytest.mark.usefixtures("some_network")
 def test_four_terms_add_up_and_the_line_shows_each(planned: Plan) -> None:
     plan, terms = planned("training.workers=3")[2], ("readers", "store", "Ray", "trainer")
-    assert plan.ram_bytes == sum(map(plan.term_bytes, terms)) == sum(part.size_bytes for part in plan.parts)
+    assert plan.ram_bytes == sum(map(plan.owner_bytes, terms)) == sum(part.size_bytes for part in plan.parts)
     (line,) = plan.lines()
-    assert all(f"{term} {format_size(plan.term_bytes(term))}" in line for term in terms)
+    assert all(f"{term} {format_size(plan.owner_bytes(term))}" in line for term in terms)
 
 
 @pytest.mark.usefixtures("some_network")
@@ -72,10 +72,10 @@ def test_a_worker_more_costs_a_reader_and_its_share_of_the_store(planned: Plan) 
     _, data, two = planned("training.workers=2", many)
     config, _, three = planned("training.workers=3", many)
     options = StreamOptions.from_config(config.training, config.cluster)
-    assert 2 * three.term_bytes("readers") == 3 * two.term_bytes("readers")
-    assert three.term_bytes("readers") > 3 * (122 * MIB + 2 * data.job.block_bytes)
-    assert three.term_bytes("store") >= store_peak_bytes(data.job, options)
-    assert three.term_bytes("store") > two.term_bytes("store")
+    assert 2 * three.owner_bytes("readers") == 3 * two.owner_bytes("readers")
+    assert three.owner_bytes("readers") > 3 * (122 * MIB + 2 * data.job.block_bytes)
+    assert three.owner_bytes("store") >= store_peak_bytes(data.job, options)
+    assert three.owner_bytes("store") > two.owner_bytes("store")
 
 
 @pytest.mark.usefixtures("some_network")
@@ -95,7 +95,7 @@ def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(plann
     options = StreamOptions.from_config(config.training, config.cluster)
     assert part(long, "8 processes")
     handing_over = store_peak_bytes(data.job, options) + store_prefetch_bytes(data.job, options)
-    assert handing_over <= long.term_bytes("store") <= store_bytes(data.job, options)
+    assert handing_over <= long.owner_bytes("store") <= store_bytes(data.job, options)
 
 
 def test_the_training_step_is_in_host_memory_on_a_cpu_alone(planned: Plan) -> None:
@@ -110,7 +110,7 @@ def test_a_copy_of_a_checkpoint_is_held_and_pinned_where_a_gpu_fills_it(planned:
     config, _, plan = planned()
     copy = part(plan, "copy of a checkpoint")
     more = planned("training.extra_ema_decays=[0.99]")[2]
-    assert part(more, "copy of a checkpoint") - copy == 4 * parameter_count(lay_out_network(config))
+    assert part(more, "copy of a checkpoint") - copy == 4 * parameter_count(build_meta_network(config))
     assert copy < part(planned(gpu=True)[2], "copy of a checkpoint") < 2 * copy
 
 

@@ -20,8 +20,8 @@ from tests.support.rank_runs import output_of, started_ranks
 from vesuvius.errors import EXIT_ERROR, DataError
 from vesuvius.training.ranks import ranks as module
 from vesuvius.training.ranks.failure import RankError, RankLostError
-from vesuvius.training.ranks.part import launched_ranks
 from vesuvius.training.ranks.ranks import Ranks, open_ranks
+from vesuvius.training.ranks.share import launched_world_size
 
 WORLD = 3
 
@@ -67,11 +67,11 @@ def on_all(ranks: list[Ranks], act: Callable[[Ranks], Any]) -> list[Any]:
 
 
 def test_a_stop_of_one_is_the_stop_of_all_and_rank_0_hears_everybody(ranks: list[Ranks]) -> None:
-    agreed = on_all(ranks, lambda one: one.agree(lambda: None, {"rank": one.rank}))
+    agreed = on_all(ranks, lambda one: one.sync_step(lambda: None, {"rank": one.rank}))
     assert [one[0] for one in agreed] == [None] * WORLD
     assert [dict(told) for told in agreed[0][1]] == [{"rank": rank} for rank in range(WORLD)]
     stops = {1: (75, "SIGTERM"), 2: (4, "memory guard")}
-    agreed = on_all(ranks, lambda one: one.agree(lambda: stops.get(one.rank), {}))
+    agreed = on_all(ranks, lambda one: one.sync_step(lambda: stops.get(one.rank), {}))
     assert agreed[0][0] in stops.values()
     assert len({one[0] for one in agreed}) == 1, "whichever was told of first"
 
@@ -80,7 +80,7 @@ def test_to_agree_on_a_step_takes_three_calls_of_the_store_however_many_ranks_th
     """One that asks for what each rank has told in turn, removes it then, or asks in another thread calls more often.
     How often a rank looks while it waits is not compared: the others have come before rank 0, and wait for it.
     """
-    on_all(ranks, lambda one: [one.agree(lambda: None, {}) for _ in range(3)])
+    on_all(ranks, lambda one: [one.sync_step(lambda: None, {}) for _ in range(3)])
     stores = [Counted(one._store) for one in ranks]
     for one, store in zip(ranks, stores, strict=True):
         one._store = store
@@ -88,7 +88,7 @@ def test_to_agree_on_a_step_takes_three_calls_of_the_store_however_many_ranks_th
     def act(one: Ranks) -> None:
         while one.rank == 0 and not all("check" in store.calls for store in stores[1:]):
             time.sleep(0.01)
-        one.agree(lambda: None, {"rank": one.rank})
+        one.sync_step(lambda: None, {"rank": one.rank})
 
     on_all(ranks, act)
     assert stores[0].calls == ["check", "multi_get", "set"]
@@ -97,7 +97,7 @@ def test_to_agree_on_a_step_takes_three_calls_of_the_store_however_many_ranks_th
 
 
 def test_hundreds_of_steps_leave_nothing_behind_in_the_store(ranks: list[Ranks]) -> None:
-    told = on_all(ranks, lambda one: [one.agree(lambda: None, {one.rank: step})[1] for step in range(300)])
+    told = on_all(ranks, lambda one: [one.sync_step(lambda: None, {one.rank: step})[1] for step in range(300)])
     assert told[0] == [[{0: step}, *({str(rank): step} for rank in range(1, WORLD))] for step in range(300)]
     deadline = time.monotonic() + 30
     while ranks[0]._store.num_keys() >= 10:
@@ -110,13 +110,13 @@ def test_the_failure_of_one_reaches_all_with_its_cause_and_exit_code(ranks: list
         if one.rank == 2:
             one.fail(DataError("a volume must be readable; got nothing"))
             return None
-        return one.agree(lambda: None, {})
+        return one.sync_step(lambda: None, {})
 
     failures = on_all(ranks, act)[:2]
     assert [str(failure) for failure in failures] == ["rank 2 failed: a volume must be readable; got nothing"] * 2
     assert [failure.exit_code for failure in failures] == [6, 6]
     ranks[0].fail(DataError("later"))  # the first counts
-    assert "got nothing" in str(ranks[1].explain(RuntimeError("connection closed by gloo")))
+    assert "got nothing" in str(ranks[1].root_cause(RuntimeError("connection closed by gloo")))
 
 
 def test_a_stop_that_comes_while_the_others_are_awaited_reaches_those_that_wait_for_data(ranks: list[Ranks]) -> None:
@@ -126,7 +126,7 @@ def test_a_stop_that_comes_while_the_others_are_awaited_reaches_those_that_wait_
     def act(one: Ranks) -> Any:
         while one.rank != 1 and one.stopping is None:
             time.sleep(0.02)
-        return one.agree(lambda: stop[0] if stop and one.rank == 1 else one.stopping, {})[0]
+        return one.sync_step(lambda: stop[0] if stop and one.rank == 1 else one.stopping, {})[0]
 
     threading.Timer(0.5, lambda: stop.append((75, "SIGTERM"))).start()
     assert on_all(ranks, act) == [(75, "SIGTERM")] * WORLD
@@ -141,7 +141,7 @@ def test_an_error_of_the_network_without_a_cause_is_a_lost_rank_and_a_defect_sta
     with pytest.raises(ValueError, match="has not been initialized") as ended:
         dist.barrier()
     errors = [lost, defect, ended.value]
-    found = on_all(ranks, lambda one: one.explain(errors[one.rank]))
+    found = on_all(ranks, lambda one: one.root_cause(errors[one.rank]))
     assert isinstance(found[0], RankLostError)
     assert found[1] is defect
     assert isinstance(found[2], RankLostError), "the group was ended under this rank"
@@ -184,7 +184,7 @@ def test_ranks_close_though_ray_train_has_ended_their_process_group(ranks: list[
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(ranks: list[Ranks]) -> None:
     ranks[0].timeout_s = 1.0
     with pytest.raises(RankLostError, match=r"rank 1 did not begin the step within 1 s.*rank_timeout_minutes"):
-        ranks[0].agree(lambda: None, {})
+        ranks[0].sync_step(lambda: None, {})
 
 
 class _EndedError(Exception):
@@ -214,7 +214,7 @@ def test_a_rank_is_ended_that_does_not_end_by_itself_when_another_has_failed_and
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(os, "_exit", end)
     one, words = Ranks(world=2, timeout_s=timeout_s), list[RankError]()
-    one.abort.last_words = words.append
+    one.abort.on_kill = words.append
     if after:
         one.fail(DataError("a chunk must be readable"))
     if after == "close":
@@ -238,16 +238,16 @@ def test_ranks_that_do_not_all_come_are_told_how_long_they_were_awaited(monkeypa
 
 def test_only_the_environment_of_a_launcher_makes_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")  # as SLURM scripts set it
-    assert launched_ranks() is None
+    assert launched_world_size() is None
     for name in ("RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "0")
-    assert launched_ranks() == 4
+    assert launched_world_size() == 4
 
 
 def test_what_is_larger_than_a_value_of_the_store_reaches_all(ranks: list[Ranks]) -> None:
     value = {"large": bytes(range(256)) * 80_000}  # 20 MB
-    ranks[0].publish(value)
-    assert on_all(ranks[1:], lambda one: one.await_main() == value) == [True] * (WORLD - 1)
+    ranks[0].send(value)
+    assert on_all(ranks[1:], lambda one: one.receive() == value) == [True] * (WORLD - 1)
 
 
 HANGS = """
@@ -257,11 +257,11 @@ from vesuvius.training.ranks.failure import RankError
 from vesuvius.training.ranks.ranks import open_ranks
 abort._UNWIND_S = 1.0
 with open_ranks("cpu", float(sys.argv[1])) as ranks:
-    ranks.agree(lambda: None, {})
+    ranks.sync_step(lambda: None, {})
     if ranks.rank == int(sys.argv[2]):
         eval(sys.argv[3])
     try:
-        ranks.agree(lambda: None, {})
+        ranks.sync_step(lambda: None, {})
     except RankError as error:
         print(error, flush=True)
         ranks.fail(error)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.training.stand_ins import run_context
+from tests.training.fakes import run_context
 from vesuvius.config.load import read_config
 from vesuvius.errors import DataError
 from vesuvius.runlog.records import read_records
 from vesuvius.training.ranks.ranks import Ranks
-from vesuvius.training.reporting.report import RankNews
+from vesuvius.training.reporting.report import RankTelemetry
 
 
 def damage(z: int) -> dict[str, Any]:
@@ -31,12 +31,12 @@ def test_damage_counts_over_all_ranks_and_a_place_that_several_met_counts_once(
 ) -> None:
     config = read_config(tiny_config(data={"max_quarantined": 3}, training={"ranks": 2}))
     run = replace(run_context(config, tmp_path), ranks=Ranks(0, 2))
-    news, nothing = RankNews(run), told()
-    news.take([nothing, told(damage(0), damage(8))])
-    news.take([nothing, told(damage(8))])
+    telemetry, nothing = RankTelemetry(run), told()
+    telemetry.record([nothing, told(damage(0), damage(8))])
+    telemetry.record([nothing, told(damage(8))])
     run.progress.quarantined += [damage(8), damage(16)]  # of this rank's readers, which do not know of the others'
-    news.take([nothing, told(damage(16))])
+    telemetry.record([nothing, told(damage(16))])
     assert len(read_records(run.directory.quarantine)) == 2
     with pytest.raises(DataError, match=r"at most data\.max_quarantined=3 places .* got 4, the last: volume v"):
-        news.take([nothing, told(damage(24))])
+        telemetry.record([nothing, told(damage(24))])
     assert len(read_records(run.directory.quarantine)) == 3, "the last one, too"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.stand_ins import FixedMachine, Session, StillStream, run_context
+from tests.training.fakes import FixedMachine, Session, StillStream, run_context
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.monitor.clock import StepTimes

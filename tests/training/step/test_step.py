@@ -25,8 +25,8 @@ from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import ResumePoint, restore
 from vesuvius.training.step.optimizer import make_optimizer
-from vesuvius.training.step.setup import build_network, execution, is_compiled, lies_channels_last
-from vesuvius.training.step.step import StepOutcome, StepResult, TrainStep, learning_rate
+from vesuvius.training.step.setup import build_network, execution, is_compiled, uses_channels_last
+from vesuvius.training.step.step import PendingOutcome, StepOutcome, TrainStep, learning_rate
 
 CPU = torch.device("cpu")
 
@@ -404,7 +404,7 @@ def test_what_is_set_aside_is_not_compiled() -> None:
     network = build_unet(config.model, 0, config.input_channels, CPU, computed)
     step = TrainStep(config, network, Schedule.from_config(config.diffusion), CPU)
     x_0, t = torch.zeros(2, 1, *config.data.patch_size), np.array([10, 500])
-    with step.set_aside():
+    with step.scratch_gradients():
         step.accumulate(x_0, np.arange(2), t)
         assert not regions.failure
         assert all(weight.grad is not None for weight in network.parameters())
@@ -445,7 +445,7 @@ def test_auto_lies_channels_last_on_a_gpu_in_16_bits_alone(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     config = make_config(amp=amp, channels_last=wanted)
-    assert lies_channels_last(config.training, torch.device(device)) == last
+    assert uses_channels_last(config.training, torch.device(device)) == last
     if device == "cpu":
         weight = build_network(config, CPU).get_parameter("from_boxes.weight")
         assert layout_of(weight) == (torch.channels_last_3d if last else torch.contiguous_format)
@@ -479,7 +479,7 @@ def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(amp: str, optimizer: st
             step.accumulate(x_0, np.arange(2) + 2 * part, np.array([10, 500]))
         results.append(step.apply(1e-3))
 
-    results: list[StepResult] = []
+    results: list[PendingOutcome] = []
     one()  # the first step makes the optimizer's state and cuDNN's choices
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

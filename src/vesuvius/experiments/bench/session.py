@@ -29,7 +29,7 @@ from vesuvius.runlog.units import format_duration, format_number, format_size
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.step.setup import choose_device
-from vesuvius.training.stop import StoppedError, unless_stopped
+from vesuvius.training.stop import StoppedError, run_unless_stopped
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def measure_cell(
     """
     began, launched_s, ranks = time.monotonic(), time.time(), _ranks_of(config)
     try:
-        data = unless_stopped(partial(_prepared, config.seed, config.data), stopping)
+        data = run_unless_stopped(partial(_prepared, config.seed, config.data), stopping)
         if obstacle := _obstacle(config, data, ranks):
             return Measurement(ended="failed", cause=f"not started: {obstacle}")
         run = trainer_config(config, next_number(directory))

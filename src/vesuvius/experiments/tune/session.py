@@ -58,7 +58,7 @@ from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import TUNE, run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.ranks.part import one_rank
+from vesuvius.training.ranks.share import single_rank_config
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def tune(request: TuneRequest) -> int:
     directory = run_dir(request.config).path / TUNE
     with locked(directory, "tune") as lock_fd:
         open_log(directory / "tune.log")
-        trials = TrialRunner(one_rank(request.config), directory / "trials", lock_fd=lock_fd)
+        trials = TrialRunner(single_rank_config(request.config), directory / "trials", lock_fd=lock_fd)
         with closing(trials) as runner, signals_to(runner.stop) as came:
             log.info("tuning %s on %s", request.source, machine_words())
             _warn_of_neighbours(request.config, space)
@@ -211,7 +211,7 @@ def _open(request: TuneRequest) -> tuple[SearchSpace, Planner]:
     config = request.config
     data = prepare_data(config.seed, config.data)
     space = survey(with_micro_batch(config), data, budget_s=request.budget_s, keep=request.keep)
-    return space, planner_of(one_rank(config), data)
+    return space, planner_of(single_rank_config(config), data)
 
 
 def _finish(request: TuneRequest, search: Search, found: Recommendation, directory: Path) -> None:

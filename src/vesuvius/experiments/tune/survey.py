@@ -17,9 +17,9 @@ from vesuvius.experiments.tune.measurement import Knob, Planned, Planner, Search
 from vesuvius.monitor.probes.cores import bound_cores, others_text, usable_cores
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData
-from vesuvius.training.forecast.memory_plan import indexable_batch
+from vesuvius.training.forecast.memory_plan import max_indexable_batch
 from vesuvius.training.forecast.preflight import READERS_PER_CORE
-from vesuvius.training.forecast.run_plan import local_ranks, plan_run
+from vesuvius.training.forecast.run_plan import num_local_ranks, plan_run
 from vesuvius.training.step.setup import choose_device
 
 _MOST_PREFETCH = 16
@@ -41,7 +41,7 @@ def survey(
     Args:
         keep: knobs that nothing changes.
     """
-    source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", local_ranks(config)
+    source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", num_local_ranks(config)
     cores = usable_cores(os.getpid()) / ranks
     busy = psutil.cpu_percent(_OTHERS_OVER_S, percpu=True)  # before the tune starts anything
     used = math.fsum(busy[core] for core in bound_cores() if core < len(busy)) / 100
@@ -53,7 +53,7 @@ def survey(
         most_workers=_most_workers(config, data, cores, remote, ranks),
         most_prefetch=max(_MOST_PREFETCH, source.prefetch_factor),
         most_requests=max(_MOST_REQUESTS, source.requests) if remote else source.requests,
-        most_batch=min(source.global_batch, max(indexable_batch(config), source.train_batch_size)),
+        most_batch=min(source.global_batch, max(max_indexable_batch(config), source.train_batch_size)),
         ram_limit_bytes=ram_left(config) // ranks,
         vram_limit_bytes=vram_left() if on_gpu else None,
         kept=(*keep, "cudnn_benchmark") if config.training.deterministic else tuple(keep),

@@ -93,11 +93,11 @@ class TuneWorker:
         self._verdict: Verdict | None = None
         self._script = self._blocks()
 
-    def take(self, verdict: Verdict) -> None:
+    def on_verdict(self, verdict: Verdict) -> None:
         """Keep a verdict: it ends a `run`."""
         self._verdict = verdict
 
-    def act(self, *_: object) -> None:
+    def apply(self, *_: object) -> None:
         """Do what comes before the next step."""
         self._look()
         next(self._script, None)
@@ -106,7 +106,7 @@ class TuneWorker:
         """Yields where the loop is to make a step."""
         run = self._loop.run
         try:
-            while (command := self._commands.next(run.stop.wanted)) is not None:
+            while (command := self._commands.next(run.stop.is_requested)) is not None:
                 self._bring_into_force(command)
                 match command["kind"]:
                     case "run":
@@ -144,7 +144,7 @@ class TuneWorker:
         if not self._rehearsed:
             self._reporter.report(wait=True)
             before = loop.monitor.sample.used_bytes
-            loop.milestones.rehearse()
+            loop.periodic.rehearse()
             self._look()
             self._rehearsal_bytes = max(self._ram_bytes - before, 0)
             self._rehearsed, kernel_steps = True, KERNEL_STEPS
@@ -232,10 +232,10 @@ class TuneWorker:
 
         Raises StreamInterrupted: the run is to stop.
         """
-        if self._loop.run.stop.wanted():
+        if self._loop.run.stop.is_requested():
             raise StreamInterrupted
         self._loop.run.watchdog.expects("step", "the tune to measure it")
-        self._loop.guard_actions.obey(self._loop.feed, self._loop.monitor, self._reporter.longest_step_s)
+        self._loop.guard_actions.execute(self._loop.feed, self._loop.monitor, self._reporter.longest_step_s)
         self._look()
 
     # Warm-up.
@@ -256,7 +256,7 @@ class TuneWorker:
     def _wait_until_idle(self, most_s: float) -> None:
         """Wait until all buffers are full and the readers use no CPU, within bounds."""
         give_up = time.monotonic() + most_s
-        while time.monotonic() < give_up and not self._loop.run.stop.wanted():
+        while time.monotonic() < give_up and not self._loop.run.stop.is_requested():
             full_s, cpu_s = self._stream.feeder_stats.full_s, self._readers_cpu_s()
             time.sleep(_IDLE_OVER_S)
             is_full = self._stream.feeder_stats.full_s - full_s >= 0.9 * _IDLE_OVER_S

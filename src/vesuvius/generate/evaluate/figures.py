@@ -29,9 +29,9 @@ from vesuvius.generate.evaluate.two_sample import area_under_curve, two_sample_s
 from vesuvius.training.validation.texture import (
     PatchTexture,
     Texture,
+    combine_textures,
     correlation_distance,
     histogram_distance,
-    joint_texture,
     measure_patch,
     spectrum_distance_db,
 )
@@ -134,7 +134,7 @@ def judge(generated: PatchSet, real: RealPatches, augment: AugmentConfig, classi
         torch.set_num_threads(threads)
     copies = _copies(nearest[0].result(), nearest[1].result(), generated.groups(), held_out.groups())
     return Judgement(
-        (*figures, auc.result(), second, copies), {name: joint_texture(each) for name, each in parts.items()}
+        (*figures, auc.result(), second, copies), {name: combine_textures(each) for name, each in parts.items()}
     )
 
 
@@ -171,10 +171,10 @@ def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: I
     Args:
         generated, training: groups of these patches.
     """
-    whole = {name: joint_texture(each) for name, each in parts.items()}
+    whole = {name: combine_textures(each) for name, each in parts.items()}
     real, pooled = whole["held_out"], [*parts["generated"], *parts["training"]]
     swapped = [
-        tuple(joint_texture([pooled[row] for row in np.flatnonzero(rows)]) for rows in (side, ~side))
+        tuple(combine_textures([pooled[row] for row in np.flatnonzero(rows)]) for rows in (side, ~side))
         for side in exchanges(generated, training)
     ]
     figures = []

@@ -29,7 +29,7 @@ from vesuvius.diffusion.network.boxes import as_now, boxed_weights
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.run_dir import RunDir
-from vesuvius.training.step.optimizer import in_groups
+from vesuvius.training.step.optimizer import group_weights
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def _bring_up_to_date(state: dict[str, Any]) -> None:
     if before.keys() == state["model"].keys():
         return
     boxed, optimizer = boxed_weights(state["model"]), state["optimizer"]
-    groups = in_groups(state["model"], muon="orthogonal" in optimizer["param_groups"][0])
+    groups = group_weights(state["model"], muon="orthogonal" in optimizer["param_groups"][0])
     for number, name in enumerate(name for names in groups for name in names):
         for key, moment in optimizer["state"].get(number, {}).items():
             if name in boxed and moment.ndim:

@@ -63,7 +63,7 @@ class Progress:
         self.step += 1
         self.sample_index += samples
 
-    def begin_at_multiple(self, ranks: int, global_batch: int) -> None:
+    def align_to_ranks(self, ranks: int, global_batch: int) -> None:
         """Leave out the samples up to the next global batch where the ranks could not share those that are next.
 
         That can be so after sessions with another effective batch.
@@ -74,7 +74,7 @@ class Progress:
                 "samples %d to %d are skipped: %d ranks begin with a whole batch", before, self.sample_index, ranks
             )
 
-    def go_back_to(self, step: int, samples_per_step: int) -> None:
+    def rewind_to(self, step: int, samples_per_step: int) -> None:
         """Count as if nothing after `step` had been launched."""
         self.sample_index -= (self.step - step) * samples_per_step
         self.step = step
@@ -111,7 +111,7 @@ class Progress:
         """Seconds of training over all sessions."""
         return self.trained_s + self.session_s
 
-    def note_step(self, step: int) -> None:
+    def mark_reported(self, step: int) -> None:
         """A step was reported."""
         self._reported.append((step, time.monotonic()))
 
@@ -160,7 +160,7 @@ def read_quarantine(path: Path) -> list[Record]:
         if record["kind"] == _CLEARED:
             found.clear()
         else:
-            found[key_of(record)] = record
+            found[region_key(record)] = record
     return list(found.values())
 
 
@@ -170,16 +170,16 @@ def clear_quarantine(path: Path) -> None:
         lines.write(_CLEARED)
 
 
-def still_quarantined(records: Sequence[Record], path: Path) -> list[Record]:
+def without_cleared(records: Sequence[Record], path: Path) -> list[Record]:
     """The records of a checkpoint without those that were cleared since.  Says how many are tried again."""
     ever = [record for record in read_records(path) if record["kind"] != _CLEARED] if path.exists() else []
-    cleared = set(map(key_of, ever)) - set(map(key_of, read_quarantine(path)))
-    kept = [record for record in records if key_of(record) not in cleared]
+    cleared = set(map(region_key, ever)) - set(map(region_key, read_quarantine(path)))
+    kept = [record for record in records if region_key(record) not in cleared]
     if again := len(records) - len(kept):
         log.info("%d of %d unreadable places are tried again, as they were cleared", again, len(records))
     return kept
 
 
-def key_of(record: Record) -> tuple[str, int, Box]:
+def region_key(record: Record) -> tuple[str, int, Box]:
     """Volume, its number in the config, and the box."""
     return record["volume"], record["number"], box_of(record)

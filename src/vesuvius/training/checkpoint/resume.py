@@ -21,7 +21,7 @@ from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.checkpoint.format import STATE, load_checkpoint, load_state, step_of
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.trained import DataFacts, TrainedVolume, trained_volumes
-from vesuvius.training.step.setup import lay_out_network
+from vesuvius.training.step.setup import build_meta_network
 from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
 
 _PLAN_VERSION = "plan.version: "
@@ -106,7 +106,7 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
             + "\nundo them, start a new run under another name (training.init_from brings the weights along), or "
             "continue anyway with --allow-drift"
         )
-    if refused and (problems := weight_problems(lay_out_network(config).state_dict(), state["model"])):
+    if refused and (problems := weight_problems(build_meta_network(config).state_dict(), state["model"])):
         raise ConfigError(
             f"even with --allow-drift the weights must fit the network; got {problems} in {path}; undo the change of "
             "model.* or data.volumes[].condition"

@@ -114,17 +114,17 @@ def read_facts(path: Path, config: DataConfig) -> DataFacts | None:
     """What `write_facts` has kept for such a config; None where it is not there or not whole."""
     try:
         state = load_state(path)
-        return DataFacts.from_state(state, path) if state["config"] == of_voxels(config) else None
+        return DataFacts.from_state(state, path) if state["config"] == voxel_settings(config) else None
     except (StorageError, KeyError, TypeError):
         return None
 
 
 def write_facts(path: Path, config: DataConfig, facts: DataFacts) -> None:
     """Keep them for other runs on the same data.  Raises OSError."""
-    write_state(path, facts.state_dict() | {"config": of_voxels(config)})
+    write_state(path, facts.state_dict() | {"config": voxel_settings(config)})
 
 
-def of_voxels(config: DataConfig) -> str:
+def voxel_settings(config: DataConfig) -> str:
     """What of a config the facts follow from; not how voxels are fetched."""
     return config.model_dump_json(exclude={"store", "resident"})
 

@@ -33,10 +33,10 @@ from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import GIB, format_gib, format_percent, format_sizes
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.forecast.micro_batch import fit_micro_batch, room_here
+from vesuvius.training.forecast.micro_batch import device_memory_bytes, fit_micro_batch
 from vesuvius.training.forecast.run_plan import plan_run, ram_limit, resident_bytes
 from vesuvius.training.forecast.start_log import step_range_s
-from vesuvius.training.step.setup import AmpMode, choose_device, lay_out_network, parameter_count, resolve_amp
+from vesuvius.training.step.setup import AmpMode, build_meta_network, choose_device, parameter_count, resolve_amp
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
 from vesuvius.volumes.store.objects import is_remote
 
@@ -96,10 +96,10 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
     store, device = StoreConfig(outage_minutes=_OUTAGE_MINUTES), choose_device()
     volume = describe_volume(spec, store, num_boxes=_PLACES)
     preset, micro, step_s = _choose_preset(shape_zyx(volume), device, resolve_amp("auto", device))
-    if not level_given and (level := level_for(volume, preset.patch)) != spec.level:
+    if not level_given and (level := choose_level(volume, preset.patch)) != spec.level:
         spec = spec.model_copy(update={"level": level})
         volume = describe_volume(spec, store, num_boxes=_PLACES)
-    patch, held_out = fitting_patch(shape_zyx(volume), preset.patch)
+    patch, held_out = fit_patch(shape_zyx(volume), preset.patch)
     training = _training(preset, micro, step_s, held_out, is_remote(spec.path), device)
     found = _data(volume, patch, held_out)
     try:
@@ -121,7 +121,7 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
         f"{volume.chosen.dtype}{_stored(volume)[1]}",
         "machine": f"{usable_cores(os.getpid()):g} cores, {memory}, {gpu}",
         "patch": f"{format_sizes(patch)}; {config.global_batch} a step, {micro} at once; {_width_words(volume, patch)}",
-        "model": f"{parameter_count(lay_out_network(config)) / 1e6:.1f} M parameters, about {step_s:.2g} s a step",
+        "model": f"{parameter_count(build_meta_network(config)) / 1e6:.1f} M parameters, about {step_s:.2g} s a step",
         "run": f"{steps} steps, about {max(round(steps * step_s / 54), 1)} minutes",
     }
     config = config.with_training(train_batch_size="auto", accumulate_steps=_BATCH)
@@ -134,14 +134,14 @@ def _choose_preset(shape: Triple, device: torch.device, amp: AmpMode) -> tuple[P
     With the patches that are computed at once, and the seconds of a step, the middle of what a dry run predicts.
     """
     for preset in PRESETS[device.type]:
-        patch, _ = fitting_patch(shape, preset.patch)
+        patch, _ = fit_patch(shape, preset.patch)
         config = Config(
             name="any",
             data=DataConfig(volumes=(VolumeConfig(path="any"),), patch_size=patch),
             training=TrainingConfig(train_batch_size="auto", accumulate_steps=_BATCH, optimizer="muon"),
             model=_model(preset, patch),
         )
-        found = fit_micro_batch(config, room_here(config, device), device.type == "cuda")
+        found = fit_micro_batch(config, device_memory_bytes(config, device), device.type == "cuda")
         step_s = math.sqrt(math.prod(step_range_s(found.step.flops_per_step, device, amp)))
         if found.fits and step_s <= _STEP_S[device.type]:
             break
@@ -159,7 +159,7 @@ def _model(preset: Preset, patch: Triple) -> ModelConfig:
     return model.model_copy(update=thin) if patch[0] < _LEAST_YX else model
 
 
-def fitting_patch(shape: Triple, wanted: Triple) -> tuple[Triple, bool]:
+def fit_patch(shape: Triple, wanted: Triple) -> tuple[Triple, bool]:
     """The largest patch up to `wanted` that a volume can give, and whether it can hold out a validation slab too.
 
     Patches shrink before a run without validation is chosen.  Raises ConfigError.  Pure.
@@ -180,7 +180,7 @@ def fitting_patch(shape: Triple, wanted: Triple) -> tuple[Triple, bool]:
     raise AssertionError(f"a patch of {_PATCHES[-1]} fits into any volume of {shape}")
 
 
-def level_for(volume: VolumeFacts, wanted: Triple) -> int:
+def choose_level(volume: VolumeFacts, wanted: Triple) -> int:
     """The finest level, from the chosen one on, of which a patch shows 0.3 mm; else that which shows most.
 
     Smaller patches show no sheet from side to side, and samples are fog.
@@ -188,7 +188,7 @@ def level_for(volume: VolumeFacts, wanted: Triple) -> int:
     widths: dict[int, float] = {}
     for level in (each for each in volume.levels if each.level >= volume.chosen.level):
         with suppress(ConfigError):  # too small for any patch
-            width = _width_um(level, fitting_patch(shape_zyx(volume, level), wanted)[0])
+            width = _width_um(level, fit_patch(shape_zyx(volume, level), wanted)[0])
             widths |= {} if width is None else {level.level: width}
     enough = (level for level, width in widths.items() if width >= LEAST_WIDTH_UM)
     return next(enough, max(widths, key=lambda level: widths[level], default=volume.chosen.level))

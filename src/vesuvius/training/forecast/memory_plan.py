@@ -35,14 +35,14 @@ from vesuvius.diffusion.network.unet import INT32_LIMIT, UNet, largest_activatio
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import one_line
 from vesuvius.runlog.units import GIB
-from vesuvius.training.ranks.part import Part
+from vesuvius.training.ranks.share import RankShare
 from vesuvius.training.step.setup import (
     AmpMode,
+    build_meta_network,
     choose_device,
     execution,
-    lay_out_network,
-    lies_channels_last,
     resolve_amp,
+    uses_channels_last,
 )
 from vesuvius.training.step.step import TrainStep
 
@@ -138,7 +138,7 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
     Raises ConfigError where a tensor would reach 2^31 elements.  No volume is opened.
     """
     batch = batch or config.training.micro_batch
-    lay_out_network(config).check_size(batch, config.data.patch_size)
+    build_meta_network(config).check_size(batch, config.data.patch_size)
     plan = traced_step(config, amp).plan(batch)
     return replace(plan, flops_per_step=plan.flops_per_step * config.training.accumulate_steps)
 
@@ -150,17 +150,17 @@ def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -
     `accumulate_steps` stays.
     """
     step = traced_step(config, amp)
-    batches = range(1, min(indexable_batch(config), LARGEST_PLANNED_BATCH) + 1)
+    batches = range(1, min(max_indexable_batch(config), LARGEST_PLANNED_BATCH) + 1)
     return bisect_right(batches, vram_bytes, key=lambda batch: step.plan(batch).vram_bytes)
 
 
-def indexable_batch(config: Config) -> int:
+def max_indexable_batch(config: Config) -> int:
     """The largest micro-batch without a tensor of 2^31 elements."""
     elements = largest_activation_elements(config.model, 1, config.data.patch_size, config.input_channels)
     return (INT32_LIMIT - 1) // elements
 
 
-def leaner(config: Config) -> str:
+def memory_saving_advice(config: Config) -> str:
     """How one patch takes less memory.  Pure."""
     lean = "" if config.training.recompute_norm else "set training.recompute_norm=true, "
     return f"{lean}add training.checkpoint_levels, or lower model.channels"
@@ -172,7 +172,7 @@ def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
     planned_for = torch.device("cuda") if amp is None else device
     if amp is None:
         amp = "bf16" if training.amp == "auto" and device.type == "cpu" else resolve_amp(training.amp, device)
-    channels_last = lies_channels_last(training.model_copy(update={"amp": amp}), planned_for)
+    channels_last = uses_channels_last(training.model_copy(update={"amp": amp}), planned_for)
     condition = ArrayConfig(path="any") if config.has_condition else None
     of_data = {key: getattr(data, key) for key in ("patch_size", "condition_classes", "augment")}
     of_training = {key: getattr(training, key) for key in _OF_A_STEP} | {
@@ -346,7 +346,7 @@ def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
     return None if peak is None else 1e12 * peak
 
 
-def seconds_at_peak(config: Config, device: torch.device, part: Part) -> float | None:
+def seconds_at_peak(config: Config, device: torch.device, part: RankShare) -> float | None:
     """How long a rank's part of a step would take at the device's peak; None where that is not known.
 
     What memory is saved with is no work of the model: blocks that are computed again count once, an optimizer's matrix

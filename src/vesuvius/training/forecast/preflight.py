@@ -27,8 +27,8 @@ from vesuvius.training.checkpoint.trained import (
     read_initial_weights,
     trained_volumes,
 )
-from vesuvius.training.step.optimizer import saved_copies
-from vesuvius.training.step.setup import lay_out_network, parameter_count
+from vesuvius.training.step.optimizer import num_saved_copies
+from vesuvius.training.step.setup import build_meta_network, parameter_count
 from vesuvius.training.step.step import check_initial_weights
 from vesuvius.training.validation.preview import PREVIEWED
 from vesuvius.training.validation.validation import measure_spectrum
@@ -117,7 +117,7 @@ def preflight(
     directory = run_dir(config)
     if not resume:
         refuse_existing(directory)
-    network = lay_out_network(config)
+    network = build_meta_network(config)
     network.check_size(config.training.micro_batch, config.data.patch_size)
     if config.training.workers and config.cluster.address is not None:
         check_cluster(config.cluster.address)
@@ -148,8 +148,8 @@ def preflight(
 
 def checkpoint_sizes(config: Config) -> list[int]:
     """Bytes of each tensor of a checkpoint: weights, moments and averages, float32."""
-    weights = lay_out_network(config).parameters()
-    return [weight.numel() * 4 for weight in weights for _ in range(saved_copies(weight, config.training))]
+    weights = build_meta_network(config).parameters()
+    return [weight.numel() * 4 for weight in weights for _ in range(num_saved_copies(weight, config.training))]
 
 
 def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
@@ -158,7 +158,7 @@ def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
     return max(training.validate_patches if validates else 0, PREVIEWED if training.preview_every else 0)
 
 
-def doubts(config: Config, data: PreparedData, world: int, cores: float) -> list[str]:
+def config_warnings(config: Config, data: PreparedData, world: int, cores: float) -> list[str]:
     """What is allowed and seldom meant, a line each, for `world` ranks.  Pure.
 
     Args:

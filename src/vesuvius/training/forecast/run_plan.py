@@ -40,7 +40,7 @@ from vesuvius.training.forecast.memory_plan import (
     LARGEST_PLANNED_BATCH,
     MemoryPlan,
     largest_batch,
-    leaner,
+    memory_saving_advice,
     plan_memory,
 )
 from vesuvius.training.forecast.preflight import checkpoint_sizes, fixed_count
@@ -65,7 +65,7 @@ _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
-class RamPart:
+class RamItem:
     """Some of the host's memory, at its peak."""
 
     term: str  # who holds it: readers, store, Ray or trainer
@@ -89,7 +89,7 @@ class RunPlan:
 
     config: Config
     data: PreparedData
-    parts: tuple[RamPart, ...]  # of the host's memory
+    parts: tuple[RamItem, ...]  # of the host's memory
     limit: MemoryLimit  # of the host's memory
     step: MemoryPlan | None = None  # on a GPU; None = the CPU computes, and `parts` has it
     vram_bytes: int = 0  # memory of that GPU
@@ -101,14 +101,14 @@ class RunPlan:
         """Of all parts."""
         return sum(part.size_bytes for part in self.parts)
 
-    def term_bytes(self, term: str) -> int:
+    def owner_bytes(self, term: str) -> int:
         """Of readers, store, Ray or trainer."""
         return sum(part.size_bytes for part in self.parts if part.term == term)
 
     def lines(self) -> list[str]:
         """For people: the host's memory by who holds it, and the GPU's."""
-        terms = ", ".join(f"{t} {format_size(self.term_bytes(t))}" for t in dict.fromkeys(p.term for p in self.parts))
-        ranks = f" by {n} ranks on this machine" if (n := local_ranks(self.config)) > 1 else ""
+        terms = ", ".join(f"{t} {format_size(self.owner_bytes(t))}" for t in dict.fromkeys(p.term for p in self.parts))
+        ranks = f" by {n} ranks on this machine" if (n := num_local_ranks(self.config)) > 1 else ""
         of = f"{format_size(self.limit.limit_bytes)} ({self.limit.name})"
         lines = [f"RAM {format_size(self.ram_bytes)} planned of {of}{ranks}: {terms}"]
         if (step := self.step) is not None:
@@ -128,7 +128,7 @@ class RunPlan:
             remedy = f"set training.train_batch_size={largest} and raise training.accumulate_steps"
             text = (
                 f"train_batch_size {config.training.micro_batch} will not fit: {format_size(need)} of GPU memory "
-                f"needed of {format_size(self.vram_bytes)}; {remedy if largest else leaner(config)}"
+                f"needed of {format_size(self.vram_bytes)}; {remedy if largest else memory_saving_advice(config)}"
             )
             found.append(Problem(text, True))
         elif need > self.vram_free_bytes:
@@ -174,11 +174,14 @@ def plan_run(config: Config, data: PreparedData | None = None, vram_gib: float |
     return RunPlan(config, data, parts, limit, step, gpu.total_memory, free, gpu.name)
 
 
-def plan_ram(config: Config, data: PreparedData, gpu: bool) -> tuple[RamPart, ...]:
+def plan_ram(config: Config, data: PreparedData, gpu: bool) -> tuple[RamItem, ...]:
     """Host memory of all ranks here, or of one in a cluster of any size.  Raises as `plan_run`."""
-    ranks, parts = local_ranks(config), [*_readers(config, data), *_trainer(config, data, gpu), *_network(config, gpu)]
+    ranks, parts = (
+        num_local_ranks(config),
+        [*_readers(config, data), *_trainer(config, data, gpu), *_network(config, gpu)],
+    )
     parts = [part if part.once else replace(part, size_bytes=part.size_bytes * ranks) for part in parts]
-    parts.append(RamPart("volumes", "decoded", resident_bytes(config, data), "data.resident", once=True))
+    parts.append(RamItem("volumes", "decoded", resident_bytes(config, data), "data.resident", once=True))
     return tuple(part for part in parts if part.size_bytes)
 
 
@@ -191,7 +194,7 @@ def resident_bytes(config: Config, data: PreparedData) -> int:
     need, wanted = Resident.size_bytes(data.job), config.data.resident
     if wanted != "auto":
         return need if need <= wanted * GIB else 0
-    limit, ranks = ram_limit(config.monitor.ram_limit_gib), local_ranks(config)
+    limit, ranks = ram_limit(config.monitor.ram_limit_gib), num_local_ranks(config)
     readers = ranks * sum(part.size_bytes for part in _readers(config, data))
     if need + readers > _RESIDENT_SHARE * (limit.limit_bytes - limit.used_bytes):
         return 0
@@ -200,12 +203,12 @@ def resident_bytes(config: Config, data: PreparedData) -> int:
 
 def first_pass_samples(config: Config, data: PreparedData) -> int:
     """Samples of the run after which the ranks of each machine have passed over each volume once."""
-    ranks, here = config.training.ranks, local_ranks(config)
+    ranks, here = config.training.ranks, num_local_ranks(config)
     passes = 1.0 if ranks == "auto" else max(ranks / (here * data.plan.reads_per_region(ranks)), 1.0)
     return math.ceil(passes * data.plan.slots_per_pass * data.plan.patches_per_region)
 
 
-def local_ranks(config: Config) -> int:
+def num_local_ranks(config: Config) -> int:
     """Ranks that share this machine; 1 where a cluster places them."""
     ranks = config.training.ranks
     if config.cluster.address is not None:
@@ -219,7 +222,7 @@ def ram_limit(configured_gib: float | None) -> MemoryLimit:
     return tightest(sample_system(os.getpid()), limits)
 
 
-def _readers(config: Config, data: PreparedData) -> list[RamPart]:
+def _readers(config: Config, data: PreparedData) -> list[RamItem]:
     """What readers hold, in processes of their own or with `workers: 0` in the trainer, the object store, and Ray."""
     job, workers, cores = data.job, config.training.workers, os.cpu_count() or 1
     arrays = (*data.volumes, *data.conditions)
@@ -233,7 +236,7 @@ def _readers(config: Config, data: PreparedData) -> list[RamPart]:
     if workers == 0:
         blocks = (job.plan.regions_in_flight + REGIONS_AHEAD) * job.block_bytes
         return [
-            RamPart("trainer", "its reader", blocks + scratch + staged, "data.regions_in_flight or data.region_size")
+            RamItem("trainer", "its reader", blocks + scratch + staged, "data.regions_in_flight or data.region_size")
         ]
     # In a longer run, the readers of two executions of Ray Data live while one hands over to the next.
     all_tasks = job.tasks(0, config.stop_step * config.global_batch)
@@ -247,16 +250,16 @@ def _readers(config: Config, data: PreparedData) -> list[RamPart]:
     idle = max(cores - workers - 3, 0) * _RAY_IDLE_BYTES
     ray = _RAY_BYTES + idle if config.cluster.address is None else 0  # those of a cluster are there anyway
     return [
-        RamPart("readers", f"{readers} processes", readers * _READER_BYTES),
-        RamPart("readers", "blocks", readers * READER_RING * job.block_bytes, "data.region_size"),
-        RamPart("readers", "decoding", readers * scratch),
-        RamPart("readers", "fetched ahead", readers * staged),
-        RamPart("store", "regions in flight and ahead", store, "data.regions_in_flight or data.region_size"),
-        RamPart("Ray", "its own processes", ray, once=True),
+        RamItem("readers", f"{readers} processes", readers * _READER_BYTES),
+        RamItem("readers", "blocks", readers * READER_RING * job.block_bytes, "data.region_size"),
+        RamItem("readers", "decoding", readers * scratch),
+        RamItem("readers", "fetched ahead", readers * staged),
+        RamItem("store", "regions in flight and ahead", store, "data.regions_in_flight or data.region_size"),
+        RamItem("Ray", "its own processes", ray, once=True),
     ]
 
 
-def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamPart]:
+def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamItem]:
     """All but the network."""
     options, job = StreamOptions.from_config(config.training, config.cluster), data.job
     batch = options.batch_size * job.patch_bytes
@@ -264,21 +267,21 @@ def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamPart]:
     in_hand = config.training.accumulate_steps * batch
     fixed = fixed_count(config.training, data) * job.patch_bytes + job.plan.map_bytes
     return [
-        RamPart("trainer", "process", _TRAINER_BYTES),
-        RamPart("trainer", "CUDA (assumed)", gpu * _CUDA_HOST_BYTES),
-        RamPart("trainer", "batches", ring + in_hand, "training.prefetch_factor or training.train_batch_size"),
-        RamPart("trainer", "fixed patches", fixed, "training.validate_patches"),
+        RamItem("trainer", "process", _TRAINER_BYTES),
+        RamItem("trainer", "CUDA (assumed)", gpu * _CUDA_HOST_BYTES),
+        RamItem("trainer", "batches", ring + in_hand, "training.prefetch_factor or training.train_batch_size"),
+        RamItem("trainer", "fixed patches", fixed, "training.validate_patches"),
     ]
 
 
-def _network(config: Config, gpu: bool) -> list[RamPart]:
+def _network(config: Config, gpu: bool) -> list[RamItem]:
     """The step on a CPU, and the copy of a checkpoint that waits for the disk."""
     step = 0 if gpu else plan_memory(config, amp=resolve_amp(config.training.amp, torch.device("cpu"))).ram_bytes
     snapshot = sum(_host_bytes(size, gpu) for size in checkpoint_sizes(config))
     batch = "training.train_batch_size and raise training.accumulate_steps, or lower model.channels"
     return [
-        RamPart("trainer", "training step", step, batch),
-        RamPart("trainer", "copy of a checkpoint", snapshot, "model.channels", once=True),  # on rank 0
+        RamItem("trainer", "training step", step, batch),
+        RamItem("trainer", "copy of a checkpoint", snapshot, "model.channels", once=True),  # on rank 0
     ]
 
 
@@ -320,6 +323,6 @@ def remedy(config: Config) -> str:
     patches = training.micro_batch * training.accumulate_steps  # of a rank
     batch = next((size for size in range(training.micro_batch - 1, 0, -1) if patches % size == 0), None)
     if batch is None:
-        return leaner(config)
+        return memory_saving_advice(config)
     overrides = f"training.train_batch_size={batch} training.accumulate_steps={patches // batch}"
     return f"continue with --resume {overrides}, which keeps the effective batch; {_EXPANDABLE} helps against fragments"

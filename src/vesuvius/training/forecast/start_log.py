@@ -24,10 +24,10 @@ from vesuvius.stream.reading.resident import Resident
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.micro_batch import with_numbers
-from vesuvius.training.forecast.preflight import Preflight, doubts, preflight
-from vesuvius.training.forecast.run_plan import RunPlan, first_pass_samples, local_ranks, plan_run, resident_bytes
-from vesuvius.training.ranks.part import Part
+from vesuvius.training.forecast.micro_batch import resolve_micro_batch
+from vesuvius.training.forecast.preflight import Preflight, config_warnings, preflight
+from vesuvius.training.forecast.run_plan import RunPlan, first_pass_samples, num_local_ranks, plan_run, resident_bytes
+from vesuvius.training.ranks.share import RankShare
 from vesuvius.training.step.setup import AmpMode, autocast, choose_device, resolve_amp
 from vesuvius.volumes.box import format_box
 
@@ -39,7 +39,7 @@ _SHARE_OF_CONVOLUTION = 0.5
 _MEASURED_S = 0.5
 
 
-def start_lines(config: Config, checked: Preflight, world: int, lost: bool) -> list[tuple[int, str]]:
+def startup_lines(config: Config, checked: Preflight, world: int, lost: bool) -> list[tuple[int, str]]:
     """The checkpoint, what has changed since, the data as `world` ranks read them, and the network: levels and lines.
 
     `lost`: the run existed, so there should be a checkpoint.
@@ -61,7 +61,7 @@ def start_lines(config: Config, checked: Preflight, world: int, lost: bool) -> l
         lines.append((warning, f"no complete checkpoint in {checked.directory.checkpoints}: starting at step 0"))
     if checked.initial is not None:
         lines.append((info, f"starting from the weights of {checked.initial.source}"))
-    lines += [(warning, doubt) for doubt in doubts(config, data, world, usable_cores(os.getpid()))]
+    lines += [(warning, doubt) for doubt in config_warnings(config, data, world, usable_cores(os.getpid()))]
     lines += [(info, line) for line in _data_lines(config, checked, world)]
     ranks = "" if training.ranks == 1 else f" x {training.ranks} ranks"
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
@@ -120,7 +120,7 @@ def _resident_lines(config: Config, checked: Preflight) -> list[str]:
     return [f"  resident no: {why}"]
 
 
-def log_ranks(config: Config, part: Part) -> None:
+def log_ranks(config: Config, part: RankShare) -> None:
     """Say where fewer or more ranks than the config asks for share a step."""
     if part.world != config.training.ranks:
         batch = f"the effective batch stays {part.global_batch}, each accumulates {part.accumulate_steps} micro-batches"
@@ -137,17 +137,17 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
         ConfigError: after all lines, where the run would not fit this machine or the GPU that was asked for.
         VesuviusError: what `preflight` raises.
     """
-    room_bytes, gpu = (None, None) if vram_gib is None else (int(vram_gib * GIB), True)
-    config, chosen = with_numbers(config, room_bytes, gpu)
+    available_bytes, gpu = (None, None) if vram_gib is None else (int(vram_gib * GIB), True)
+    config, chosen = resolve_micro_batch(config, available_bytes, gpu)
     directory, training = run_dir(config), config.training
     checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
     world = 1 if training.ranks == "auto" else training.ranks
-    checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=local_ranks(config))
+    checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=num_local_ranks(config))
     stop = f", stops at {config.stop_step}" if config.stop_step < config.horizon_steps else ""
     steps = f"{training.epochs} x {training.steps_per_epoch} = {config.horizon_steps}{stop}"
     yield f"run        {directory.path}, steps {steps}"
     checked = replace(checked, resident_bytes=resident_bytes(config, checked.data))
-    lines = start_lines(config, checked, world, resume and directory.exists())
+    lines = startup_lines(config, checked, world, resume and directory.exists())
     yield from (line for level, line in lines if level == logging.INFO)
     plan, done = plan_run(config, checked.data, vram_gib), checked.resumed.step if checked.resumed else 0
     yield _time_line(config, plan, max(config.stop_step - done, 0))

@@ -38,7 +38,7 @@ class Abort:
 
     Attributes:
         saves: rank 0 saves a checkpoint before it ends; the others wait for it.
-        last_words: records why this process is ended where it hangs; called in another thread.
+        on_kill: records why this process is ended where it hangs; called in another thread.
         unwinding: the main thread has noticed the failure.
         closing: it ends the connections.
         ended: it has.
@@ -46,7 +46,7 @@ class Abort:
     """
 
     saves: bool = True
-    last_words: Callable[[RankError], None] | None = None
+    on_kill: Callable[[RankError], None] | None = None
     unwinding: threading.Event = field(default_factory=threading.Event)
     closing: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -64,9 +64,9 @@ class Abort:
                 self.give_up()
             if waited_s > limit_s:
                 log.error("%s; rank %d %s and is ended", failure, rank, stage)
-                if self.last_words is not None:
+                if self.on_kill is not None:
                     with suppress(Exception):
-                        BoundedCall(partial(self.last_words, failure), _LAST_WORDS_S)()
+                        BoundedCall(partial(self.on_kill, failure), _LAST_WORDS_S)()
                 os._exit(failure.exit_code)
 
     def give_up(self) -> None:

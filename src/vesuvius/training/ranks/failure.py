@@ -42,15 +42,15 @@ _FAILS_AGAIN = (
 )
 
 
-def restart_may_help(error: Exception) -> bool:
+def is_restartable(error: Exception) -> bool:
     """Whether an error is of another rank that is gone, the network or a failing GPU, and may not come again.  Pure."""
     if isinstance(error, VesuviusError):
         return isinstance(error, RankLostError)
     failing_gpu = "CUDA" in str(error) and any(text in str(error) for text in _FAILING_GPU)
-    return failing_gpu or is_of_network(error)
+    return failing_gpu or is_network_error(error)
 
 
-def is_of_network(error: Exception) -> bool:
+def is_network_error(error: Exception) -> bool:
     """Whether it is of a connection between ranks, and may not come again.  Pure."""
     text = str(error)
     named = isinstance(error, dist.DistError) or "gloo" in text or "NCCL error" in text or "NCCL communicator" in text

@@ -25,8 +25,8 @@ from torch import Tensor
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
 from vesuvius.threads import BoundedCall
 from vesuvius.training.ranks.abort import Abort
-from vesuvius.training.ranks.failure import RankError, RankLostError, exit_code_of, is_of_network
-from vesuvius.training.ranks.part import launched_ranks
+from vesuvius.training.ranks.failure import RankError, RankLostError, exit_code_of, is_network_error
+from vesuvius.training.ranks.share import launched_world_size
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class Ranks:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    def publish(self, value: object, rank: int | None = None) -> None:
-        """On rank 0, hand a picklable value to the others, or to one of them, which wait for it in `await_main`."""
+    def send(self, value: object, rank: int | None = None) -> None:
+        """On rank 0, hand a picklable value to the others, or to one of them, which wait for it in `receive`."""
         if self._store is not None:
             key, payload = _START if rank is None else f"{_START}{rank}", pickle.dumps(value)
             pieces = [payload[i : i + _PIECE_BYTES] for i in range(0, len(payload), _PIECE_BYTES)]
@@ -84,7 +84,7 @@ class Ranks:
                 self._store.set(f"{key}/{number}", piece)
             self._store.set(key, str(len(pieces)))
 
-    def await_main(self, mine: bool = False) -> Any:
+    def receive(self, mine: bool = False) -> Any:
         """On the others, return what rank 0 publishes, for all or (`mine`) for this one, which is then taken away.
 
         Raises RankError: it failed or did not answer.
@@ -98,7 +98,7 @@ class Ranks:
                 self._store.delete_key(each)
         return pickle.loads(b"".join(pieces))
 
-    def least(self, value: int) -> int:
+    def reduce_min(self, value: int) -> int:
         """On rank 0, return the smallest value that a rank calls this with; the others only tell.  Raises RankError."""
         if self._store is None:
             return value
@@ -108,17 +108,17 @@ class Ranks:
         told = [int(self._get(f"least/{rank}", rank, "tell its memory")) for rank in range(1, self.world)]
         return min(value, *told)
 
-    def tell_here(self, value: str) -> None:
-        """On the first rank of each machine, hand a text to the others there, which wait for it in `of_first_here`."""
+    def send_local(self, value: str) -> None:
+        """On the first rank of each machine, hand a text to the others there, which wait for it in `receive_local`."""
         if self._store is not None and self.local_rank == 0:
             self._store.set(f"here/{self.rank}", value)
 
-    def of_first_here(self) -> str:
+    def receive_local(self) -> str:
         """On the others, return what the first rank of this machine hands over.  Raises RankError."""
         first = self.rank - self.local_rank  # launchers number the ranks machine by machine
         return self._get(f"here/{first}", first, "open its data").decode()
 
-    def agree(self, asked: Asked, tell: Mapping[str, Any]) -> tuple[Stop | None, list[Mapping[str, Any]]]:
+    def sync_step(self, asked: Asked, tell: Mapping[str, Any]) -> tuple[Stop | None, list[Mapping[str, Any]]]:
         """Exchange, before a step, whether to stop, and what rank 0 is to know, in three calls of the store a rank.
 
         This does not travel with the losses: they are there at the end of a step, and a rank whose data do not come can
@@ -136,7 +136,7 @@ class Ranks:
             RankError: a rank failed or did not answer.
         """
         if (stop := asked()) is not None:
-            self.tell_stop(stop)
+            self.announce_stop(stop)
         if self._store is None:
             return stop, []
         self._round += 1
@@ -158,7 +158,7 @@ class Ranks:
         """Of an agreement: for rank 0's answer, and for what each other rank tells."""
         return [f"step/{number}", *(f"step/{number}/{rank}" for rank in range(1, self.world))]
 
-    def tell_stop(self, stop: Stop) -> None:
+    def announce_stop(self, stop: Stop) -> None:
         """Tell the others that this rank was asked to stop; the first stop counts."""
         if self._store is not None and self.stopping is None:
             self._store.compare_set(_STOPPING, "", json.dumps(stop))
@@ -201,7 +201,7 @@ class Ranks:
         if not isinstance(error, RankError):
             self._tell_failure(error)
 
-    def explain(self, error: Exception) -> Exception:
+    def root_cause(self, error: Exception) -> Exception:
         """Return the failure of another rank that an error of this one follows from; else the error itself."""
         again = self.abort.unwinding.is_set()
         self.abort.unwinding.set()
@@ -214,7 +214,7 @@ class Ranks:
         if self.failure is not None:
             return self.failure
         ended = "process group has not been initialized" in str(error)  # Ray Train has, as it has lost a rank
-        if ended or is_of_network(error):
+        if ended or is_network_error(error):
             return RankLostError(f"a rank ended without a message: {one_line(error)}")
         return error
 
@@ -273,7 +273,7 @@ class Ranks:
                 if failing and self.failure is not None:
                     raise self.failure
                 if (stop := asked()) is not None:
-                    self.tell_stop(stop)
+                    self.announce_stop(stop)
                 if (waited_s := time.monotonic() - began) > limit_s:
                     rank = next((rank for rank, key in keys.items() if not self._store.check([key])), 0)
                     lost = RankLostError(
@@ -342,7 +342,7 @@ def open_ranks(device_type: str, timeout_s: float) -> Iterator[Ranks]:
         ConfigError: the environment does not say where the others are.
         RankLostError: not all of them came, or one went while it joined.
     """
-    world = launched_ranks()
+    world = launched_world_size()
     if world is None or world == 1:
         yield Ranks()
         return

@@ -23,12 +23,12 @@ from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import quantile
 from vesuvius.stream.reading.quarantine import check_quarantine
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.checkpoint.progress import key_of
+from vesuvius.training.checkpoint.progress import region_key
 from vesuvius.training.forecast.memory_plan import seconds_at_peak
 from vesuvius.training.replay import Diagnosis, MicroBatch
 from vesuvius.training.reporting.verdicts import Verdicts
 from vesuvius.training.request import RunContext
-from vesuvius.training.step.step import StepOutcome, StepResult
+from vesuvius.training.step.step import PendingOutcome, StepOutcome
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _RECENT_STEPS = 10
 _NAMED = 4  # samples, of those whose loss is not finite
 
 
-class RankNews:
+class RankTelemetry:
     """What a rank tells rank 0 before each step: where the time of its last one went, its node and private memory, and
     what it could not read.  Rank 0 records what all have told.
 
@@ -53,7 +53,7 @@ class RankNews:
         self.times: tuple[int, StepTimes] | None = None
         self.slowest: int | None = None
 
-    def tell(self) -> dict[str, Any]:
+    def collect(self) -> dict[str, Any]:
         """Return plain data about this rank since the last call."""
         found = self._run.progress.quarantined[self._told_of :]
         self._told_of += len(found)
@@ -64,7 +64,7 @@ class RankNews:
             told["times"]["trainer_bytes"] = process.anon_bytes if process else None
         return told
 
-    def take(self, told: Sequence[Mapping[str, Any]]) -> None:
+    def record(self, told: Sequence[Mapping[str, Any]]) -> None:
         """On rank 0, record the times of all ranks, and what the others have quarantined.
 
         Raises DataError: more places than `data.max_quarantined` are damaged, over all ranks.
@@ -79,8 +79,8 @@ class RankNews:
     def _quarantine(self, records: Sequence[dict[str, Any]]) -> None:
         """Those that are not known, once: a chunk may lie in regions of several ranks."""
         progress = self._run.progress
-        known = {key_of(record) for record in progress.quarantined}
-        new = list({key_of(record): record for record in records if key_of(record) not in known}.values())
+        known = {region_key(record) for record in progress.quarantined}
+        new = list({region_key(record): record for record in records if region_key(record) not in known}.values())
         if new:
             progress.quarantine(self._run.directory.quarantine, new)
             self._told_of += len(new)
@@ -92,20 +92,20 @@ def _parts(times: StepTimes) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedStep:
     """A step whose figures may still be on the device, and its batches, to be computed again if it was not finite."""
 
     step: int  # counted from 1
     first_sample: int
     lr: float
-    result: StepResult
+    result: PendingOutcome
     batches: Sequence[MicroBatch]
 
 
 class StepReporter:
     """Logs steps once the device has finished them, judges what limits them, and says where bad ones went wrong.
 
-    `diagnose` computes a step again and says where its numbers stop being finite; `news` is told the times of each.
+    `diagnose` computes a step again and says where its numbers stop being finite; `telemetry` takes the times.
     """
 
     def __init__(
@@ -115,21 +115,21 @@ class StepReporter:
         stream: PatchStream,
         machine: Monitor,
         diagnose: Callable[[Sequence[MicroBatch]], Diagnosis],
-        news: RankNews,
+        telemetry: RankTelemetry,
     ) -> None:
         self._run = run
         self._clock = clock
         self._stream = stream
         self._machine = machine
         self._diagnose = diagnose
-        self._news = news
+        self._telemetry = telemetry
         self.verdicts = Verdicts(run, stream, machine)
-        self._launched: deque[Launched] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._reported = 0
         self._work_s: deque[float] = deque(maxlen=_ROLLING_STEPS)  # of steps without their pauses
-        self._seconds_at_peak = seconds_at_peak(run.config, run.device, run.part)
+        self._seconds_at_peak = seconds_at_peak(run.config, run.device, run.share)
 
-    def launched(self, step: Launched) -> None:
+    def add_launched(self, step: LaunchedStep) -> None:
         """Note a step given to the device, and hold its batches until it is reported."""
         self._launched.append(step)
 
@@ -155,21 +155,21 @@ class StepReporter:
         self.report(wait=True)
         self.verdicts.finish()
 
-    def _report(self, launched: Launched, times: StepTimes) -> None:
+    def _report(self, launched: LaunchedStep, times: StepTimes) -> None:
         run, outcome = self._run, launched.result.read()
         self._reported += 1
         if self._reported > 1:
             self._work_s.append(times.step_s - times.pause_s)
-            run.progress.note_step(launched.step)
+            run.progress.mark_reported(launched.step)
         record = self._record_of(launched, outcome, times)
         log.info(step_line(record))
         run.metrics.write("step", **record)
         self.verdicts.add(launched.step, times, self._vram())
-        self._news.times = launched.step, times
+        self._telemetry.times = launched.step, times
         if not (outcome.finite or outcome.overflowed):
             self._nonfinite(launched, outcome)
 
-    def _nonfinite(self, launched: Launched, outcome: StepOutcome) -> None:
+    def _nonfinite(self, launched: LaunchedStep, outcome: StepOutcome) -> None:
         config, step, first = self._run.config, launched.step, launched.first_sample
         indices = range(first, first + config.global_batch)
         of_step = (config.seed, step - 1, config.global_batch, config.diffusion.timesteps)
@@ -190,7 +190,7 @@ class StepReporter:
             **{name: found and getattr(found, name) for name in ("layer", "input_max", "gradients")},
         )
         again = str(found or "it could not be computed again")
-        if found and self._run.part.world > 1:
+        if found and self._run.share.world > 1:
             again += " (of this rank's samples: see the logs of the other ranks)"
         named = ", ".join(f"{index} (t {timesteps[index - first]})" for index in offending[:_NAMED])
         more = f" and {len(offending) - _NAMED} more" if len(offending) > _NAMED else ""
@@ -207,7 +207,7 @@ class StepReporter:
                 step,
             )
 
-    def _compute_again(self, launched: Launched) -> Diagnosis | None:
+    def _compute_again(self, launched: LaunchedStep) -> Diagnosis | None:
         """Where the step went wrong; the weights may have moved in steps launched since, but not after the last one."""
         try:
             with self._clock.pausing():
@@ -216,7 +216,7 @@ class StepReporter:
             log.warning("step %d could not be computed again: %s", launched.step, one_line(error))
             return None
 
-    def _record_of(self, launched: Launched, outcome: StepOutcome, times: StepTimes) -> Record:
+    def _record_of(self, launched: LaunchedStep, outcome: StepOutcome, times: StepTimes) -> Record:
         """Figures of a step, unrounded; None is not known."""
         config, progress = self._run.config, self._run.progress
         peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._stream.readers.values())]
@@ -234,9 +234,9 @@ class StepReporter:
             "workers": self._stream.num_readers_alive,
             "working": self._stream.num_readers_with_work,
             "worker_max_bytes": max(peaks, default=None) if self._stream.options.workers else None,
-            "eta_s": progress.time_left(config, self._run.stop.left_s()),
-            "ranks": self._run.part.world,
-            "slowest_rank": self._news.slowest,  # whom the others waited for, in the step before
+            "eta_s": progress.time_left(config, self._run.stop.time_left_s()),
+            "ranks": self._run.share.world,
+            "slowest_rank": self._telemetry.slowest,  # whom the others waited for, in the step before
             "mfu": self._seconds_at_peak / (times.step_s - times.pause_s) if self._seconds_at_peak else None,
             **_parts(times),
             "ram_used_bytes": ram_used_bytes,

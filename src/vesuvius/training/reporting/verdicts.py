@@ -22,7 +22,7 @@ from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.units import quantile
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.request import RunContext
-from vesuvius.training.step.setup import is_compiled, lies_channels_last
+from vesuvius.training.step.setup import is_compiled, uses_channels_last
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Verdicts:
         self._vram_bytes: tuple[int, int] | None = None
         self._begin(0)
 
-    def tell(self, listener: Callable[[Verdict], None]) -> None:
+    def subscribe(self, listener: Callable[[Verdict], None]) -> None:
         """Call this with each further verdict."""
         self._listener = listener
 
@@ -197,7 +197,7 @@ def _knobs(run: RunContext, stream: PatchStream, memory_is_short: bool) -> Knobs
     return Knobs(
         **{name: getattr(run.config.training, name) for name in _SWITCHES},
         compile=is_compiled(run.config.training, run.device),
-        channels_last=lies_channels_last(run.config.training, run.device),
+        channels_last=uses_channels_last(run.config.training, run.device),
         on_gpu=run.device.type == "cuda",
         workers=options.workers,
         prefetch_factor=options.prefetch_factor,

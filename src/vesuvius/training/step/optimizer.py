@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vesuvius.config import TrainingConfig
-from vesuvius.training.ranks.part import Part
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
+from vesuvius.training.ranks.share import RankShare
 from vesuvius.training.step.muon import Muon
 
 _BETAS, _KERNEL_AXES = (0.9, 0.999), 5
@@ -31,7 +31,7 @@ _BETAS, _KERNEL_AXES = (0.9, 0.999), 5
 def make_optimizer(network: nn.Module, config: TrainingConfig, ranks: Ranks = SINGLE) -> torch.optim.AdamW:
     """Fused AdamW, or Muon with it; weight decay on matrices and kernels only, not on biases and norms."""
     weights, muon = dict(network.named_parameters()), config.optimizer == "muon"
-    kernels, others, spared = ([weights[name] for name in names] for names in in_groups(weights, muon))
+    kernels, others, spared = ([weights[name] for name in names] for names in group_weights(weights, muon))
     decayed, undecayed = {"weight_decay": config.weight_decay}, {"weight_decay": 0.0}
     groups = [{"params": others, **decayed}, {"params": spared, **undecayed}]
     if not muon:
@@ -40,7 +40,7 @@ def make_optimizer(network: nn.Module, config: TrainingConfig, ranks: Ranks = SI
     return Muon(groups, ranks, lr=config.lr, betas=_BETAS, fused=True)
 
 
-def in_groups(weights: Mapping[str, Tensor], muon: bool) -> tuple[list[str], list[str], list[str]]:
+def group_weights(weights: Mapping[str, Tensor], muon: bool) -> tuple[list[str], list[str], list[str]]:
     """Names of the kernels that Muon takes, of other weights that decay, and of biases and norms.
 
     Moments in a checkpoint are numbered in this order.  Pure.
@@ -51,7 +51,7 @@ def in_groups(weights: Mapping[str, Tensor], muon: bool) -> tuple[list[str], lis
     return kernels, [name for name in weights if name not in taken], spared
 
 
-def saved_copies(weight: Tensor, config: TrainingConfig) -> int:
+def num_saved_copies(weight: Tensor, config: TrainingConfig) -> int:
     """How often a checkpoint holds a tensor of the size of this weight: itself, its moments, its averages.  Pure."""
     moments = 1 if config.optimizer == "muon" and _is_kernel(weight) else 2
     return 1 + moments + len(average_decays(config))
@@ -134,7 +134,7 @@ class GradientSync:
     The network is on its device, with the same weights on all ranks; `forward` is to be called in its place.
     """
 
-    def __init__(self, network: nn.Module, part: Part, ranks: Ranks) -> None:
+    def __init__(self, network: nn.Module, part: RankShare, ranks: Ranks) -> None:
         self._network, self._part, self._ranks = network, part, ranks
         self._pending: list[dist.Work] = []
         self._parallel: DistributedDataParallel | None = None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
-from vesuvius.training.step.setup import AmpMode, autocast, lay_out_network, lies_channels_last
+from vesuvius.training.step.setup import AmpMode, autocast, build_meta_network, uses_channels_last
 
 # Norm of the error over the norm of the result.  One rounding to bf16 is up to 2^-9, to fp16 2^-12; there is room for
 # the roundings of inputs, weights and output together.
@@ -45,7 +45,7 @@ def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode
     """
     if amp == "off":
         return
-    channels_last = lies_channels_last(config.training, device)
+    channels_last = uses_channels_last(config.training, device)
     if backward and (problem := cudnn_problem(device, amp, channels_last)):
         raise ConfigError(problem)
     for convolution in network_convolutions(config, batch):
@@ -64,7 +64,7 @@ def network_convolutions(config: Config, batch: int) -> list[Convolution]:
 
     Runs the network on the meta device: takes no memory.
     """
-    network, seen = lay_out_network(config), dict[Convolution, None]()
+    network, seen = build_meta_network(config), dict[Convolution, None]()
 
     def note(conv: nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
         assert isinstance(conv, nn.Conv3d)

@@ -24,7 +24,7 @@ def choose_device(local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count()) if local_rank else torch.device("cuda")
 
 
-def choose_kernels(device: torch.device, config: TrainingConfig) -> None:
+def configure_kernels(device: torch.device, config: TrainingConfig) -> None:
     """Which kernels torch may take on a GPU.  To be called before anything runs there."""
     if device.type != "cuda":
         return
@@ -50,12 +50,12 @@ def build_network(config: Config, device: torch.device) -> UNet:
     if is_compiled(config.training, device):
         computed = replace(computed, call=CompiledRegions())
     network = build_unet(config.model, config.seed, config.input_channels, device, computed)
-    if lies_channels_last(config.training, device):
+    if uses_channels_last(config.training, device):
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]  # torch declares channels_last only
     return network
 
 
-def lay_out_network(config: Config) -> UNet:
+def build_meta_network(config: Config) -> UNet:
     """The network without memory for its weights (on the meta device)."""
     with torch.device("meta"):
         return UNet(config.model, config.input_channels, execution(config.training))
@@ -70,7 +70,7 @@ def resolve_amp(amp: Literal["auto", "off", "bf16", "fp16"], device: torch.devic
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
 
 
-def lies_channels_last(config: TrainingConfig, device: torch.device) -> bool:
+def uses_channels_last(config: TrainingConfig, device: torch.device) -> bool:
     """Whether weights and activations lie channels last: auto = on a GPU in 16 bits, whose cuDNN kernels want it."""
     if config.channels_last != "auto":
         return config.channels_last

@@ -26,8 +26,8 @@ from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.errors import ConfigError
 from vesuvius.loader.intensity import to_device
 from vesuvius.monitor.clock import Timed, untimed
-from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
+from vesuvius.training.ranks.share import RankShare, rank_share
 from vesuvius.training.step.optimizer import GradientSync, MovingAverage, average_decays, load_averages, make_optimizer
 from vesuvius.training.step.setup import autocast, is_compiled, resolve_amp
 
@@ -48,7 +48,7 @@ class StepOutcome:
     scale: float  # what the loss was multiplied by for fp16; 1 without it
 
 
-class StepResult:
+class PendingOutcome:
     """The figures of a step on their way from the device.
 
     They are copied to pinned memory right after the step, so that reading them once the device has finished the step
@@ -90,7 +90,7 @@ class TrainStep:
         network: nn.Module,
         schedule: Schedule,
         device: torch.device,
-        part: Part | None = None,
+        part: RankShare | None = None,
         ranks: Ranks = SINGLE,
     ) -> None:
         self._config = config
@@ -98,7 +98,7 @@ class TrainStep:
         self._device = device
         self.amp = resolve_amp(config.training.amp, device)
         self.network = network.to(device)
-        self._sync = GradientSync(self.network, part or part_of(config, 0, 1), ranks)
+        self._sync = GradientSync(self.network, part or rank_share(config, 0, 1), ranks)
         self._forward: nn.Module = self._sync.forward
         self.optimizer = make_optimizer(self.network, config.training, ranks)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
@@ -154,7 +154,7 @@ class TrainStep:
                 self._losses.append(per_sample.detach())
         return self._losses[-1]
 
-    def apply(self, lr: float) -> StepResult:
+    def apply(self, lr: float) -> PendingOutcome:
         """Update the weights with the accumulated gradient, if it is finite, and start the next one."""
         if self._sync.parallel:
             with self.timed("comm"):
@@ -164,7 +164,7 @@ class TrainStep:
         with self.timed("optimizer"):
             return self._apply(lr)
 
-    def _apply(self, lr: float) -> StepResult:
+    def _apply(self, lr: float) -> PendingOutcome:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         scale = torch.ones((), device=self._device)
@@ -189,7 +189,7 @@ class TrainStep:
         for average in self.averages.values():
             average.update(applied)
         scalars = [self._loss, grad_norm, finite, applied, overflowed, self._nonfinite_in_a_row, scale]
-        result = StepResult(scalars, self._losses)
+        result = PendingOutcome(scalars, self._losses)
         self.drop()
         self.updating = False  # not before: what is allocated here may fail, and the step is not counted yet
         return result
@@ -200,7 +200,7 @@ class TrainStep:
         self._loss, self._losses = torch.zeros((), device=self._device), []
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
+    def scratch_gradients(self) -> Iterator[None]:
         """Between two steps: what is accumulated here, by the plain network, is dropped at the end, and not timed."""
         compiled = is_compiled(self._config.training, self._device)
         forward, self._forward = self._forward, self.network

@@ -55,7 +55,7 @@ class PatchTexture:
 
 def measure_texture(patches: Iterable[NDArray[np.float32]]) -> Texture:
     """Measure patches of one shape, each [Z, Y, X], one after another."""
-    return joint_texture([measure_patch(patch) for patch in patches])
+    return combine_textures([measure_patch(patch) for patch in patches])
 
 
 def measure_patch(patch: NDArray[np.float32]) -> PatchTexture:
@@ -70,7 +70,7 @@ def measure_patch(patch: NDArray[np.float32]) -> PatchTexture:
     return PatchTexture(counts, 0, frequency, radial_power(patch), float(values.mean()), products, _structure(values))
 
 
-def joint_texture(patches: Sequence[PatchTexture]) -> Texture:
+def combine_textures(patches: Sequence[PatchTexture]) -> Texture:
     """The texture of several patches of one shape; a patch may be there several times."""
     finite = [patch for patch in patches if not patch.nonfinite]
     counts, means = np.sum([patch.counts for patch in patches], axis=0), [patch.mean for patch in finite]

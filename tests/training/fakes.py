@@ -30,10 +30,10 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.reader_stats import ReaderStats, ReaderTotals
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.ranks.part import part_of
 from vesuvius.training.ranks.ranks import SINGLE
+from vesuvius.training.ranks.share import rank_share
 from vesuvius.training.replay import Diagnosis, diagnose
-from vesuvius.training.reporting.report import Launched, RankNews, StepReporter
+from vesuvius.training.reporting.report import LaunchedStep, RankTelemetry, StepReporter
 from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.feed import TrainingFeed
@@ -60,7 +60,7 @@ def run_context(
         progress,
         stop or StopRequest(None),
         Watchdog(0.0, directory / "stacks", metrics.write, lambda: (0, config.stop_step)),
-        part_of(config, 0, 1),
+        rank_share(config, 0, 1),
         SINGLE,
     )
 
@@ -131,7 +131,7 @@ class Session:
         config, run = self.config, run_context(self.config, self.directory)
         again = self.again or partial(diagnose, self.step, self._feed)
         with self._feed.open() as stream:
-            reporter = StepReporter(run, self.clock, stream, FixedMachine(), again, RankNews(run))  # type: ignore[arg-type]
+            reporter = StepReporter(run, self.clock, stream, FixedMachine(), again, RankTelemetry(run))  # type: ignore[arg-type]
             for number in range(steps):
                 batches = []
                 timesteps = stratified_timesteps(config.seed, number, config.global_batch, config.diffusion.timesteps)
@@ -142,7 +142,7 @@ class Session:
                     self.kept.append(weakref.ref(batch.stored))
                 result = self.step.apply(1e-3)
                 self.clock.step_done()
-                reporter.launched(Launched(number + 1, number * config.global_batch, 1e-3, result, batches))
+                reporter.add_launched(LaunchedStep(number + 1, number * config.global_batch, 1e-3, result, batches))
                 del batches, batch
                 reporter.report()
             reporter.finish()

@@ -22,7 +22,7 @@ from vesuvius.training.validation.validation import Reference, validate
 log = logging.getLogger(__name__)
 
 
-class Milestones:
+class PeriodicTasks:
     """Validates, on all ranks together, and on rank 0 draws previews and saves, after the steps where they are due.
 
     `reference` is None where the config asks for neither validation nor previews.
@@ -38,24 +38,24 @@ class Milestones:
         self._writer = writer
         self._handed = self._done()  # to the writer, in this session or the one before
 
-    def due(self) -> bool:
-        """Whether `do_what_is_due` has something to do."""
+    def is_scheduled(self) -> bool:
+        """Whether `run_scheduled` has something to do."""
         progress, config = self._progress, self._run.config
         alone = self._run.ranks.is_main and (progress.preview_due(config) or self._save_due())
         return alone or progress.validation_due(config)
 
-    def do_what_is_due(self) -> None:
+    def run_scheduled(self) -> None:
         """Validate, draw and save after the present step, whose figures must have been reported."""
         progress, config, stop, improved = self._progress, self._run.config, self._run.stop, False
-        if not self.due():
+        if not self.is_scheduled():
             return
         ranks = self._run.ranks
         # A rank that is to stop takes part where there are others, and tells them there.
-        if progress.validation_due(config) and (ranks.world > 1 or not stop.wanted()):
+        if progress.validation_due(config) and (ranks.world > 1 or not stop.is_requested()):
             improved = self._validate()
         if not ranks.is_main:
             return
-        if progress.preview_due(config) and not stop.wanted():
+        if progress.preview_due(config) and not stop.is_requested():
             self._preview()
         if improved or self._save_due():
             self.save()
@@ -119,9 +119,9 @@ class Milestones:
         """Whether to cut a validation or preview short; asked before each piece of it, the next of which is awaited."""
         run = self._run
         run.watchdog.expects(awaited, "the network")
-        if (asked := run.stop.asked()) is not None:
-            run.ranks.tell_stop(asked)
-        return run.stop.wanted() or run.ranks.stopping is not None or run.ranks.failure is not None
+        if (asked := run.stop.pending()) is not None:
+            run.ranks.announce_stop(asked)
+        return run.stop.is_requested() or run.ranks.stopping is not None or run.ranks.failure is not None
 
     def _validate(self) -> bool:
         """Validate all sets of weights; returns whether the EMA weights have a new best error."""

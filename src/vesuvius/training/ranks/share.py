@@ -12,14 +12,14 @@ from vesuvius.config import Config
 from vesuvius.errors import ConfigError
 
 
-def launched_ranks() -> int | None:
+def launched_world_size() -> int | None:
     """Number of ranks that torchrun or Ray Train has started; None where neither has."""
     world = os.environ.get("WORLD_SIZE")
     return int(world) if world and "RANK" in os.environ and "MASTER_ADDR" in os.environ else None
 
 
 @dataclass(frozen=True)
-class Part:
+class RankShare:
     """The samples of one rank: those of the global batch at the places that are `rank` modulo `world`."""
 
     rank: int
@@ -29,12 +29,12 @@ class Part:
     accumulate_steps: int  # micro-batches of this rank in a step
 
     @property
-    def places(self) -> NDArray[np.int64]:
+    def positions(self) -> NDArray[np.int64]:
         """Places in the global batch, int64 [global_batch / world]."""
         return np.arange(self.rank, self.global_batch, self.world)
 
 
-def part_of(config: Config, rank: int, world: int) -> Part:
+def rank_share(config: Config, rank: int, world: int) -> RankShare:
     """Return the part of a rank.
 
     The effective batch is the config's, whatever the number of ranks that are there: where it is not
@@ -52,10 +52,10 @@ def part_of(config: Config, rank: int, world: int) -> Part:
         )
     each = total // world
     micro = next(size for size in range(min(config.training.micro_batch, each), 0, -1) if each % size == 0)
-    return Part(rank, world, total, micro, each // micro)
+    return RankShare(rank, world, total, micro, each // micro)
 
 
-def one_rank(config: Config) -> Config:
+def single_rank_config(config: Config) -> Config:
     """Return a config of one rank that does what each of its ranks would."""
     cluster = config.cluster.model_copy(update={"min_ranks": None})
     return config.with_training(ranks=1).model_copy(update={"cluster": cluster})
