@@ -26,7 +26,7 @@ from vesuvius.diffusion.spectrum import Spectrum
 PATCH, COUNT = (72, 136, 136), 16
 SAMPLERS = {
     "cosine, trailing, DDIM, 50 steps": DiffusionConfig(noise="cosine", sampler="ddim", sampler_steps=50),
-    "edm, rho = 7, DPM-Solver++(2M), 40 steps": DiffusionConfig(),
+    "spectral, rho = 7, DPM-Solver++(2M), 40 steps": DiffusionConfig(),
 }
 
 

@@ -12,26 +12,25 @@ from vesuvius.config.describe import describe_type, iter_keys
 
 WRONG = {
     # what follows the smallest file: the message of line 5, or of the one that is named
-    "training: {lr: -1}": "training.lr: must be a number above 0; got -1",
-    "training: {workers: '4'}": "training.workers: must be an integer of at least 0; got '4'",
-    "training: {workers: }": "training.workers: must be an integer of at least 0; got null",
-    "training: {compile: yes}": "training.compile: must be true or false or auto; got 'yes'",
-    "training: {amp: bf61}": "training.amp: must be one of auto, off, bf16, fp16; got 'bf61'",
-    "training: {ranks: 0}": "training.ranks: must be an integer of at least 1 or auto; got 0",
-    "training:\n  # a comment\n  lr: 0": "7: training.lr: must be a number above 0; got 0",
-    "model:": "model: must be a section with keys of its own; got null",
-    "model: {channels: 8}": "model.channels: must be a list of at least 1, each an integer of at least 1; got 8",
-    "model: {stem_stride: [2]}": "model.stem_stride: must be a list of 3 values, each an integer; got [2]",
-    "model: {stem_stride: [2, 0, 2]}": "model.stem_stride: each of the three sizes (z, y, x) must be at least 1; got "
-    "[2, 0, 2]",
-    "diffusion: {noise: quadratic}": "diffusion.noise: must be one of edm, cosine, linear; got 'quadratic'",
-    'seed: ["a\\nb", c]': 'seed: must be an integer of at least 0; got ["a\\nb", c]',
-    "seed: |\n  a\n  b": r"seed: must be an integer of at least 0; got 'a\nb\n'",
-    "training:\n  keep_lst: 4": "6: training.keep_lst: unknown key; got 4; did you mean keep_last?",
-    "train_batch: 4": "train_batch: unknown key; got 4; did you mean training.train_batch_size?",
-    "training: {timesteps: 9}": "training.timesteps: unknown key; got 9; did you mean diffusion.timesteps?",
-    "cluster: {foo: 'a'}": "cluster.foo: unknown key; got 'a'; known here: address, min_ranks, ",
-    "    - path: b\n      levl: 1": "6: data.volumes.1.levl: unknown key; got 1; did you mean level?",
+    "training: {lr: -1}": "training.lr: -1 is not valid; use a number above 0",
+    "training: {workers: '4'}": "training.workers: '4' is not valid; use an integer of at least 0",
+    "training: {workers: }": "training.workers: null is not valid; use an integer of at least 0",
+    "training: {compile: yes}": "training.compile: 'yes' is not valid; use true or false or auto",
+    "training: {amp: bf61}": "training.amp: 'bf61' is not valid; use one of auto, off, bf16, fp16",
+    "training: {ranks: 0}": "training.ranks: 0 is not valid; use an integer of at least 1 or auto",
+    "training:\n  # a comment\n  lr: 0": "7: training.lr: 0 is not valid; use a number above 0",
+    "model:": "model: null is not valid; use a section with keys of its own",
+    "model: {channels: 8}": "model.channels: 8 is not valid; use a list of at least 1, each an integer of at least 1",
+    "model: {stem_stride: [2]}": "model.stem_stride: [2] is not valid; use a list of 3 values, each an integer",
+    "model: {stem_stride: [2, 0, 2]}": "model.stem_stride: sizes [2, 0, 2] (z, y, x) must all be at least 1",
+    "diffusion: {noise: quadratic}": "diffusion.noise: 'quadratic' is not valid; use one of spectral, cosine, linear",
+    'seed: ["a\\nb", c]': 'seed: ["a\\nb", c] is not valid; use an integer of at least 0',
+    "seed: |\n  a\n  b": r"seed: 'a\nb\n' is not valid; use an integer of at least 0",
+    "training:\n  keep_lst: 4": "6: training.keep_lst: unknown key; did you mean keep_last?",
+    "train_batch: 4": "train_batch: unknown key; did you mean training.train_batch_size?",
+    "training: {timesteps: 9}": "training.timesteps: unknown key; did you mean diffusion.timesteps?",
+    "cluster: {foo: 'a'}": "cluster.foo: unknown key; known here: address, min_ranks, ",
+    "    - path: b\n      levl: 1": "6: data.volumes.1.levl: unknown key; did you mean level?",
     "    - level: 0": "data.volumes.1.path: required key is missing",
 }
 
@@ -48,8 +47,7 @@ def test_missing_required_keys_and_a_wrong_name_are_told() -> None:
     assert problems("seed: 1") == ["x.yaml: name: required key is missing", "x.yaml: data: required key is missing"]
     assert problems("name: a\ndata:\n  augment: {}\n") == ["x.yaml:2: data.volumes: required key is missing"]
     assert problems(MINIMAL.replace("tiny", "a/b")) == [
-        "x.yaml:1: name: a name may hold letters, digits, '.', '_' and '-' only, because it names the run directory; "
-        "got 'a/b'"
+        "x.yaml:1: name: 'a/b' cannot name a run directory; use letters, digits, '.', '_' and '-' only"
     ]
 
 
@@ -61,16 +59,15 @@ def test_no_value_of_any_key_brings_out_the_words_of_the_library(value: str) -> 
         override = f"{key.replace('[]', '.0')}={value}"
         for line in problems(MINIMAL, override):
             refused += 1
-            of_several_keys = line.startswith("x.yaml: ") and "; got " in line
+            of_several_keys = line.startswith("x.yaml: ")
             assert f"override {override}: " in line or of_several_keys or line.endswith(": required key is missing")
-            assert "; got " in line or line.endswith(": required key is missing")
             assert not any(word in line.lower() for word in ("pydantic", "input", "://", "tuple", "valid "))
     assert refused > 20
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:
     (line,) = problems(f"{MINIMAL}seed: {'x' * 500}")
-    assert line.endswith("xxx...")
+    assert "xxx... is not valid" in line
     assert len(line) < 160
 
 

@@ -72,10 +72,10 @@ def test_other_variables_are_left_alone() -> None:
 
 def test_a_name_of_no_key_is_refused_with_what_was_meant() -> None:
     for name, problem in {
-        "TRAINING__WORKRS": "training.workrs: unknown key; got 1; did you mean workers?",
-        "LR": "lr: unknown key; got 1; did you mean training.lr?",
+        "TRAINING__WORKRS": "training.workrs: unknown key; did you mean workers?",
+        "LR": "lr: unknown key; did you mean training.lr?",
         "DATA__VOLUMES__PATH": "data.volumes has 1 entries, counted from 0; got index path",
-        "DATA__PATCH_SIZE__Z": "data.patch_size: must be a list of 3 values, each an integer; got {z: 1}",
+        "DATA__PATCH_SIZE__Z": "data.patch_size: {z: 1} is not valid; use a list of 3 values, each an integer",
     }.items():
         assert problems(**{name: "1"}) == [f"environment variable VESUVIUS_{name}: {problem}"]
 
@@ -85,7 +85,7 @@ def test_each_problem_names_the_variable_it_comes_from() -> None:
     assert sorted(line.removeprefix("environment variable VESUVIUS_") for line in found) == [
         "DATA__VOLUMES__1__LEVEL: data.volumes has 1 entries, counted from 0; got index 1",
         "SEED: the value is missing; write null for none, or '' for empty text",
-        "TRAINING__WORKERS: training.workers: must be an integer of at least 0; got 'two'",
+        "TRAINING__WORKERS: training.workers: 'two' is not valid; use an integer of at least 0",
     ]
 
 

@@ -70,16 +70,16 @@ def test_a_chain_is_read_from_the_folder_of_each_file(tmp_path: Path) -> None:
 def test_each_problem_names_the_file_and_line_that_it_stands_in() -> None:
     Path("base.yaml").write_text(BASE.replace("1e-3", "-1") + "sead: 1\n")
     assert set(problems("extends: base.yaml\ntraining:\n  workers: two\n", "seed=a")) == {
-        "x.yaml:3: training.workers: must be an integer of at least 0; got 'two'",
-        "base.yaml:7: training.lr: must be a number above 0; got -1",
-        "base.yaml:10: sead: unknown key; got 1; did you mean seed?",
-        "override seed=a: seed: must be an integer of at least 0; got 'a'",
+        "x.yaml:3: training.workers: 'two' is not valid; use an integer of at least 0",
+        "base.yaml:7: training.lr: -1 is not valid; use a number above 0",
+        "base.yaml:10: sead: unknown key; did you mean seed?",
+        "override seed=a: seed: 'a' is not valid; use an integer of at least 0",
     }
 
 
 def test_a_value_over_a_section_replaces_it() -> None:
     assert problems("extends: base.yaml\nmodel: 3") == [
-        "x.yaml:2: model: must be a section with keys of its own; got 3"
+        "x.yaml:2: model: 3 is not valid; use a section with keys of its own"
     ]
 
 
@@ -94,7 +94,7 @@ def test_a_value_over_a_section_replaces_it() -> None:
         ("extends:", "x.yaml:2: extends: must be the path of a YAML config, from this file's folder; got null"),
         ("extends: [base.yaml]", "x.yaml:2: extends: must be the path of a YAML config, from this file's folder; got"),
         ('extends: "a\\0b"', "x.yaml:2: extends: must be the path of a YAML config, from this file's folder; got"),
-        ("training: {extends: base.yaml}", "x.yaml:2: training.extends: unknown key; got 'base.yaml'"),
+        ("training: {extends: base.yaml}", "x.yaml:2: training.extends: unknown key; "),
         ("extends: x.yaml", "x.yaml:2: extends: files must not extend each other in a circle; got x.yaml -> x.yaml;"),
     ],
 )

@@ -25,6 +25,7 @@ from vesuvius.config import (
     VolumeConfig,
 )
 from vesuvius.config.load import dump_config, dump_set_keys, parse_config, parse_stored, read_config
+from vesuvius.config.yaml_source import _log_rename
 from vesuvius.errors import EXIT_CONFIG, ConfigError
 
 NO_DEADLINE = settings(deadline=None)  # a loaded machine is no failure
@@ -166,15 +167,15 @@ def test_overrides_replace_and_add_in_order_and_index_lists() -> None:
         ("data.volumes.path=x", "data.volumes has 1 entries, counted from 0; got index path"),
         ("model.channels.0=8", "model.channels is not a list in the file; got index 0; give the whole list"),
         ("seed=3: 4: 5", "not valid YAML: mapping values are not allowed here"),
-        ("seed=[1,\n  2]", "seed: must be an integer of at least 0; got [1, 2]"),
-        ("training.max_stps=8", "training.max_stps: unknown key; got 8; did you mean max_steps?"),
-        ("data.volumes.0.lvl=8", "data.volumes.0.lvl: unknown key; got 8; did you mean level?"),
-        ("model={channels: [a]}", "model.channels.0: must be an integer of at least 1; got 'a'"),
+        ("seed=[1,\n  2]", "seed: [1, 2] is not valid; use an integer of at least 0"),
+        ("training.max_stps=8", "training.max_stps: unknown key; did you mean max_steps?"),
+        ("data.volumes.0.lvl=8", "data.volumes.0.lvl: unknown key; did you mean level?"),
+        ("model={channels: [a]}", "model.channels.0: 'a' is not valid; use an integer of at least 1"),
         ("data={}", "data.volumes: required key is missing"),
         (
             "data.patch_size=[72, 136, 128]",
-            "data: augment.turn needs a patch that is square in y and x; got [72, 136, 128]; set "
-            "data.augment.turn=false or make patch_size square",
+            "data: augment.rot90 cannot rotate patches of [72, 136, 128] voxels, which are not square in y and x; set "
+            "data.augment.rot90=false or make patch_size square",
         ),
     ],
 )
@@ -187,14 +188,14 @@ def test_a_wrong_override_is_refused_by_its_own_text_alone(override: str, text: 
 def test_an_overridden_value_is_not_blamed_on_the_file_nor_the_reverse() -> None:
     text = f"{MINIMAL}training:\n  lr: 0\n  workers: 1\n"
     assert problems(text, "training.workers=-1") == [
-        "override training.workers=-1: training.workers: must be an integer of at least 0; got -1",
-        "x.yaml:6: training.lr: must be a number above 0; got 0",
+        "override training.workers=-1: training.workers: -1 is not valid; use an integer of at least 0",
+        "x.yaml:6: training.lr: 0 is not valid; use a number above 0",
     ]
     assert problems(text, "data.seed=1", "training.lr=1") == [
-        "override data.seed=1: data.seed: unknown key; got 1; did you mean seed?"
+        "override data.seed=1: data.seed: unknown key; did you mean seed?"
     ]
     contradicts = f"{MINIMAL}diffusion: {{min_snr_gamma: 5}}\n"
-    assert problems(contradicts, "diffusion.sampler_steps=7")[0].startswith("x.yaml:5: diffusion: min_snr_gamma weighs")
+    assert problems(contradicts, "diffusion.sampler_steps=7")[0].startswith("x.yaml:5: diffusion: diffusion.min_snr")
     of_all = "diffusion.sampler_guidance=2"
     assert problems(MINIMAL, of_all, "training.lr=1")[0].startswith(f"override {of_all}: {of_all[:-2]} other than 1")
 
@@ -326,3 +327,48 @@ def test_a_stored_config_with_a_key_that_was_removed_is_read_unless_what_was_tra
     stored["data"]["augment"]["contrast"] = 0.2
     with pytest.raises(ConfigError, match=r"was trained with data\.augment\.contrast=0\.2"):
         parse_stored(stored)
+
+
+OLD_KEYS = """
+name: tiny
+data:
+  volumes: [{path: v.zarr}]
+  augment: {turn: false}
+  validation: {guard: 0.5}
+training: {autotune: advise}
+diffusion: {schedule: edm}
+"""
+
+
+def test_old_names_of_keys_and_values_are_accepted_with_one_notice_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In files, in those they extend, in overrides, and without a notice in stored configs."""
+    _log_rename.cache_clear()
+    with caplog.at_level("INFO", "vesuvius"):
+        config = parse_config(OLD_KEYS)
+    assert (config.data.augment.rot90, config.data.validation.gap) == (False, 0.5)
+    assert (config.diffusion.noise, config.training.autotune) == ("spectral", "off")
+    assert len(caplog.messages) == 5
+    assert caplog.messages[0] == "data.augment.turn is now called rot90; the old name is still accepted"
+    assert parse_config(OLD_KEYS, ["data.augment.turn=true"]).data.augment.rot90
+    assert parse_config(OLD_KEYS, ["data.augment={turn: true}", "diffusion.noise=edm"]).data.augment.rot90
+    assert parse_config(OLD_KEYS, ["data.augment.rot90=true"]).data.augment.rot90
+    (tmp_path / "base.yaml").write_text(OLD_KEYS.replace("turn", "rot90"))
+    (tmp_path / "child.yaml").write_text("extends: base.yaml\ndata: {augment: {turn: true}}\n")
+    assert read_config(tmp_path / "child.yaml").data.augment.rot90
+    assert len(caplog.messages) == 5
+
+    _log_rename.cache_clear()
+    caplog.clear()
+    assert parse_stored(yaml.safe_load(OLD_KEYS)) == config
+    assert not caplog.messages
+
+
+def test_a_problem_of_an_old_key_names_its_line_and_both_names_of_a_key_are_one_too_many() -> None:
+    assert problems(OLD_KEYS.replace("0.5", "-1")) == [
+        "x.yaml:6: data.validation.gap: -1 is not valid; use a number of at least 0"
+    ]
+    assert problems(OLD_KEYS.replace("turn: false", "turn: false, rot90: false")) == [
+        "x.yaml:5: data.augment.rot90: the key is set twice; remove one"
+    ]

@@ -78,7 +78,7 @@ def check_moments(trained: Trained, method: SamplerMethod) -> None:
     # 0.075: the spread of a patch's mean, TEXTURE / sqrt(64) = 0.025, three times; up to 0.04 seen.
     assert grey[dark].mean().item() == pytest.approx(DARK, abs=0.075)
     assert grey[~dark].mean().item() == pytest.approx(BRIGHT, abs=0.075)
-    # Hardly anything in between: 0.15 is 6 of those spreads.  0.00 to 0.05 seen with edm and three seeds of weights;
+    # Hardly anything in between: 0.15 is 6 of those spreads.  0.00 to 0.05 with spectral noise and three seeds;
     # a network that learned no more than the mean has nearly all there, one trained with half the batch a quarter.
     between = ((grey - DARK).abs() > 0.15) & ((grey - BRIGHT).abs() > 0.15)
     assert between.float().mean() < 0.12

@@ -18,7 +18,7 @@ from vesuvius.diffusion.spectrum import AXES, Spectrum
 
 SHAPE = (6, 8, 9)
 MEAN, STD = 5.0, 3.0
-EDM = DiffusionConfig(noise="edm")
+SPECTRAL = DiffusionConfig(noise="spectral")
 COUNT = 600
 
 
@@ -51,7 +51,7 @@ def noise(seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("t", [0, 300, 700, 999])
 def test_a_network_that_gives_0_is_the_best_linear_denoiser(spectrum: Spectrum, x_0: Tensor, t: int) -> None:
-    schedule, times = Schedule.from_config(EDM, spectrum), torch.full((COUNT,), t)
+    schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.full((COUNT,), t)
     x_t = schedule.q_sample(x_0, noise(), times)
     found, _ = schedule.x_0_and_eps("v", predict(silent, schedule, x_t, times), x_t, times)
     torch.testing.assert_close(found, schedule.linear_x_0(spectrum, x_t, times), rtol=1e-3, atol=1e-3)
@@ -62,7 +62,7 @@ def test_what_the_network_is_shown_and_has_to_give_has_variance_1_at_every_level
     spectrum: Spectrum, x_0: Tensor, t: int
 ) -> None:
     """For data of this spectrum; a program that scaled by voxels instead of modes would be far off."""
-    schedule, times = Schedule.from_config(EDM, spectrum), torch.full((COUNT,), t)
+    schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.full((COUNT,), t)
     eps = noise()
     shown, v, deviation = split(schedule, *_noised(schedule, x_0, eps, times))
     wanted = (schedule.target("v", x_0, eps, times) - v) / deviation
@@ -76,7 +76,7 @@ def _noised(schedule: Schedule, x_0: Tensor, eps: Tensor, times: Tensor) -> tupl
 
 
 def test_the_two_channels_hold_all_of_x_t(spectrum: Spectrum, x_0: Tensor) -> None:
-    schedule, times = Schedule.from_config(EDM, spectrum), torch.full((COUNT,), 200)
+    schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.full((COUNT,), 200)
     x_t, alpha, sigma = _noised(schedule, x_0, noise(), times)
     shown, _, _ = split(schedule, x_t, alpha, sigma)
     basis = shown.transpose(0, 1).flatten(1)
@@ -88,7 +88,7 @@ def test_the_two_channels_hold_all_of_x_t(spectrum: Spectrum, x_0: Tensor) -> No
 def test_the_network_is_shown_condition_and_t_and_its_output_is_scaled_and_added(
     spectrum: Spectrum, x_0: Tensor
 ) -> None:
-    schedule, times = Schedule.from_config(EDM, spectrum), torch.arange(COUNT)
+    schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.arange(COUNT)
     x_t = schedule.q_sample(x_0, noise(), times)
     condition = torch.rand((COUNT, 2, *SHAPE))
     seen = []
@@ -120,7 +120,7 @@ def test_without_a_spectrum_the_network_sees_x_t_and_says_v() -> None:
 
 def test_the_levels_of_a_sampler_and_of_its_t_are_the_same(spectrum: Spectrum) -> None:
     """The network is told t, the sampler computes with alpha and sigma: they must not say two things."""
-    schedule = Schedule.from_config(EDM, spectrum)
+    schedule = Schedule.from_config(SPECTRAL, spectrum)
     levels = rho_levels(schedule, 33)[:-1]
     alpha, sigma = schedule.alpha_and_sigma(torch.tensor([level.t for level in levels], dtype=torch.float32))
     np.testing.assert_allclose(alpha.flatten(), [level.alpha for level in levels], rtol=1e-3)
@@ -131,11 +131,11 @@ def test_the_levels_of_a_sampler_and_of_its_t_are_the_same(spectrum: Spectrum) -
 
 
 def test_the_linear_denoiser_has_a_mean_loss_of_1(spectrum: Spectrum, x_0: Tensor) -> None:
-    schedule = Schedule.from_config(EDM, spectrum)
+    schedule = Schedule.from_config(SPECTRAL, spectrum)
     times = torch.arange(COUNT) * 999 // (COUNT - 1)
     eps = noise(2)
     v = predict(silent, schedule, schedule.q_sample(x_0, eps, times), times)
-    loss = loss_per_sample(v, x_0, eps, times, schedule, EDM)
+    loss = loss_per_sample(v, x_0, eps, times, schedule, SPECTRAL)
     assert float(loss.mean()) == pytest.approx(1, rel=0.05)
 
 
@@ -144,7 +144,7 @@ def test_a_level_counts_by_the_root_of_how_many_modes_its_error_lies_in() -> Non
     power = np.full((4, 4, 3), 0.01, np.float32)
     power[0, 0, 0] = 10_000.0
     schedule = Schedule.from_config(
-        DiffusionConfig(noise="edm", sigma_min=0.01, sigma_max=1000.0), Spectrum(0, 1, power, 4)
+        DiffusionConfig(noise="spectral", sigma_min=0.01, sigma_max=1000.0), Spectrum(0, 1, power, 4)
     )
     assert schedule.loss_weight is not None
     counts = np.array([1.0, 2.0, 1.0])
@@ -157,8 +157,8 @@ def test_a_level_counts_by_the_root_of_how_many_modes_its_error_lies_in() -> Non
 
 def test_patches_without_power_divide_nothing_by_0() -> None:
     flat = Spectrum.of(torch.full((2, *SHAPE), 3.0))
-    schedule, times = Schedule.from_config(EDM, flat), torch.tensor([0, 999])
+    schedule, times = Schedule.from_config(SPECTRAL, flat), torch.tensor([0, 999])
     x_0, eps = torch.full((2, 1, *SHAPE), 3.0), noise()[:2]
     x_t = schedule.q_sample(x_0, eps, times)
     v = predict(lambda x, t: x[:, :1], schedule, x_t, times)
-    assert torch.isfinite(loss_per_sample(v, x_0, eps, times, schedule, EDM)).all()
+    assert torch.isfinite(loss_per_sample(v, x_0, eps, times, schedule, SPECTRAL)).all()

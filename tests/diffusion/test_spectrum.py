@@ -101,7 +101,7 @@ def share_of_variance(power: float, levels: tuple[NoiseLevel, ...], config: Diff
 
 
 @pytest.mark.parametrize("exponent", [-2, 0, 3, 5])
-def test_the_sampler_of_edm_gives_every_mode_its_variance_back(exponent: int) -> None:
+def test_spectral_sampling_gives_every_mode_its_variance_back(exponent: int) -> None:
     """A sampler whose first step is too long, or whose noise ends too low, loses what is large."""
     config = DiffusionConfig()
     levels = sampling_levels(Schedule.from_config(config, spectrum_up_to(max(10.0**exponent, 1.0))), config)
@@ -111,7 +111,7 @@ def test_the_sampler_of_edm_gives_every_mode_its_variance_back(exponent: int) ->
 
 
 def test_levels_fall_by_equal_steps_of_the_seventh_root_from_the_first_t_to_the_last() -> None:
-    config = DiffusionConfig(noise="edm", sigma_max=80.0, sigma_min=0.02)
+    config = DiffusionConfig(noise="spectral", sigma_max=80.0, sigma_min=0.02)
     schedule = Schedule.from_config(config, spectrum_up_to(100.0))
     *levels, last = rho_levels(schedule, 20)
     assert last == CLEAN
@@ -123,18 +123,18 @@ def test_levels_fall_by_equal_steps_of_the_seventh_root_from_the_first_t_to_the_
 
 
 def test_the_most_noise_follows_from_the_largest_amplitude() -> None:
-    config = DiffusionConfig(noise="edm")
+    config = DiffusionConfig(noise="spectral")
     most = [
         math.sqrt(1 / Schedule.from_config(config, spectrum_up_to(peak)).alpha_bar_64[-1] - 1) for peak in (1e2, 1e6)
     ]
     assert most == pytest.approx([40, 4000], rel=1e-6)
-    given = Schedule.from_config(DiffusionConfig(noise="edm", sigma_max=77.0), spectrum_up_to(1e6))
+    given = Schedule.from_config(DiffusionConfig(noise="spectral", sigma_max=77.0), spectrum_up_to(1e6))
     assert math.sqrt(1 / given.alpha_bar_64[-1] - 1) == pytest.approx(77)
 
 
 def test_the_schedule_standardises_and_the_others_do_not() -> None:
     spectrum = Spectrum.of(7 + 3 * patches_of(red(), 20))
-    schedule = Schedule.from_config(DiffusionConfig(noise="edm"), spectrum)
+    schedule = Schedule.from_config(DiffusionConfig(noise="spectral"), spectrum)
     x_0, t = 7 + 3 * torch.randn((2, 1, 4, 4, 4)), torch.tensor([0, 999])
     torch.testing.assert_close(schedule.model_values(schedule.standardised(x_0)), x_0)
     eps = torch.zeros_like(x_0)
@@ -147,15 +147,15 @@ def test_the_schedule_standardises_and_the_others_do_not() -> None:
     assert (cosine.mean, cosine.std) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(("flip", "turn"), [(True, False), (False, True), (True, True)])
-def test_the_augmented_spectrum_is_that_of_all_augmented_patches(flip: bool, turn: bool) -> None:
+@pytest.mark.parametrize(("flip", "rot90"), [(True, False), (False, True), (True, True)])
+def test_the_augmented_spectrum_is_that_of_all_augmented_patches(flip: bool, rot90: bool) -> None:
     """Patches tilted against all axes: a mean over too few symmetries, or about another origin, is not that of all."""
     white = patches_of(red((4, 6, 6)), 2, (4, 6, 6))
     patches = 2 + white + white.roll((1, 1), (1, 2)) + white.roll((1, 2), (2, 3))
     flips = list(itertools.product((False, True), repeat=3)) if flip else [(False,) * 3]
-    every = [Augmentation(*one) for one in itertools.product(flips, range(4 if turn else 1))]
+    every = [Augmentation(*one) for one in itertools.product(flips, range(4 if rot90 else 1))]
     values = [model_values(patches, [one] * 2, np.array([[-1.0, 1.0]] * 2))[:, 0] for one in every]
-    expected, found = Spectrum.of(torch.cat(values)), Spectrum.of(patches).augmented(flip=flip, turn=turn)
+    expected, found = Spectrum.of(torch.cat(values)), Spectrum.of(patches).augmented(flip=flip, rot90=rot90)
     assert (found.mean, found.std) == pytest.approx((expected.mean, expected.std), rel=1e-5)
     np.testing.assert_allclose(found.power, expected.power, rtol=1e-4, atol=1e-6)
     assert np.abs(Spectrum.of(patches).power / found.power - 1).max() > 0.1, "these patches have a direction"

@@ -93,7 +93,7 @@ def test_patches_and_labels_of_any_dtype_and_order_of_axes_are_those_that_the_pl
             "patch_size": (8, 16, 12),
             "patches_per_region": 2,
             "regions_per_task": 4,
-            "augment": {"flip": False, "turn": False},
+            "augment": {"flip": False, "rot90": False},
             "condition_classes": 3,
         }
     )

@@ -178,12 +178,12 @@ def test_the_order_is_that_of_the_stream_of_the_same_config(volume: Path, tmp_pa
     data = DataConfig(
         volumes=(VolumeConfig(path=str(volume)),),
         patch_size=PATCH,
-        augment=AugmentConfig(turn=False),
+        augment=AugmentConfig(rot90=False),
         validation=ValidationConfig(fraction=0.1),
     )
     (tmp_path / "run.yaml").write_text(
         f"name: x\nseed: 3\ndata:\n  volumes: [{{path: {volume}}}]\n  patch_size: [8, 16, 16]\n"
-        "  augment: {turn: false}\n  validation: {fraction: 0.1}\n"
+        "  augment: {rot90: false}\n  validation: {fraction: 0.1}\n"
     )
     with (
         PatchStream(prepare_data(3, data).job, StreamOptions(4, workers=0)) as stream,

@@ -46,7 +46,7 @@ LAYOUTS = {
 
 def data_config(patch: Triple = (8, 16, 16), **options: Any) -> DataConfig:
     defaults: dict[str, Any] = {
-        "augment": AugmentConfig(turn=patch[1] == patch[2]),
+        "augment": AugmentConfig(rot90=patch[1] == patch[2]),
         "validation": ValidationConfig(fraction=0),
     }
     return DataConfig(volumes=(VolumeConfig(path="v"),), patch_size=patch, **(defaults | options))

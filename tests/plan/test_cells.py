@@ -133,7 +133,7 @@ patches = st.tuples(*[st.integers(1, 40)] * 3)
 def test_training_validation_and_guard_never_overlap(
     shape: tuple[int, int, int], patch: tuple[int, int, int], fraction: float, guard: float
 ) -> None:
-    config = ValidationConfig(fraction=fraction, guard=guard)
+    config = ValidationConfig(fraction=fraction, gap=guard)
     try:
         split = split_volume("v", shape, patch, config)
     except DataError:
@@ -153,7 +153,7 @@ def test_training_validation_and_guard_never_overlap(
 
 
 def test_the_slab_lies_across_the_axis_that_is_longest_in_patches() -> None:
-    split = split_volume("v", (256, 512, 512), (72, 136, 136), ValidationConfig(fraction=0.05, guard=1.0))
+    split = split_volume("v", (256, 512, 512), (72, 136, 136), ValidationConfig(fraction=0.05, gap=1.0))
     assert split.validation == ((0, 376, 0), (256, 512, 512)), "one patch, which is more than 5 % of 512"
     assert split.train == ((0, 0, 0), (256, 240, 512)), "and a gap of one patch before it"
 

@@ -288,7 +288,7 @@ def test_tasks_are_the_same_wherever_a_stream_starts() -> None:
 
 def test_the_seed_changes_the_order_and_symmetries_can_be_switched_off() -> None:
     assert starts_of(plan_of(SMALL, 0), 20).tolist() != starts_of(plan_of(SMALL, 1), 20).tolist()
-    plain = plan_of(SMALL._replace(options=SMALL.options | {"augment": AugmentConfig(flip=False, turn=False)}))
+    plain = plan_of(SMALL._replace(options=SMALL.options | {"augment": AugmentConfig(flip=False, rot90=False)}))
     done = [plain.sample(i).augmentation for i in range(50)]
     assert {(*augmentation.flip_zyx, augmentation.num_rot90) for augmentation in done} == {(False, False, False, 0)}
     mixed = plan_of(SMALL)

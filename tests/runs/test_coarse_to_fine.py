@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "explicit": {"path": "scan.zarr", "condition": {"path": "upsampled.zarr"}},
     }
     return train_in(
-        place, *(write_config(place / f"{n}.yaml", [v], {"validation": {"guard": 0}}, {}) for n, v in volumes.items())
+        place, *(write_config(place / f"{n}.yaml", [v], {"validation": {"gap": 0}}, {}) for n, v in volumes.items())
     )
 
 

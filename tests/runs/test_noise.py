@@ -1,4 +1,4 @@
-"""Runs with the noise levels of edm and of the classic DDPM: trained, resumed, validated and sampled."""
+"""Runs with spectral noise levels and those of the classic DDPM: trained, resumed, validated and sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.runs import WriteConfig, final_weights, records_of, vesuvius_
 from vesuvius.commands import sample
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 
-EDM = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 3}
+SPECTRAL = {"noise": "spectral", "sampler": "dpmpp2m", "sampler_steps": 3}
 # Of four steps, two of them before a resume.
 VALIDATED = {"steps_per_epoch": 2, "save_every": 2, "validate_every": 2, "validate_patches": 2}
 
@@ -35,10 +35,10 @@ def test_a_run_measures_its_data_once_and_goes_on_and_is_sampled_with_what_it_fo
     tiny_config: WriteConfig, volume: Path
 ) -> None:
     """The levels must not move with data that changed, or without the volume."""
-    config = tiny_config("straight", diffusion=EDM, training=VALIDATED)
+    config = tiny_config("straight", diffusion=SPECTRAL, training=VALIDATED)
     assert vesuvius_train(config) == 0
-    assert re.search(r"noise edm: sigma 0\.02 to \d", Path("runs/straight/logs/train_full.log").read_text())
-    config = tiny_config("parts", diffusion=EDM, training=VALIDATED)
+    assert re.search(r"noise spectral: sigma 0\.02 to \d", Path("runs/straight/logs/train_full.log").read_text())
+    config = tiny_config("parts", diffusion=SPECTRAL, training=VALIDATED)
     assert vesuvius_train(config, "training.max_steps=2") == 0
     assert vesuvius_train(config, "--resume") == 0
     straight, parts = final_weights("straight"), final_weights("parts")

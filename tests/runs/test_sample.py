@@ -177,7 +177,7 @@ def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record
         "seed": 7,
         "numbers": [0, 1, 2, 3, 4],
         "batch_size": 2,
-        "noise": "edm",
+        "noise": "spectral",
         "sampler": "dpmpp2m",
         "steps": 3,
         "clip": None,

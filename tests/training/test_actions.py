@@ -322,7 +322,7 @@ def test_a_verdict_is_applied_once_and_the_event_says_why(
     assert run.monitor.restarts == 1, "what memory did before the readers were started anew says nothing"
     run.hears(says(None), says("store latency", "data.store.requests=32"), FEW_WORKERS)
     assert run.feed.changes[1:] == [{"requests": 32}, {"workers": 4}]
-    off = loop(autotune="advise")  # of earlier configs
+    off = loop(autotune="off")
     off.hears(TOO_SMALL, FEW_WORKERS)
     assert off.feed.changes == []
 

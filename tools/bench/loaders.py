@@ -43,7 +43,7 @@ LOADER = "PatchLoader"
 """`PatchStream`, and what a loop of one's own takes."""
 PEERS = {"zarr-python": "zarr", "zarrs": "zarrs", "tensorstore": "tensorstore"}
 """Other loaders, with the package that each needs."""
-_NO_SYMMETRIES = AugmentConfig(flip=False, turn=False)
+_NO_SYMMETRIES = AugmentConfig(flip=False, rot90=False)
 _DEMAND = 2 / 3
 """Of what the loader delivers, by a trainer that should not wait."""
 

@@ -97,7 +97,7 @@ def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, **training: Any) -
             "data": {
                 "volumes": ({"path": "none"},),
                 "patch_size": patch_zyx,
-                "augment": {"turn": patch_zyx[1] == patch_zyx[2]},
+                "augment": {"rot90": patch_zyx[1] == patch_zyx[2]},
             },
             "training": {
                 "train_batch_size": batch,

@@ -46,8 +46,8 @@ from vesuvius.training.validation.validation import Reference
 
 _FALLING = "training.lr_schedule=inverse_sqrt training.warmup_steps=50"
 RECIPES = [
-    "edm",
-    "cosine_noise diffusion.noise=cosine diffusion.min_snr_gamma=5.0",  # what stood before edm
+    "spectral",
+    "cosine_noise diffusion.noise=cosine diffusion.min_snr_gamma=5.0",  # what stood before spectral
     f"inverse_sqrt {_FALLING}",
     "muon training.optimizer=muon",
     f"muon_inverse_sqrt training.optimizer=muon {_FALLING}",

@@ -239,7 +239,7 @@ def measure(out: Path, arm: str, seed: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(network.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=STEPS)
     normalize = NormalizeConfig(low=GREY[0], high=GREY[1])
-    plain = AugmentConfig(flip=False, turn=False) if arm == "boxes" else AugmentConfig()
+    plain = AugmentConfig(flip=False, rot90=False) if arm == "boxes" else AugmentConfig()
     data = DataConfig(
         volumes=tuple(entries(out, arm)),
         patch_size=PATCH,

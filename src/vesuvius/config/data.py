@@ -65,8 +65,8 @@ class AugmentConfig(Section):
     """Random symmetries, drawn by the plan per sample and applied on the device."""
 
     flip: bool = Field(default=True, description="mirror along z, y and x at random, each with probability 1/2")
-    turn: bool = Field(
-        default=True, description="turn by 0, 90, 180 or 270 degrees in the y-x plane; needs patch y = x"
+    rot90: bool = Field(
+        default=True, description="rotate by 0, 90, 180 or 270 degrees in the y-x plane; needs patch y = x"
     )
 
 
@@ -93,7 +93,7 @@ class ValidationConfig(Section):
     fraction: float = Field(
         default=0.05, ge=0, lt=1, description="share of the split axis held out (at least one patch); 0 = none"
     )
-    guard: float = Field(
+    gap: float = Field(
         default=1.0, ge=0, description="gap between training and validation, in patches; below 1 they may share texture"
     )
 
@@ -207,10 +207,10 @@ class DataConfig(Section):
         return self.model_copy(update={"store": self.store.model_copy(update=changes)})
 
     def contradictions(self) -> Iterator[str]:
-        if self.augment.turn and self.patch_size[1] != self.patch_size[2]:
+        if self.augment.rot90 and self.patch_size[1] != self.patch_size[2]:
             yield (
-                f"augment.turn needs a patch that is square in y and x; got {list(self.patch_size)}; "
-                "set data.augment.turn=false or make patch_size square"
+                f"augment.rot90 cannot rotate patches of {list(self.patch_size)} voxels, which are not square in y and "
+                "x; set data.augment.rot90=false or make patch_size square"
             )
         total = sum(Fraction(volume.weight) for volume in self.volumes)
         for number, volume in enumerate(self.volumes):

@@ -17,6 +17,14 @@ from vesuvius.config import Config
 KeyPath = tuple[str | int, ...]
 JsonSchema = dict[str, Any]
 
+RENAMED = {
+    "data.augment.turn": "rot90",
+    "data.validation.guard": "gap",
+    "diffusion.noise=edm": "spectral",
+    "diffusion.schedule": "noise",
+    "training.autotune=advise": "off",
+}
+"""Keys, or key=value, of earlier versions, which are still accepted, and their current names."""
 TRAINED_WITH: dict[str, Any] = {
     "data.augment.brightness": 0.0,
     "data.augment.contrast": 0.0,
@@ -136,15 +144,14 @@ def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
         case "missing":
             path = path[:-1]
         case "extra_forbidden":
-            return path, f"unknown key; got {show(value)}{_suggest(path)}"
+            return path, f"unknown key{_suggest(path)}"
         case "value_error":
-            text = str(error["ctx"]["error"])
-            return path, text if "; got " in text else f"{text}; got {show(value)}"
+            return path, str(error["ctx"]["error"])
         case "too_short" if len(value) >= error["ctx"]["min_length"]:
             return None  # pydantic counts only the good entries; the bad ones have errors of their own
     if not (schema := schema_at(path)):  # a choice of several types: pydantic has an error for each, one level below
         path, schema = path[:-1], schema_at(path[:-1])
-    return path, f"must be {describe_type(schema)}; got {show(value)}"
+    return path, f"{show(value)} is not valid; use {describe_type(schema)}"
 
 
 def _suggest(path: KeyPath) -> str:

@@ -20,11 +20,10 @@ HostAndPort = Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")]
 
 def _check_name(name: str) -> str:
     if not name or name in {".", ".."} or not all(c.isalnum() or c in "._-" for c in name):
-        raise ValueError("a name may hold letters, digits, '.', '_' and '-' only, because it names the run directory")
+        raise ValueError(f"{name!r} cannot name a run directory; use letters, digits, '.', '_' and '-' only")
     if len(name.encode()) > _LONGEST_NAME:
         raise ValueError(
-            f"a name must take at most {_LONGEST_NAME} bytes, because it names files; got {len(name.encode())}; "
-            "choose a shorter one"
+            f"a name of {len(name.encode())} bytes is too long for file names; choose one of at most {_LONGEST_NAME}"
         )
     return name
 
@@ -128,8 +127,8 @@ class Config(Section):
 
     @property
     def input_channels(self) -> int:
-        """Channels of the network's input: x_t, for edm in two parts, and the condition."""
-        return (2 if self.diffusion.noise == "edm" else 1) + self.condition_channels
+        """Channels of the network's input: x_t (two parts with spectral noise) and the condition."""
+        return (2 if self.diffusion.noise == "spectral" else 1) + self.condition_channels
 
     def contradictions(self) -> Iterator[str]:
         if problem := self.model.size_problem(self.data.patch_size):

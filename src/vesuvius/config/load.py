@@ -8,7 +8,6 @@ Files and lines of wrong values are looked up once something is wrong.  Function
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -32,7 +31,7 @@ from vesuvius.config.describe import (
     to_yaml,
     to_yaml_block,
 )
-from vesuvius.config.yaml_source import key_lines, read_yaml
+from vesuvius.config.yaml_source import current_name, key_lines, read_yaml
 from vesuvius.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -90,9 +89,7 @@ def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), sourc
 
     Keys that this version does not have are passed over and named in the log, unless what was trained depends on them.
     """
-    tree: dict[str, Any] = copy.deepcopy(dict(stored))
-    if "schedule" in (diffusion := tree.get("diffusion") or {}):  # the key's name in earlier versions
-        diffusion["noise"] = diffusion.pop("schedule")
+    tree: dict[str, Any] = read_yaml(to_yaml(dict(stored)), source, is_stored=True)
     for key, value in (unknown := _without_unknown(tree, {key for key, _ in iter_keys()})).items():
         is_harmless = not key.startswith(("model.", "diffusion.")) or key in WITHOUT_EFFECT
         if value != TRAINED_WITH.get(key, value if is_harmless else object()):
@@ -286,7 +283,9 @@ def _set(tree: dict[str, Any], key: str, text: str, label: str) -> KeyPath:
 
     Raises ConfigError before a change.
     """
-    parts = tuple(part.strip() for part in re.sub(r"\[(\d+)\]", r".\1", key).split("."))
+    parts: tuple[str, ...] = ()
+    for part in re.sub(r"\[(\d+)\]", r".\1", key).split("."):
+        parts += (current_name(dotted((*parts, part.strip())), part.strip()),)
     if not all(parts) or not key.isprintable():
         raise ConfigError("an override must look like key.path=value, such as training.lr=1e-4")
     value = read_yaml(text, label, parts, has_lines=False)

@@ -16,7 +16,7 @@ Triple = tuple[int, int, int]
 
 def _check_positive(sizes: Triple) -> Triple:
     if min(sizes) < 1:
-        raise ValueError("each of the three sizes (z, y, x) must be at least 1")
+        raise ValueError(f"sizes {list(sizes)} (z, y, x) must all be at least 1")
     return sizes
 
 

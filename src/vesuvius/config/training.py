@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX, Triple
 
@@ -139,8 +139,8 @@ class TrainingConfig(Section):
         0, description="steps between sample pictures; one more after 90 s and at the horizon; 0 = none"
     )
     max_nonfinite: PositiveInt = Field(1, description="consecutive non-finite steps that stop the run with exit 5")
-    autotune: Annotated[Literal["off", "act"], BeforeValidator(lambda mode: "off" if mode == "advise" else mode)] = (
-        Field("off", description="act = apply what a verdict advises on readers, prefetch and requests while training")
+    autotune: Literal["off", "act"] = Field(
+        "off", description="act = apply a verdict's advice on readers, prefetch and requests while training"
     )
     resume: Literal["never", "auto"] = Field(
         "never", description="auto = as --resume: continue from the newest checkpoint, if there is one"
@@ -165,14 +165,16 @@ class DiffusionConfig(Section):
     """Noise schedule, target, loss and sampler.  The timestep t counts from 0, the least noisy."""
 
     timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(1000, description="noise levels of the schedule")
-    noise: Literal["edm", "cosine", "linear"] = Field(
-        "edm",
-        description="noise levels: edm = uniform in log-SNR, over the range that the data's power spectrum needs; "
-        "others = how alpha_bar falls with t",
+    noise: Literal["spectral", "cosine", "linear"] = Field(
+        "spectral",
+        description="noise levels: spectral = uniform in log-SNR over the range that the data's power spectrum needs; "
+        "cosine, linear = the classic schedules",
     )
-    sigma_min: float = Field(0.02, gt=0, description="smallest noise of edm, in standard deviations of the data")
+    sigma_min: float = Field(0.02, gt=0, description="lowest spectral noise level, in standard deviations of the data")
     sigma_max: float | None = Field(
-        None, gt=0, description="largest noise of edm; null = four times the largest amplitude of the measured spectrum"
+        None,
+        gt=0,
+        description="highest spectral noise level; null = four times the largest amplitude of the measured spectrum",
     )
     prediction: Prediction = Field(
         "v",
@@ -182,7 +184,7 @@ class DiffusionConfig(Section):
     min_snr_gamma: float | None = Field(
         None,
         gt=0,
-        description="cap on the loss weight by signal-to-noise ratio; null = none, and with edm as the spectrum gives",
+        description="cap on the loss weight by signal-to-noise ratio; null = none; spectral noise has its own weights",
     )
     condition_dropout: float = Field(
         0.1, ge=0, lt=1, description="share of samples trained without their condition, for guidance; 0 = none"
@@ -190,8 +192,8 @@ class DiffusionConfig(Section):
     sampler: SamplerMethod = Field("dpmpp2m", description="sampler; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)")
     sampler_steps: PositiveInt = Field(
         30,
-        description="steps per generated sample (rho = 7 for edm, else trailing); heun evaluates twice in all but one, "
-        "ddim and ddpm need 40 and more",
+        description="steps per generated sample; heun evaluates the network twice in all but the last; ddim and "
+        "ddpm need 40 or more",
     )
     sampler_clip: float | None = Field(None, gt=0, description="limit of |x_0| in each step, model values; null = none")
     sampler_guidance: float = Field(
@@ -200,8 +202,8 @@ class DiffusionConfig(Section):
     sampler_correction: float = Field(
         1.0,
         gt=0,
-        description="in sampling, what the network adds to the linear denoiser of edm is multiplied by this; 1.25 "
-        "makes up for brief training",
+        description="factor on the network's correction of the linear denoiser while sampling (spectral noise only); "
+        "1.25 compensates for brief training",
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -215,13 +217,13 @@ class DiffusionConfig(Section):
                 f"sigma_max must be above sigma_min; got {self.sigma_max:g} and {self.sigma_min:g}; raise "
                 "diffusion.sigma_max or set it to null"
             )
-        if self.noise == "edm" and self.prediction != "v":
+        if self.noise == "spectral" and self.prediction != "v":
             yield (
-                f"edm has one prediction, what the best linear denoiser leaves of v; got {self.prediction}; set "
+                f"diffusion.prediction {self.prediction} does not work with spectral noise, which supports v only; set "
                 "diffusion.prediction=v or diffusion.noise=cosine"
             )
-        if self.noise == "edm" and self.min_snr_gamma is not None:
+        if self.noise == "spectral" and self.min_snr_gamma is not None:
             yield (
-                f"min_snr_gamma weighs cosine and linear noise; got {self.min_snr_gamma:g} with edm, whose "
-                "weights follow from the spectrum; set diffusion.min_snr_gamma=null"
+                f"diffusion.min_snr_gamma {self.min_snr_gamma:g} does not apply to spectral noise, whose loss weights "
+                "follow from the spectrum; set diffusion.min_snr_gamma=null"
             )

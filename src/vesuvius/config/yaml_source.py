@@ -5,13 +5,18 @@ Scalars follow the YAML 1.2 core schema: `1e-4` is a number, `off` is text, `010
 
 from __future__ import annotations
 
+import functools
+import logging
+import re
 from contextlib import suppress
 from typing import Any
 
 import yaml
 
-from vesuvius.config.describe import KeyPath, add_core_scalars, dotted
+from vesuvius.config.describe import RENAMED, KeyPath, add_core_scalars, dotted
 from vesuvius.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _MOST_VALUES = 20_000  # ten lines of nested aliases can stand for billions
 _LONGEST_NUMBER = 1000  # digits
@@ -26,8 +31,10 @@ class _CoreLoader(yaml.SafeLoader):
 add_core_scalars(_CoreLoader)
 
 
-def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True) -> Any:
-    """The values of a text that stands at `path`: fresh dicts, lists and scalars; None where there is none.
+def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True, is_stored: bool = False) -> Any:
+    """Return the values of a text at `path` of the config: fresh dicts, lists and scalars; None for an empty text.
+
+    Keys of earlier versions get their current names; `is_stored` omits the notice about it from the log.
 
     Raises ConfigError: begins with the source and, if it `has_lines`, the line.
     """
@@ -48,16 +55,17 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
                 for key, value in node.value:
                     if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
                         raise refused(key.start_mark.line, "a key must be plain text on one line")
-                    inner = (*path, key.value)
-                    if key.value in found:
+                    inner = (*path, current_name(dotted((*path, key.value)), key.value, is_stored))
+                    if inner[-1] in found:
                         raise refused(key.start_mark.line, f"{dotted(inner)}: the key is set twice; remove one")
-                    found[key.value] = plain(value, inner)
+                    found[inner[-1]] = plain(value, inner)
                 return found
             case yaml.SequenceNode(tag="tag:yaml.org,2002:seq"):
                 return [plain(item, (*path, index)) for index, item in enumerate(node.value)]
             case yaml.ScalarNode():
                 with suppress(ValueError):  # reported below, as for other kinds of nodes
-                    return _scalar(node)
+                    value = _scalar(node)
+                    return current_name(f"{dotted(path)}={value}", value, is_stored)
         raise refused(line, f"{dotted(path)}: cannot be read as {node.tag.rpartition(':')[2]}; write a plain value")
 
     line = 0
@@ -84,7 +92,8 @@ def key_lines(text: str) -> dict[KeyPath, int]:
         found[path] = line + 1
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
-                walk(value, (*path, key.value), key.start_mark.line)
+                name = current_name(dotted((*path, key.value)), key.value, is_stored=True)
+                walk(value, (*path, name), key.start_mark.line)
         elif isinstance(node, yaml.SequenceNode):
             for number, item in enumerate(node.value):
                 walk(item, (*path, number), item.start_mark.line)
@@ -92,6 +101,20 @@ def key_lines(text: str) -> dict[KeyPath, int]:
     if (root := yaml.compose(text, Loader=_CoreLoader)) is not None:
         walk(root, (), -1)
     return found
+
+
+def current_name(name: str, default: Any, is_stored: bool = False) -> Any:
+    """Return the current name of a key, or the current value for `key=value`; the default if it was not renamed."""
+    if (new := RENAMED.get(re.sub(r"\.\d+", "[]", name))) is None:
+        return default
+    if not is_stored:
+        _log_rename(name, new)
+    return new
+
+
+@functools.cache  # once per process
+def _log_rename(old: str, new: str) -> None:
+    log.warning("%s is now called %s; the old name is still accepted", old, new)
 
 
 def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:

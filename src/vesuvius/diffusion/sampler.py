@@ -83,7 +83,7 @@ def rho_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
 
 def sampling_levels(schedule: Schedule, config: DiffusionConfig) -> tuple[NoiseLevel, ...]:
     """Return the sampling levels for `noise` and `sampler_steps` of the config.  Pure."""
-    levels = rho_levels if config.noise == "edm" else trailing_levels
+    levels = rho_levels if config.noise == "spectral" else trailing_levels
     return levels(schedule, config.sampler_steps)
 
 

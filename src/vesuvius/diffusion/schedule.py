@@ -49,7 +49,7 @@ def cosine_betas(timesteps: int) -> Betas:
     return _betas_of(np.cos(angles) ** 2)
 
 
-def edm_betas(timesteps: int, sigma_min: float, sigma_max: float | None, spectrum: Spectrum) -> Betas:
+def spectral_betas(timesteps: int, sigma_min: float, sigma_max: float | None, spectrum: Spectrum) -> Betas:
     """Return the betas of noise levels that fit data of this spectrum: float64 [timesteps].
 
     sigma = sqrt(1 - alpha_bar) / sqrt(alpha_bar) grows from sigma_min to sigma_max by a constant factor per t, so a
@@ -134,7 +134,7 @@ class Schedule:
     sqrt_alpha_bar: Tensor
     sqrt_one_minus_alpha_bar: Tensor
     snr_table: Tensor
-    # of the data, if the noise levels are fitted to it (edm); then x_0 is standardised before it is noised. Else
+    # of the data, if the noise levels are fitted to it (spectral); then x_0 is standardised before it is noised. Else
     # None, like the three that follow.
     spectrum: Spectrum | None = None
     power: Tensor | None = None  # float32 [Z, Y, X // 2 + 1], per frequency of `rfftn`
@@ -172,13 +172,13 @@ class Schedule:
         """Build the schedule of the config on the CPU.
 
         Args:
-            spectrum: of the data, for edm; None = white, if none was measured (e.g. to predict memory).
+            spectrum: of the data, for spectral noise; None = white, if none was measured (e.g. to predict memory).
         """
         match config.noise:
-            case "edm":
+            case "spectral":
                 spectrum = spectrum or Spectrum.white()
                 return cls.from_betas(
-                    edm_betas(config.timesteps, config.sigma_min, config.sigma_max, spectrum), spectrum
+                    spectral_betas(config.timesteps, config.sigma_min, config.sigma_max, spectrum), spectrum
                 )
             case "linear":
                 return cls.from_betas(linear_betas(config.timesteps))
@@ -305,7 +305,7 @@ def loss_per_sample(
 ) -> Tensor:
     """Return the weighted mean squared error of each sample over its voxels: float32 [B].
 
-    The weight is the schedule's if it has one (edm), else min-SNR with `config.min_snr_gamma`, or 1 if that is None.
+    The weight is the schedule's if it has one (spectral noise), else min-SNR by `config.min_snr_gamma` (None: 1).
     Pure; float32 also inside an autocast region.
 
     Args:

@@ -42,14 +42,14 @@ class Spectrum:
             power += torch.fft.rfftn((patch.double() - mean) / std).abs().square()
         return cls(mean, std, (power / patches.numel()).float().numpy(), patches.shape[-1])
 
-    def augmented(self, flip: bool, turn: bool) -> Spectrum:
+    def augmented(self, flip: bool, rot90: bool) -> Spectrum:
         """Return the spectrum of the same patches as `plan.augmentation_of` varies them.  Pure.
 
         Flips and turns move the patches' periodic covariance about its origin, so their mean over the whole group is
         taken there.
         """
         covariance = torch.fft.irfftn(torch.from_numpy(self.power).double(), s=(*self.power.shape[:-1], self.size_x))
-        if turn:  # by 180 degrees, then by 90
+        if rot90:  # by 180 degrees, then by 90
             covariance = (covariance + _mirrored(_mirrored(covariance, -1), -2)) / 2
             covariance = (covariance + _mirrored(covariance.transpose(-1, -2), -1)) / 2
         for axis in AXES if flip else ():

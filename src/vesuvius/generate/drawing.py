@@ -68,7 +68,7 @@ def checked_checkpoint(request: DrawRequest) -> CheckpointInfo:
     if request.guide is not None:
         _check_guide(info, read_checkpoint_info(request.guide, request.overrides))
         check_weights(request.guide, request.weights)
-    elif (diffusion := info.config.diffusion).sampler_correction != 1 and diffusion.noise != "edm":
+    elif (diffusion := info.config.diffusion).sampler_correction != 1 and diffusion.noise != "spectral":
         raise ConfigError(
             f"--correction has no effect: diffusion.noise={diffusion.noise} has no linear denoiser; add --guide"
         )

@@ -267,7 +267,7 @@ def _data(volumes: Volumes, drawing: dict[str, Any], seed: int | None) -> tuple[
         keys["patch_size"] = tuple(_whole("patch_size", size, 1) for size in sizes)
     square = "patch_size" not in drawing or len({*keys["patch_size"][1:]}) == 1
     augments = drawing.get("augment", True)
-    keys["augment"] = AugmentConfig(flip=augments, turn=augments and square)
+    keys["augment"] = AugmentConfig(flip=augments, rot90=augments and square)
     keys["min_foreground"] = drawing.get("min_foreground", _MASKED_FOREGROUND if "mask" in drawing else 0.0)
     if drawing.get("normalize", True) is not True:
         low, high = _numbers("normalize", drawing["normalize"], 2, "True, False or (low, high)")

@@ -63,12 +63,12 @@ def split_volume(
     axis = max(range(3), key=lambda a: sizes[a] / patch_zyx[a])
     patch, size = patch_zyx[axis], sizes[axis]
     held_out = max(math.ceil(config.fraction * size), patch)
-    guard = math.ceil(config.guard * patch)
+    guard = math.ceil(config.gap * patch)
     train_stop = size - held_out - guard
     if train_stop < patch:
         raise DataError(
             f"a volume must hold a training patch, the guard and the validation slab along {'zyx'[axis]}; got {patch} "
-            f"+ {guard} + {held_out} voxels in {size} of {name}; reduce data.patch_size or data.validation.guard, or "
+            f"+ {guard} + {held_out} voxels in {size} of {name}; reduce data.patch_size or data.validation.gap, or "
             "set data.validation.fraction=0"
         )
     return Split(

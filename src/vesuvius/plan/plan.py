@@ -78,7 +78,7 @@ def augmentation_of(seed: int, augment: AugmentConfig, index: int) -> Augmentati
     flips, rotations = rng.integers(0, 2, size=3).tolist(), int(rng.integers(0, 4))
     return Augmentation(
         flip_zyx=(bool(flips[0]), bool(flips[1]), bool(flips[2])) if augment.flip else (False, False, False),
-        num_rot90=rotations if augment.turn else 0,
+        num_rot90=rotations if augment.rot90 else 0,
     )
 
 
@@ -221,7 +221,8 @@ class Plan:
             "patch_size": list(self.patch_zyx),
             "patches_per_region": self.patches_per_region,
             "regions_in_flight": self.regions_in_flight,
-            "augment": self.augment.model_dump() | {"contrast": 0.0, "brightness": 0.0},  # as earlier versions hash it
+            # as earlier versions hash it
+            "augment": {"flip": self.augment.flip, "turn": self.augment.rot90, "contrast": 0.0, "brightness": 0.0},
             "volumes": [
                 {  # not its path: a volume may move to another disk between stop and resume
                     "weight": volume.weight,

@@ -24,7 +24,6 @@ _SECRET = (
 _SECRET_NAME = re.compile(rf"(?:^|[_.-]){_SECRET}$|^{_SECRET}$", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(\b[\w.-]*{_SECRET}=)(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)", re.IGNORECASE)
 _QUOTED = re.compile(rf"([\"'][\w.-]*(?:{_SECRET}|AUTHORIZATION)[\"']: *)(?:\"[^\"]*\"|'[^']*')", re.IGNORECASE)
-_REFUSED = re.compile(rf"(\b[\w.-]*{_SECRET}: [^;\n]*; got )[^;\n]+", re.IGNORECASE)  # an unknown key of a config
 _LEAST_LENGTH = 8  # characters of a variable's value that is looked for: shorter ones are parts of words
 
 
@@ -42,8 +41,6 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
         text = _ASSIGNED.sub(rf"\1{HIDDEN}", text)
     if "'" in text or '"' in text:
         text = _QUOTED.sub(rf"\1'{HIDDEN}'", text)
-    if "; got " in text:
-        text = _REFUSED.sub(rf"\1{HIDDEN}", text)
     secrets = [*_hidden]
     for name in environment:
         value = environment.get(name, "")

@@ -61,7 +61,7 @@ def test_a_tuned_config_is_a_few_lines_with_a_reason_each() -> None:
         ["data.volumes.0.level=1"],
         ["data.volumes=[{path: other.zarr}]", "training.lr=2e-3"],
         ["cluster={address: auto}"],  # in place of the section, so that max_restarts is the default again
-        ["data.normalize={low: 0, high: 200}", "data.augment.turn=false"],
+        ["data.normalize={low: 0, high: 200}", "data.augment.rot90=false"],
         [" training . workers = 3", "name='- a'"],
         ["model={channels: [16, 32]}", "training.checkpoint_levels=[]"],
     ],

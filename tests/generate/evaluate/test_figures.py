@@ -206,7 +206,7 @@ def test_a_copy_is_found_at_any_place_whatever_its_brightness_and_contrast() -> 
 def test_a_copy_is_found_in_the_symmetries_of_training_and_in_no_other(flips: tuple[int, ...], turns: int) -> None:
     turned = np.stack([np.rot90(np.flip(patch, flips), turns, (1, 2)) for patch in patches(ALONE, 8, 2)])
     assert np.mean(nearest_distances([ALONE], turned, AugmentConfig()) < 1e-3) > 0.8
-    plain = nearest_distances([ALONE], turned, AugmentConfig(flip=False, turn=False))
+    plain = nearest_distances([ALONE], turned, AugmentConfig(flip=False, rot90=False))
     assert (np.nanmedian(plain) < 1e-3) == (not flips and not turns)
 
 

@@ -34,7 +34,7 @@ GREY = IntensityRange(0, 255)
 
 
 PATCH, COUNT = (8, 16, 16), 48
-UNTURNED = AugmentConfig(flip=False, turn=False)
+UNTURNED = AugmentConfig(flip=False, rot90=False)
 
 
 def grained(shape: tuple[int, int, int], seed: int) -> NDArray[np.uint8]:
@@ -78,7 +78,7 @@ def judged(source: RealSource, found: GeneratedPatches) -> Judgement:
     return judge(generated_set(found, source, has_condition=False), source.read(COUNT), AugmentConfig(), 2)
 
 
-@pytest.mark.parametrize("augment", [AugmentConfig(), pytest.param(AugmentConfig(turn=False), marks=pytest.mark.long)])
+@pytest.mark.parametrize("augment", [AugmentConfig(), pytest.param(AugmentConfig(rot90=False), marks=pytest.mark.long)])
 def test_patches_as_training_shows_them_are_at_the_floor_in_every_figure(
     tmp_path: Path, augment: AugmentConfig
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vesuvius.config import Triple
 from vesuvius.diffusion.sampler import Estimate, NoiseLevel, rho_levels
-from vesuvius.diffusion.schedule import Schedule, edm_betas, x_0_and_eps
+from vesuvius.diffusion.schedule import Schedule, spectral_betas, x_0_and_eps
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate.drawing import Watch
 from vesuvius.generate.volume.field import Field
@@ -55,10 +55,10 @@ def exact_estimate(correlation: Correlation, patch_zyx: Triple) -> Estimate:
 
 
 def field_levels(correlation: Correlation, patch_zyx: Triple, steps: int) -> tuple[NoiseLevel, ...]:
-    """Noise levels as `diffusion.noise: edm` has them for this field."""
+    """Noise levels as `diffusion.noise: spectral` has them for this field."""
     peak = float(torch.linalg.eigvalsh(covariance(correlation, patch_zyx)).max())
     spectrum = Spectrum(0.0, 1.0, np.full((1, 1, 1), peak, np.float32), 1)
-    return rho_levels(Schedule.from_betas(edm_betas(1000, 0.02, None, spectrum)), steps)
+    return rho_levels(Schedule.from_betas(spectral_betas(1000, 0.02, None, spectrum)), steps)
 
 
 def tiled(tiling: Tiling, estimate: Estimate, tiles: Sequence[int] | None = None) -> Estimate:

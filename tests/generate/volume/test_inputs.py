@@ -48,7 +48,7 @@ def test_samples_are_shown_held_out_labels_of_a_part_where_they_lie(tmp_path: Pa
     config = DataConfig(
         volumes=(VolumeConfig(path=str(tmp_path / "scan"), condition=spec(tmp_path / "labels")),),
         patch_size=patch,
-        validation=ValidationConfig(fraction=0.35, guard=0),
+        validation=ValidationConfig(fraction=0.35, gap=0),
     )
     data = prepare_data(0, config)
     facts = DataFacts(trained_volumes(data), data.intensity_ranges(config), None)  # type: ignore[arg-type]

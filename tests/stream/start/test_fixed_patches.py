@@ -53,19 +53,19 @@ def replaced_at(config: DataConfig, count: int, caplog: pytest.LogCaptureFixture
     shape=st.tuples(*[st.integers(36, 150)] * 3),
     patch=st.tuples(*[st.integers(2, 8)] * 3),
     fraction=st.floats(0.01, 0.4),
-    guard=st.floats(0, 1.5),
+    least_gap=st.floats(0, 1.5),
 )
 def test_patches_lie_in_the_held_out_slab_and_a_guard_away_from_what_is_trained_on(
     tmp_path_factory: pytest.TempPathFactory,
     shape: tuple[int, int, int],
     patch: tuple[int, int, int],
     fraction: float,
-    guard: float,
+    least_gap: float,
 ) -> None:
     path = tmp_path_factory.mktemp("sizes") / "v.zarr"
     zarr.create_array(str(path), shape=shape, dtype="uint8", chunks=(32, 32, 32), fill_value=0)[0, 0, 0] = 1
-    validation = ValidationConfig(fraction=fraction, guard=guard)
-    config = data_config(path, patch_size=patch, validation=validation, augment=AugmentConfig(turn=False))
+    validation = ValidationConfig(fraction=fraction, gap=least_gap)
+    config = data_config(path, patch_size=patch, validation=validation, augment=AugmentConfig(rot90=False))
     data = prepare_data(0, config)
     found = read_fixed_patches(data, config, 8)
     assert found.held_out
@@ -74,14 +74,14 @@ def test_patches_lie_in_the_held_out_slab_and_a_guard_away_from_what_is_trained_
     assert (starts >= slab[0]).all()
     assert (starts + patch <= slab[1]).all()
     gap = (starts - train[1]) / patch  # in patches, along each axis
-    assert (gap.max(axis=1) >= guard).all()
+    assert (gap.max(axis=1) >= least_gap).all()
 
 
 @pytest.mark.parametrize(
     "other",
     [
         {"patches_per_region": 9, "regions_per_task": 2, "region_size": (32, 32, 32)},
-        {"augment": AugmentConfig(flip=False, turn=False), "max_quarantined": 0},
+        {"augment": AugmentConfig(flip=False, rot90=False), "max_quarantined": 0},
     ],
 )
 def test_runs_of_other_seeds_mixing_readers_and_counts_look_at_the_same_patches(

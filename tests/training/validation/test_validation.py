@@ -247,7 +247,7 @@ def test_the_record_and_the_line_say_everything() -> None:
     )
 
 
-@pytest.mark.parametrize(("noise", "prediction"), [("edm", "v"), ("cosine", "x_0")])
+@pytest.mark.parametrize(("noise", "prediction"), [("spectral", "v"), ("cosine", "x_0")])
 def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str, prediction: str) -> None:
     """At every level: none counts more than another, whatever the loss weighs."""
     config, reference = config_of(prediction=prediction, noise=noise), make_reference()

@@ -274,8 +274,8 @@ def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: Augme
     fine_points = rng.integers(0, np.array(shape)[:, None], (3, _POINTS))
     coarse_points = rng.permutation(np.indices(window).reshape(3, -1), axis=1)[:, :_POINTS]
     flips = [axes for n in range(4) for axes in itertools.combinations((0, 1, 2), n)] if augment.flip else [()]
-    turns = range(4 if augment.turn else 1)  # two quarter turns mirror y and x
-    symmetries = [(axes, turn) for axes in flips for turn in turns if not (2 in axes and augment.turn)]
+    turns = range(4 if augment.rot90 else 1)  # two quarter turns mirror y and x
+    symmetries = [(axes, turn) for axes in flips for turn in turns if not (2 in axes and augment.rot90)]
 
     def turned(patch: Voxels) -> list[Voxels]:
         """The patch in every symmetry: views, because copies would take gigabytes."""

@@ -187,7 +187,7 @@ def config_warnings(config: Config, data: PreparedData, world: int, cores: float
     if plan.repeats_cells:
         found.append(
             f"the volumes hold fewer patch positions than data.regions_in_flight={plan.regions_in_flight}: batches "
-            "repeat patches; use larger volumes, a smaller data.patch_size or a smaller data.validation.guard"
+            "repeat patches; use larger volumes, a smaller data.patch_size or a smaller data.validation.gap"
         )
     return found
 
