@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.estimate import kept, predict, split
+from vesuvius.diffusion.estimate import mask_condition, predict, split
 from vesuvius.diffusion.sampler import rho_levels
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import AXES, Spectrum
@@ -108,7 +108,7 @@ def test_the_network_is_shown_condition_and_t_and_its_output_is_scaled_and_added
 def test_a_sample_that_is_not_kept_is_shown_zeros_and_no_nan_of_its_condition() -> None:
     condition = torch.randn(3, 2, *SHAPE)
     condition[:, -1], condition[1, 0] = 1, float("nan")  # voxels of a float volume may be NaN
-    found = kept(condition, torch.tensor([True, False, True]))
+    found = mask_condition(condition, torch.tensor([True, False, True]))
     assert torch.equal(found[[0, 2]], condition[[0, 2]])
     assert not found[1].any(), "also where it says that it is there"
 

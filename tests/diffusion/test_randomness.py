@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vesuvius.diffusion.randomness import (
     Purpose,
-    condition_kept,
+    condition_mask,
     derive_seed,
     sample_noise,
     stratified_timesteps,
@@ -34,10 +34,10 @@ def test_seeds_are_63_bits_and_pinned() -> None:
 def test_neither_noise_nor_dropout_depends_on_the_batch_split(indices: list[int], data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, len(indices) - 1))
     split = [np.array(part, dtype=np.int64) for part in (indices[:cut], indices[cut:])]
-    noise, kept = sample_noise(3, indices, SHAPE), condition_kept(3, indices, 0.5)
+    noise, kept = sample_noise(3, indices, SHAPE), condition_mask(3, indices, 0.5)
     assert (noise.dtype, kept.dtype) == (torch.float32, np.bool_)
     assert torch.equal(noise, torch.cat([sample_noise(3, part, SHAPE) for part in split]))
-    assert np.array_equal(kept, np.concatenate([condition_kept(3, part, 0.5) for part in split]))
+    assert np.array_equal(kept, np.concatenate([condition_mask(3, part, 0.5) for part in split]))
 
 
 def test_noise_of_another_seed_index_or_purpose_is_unrelated() -> None:
@@ -58,7 +58,7 @@ def test_nothing_reads_or_moves_the_global_generators() -> None:
     def draw() -> tuple[torch.Tensor, np.ndarray, np.ndarray, int]:
         noise = sample_noise(0, [3], SHAPE)
         number = int(torch.randint(2**31, (), generator=torch_generator(0, Purpose.WEIGHTS)))
-        return noise, stratified_timesteps(0, 3, 8, 1000), condition_kept(0, range(20), 0.5), number
+        return noise, stratified_timesteps(0, 3, 8, 1000), condition_mask(0, range(20), 0.5), number
 
     torch.manual_seed(1)
     np.random.seed(1)  # noqa: NPY002 - the global generator is what must not matter
@@ -97,7 +97,7 @@ def test_every_place_meets_every_timestep_equally_often(global_batch: int) -> No
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
 def test_the_asked_share_of_conditions_is_left_out(dropout: float) -> None:
     n = 4000
-    left_out = 1 - condition_kept(0, range(n), dropout).mean()
+    left_out = 1 - condition_mask(0, range(n), dropout).mean()
     # 5 standard deviations of a share of n independent draws.
     assert abs(left_out - dropout) < 5 * math.sqrt(dropout * (1 - dropout) / n)
 

@@ -11,7 +11,7 @@ import torch
 
 from vesuvius.errors import StorageError
 from vesuvius.generate import sample_zarr
-from vesuvius.generate.sample_zarr import published_when_whole, to_greys
+from vesuvius.generate.sample_zarr import atomic_directory, to_grey_values
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import IntensityRange
@@ -22,7 +22,7 @@ def test_greys_are_what_the_normalisation_makes_the_model_values_of() -> None:
         greys = np.array([0, 1, 53, 100, 144, 255], dtype)
         grey = IntensityRange(53.0, 144.0)
         model = normalised(torch.from_numpy(greys).view(1, -1), intensity_scales([grey]))[0].numpy()
-        back = to_greys(model, grey, np.dtype(dtype))
+        back = to_grey_values(model, grey, np.dtype(dtype))
         assert back.dtype == dtype
         # float32 model values up to 4 are rounded by up to 2.4e-7, in three operations: 3e-5 of a grey value here
         np.testing.assert_allclose(back, greys, rtol=0, atol=3e-5 if back.dtype.kind == "f" else 0)
@@ -38,34 +38,36 @@ def test_integers_and_bool_are_rounded_and_clipped_to_the_dtype_and_floats_are_n
         "int16": [-800, 0, 101, 190, 1000],
         "uint64": [0, 0, 101, 190, 1000],
     }.items():
-        assert to_greys(FAR, IntensityRange(0.0, 200.0), np.dtype(dtype)).tolist() == expected
-    assert to_greys(FAR, IntensityRange(0.0, 1.0), np.dtype(bool)).tolist() == [False, False, True, True, True]
-    greys = to_greys(FAR, IntensityRange(0.0, 200.0), np.dtype("float32"))
+        assert to_grey_values(FAR, IntensityRange(0.0, 200.0), np.dtype(dtype)).tolist() == expected
+    assert to_grey_values(FAR, IntensityRange(0.0, 1.0), np.dtype(bool)).tolist() == [False, False, True, True, True]
+    greys = to_grey_values(FAR, IntensityRange(0.0, 200.0), np.dtype("float32"))
     np.testing.assert_allclose(greys, [-800, 0, 100.6, 190, 1000], rtol=1e-6)
 
 
 def test_what_lies_beyond_the_dtype_neither_wraps_around_nor_becomes_infinite() -> None:
     for dtype in ("int32", "int64", "uint32", "uint64", "float16"):
         info: Any = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
-        low, high = to_greys(FAR[[0, -1]], IntensityRange(float(info.min), float(info.max)), np.dtype(dtype)).tolist()
+        low, high = to_grey_values(
+            FAR[[0, -1]], IntensityRange(float(info.min), float(info.max)), np.dtype(dtype)
+        ).tolist()
         assert low == info.min
         assert info.max * (1 - 2.0**-52) <= high <= info.max, "the largest 8-byte integer is no float64"
 
 
 def test_an_error_leaves_what_was_there_and_nothing_new(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with published_when_whole(out) as staged:
+    with atomic_directory(out) as staged:
         (staged / "a").write_text("old")
     assert (out / "a").read_text() == "old"
-    with pytest.raises(KeyboardInterrupt), published_when_whole(out) as staged:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), atomic_directory(out) as staged:  # noqa: PT012
         (staged / "a").write_text("new")
         raise KeyboardInterrupt
     assert (out / "a").read_text() == "old"
-    with pytest.raises(StorageError), published_when_whole(out) as staged:
+    with pytest.raises(StorageError), atomic_directory(out) as staged:
         staged.rmdir()  # so that it cannot be moved to where the old one was
     assert (out / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    with published_when_whole(out) as staged:
+    with atomic_directory(out) as staged:
         (staged / "b").write_text("new")
     assert [path.name for path in out.iterdir()] == ["b"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -73,7 +75,7 @@ def test_an_error_leaves_what_was_there_and_nothing_new(tmp_path: Path) -> None:
 
 def test_what_the_system_refuses_comes_with_a_remedy(tmp_path: Path) -> None:
     message = "Cannot write samples to .*No space.*; free some space or choose another folder"
-    with pytest.raises(StorageError, match=message), published_when_whole(tmp_path / "out"):
+    with pytest.raises(StorageError, match=message), atomic_directory(tmp_path / "out"):
         raise OSError(28, "No space left on device")
 
 
@@ -86,7 +88,7 @@ def test_all_of_it_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatc
         flushed.append((path.name, out.exists()))
 
     monkeypatch.setattr(sample_zarr, "flush_to_disk", note)
-    with published_when_whole(out) as staged:
+    with atomic_directory(out) as staged:
         (staged / "array").mkdir()
         (staged / "array/chunk").write_text("voxels")
     assert sorted(flushed) == [("array", False), ("chunk", False), ("new", False), (tmp_path.name, True)]

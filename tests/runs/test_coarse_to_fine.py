@@ -15,7 +15,7 @@ from tests.stream.test_coarse_condition import upsampled
 from tests.support.runs import assert_same_weights, train_in
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
-from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
+from vesuvius.generate.volume.inputs import InputConfig, Inputs
 from vesuvius.volume_tools.pyramid import halve, multiscale
 
 SCAN = (32, 80, 47)
@@ -107,6 +107,6 @@ def test_a_drawing_lies_where_its_coarser_condition_does() -> None:
     placed = multiscale("placed", 1, [16.0] * 3, ["micrometer"] * 3, (32.0, 0.0, 64.0))
     zarr.create_group("placed.zarr", zarr_format=2, attributes={"multiscales": [placed]})
     write_array(Path("placed.zarr/0"), np.ones(COARSE, np.uint8), chunk=16)
-    given = GivenVolumes(condition=ArrayConfig(path="placed.zarr"))
+    given = InputConfig(condition=ArrayConfig(path="placed.zarr"))
     with Inputs(given, DataConfig(volumes=(VolumeConfig(path="scan"),)), FINE, (2, 2, 2)) as inputs:
         assert inputs.space(None) == ((8.0, 8.0, 8.0), "micrometer", (32.0, 0.0, 64.0))

@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _in_place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
-    monkeypatch.setattr("vesuvius.generate.evaluate.figures._PLACES", 2**13)  # a coarser search takes less time
+    monkeypatch.setattr("vesuvius.generate.evaluate.metrics._PLACES", 2**13)  # a coarser search takes less time
 
 
 def evaluates(*arguments: object) -> int:
@@ -114,8 +114,8 @@ def test_samples_of_any_program_are_judged_in_grey_values(tmp_path: Path, kind: 
         np.save(path, patches + 0.3)
     assert evaluates("shown", "--generated", path, "--out", tmp_path / "out") == 0
     found = json.loads((tmp_path / "out/evaluation.json").read_text())
-    figure: dict[str, Any] = found["figures"]["histogram_distance"]
-    assert not figure["beyond"], "real voxels are uniform from 1 to 199, too, and floats are rounded as they are"
+    metric: dict[str, Any] = found["figures"]["histogram_distance"]
+    assert not metric["beyond"], "real voxels are uniform from 1 to 199, too, and floats are rounded as they are"
 
 
 def test_what_cannot_be_judged_is_refused_in_one_line_and_nothing_is_written(

@@ -40,7 +40,7 @@ from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate import sampling
-from vesuvius.generate.sample_zarr import to_greys
+from vesuvius.generate.sample_zarr import to_grey_values
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.volume import open_volume
 
@@ -207,7 +207,7 @@ def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record
 
     x_0 = generate(denoise, schedule, config.diffusion, 7, [0, 1], (1, *PATCH), "cpu")[0]
     grey = IntensityRange(record["grey_low"], record["grey_high"])
-    np.testing.assert_array_equal(samples.voxels()[:2], to_greys(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
+    np.testing.assert_array_equal(samples.voxels()[:2], to_grey_values(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
 
     picture = np.asarray(Image.open(samples.path / "montage.png")).astype(float)
     # Each pixel 6 wide: slices of 96 beside and above ones of 48, a gap of 4 each, 12 more beside, a line of 20 above

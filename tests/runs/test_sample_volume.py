@@ -24,11 +24,11 @@ from tests.support.runs import train_in
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
-from vesuvius.generate.drawing import OnProgress, SamplingStoppedError
-from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
+from vesuvius.generate.common import OnProgress, SamplingStoppedError
 from vesuvius.generate.volume.held_out import generate_held_out
-from vesuvius.generate.volume.inputs import GivenVolumes
-from vesuvius.generate.volume.work import Work
+from vesuvius.generate.volume.inputs import InputConfig
+from vesuvius.generate.volume.run import VolumeRequest, generate_volume
+from vesuvius.generate.volume.tasks import TaskRunner
 from vesuvius.loader.patch_loader import PatchLoader
 from vesuvius.training.validation.preview import HEADING
 from vesuvius.volume_tools.pyramid import halve, halve_labels
@@ -70,7 +70,7 @@ def voxels(out: Path, level: int = 0) -> np.ndarray[Any, Any]:
 def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vesuvius.generate.volume.draw._CHUNK", 16)
+    monkeypatch.setattr("vesuvius.generate.volume.run._CHUNK", 16)
     out = tmp_path / "big.zarr"
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
     assert re.search(r"wrote .*big.zarr: 12x24x24 uint8, 2 level\(s\), in [\d.]+ s\n", capsys.readouterr().out)
@@ -111,7 +111,7 @@ def test_a_condition_of_any_size_is_shown_tile_by_tile_and_a_box_keeps_its_place
 def test_a_pair_is_a_scan_and_its_labels_on_one_grid_and_says_what_it_was_drawn_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vesuvius.generate.volume.draw._CHUNK", 16)
+    monkeypatch.setattr("vesuvius.generate.volume.run._CHUNK", 16)
     pairs, box = tmp_path / "pairs", ("--condition", "labels.zarr", "--box", "4:16,0:24,8:32", "--seed", 3)
     assert draws(pairs, *box) == 0
     scan, labels = pairs / "images" / "3.zarr", pairs / "labels" / "3_labels.zarr"
@@ -183,12 +183,12 @@ def hole(place: Path, *, dtype: str = "uint8") -> tuple[Path, Path, np.ndarray[A
 def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vesuvius.generate.volume.draw._CHUNK", 8)
+    monkeypatch.setattr("vesuvius.generate.volume.run._CHUNK", 8)
     source, gaps, _ = hole(tmp_path)
-    given = GivenVolumes(*(ArrayConfig(path=str(path)) for path in (source, gaps)))
+    given = InputConfig(*(ArrayConfig(path=str(path)) for path in (source, gaps)))
     overrides = ("diffusion.sampler_steps=2", "diffusion.sampler_guidance=0")
     request = VolumeRequest(Path("shown"), "ema", overrides, 0, 4, 0, tmp_path / "out.zarr", None, workers=1,
-                            given=given)  # fmt: skip
+                            inputs=given)  # fmt: skip
     told: list[str] = []
 
     def told_of(phase: str) -> OnProgress:
@@ -205,10 +205,10 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
         with pytest.raises(
             SamplingStoppedError, match=rf"SIGTERM stopped sampling after \d+ of \d+ {phase}; what is done is kept"
         ):
-            draw_volume(request, told_of(phase))
+            generate_volume(request, told_of(phase))
         assert told[-1] == phase
         assert told.count(phase) <= 2, "no more is done after the signal than two batches that were handed out"
-    assert "out.zarr: 12x24x24 uint8, " in draw_volume(request, told_of(""))
+    assert "out.zarr: 12x24x24 uint8, " in generate_volume(request, told_of(""))
 
 
 def test_another_network_or_another_mask_is_not_taken_for_the_same(
@@ -245,10 +245,10 @@ def test_a_gpu_or_a_disk_that_is_too_small_names_the_remedy(
         (OSError(28, "No space left on device"), 6, "No space left on device"),
     ):
 
-        def full(self: Work, number: int, batch: int, error: Exception = error) -> None:
+        def full(self: TaskRunner, number: int, batch: int, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr(Work, "tiles", full)
+        monkeypatch.setattr(TaskRunner, "tiles", full)
         assert draws(tmp_path / "out.zarr", "--shape", "12,24,24", "--guidance", 0) == code
         said = capsys.readouterr().err
         assert message in said

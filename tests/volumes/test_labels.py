@@ -13,7 +13,7 @@ from tests.conftest import textured, write_array
 from tests.stream.test_stream import open_stream
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import DataError
-from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
+from vesuvius.generate.volume.inputs import InputConfig, Inputs
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volumes.voxels import check_labels
@@ -61,7 +61,7 @@ def test_instance_labels_are_found_before_a_run_and_by_everything_that_shows_lab
     labels = (textured((32, 64, 64)) + np.uint64(2**40)).astype("uint64")
     config = config_of(tmp_path, labels)
     data = prepare_data(0, config)
-    inputs = GivenVolumes(condition=ArrayConfig(path=str(tmp_path / "labels.zarr")))
+    inputs = InputConfig(condition=ArrayConfig(path=str(tmp_path / "labels.zarr")))
     with Inputs(inputs, config) as given, open_stream(data.job) as stream:
         assert given.condition is not None
         shown = [

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import AugmentConfig
-from vesuvius.generate.evaluate.figures import judge
+from vesuvius.generate.evaluate.metrics import compare
 from vesuvius.generate.evaluate.patches import PatchSet, RealPatches
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     generated, held_out, training, *sides = (cut() for _ in range(5))
     started = time.process_time(), time.perf_counter()
     real = RealPatches(held_out, training, (sides[0], sides[1]), [volume], volume.size)
-    judge(generated, real, AugmentConfig(), 200)
+    compare(generated, real, AugmentConfig(), 200)
     cpu, wall = time.process_time() - started[0], time.perf_counter() - started[1]
     print(f"{count} + {count} patches of {arguments.patch}: {cpu:.0f} s of CPU time, {wall:.0f} s of wall time")
 

@@ -56,7 +56,7 @@ from monai.networks.schedulers import DDIMScheduler, DDPMScheduler
 import vesuvius
 from vesuvius.config.load import read_config
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.generate.sample_zarr import to_greys
+from vesuvius.generate.sample_zarr import to_grey_values
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
 
@@ -213,7 +213,7 @@ def monai(task: Task, lr: float, ddim: int | None) -> dict[str, Any]:
     stem = f"{task.budget_s:g}" + (f"_ddim{ddim}" if ddim else "")
     drawn = draw_monai(network, task, ddim, task.folder / f"drawn_{stem}", info.config.data.patch_size)
     samples = task.folder / f"samples_{stem}.npy"
-    np.save(samples, to_greys(2 * drawn - 1, info.data.greys.volumes[0], info.data.volumes[0].dtype))
+    np.save(samples, to_grey_values(2 * drawn - 1, info.data.greys.volumes[0], info.data.volumes[0].dtype))
     return {
         "steps": steps,
         "parameters": sum(parameter.numel() for parameter in network.parameters()),

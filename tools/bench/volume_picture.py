@@ -24,9 +24,9 @@ from volume_sampling import seams
 
 from vesuvius.config import ArrayConfig
 from vesuvius.diffusion.sampler import sampling_levels
-from vesuvius.generate.drawing import DrawRequest, Network
-from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
-from vesuvius.generate.volume.inputs import GivenVolumes
+from vesuvius.generate.common import GenerateRequest, Network
+from vesuvius.generate.volume.inputs import InputConfig
+from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
@@ -63,9 +63,9 @@ def main() -> None:
     call = bare_call(checkpoint, overrides)
     shown, scroll = ArrayConfig(path=str(arguments.labels)), ArrayConfig(path=str(arguments.volume))
     kinds: dict[str, dict[str, Any]] = {
-        "blended": {"overlap": 0.5, "given": GivenVolumes(condition=shown, box=BOX)},
-        "filled": {"given": GivenVolumes(scroll, ArrayConfig(path=str(mask)), shown, BOX)},
-        "naive": {"overlap": 0.0, "given": GivenVolumes(condition=shown, box=BOX)},
+        "blended": {"overlap": 0.5, "inputs": InputConfig(condition=shown, box=BOX)},
+        "filled": {"inputs": InputConfig(scroll, ArrayConfig(path=str(mask)), shown, BOX)},
+        "naive": {"overlap": 0.0, "inputs": InputConfig(condition=shown, box=BOX)},
     }
     drawn = {}
     for name, options in kinds.items():
@@ -102,7 +102,7 @@ def read_box(path: Path) -> NDArray[Any]:
 
 def bare_call(checkpoint: Path, overrides: tuple[str, ...]) -> Callable[[], float]:
     """What measures a call of the network for a batch of tiles: CPU seconds, the mean of 20."""
-    network = Network(DrawRequest(checkpoint, "ema", overrides, 0, BATCH, 0))
+    network = Network(GenerateRequest(checkpoint, "ema", overrides, 0, BATCH, 0))
     config, patch = network.info.config, network.info.config.data.patch_size
     estimate = network.estimate_for(np.zeros((BATCH, 1, *patch), np.uint8), BATCH)
     level = sampling_levels(network.schedule, config.diffusion)[1]
@@ -129,7 +129,7 @@ def draw_and_time(name: str, request: VolumeRequest, call: Callable[[], float]) 
     started = time.process_time()
     if request.out.exists():
         return
-    draw_volume(request, count)
+    generate_volume(request, count)
     seconds, after = time.process_time() - started, call()
     bare = (before + after) / 2 * calls[0]
     print(

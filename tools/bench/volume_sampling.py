@@ -27,12 +27,12 @@ from vesuvius.config.load import read_config
 from vesuvius.diffusion.estimate import Condition, NetworkEstimate, predict
 from vesuvius.diffusion.sampler import Estimate, sampling_levels
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.generate.drawing import Watch
-from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
+from vesuvius.generate.common import Watch
 from vesuvius.generate.volume.held_out import held_out_box, patches_of
-from vesuvius.generate.volume.inputs import GivenVolumes
+from vesuvius.generate.volume.inputs import InputConfig
+from vesuvius.generate.volume.run import VolumeRequest, generate_volume
+from vesuvius.generate.volume.tasks import Sampling, TaskRunner, VolumeJob, this_process
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Sampling, VolumeJob, Work, this_process
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
@@ -62,7 +62,7 @@ def study(run: Path, shape_zyx: Triple, folder: Path) -> None:
     info = read_checkpoint_info(find_checkpoint(run))
     data, spec, scales = info.config.data, info.config.data.volumes[0], intensity_scales(info.data.greys.volumes[:1])
     box = held_out_box(data, shape_zyx)
-    given = GivenVolumes(condition=spec.condition, box=box if spec.condition else None)
+    given = InputConfig(condition=spec.condition, box=box if spec.condition else None)
     shape = None if spec.condition else shape_zyx
 
     def model_values(source: ArrayConfig, cut: Any) -> NDArray[np.float32]:
@@ -77,7 +77,8 @@ def study(run: Path, shape_zyx: Triple, folder: Path) -> None:
     for method, steps, overlap in dict.fromkeys(CELLS):
         out = folder / f"{method}_{steps}_{overlap:g}.zarr"
         keys = (f"diffusion.sampler={method}", f"diffusion.sampler_steps={steps}")
-        draw_volume(VolumeRequest(info.checkpoint, "ema", keys, 0, 4, 0, out, shape, overlap, workers=1, given=given))
+        request = VolumeRequest(info.checkpoint, "ema", keys, 0, 4, 0, out, shape, overlap, workers=1, inputs=given)
+        generate_volume(request)
         drawn = model_values(ArrayConfig(path=str(out)), slice(None))
         found = measure_texture(patches_of(drawn, data.patch_size))
         if reference is None or converged is None:
@@ -135,7 +136,7 @@ def drawn(job: VolumeJob, estimate: Estimate) -> None:
     """Draw it in a folder that is deleted then."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        with this_process(lambda: Work(job, path, lambda stored: estimate, torch.device("cpu"))) as run_parts:
+        with this_process(lambda: TaskRunner(job, path, lambda stored: estimate, torch.device("cpu"))) as run_parts:
             Sampling(job, path, Watch(), range(job.tiling.blocks)).run(run_parts)
 
 

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             overrides=overrides_of(arguments),
             seed=arguments.seed,
             batch_size=arguments.batch_size,
-            volume=arguments.training_volume,
+            volume_index=arguments.training_volume,
             count=arguments.count,
             out=None,
             overwrite=False,

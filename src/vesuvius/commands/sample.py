@@ -44,8 +44,8 @@ def main(argv: list[str]) -> int:
             ("samples of the size of a patch", "") if volume else ("volumes", ", or add --shape or --out NAME.zarr")
         )
         parser.error(f"--{given[0].replace('_', '-')} applies to {of} only; remove it{remedy}")
-    common = {name: getattr(arguments, name) for name in ("checkpoint", "weights", "seed", "batch_size", "volume")}
-    common |= {"overrides": overrides_of(arguments), "guide": guide_of(arguments)}
+    common = {name: getattr(arguments, name) for name in ("checkpoint", "weights", "seed", "batch_size")}
+    common |= {"volume_index": arguments.volume, "overrides": overrides_of(arguments), "guide": guide_of(arguments)}
     return _volume(arguments, common) if volume else _patches(arguments, common)
 
 
@@ -186,31 +186,32 @@ def _box(text: str) -> Box:
 
 
 def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
-    from vesuvius.generate.sampling import SampleRequest, draw_samples  # imports torch
+    from vesuvius.generate.sampling import SampleRequest, generate_samples  # imports torch
 
     request = SampleRequest(**common, count=arguments.count or 16, out=arguments.out, overwrite=arguments.overwrite)
     with Progress("sampling") as progress:
-        text = draw_samples(request, progress.tell)
+        text = generate_samples(request, progress.tell)
     say(text)
     return EXIT_OK
 
 
 def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
-    from vesuvius.generate.volume.draw import VolumeRequest, draw_volume, forecast_volume
-    from vesuvius.generate.volume.inputs import GivenVolumes
+    from vesuvius.generate.volume.inputs import InputConfig
+    from vesuvius.generate.volume.run import VolumeRequest, forecast_volume, generate_volume
 
-    given = GivenVolumes(arguments.inpaint, arguments.mask, arguments.condition, arguments.box)
+    inputs = InputConfig(arguments.inpaint, arguments.mask, arguments.condition, arguments.box)
     options = {name: found for name in _OF_VOLUMES if (found := getattr(arguments, name)) is not None}
     out, labels_out = arguments.out, None
     if out.suffix != ".zarr" and arguments.condition and not arguments.inpaint:
         # The layout that villa's trainer reads: images/NAME.zarr, labels/NAME_TARGET.zarr.
         labels_out = out / "labels" / f"{arguments.seed}_labels.zarr"
         out = out / "images" / f"{arguments.seed}.zarr"
-    request = VolumeRequest(**common, out=out, shape_zyx=arguments.shape, given=given, labels_out=labels_out, **options)
+    common |= {"out": out, "shape_zyx": arguments.shape, "inputs": inputs, "labels_out": labels_out}
+    request = VolumeRequest(**common, **options)
     if arguments.dry_run:
         say(forecast_volume(request))
         return EXIT_OK
     with Progress("sampling") as progress:
-        text = draw_volume(request, progress.tell)
+        text = generate_volume(request, progress.tell)
     say(text)
     return EXIT_OK

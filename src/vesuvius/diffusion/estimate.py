@@ -27,7 +27,7 @@ Condition = Tensor | None
 Network = Callable[[Tensor, Tensor], Tensor]
 
 
-def kept(condition: Tensor, keep: Tensor) -> Tensor:
+def mask_condition(condition: Tensor, keep: Tensor) -> Tensor:
     """Return the condition with those samples left out for which `keep`, bool [B] on the device, is false.  Pure."""
     return torch.where(keep.view(-1, 1, 1, 1, 1), condition, 0.0)  # a product with 0 would leak NaN
 

@@ -89,7 +89,7 @@ def sample_noise(
     return draw_noise(seed, sample_indices, shape_czyx, pinned=pinned, purpose=purpose).to(device, non_blocking=True)
 
 
-def condition_kept(seed: int, sample_indices: SampleIndices, dropout: float) -> npt.NDArray[np.bool_]:
+def condition_mask(seed: int, sample_indices: SampleIndices, dropout: float) -> npt.NDArray[np.bool_]:
     """Return which samples keep their condition in training: bool [len(sample_indices)]; entry k from (seed, index k).
 
     Each condition is dropped with probability `dropout`.  Source: Ho & Salimans 2022, algorithm 1.  Pure.

@@ -53,13 +53,13 @@ def record_samples(path: Path, record: dict[str, Any]) -> None:
     zarr.open_group(path, mode="r+").attrs[attribute(SAMPLE)] = record
 
 
-def to_greys(x_0: NDArray[np.float32], grey: IntensityRange, dtype: np.dtype[Any]) -> NDArray[Any]:
+def to_grey_values(x_0: NDArray[np.float32], grey: IntensityRange, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Model values -> grey values of a volume: -1 becomes low, +1 high.  Clipped to the dtype; integers and bool are
     rounded.  Pure."""
-    return as_stored(grey.low + (x_0.astype(np.float64) + 1) * ((grey.high - grey.low) / 2), dtype)
+    return cast_grey_values(grey.low + (x_0.astype(np.float64) + 1) * ((grey.high - grey.low) / 2), dtype)
 
 
-def as_stored(greys: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+def cast_grey_values(greys: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Grey values in the dtype of a volume, clipped and rounded.  Pure."""
     if greys.dtype == dtype:
         return greys
@@ -88,7 +88,7 @@ def check_target(out: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
+def atomic_directory(out: Path, what: str = "samples") -> Iterator[Path]:
     """A new directory to write into, under a hidden name beside `out`; flushed and renamed to `out` at the end.
 
     What was at `out` is replaced only then; an error leaves it as it was, and nothing new beside it.

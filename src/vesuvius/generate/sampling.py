@@ -24,8 +24,8 @@ from vesuvius.config import DataConfig, Triple
 from vesuvius.diffusion.estimate import generate
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.errors import NonFiniteError
-from vesuvius.generate.drawing import (
-    DrawRequest,
+from vesuvius.generate.common import (
+    GenerateRequest,
     Network,
     OnProgress,
     Watch,
@@ -38,11 +38,11 @@ from vesuvius.generate.sample_zarr import (
     CONDITIONS,
     MONTAGE,
     SAMPLES,
+    atomic_directory,
     check_target,
-    published_when_whole,
     record_samples,
     sample_array,
-    to_greys,
+    to_grey_values,
 )
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.make_plan import split_volume
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SampleRequest(DrawRequest):
+class SampleRequest(GenerateRequest):
     """A request for samples."""
 
     count: int  # samples to write, numbers 0 ... count - 1
@@ -72,7 +72,7 @@ class SampleRequest(DrawRequest):
     overwrite: bool  # replace samples that are there
 
 
-def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
+def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
     """Draw samples and write them with their conditions and a picture.  Returns what was written, in words.
 
     Raises:
@@ -87,9 +87,9 @@ def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, 
     request = replace(request, checkpoint=info.checkpoint)
     out = request.out or default_out(request, info)
     check_target(out, request.overwrite)
-    with StopRequest(None) as stop, published_when_whole(out) as staged, gpu_memory(request.batch_size):
+    with StopRequest(None) as stop, atomic_directory(out) as staged, gpu_memory(request.batch_size):
         evaluations = _draw(request, info, Watch(stop, on_progress), staged)
-    shape, dtype = format_sizes(info.config.data.patch_size), info.data.volumes[request.volume].dtype.name
+    shape, dtype = format_sizes(info.config.data.patch_size), info.data.volumes[request.volume_index].dtype.name
     seconds = time.monotonic() - started
     return (
         f"wrote {out}: {request.count} samples of {shape} {dtype} in {seconds:.1f} s "
@@ -100,7 +100,7 @@ def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, 
 def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory: Path) -> int:
     """Draw all samples batch by batch, into arrays and a picture.  Returns the network calls per sample."""
     config, network = info.config, Network(request)
-    volume, grey = info.data.volumes[request.volume], info.data.greys.volumes[request.volume]
+    volume, grey = info.data.volumes[request.volume_index], info.data.greys.volumes[request.volume_index]
     log.info(
         "sampling from %s, %s weights of step %d, %.1f M parameters, device %s, amp %s",
         *(info.checkpoint, request.weights, info.step, network.denoiser.parameters / 1e6),
@@ -120,7 +120,9 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
     with ExitStack() as opened:
         conditions = None
         if config.has_condition:
-            conditions = opened.enter_context(ConditionPatches(config.data, info.data, request.volume, request.seed))
+            conditions = opened.enter_context(
+                ConditionPatches(config.data, info.data, request.volume_index, request.seed)
+            )
             size_um = conditions.voxel_size_um or volume.voxel_size_um
             shown = sample_array(directory / CONDITIONS, shape, conditions.volume.dtype, size_um)
         for numbers in batches:
@@ -145,7 +147,7 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
                     f"{network.denoiser.amp}, checkpoint {info.checkpoint}); try --amp off, --clip 1 or an "
                     "earlier checkpoint"
                 )
-            samples[rows] = to_greys(x_0, grey, volume.dtype)
+            samples[rows] = to_grey_values(x_0, grey, volume.dtype)
             pictures, caption = [x_0], "{}"
             if conditions and stored is not None:
                 shown[rows] = stored
@@ -179,7 +181,7 @@ def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
     name += f"_guidance{diffusion.sampler_guidance:g}" if diffusion.sampler_guidance != 1 else ""
     name += f"_correction{diffusion.sampler_correction:g}" if diffusion.sampler_correction != 1 else ""
     name += f"_{request.guide.name}" if request.guide else ""
-    name += f"_volume{request.volume}" if request.volume != 0 else ""
+    name += f"_volume{request.volume_index}" if request.volume_index != 0 else ""
     name += f"_{request.weights}" if request.weights != "ema" else ""
     return run_of(info.checkpoint) / "samples" / name
 

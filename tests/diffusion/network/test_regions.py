@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vesuvius.config import ModelConfig
 from vesuvius.diffusion.network.layers import ZeroConv3d
-from vesuvius.diffusion.network.regions import CompiledRegions, plainly
+from vesuvius.diffusion.network.regions import CompiledRegions, call_eager
 from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 
 SMALL = ModelConfig(channels=(8, 8), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=4, attention_heads=0)
@@ -93,7 +93,7 @@ def test_equal_blocks_compile_once_learn_alike_and_keep_no_more(execution: Execu
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         tensors += [parameter for module in modules for parameter in module.parameters()]
         calls.append(([type(module) for module in modules], [(t.shape, t.stride()) for t in tensors]))
-        return plainly(*arguments)
+        return call_eager(*arguments)
 
     models = [awake(replace(execution, call=noted)), awake(replace(execution, call=CompiledRegions(counter)))]
     if last:
@@ -118,7 +118,7 @@ def test_what_moves_activations_around_a_norm_is_compiled_with_it() -> None:
     def region(*arguments: Any) -> Tensor:
         nonlocal inside
         inside = True
-        out = plainly(*arguments)
+        out = call_eager(*arguments)
         inside = False
         return out
 

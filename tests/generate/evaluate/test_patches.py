@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from tests.conftest import write_array
 from vesuvius.config import AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import ConfigError
-from vesuvius.generate.evaluate import figures
+from vesuvius.generate.evaluate import metrics
 from vesuvius.generate.evaluate.evaluate import verdict
-from vesuvius.generate.evaluate.figures import Judgement, judge
+from vesuvius.generate.evaluate.metrics import Comparison, compare
 from vesuvius.generate.evaluate.patches import (
     GeneratedPatches,
     RealSource,
@@ -23,7 +23,7 @@ from vesuvius.generate.evaluate.patches import (
     generated_set,
     open_generated,
 )
-from vesuvius.generate.sample_zarr import to_greys
+from vesuvius.generate.sample_zarr import to_grey_values
 from vesuvius.loader.device import model_values
 from vesuvius.loader.intensity import intensity_scales
 from vesuvius.plan.plan import augmentation_of
@@ -47,7 +47,7 @@ def grained(shape: tuple[int, int, int], seed: int) -> NDArray[np.uint8]:
 @pytest.fixture(autouse=True)
 def _no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every patch is equally far from training."""
-    monkeypatch.setattr(figures, "nearest_distances", lambda _, sought, __: 0.9 + 0.01 * np.arange(len(sought)))
+    monkeypatch.setattr(metrics, "nearest_distances", lambda _, sought, __: 0.9 + 0.01 * np.arange(len(sought)))
 
 
 def source_of(folder: Path, augment: AugmentConfig, **data: Any) -> RealSource:
@@ -71,11 +71,11 @@ def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
     raw = torch.from_numpy(np.stack([source.data.read_patch("volume", 0, sample.box) for sample in samples]))
     shown = [augmentation_of(source.data.plan.seed, augment, sample.index) for sample in samples]
     values = model_values(raw, shown, np.repeat(intensity_scales([GREY]), COUNT, 0))[:, 0].numpy()
-    return to_greys(values, GREY, np.dtype(np.uint8)).astype(np.uint8)
+    return to_grey_values(values, GREY, np.dtype(np.uint8)).astype(np.uint8)
 
 
-def judged(source: RealSource, found: GeneratedPatches) -> Judgement:
-    return judge(generated_set(found, source, has_condition=False), source.read(COUNT), AugmentConfig(), 2)
+def judged(source: RealSource, found: GeneratedPatches) -> Comparison:
+    return compare(generated_set(found, source, has_condition=False), source.read(COUNT), AugmentConfig(), 2)
 
 
 @pytest.mark.parametrize("augment", [AugmentConfig(), pytest.param(AugmentConfig(rot90=False), marks=pytest.mark.long)])
@@ -85,7 +85,7 @@ def test_patches_as_training_shows_them_are_at_the_floor_in_every_figure(
     source = source_of(tmp_path, augment)
     stored = as_drawn(source, augment)
     found = judged(source, GeneratedPatches(stored, None))
-    assert not [figure.name for figure in found.figures if figure.beyond is not False], verdict(found)
+    assert not [metric.name for metric in found.metrics if metric.beyond is not False], verdict(found)
 
 
 def test_a_model_that_has_not_learned_the_turns_of_training_is_beyond_the_floor(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_model_that_has_not_learned_the_turns_of_training_is_beyond_the_floor(
     source = source_of(tmp_path, AugmentConfig())
     stored = as_drawn(source, UNTURNED)
     found = judged(source, GeneratedPatches(stored, None))
-    beyond = {figure.key for figure in found.figures if figure.beyond}
+    beyond = {metric.key for metric in found.metrics if metric.beyond}
     assert {"correlation_distance"} <= beyond <= {"correlation_distance", "auc"}
     assert verdict(found).startswith("Beyond the floor: correlation distance.")
 
@@ -102,9 +102,9 @@ def test_patches_cut_from_one_volume_are_at_the_floor_though_the_volume_has_one_
     source = source_of(tmp_path, AugmentConfig())
     drawn = write_array(tmp_path / "drawn.zarr", grained((32, 64, 96), 7))
     found = open_generated(drawn, PATCH, COUNT, None, 0)
-    judgement = judged(source, found)
-    assert not [figure.name for figure in judgement.figures if figure.beyond], verdict(judgement)
-    assert [figure.name for figure in judgement.figures if figure.beyond is None] == [
+    comparison = judged(source, found)
+    assert not [metric.name for metric in comparison.metrics if metric.beyond], verdict(comparison)
+    assert [metric.name for metric in comparison.metrics if metric.beyond is None] == [
         "classifier AUC", "AUC of fixed features"
     ], "too few"  # fmt: skip
 

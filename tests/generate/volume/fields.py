@@ -13,11 +13,11 @@ from vesuvius.config import Triple
 from vesuvius.diffusion.sampler import Estimate, NoiseLevel, rho_levels
 from vesuvius.diffusion.schedule import Schedule, spectral_betas, x_0_and_eps
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.generate.drawing import Watch
-from vesuvius.generate.volume.field import Field
+from vesuvius.generate.common import Watch
+from vesuvius.generate.volume.block_array import Field
 from vesuvius.generate.volume.ray_workers import ray_workers
+from vesuvius.generate.volume.tasks import Blocks, Sampling, TaskRunner, VolumeJob, live_blocks, this_process
 from vesuvius.generate.volume.tiling import Pass, Tiling, advanced, block_noise, corrected, shared_part
-from vesuvius.generate.volume.work import Blocks, Sampling, VolumeJob, Work, live_blocks, this_process
 from vesuvius.volumes.box import Box, shape_of, slices
 
 Correlation = Callable[[Tensor], Tensor]
@@ -109,8 +109,8 @@ def filled(
     return x
 
 
-def work_of(job: VolumeJob, folder: Path, estimate: Estimate) -> Work:
-    return Work(job, folder, lambda condition: estimate, torch.device("cpu"))
+def work_of(job: VolumeJob, folder: Path, estimate: Estimate) -> TaskRunner:
+    return TaskRunner(job, folder, lambda condition: estimate, torch.device("cpu"))
 
 
 def drawn(job: VolumeJob, folder: Path, estimate: Estimate, workers: int = 1, watch: Watch | None = None) -> np.ndarray:
@@ -123,7 +123,7 @@ def drawn(job: VolumeJob, folder: Path, estimate: Estimate, workers: int = 1, wa
         live = live_blocks(job.tiling, lambda box: np.isnan(known.read(box)), watch)
     sampling = Sampling(job, folder, watch, live)
 
-    def open_work() -> Work:
+    def open_work() -> TaskRunner:
         return work_of(job, folder, estimate)
 
     by = this_process(open_work) if workers == 1 else ray_workers(open_work, workers, 0, None, watch.check)

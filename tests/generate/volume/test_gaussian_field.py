@@ -28,7 +28,7 @@ from tests.generate.volume.fields import (
 )
 from vesuvius.config import DiffusionConfig, SamplerMethod, Triple
 from vesuvius.diffusion.sampler import sample
-from vesuvius.generate.volume.draw import VolumeRequest
+from vesuvius.generate.volume.run import VolumeRequest
 from vesuvius.generate.volume.tiling import Tiling, passes_of
 from vesuvius.volumes.box import slices
 

@@ -14,7 +14,7 @@ from tests.volumes.test_alignment import RAW, volume_of
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.generate.sampling import ConditionPatches
-from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
+from vesuvius.generate.volume.inputs import InputConfig, Inputs
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.trained import DataFacts, trained_volumes
 from vesuvius.volumes.box import box_at
@@ -30,7 +30,7 @@ def spec(path: Path) -> ArrayConfig:
 def test_a_mask_of_another_place_is_refused(tmp_path: Path, corner: int, raises: Any) -> None:
     volume_of(tmp_path / "scan", RAW, 4, 0)
     volume_of(tmp_path / "mask", RAW, 4, (corner, 0, 0))
-    given = GivenVolumes(inpaint=spec(tmp_path / "scan"), mask=spec(tmp_path / "mask"))
+    given = InputConfig(inpaint=spec(tmp_path / "scan"), mask=spec(tmp_path / "mask"))
     if raises is None:
         with Inputs(given, CONFIG) as inputs:
             assert inputs.shape_zyx == RAW

@@ -30,12 +30,12 @@ from tests.support.forked import in_child
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import NoiseLevel, sample
 from vesuvius.errors import NonFiniteError, VesuviusError
-from vesuvius.generate.drawing import SamplingStoppedError, Watch
+from vesuvius.generate.common import SamplingStoppedError, Watch
 from vesuvius.generate.volume import ray_workers
-from vesuvius.generate.volume.draw import state_bytes
-from vesuvius.generate.volume.field import Field
+from vesuvius.generate.volume.block_array import Field
+from vesuvius.generate.volume.run import state_bytes
+from vesuvius.generate.volume.tasks import Sampling, State, VolumeJob, forget_unflushed, live_blocks
 from vesuvius.generate.volume.tiling import START, STEP, Tiling, block_noise, passes_of
-from vesuvius.generate.volume.work import Sampling, State, VolumeJob, forget_unflushed, live_blocks
 from vesuvius.volumes.box import slices
 
 PATCH = (4, 6, 6)

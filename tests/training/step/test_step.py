@@ -16,10 +16,10 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.diffusion.estimate import predict
-from vesuvius.diffusion.network.layers import layout_of
+from vesuvius.diffusion.network.layers import memory_format_of
 from vesuvius.diffusion.network.regions import CompiledRegions
 from vesuvius.diffusion.network.unet import build_unet
-from vesuvius.diffusion.randomness import condition_kept, sample_noise, stratified_timesteps
+from vesuvius.diffusion.randomness import condition_mask, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.progress import Progress
@@ -147,7 +147,7 @@ def test_a_dropped_condition_has_no_influence_and_a_kept_one_has() -> None:
     step = make_step(config)
     train(step, config, steps=3)
     x_0, t = torch.tanh(sample_noise(1, range(4), (1, 8, 16, 16))), np.array([100, 300, 500, 700])
-    kept = condition_kept(config.seed, range(4), 0.5)
+    kept = condition_mask(config.seed, range(4), 0.5)
     assert kept.any(), "the seed draws both"
     assert not kept.all(), "the seed draws both"
 
@@ -448,7 +448,7 @@ def test_auto_lies_channels_last_on_a_gpu_in_16_bits_alone(
     assert uses_channels_last(config.training, torch.device(device)) == last
     if device == "cpu":
         weight = build_network(config, CPU).get_parameter("from_boxes.weight")
-        assert layout_of(weight) == (torch.channels_last_3d if last else torch.contiguous_format)
+        assert memory_format_of(weight) == (torch.channels_last_3d if last else torch.contiguous_format)
 
 
 def test_a_run_may_turn_to_channels_last() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vesuvius.config import Triple
-from vesuvius.diffusion.network.layers import layout_of
+from vesuvius.diffusion.network.layers import memory_format_of
 
 _BEFORE = {"from_boxes.": "stem_in.", "to_boxes.": "stem_out.", "trunk.to_boxes.": "trunk.upsamples."}
 _NOW = {before: now for now, before in _BEFORE.items()}
@@ -27,7 +27,7 @@ def space_to_depth(x: Tensor, stride_zyx: Triple) -> Tensor:
     """
     b, c, z, y, x_size = x.shape
     sz, sy, sx = stride_zyx
-    if layout_of(x) == torch.channels_last_3d:
+    if memory_format_of(x) == torch.channels_last_3d:
         boxes = x.permute(0, 2, 3, 4, 1).reshape(b, z // sz, sz, y // sy, sy, x_size // sx, sx, c)
         moved = boxes.permute(0, 1, 3, 5, 2, 4, 6, 7).reshape(b, z // sz, y // sy, x_size // sx, sz * sy * sx * c)
         return moved.permute(0, 4, 1, 2, 3)
@@ -40,7 +40,7 @@ def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
     b, channels, z, y, x_size = x.shape
     sz, sy, sx = stride_zyx
     c = channels // (sz * sy * sx)
-    if layout_of(x) == torch.channels_last_3d:
+    if memory_format_of(x) == torch.channels_last_3d:
         boxes = x.permute(0, 2, 3, 4, 1).reshape(b, z, y, x_size, sz, sy, sx, c)
         return boxes.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(b, z * sz, y * sy, x_size * sx, c).permute(0, 4, 1, 2, 3)
     boxes = x.reshape(b, sz, sy, sx, c, z, y, x_size)
@@ -90,12 +90,12 @@ def _both(convolution: str, channels: int) -> dict[str, Boxed]:
     return {f"{convolution}.{part}": Boxed(0, channels) for part in ("weight", "bias")}
 
 
-def name_before(name: str) -> str:
+def format_2_name(name: str) -> str:
     """Return the name that a weight had up to format 2.  Pure."""
     return _renamed(name, _BEFORE)
 
 
-def as_now(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_current_format(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of a U-Net of any format by the names and in the order of now; others as they are.  Pure."""
     renamed = {_renamed(name, _NOW): weight for name, weight in weights.items()}
     boxed = boxed_weights(renamed) if renamed.keys() != weights.keys() else {}

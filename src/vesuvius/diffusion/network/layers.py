@@ -48,7 +48,7 @@ def norm_silu_conv(
     def applied(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         z = group_norm(laid_out(x), weight, bias, groups)
         y = F.silu(z, inplace=not torch.is_grad_enabled())
-        return conv(y.contiguous(memory_format=layout_of(x)))  # on CUDA the norm comes out contiguous
+        return conv(y.contiguous(memory_format=memory_format_of(x)))  # on CUDA the norm comes out contiguous
 
     def fused(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         y: Tensor = AffineSiLU.apply(x, scale, shift)  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ def with_channels_last_strides(x: Tensor) -> Tensor:
     return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 
-def layout_of(x: Tensor) -> torch.memory_format:
+def memory_format_of(x: Tensor) -> torch.memory_format:
     """Return the memory order of `laid_out(x)`: contiguous or channels last."""
     last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
     return torch.channels_last_3d if last else torch.contiguous_format
@@ -280,7 +280,7 @@ class Attention(nn.Module):
         qkv: Tensor = self.qkv(self.norm(laid_out(x)).flatten(2).transpose(1, 2))
         q, k, v = qkv.reshape(b, -1, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(q, k, v)
-        if layout_of(x) == torch.channels_last_3d:
+        if memory_format_of(x) == torch.channels_last_3d:
             joined = attended.transpose(1, 2).reshape(b, *size_zyx, c).permute(0, 4, 1, 2, 3)
         else:
             joined = attended.transpose(2, 3).reshape(b, c, *size_zyx)

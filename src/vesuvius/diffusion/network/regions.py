@@ -21,15 +21,16 @@ log = logging.getLogger(__name__)
 _MOST_VARIANTS = 256
 
 
-def plainly(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def call_eager(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Call a block, or a function of one."""
     out: Tensor = block(*arguments)
     return out
 
 
 class CompiledRegions:
-    """Calls blocks compiled where there is a gradient to compute, and plainly elsewhere: sampling and validation have
-    other shapes.  Where compilation fails it warns, once, and goes on plainly.
+    """Calls blocks compiled if a gradient is needed, and eagerly otherwise: sampling and validation have other shapes.
+
+    If compilation fails, it warns once and continues eagerly.
 
     The norms that `recompute_norm` computes again are computed again here too: torch's checkpoint marks them for the
     partitioner, which keeps their input alone.
@@ -53,7 +54,7 @@ class CompiledRegions:
         # whose inputs and weights it then copies.  Without, it keeps the order that they have.
         torch._inductor.config.layout_optimization = False
         self._failures = torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
-        self._compiled: Any = torch.compile(plainly, backend=backend, fullgraph=True, dynamic=False)
+        self._compiled: Any = torch.compile(call_eager, backend=backend, fullgraph=True, dynamic=False)
         self.failure = ""
 
     def __call__(self, block: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -68,4 +69,4 @@ class CompiledRegions:
                     "does not try it",
                     self.failure,
                 )
-        return plainly(block, *arguments)
+        return call_eager(block, *arguments)

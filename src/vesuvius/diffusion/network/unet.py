@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vesuvius.config import ModelConfig, Triple
-from vesuvius.diffusion.network.boxes import Finer, boxed_weights, depth_to_space, name_before, space_to_depth
+from vesuvius.diffusion.network.boxes import Finer, boxed_weights, depth_to_space, format_2_name, space_to_depth
 from vesuvius.diffusion.network.layers import (
     Attention,
     NormSiLU,
     ResidualBlock,
     TimestepEmbedding,
     ZeroConv3d,
-    layout_of,
+    memory_format_of,
     with_channels_last_strides,
 )
-from vesuvius.diffusion.network.regions import plainly
+from vesuvius.diffusion.network.regions import call_eager
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.errors import ConfigError
 
@@ -63,7 +63,7 @@ class Execution:
     # levels whose blocks are recomputed in the backward pass; 0 = full resolution, 1 = the first of
     # `ModelConfig.channels`, and so on
     checkpoint_levels: tuple[int, ...] = ()
-    call: Callable[..., Tensor] = plainly  # how a block is called; or `CompiledRegions`
+    call: Callable[..., Tensor] = call_eager  # how a block is called; or `CompiledRegions`
 
     def run(
         self,
@@ -226,7 +226,7 @@ class UNet(nn.Module):
 
         A tensor of one channel is in both orders; its strides decide which one convolutions use.
         """
-        if layout_of(self.conv_out.weight) != torch.channels_last_3d:
+        if memory_format_of(self.conv_out.weight) != torch.channels_last_3d:
             return x
         return with_channels_last_strides(x.contiguous(memory_format=torch.channels_last_3d))
 
@@ -278,7 +278,7 @@ def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
             module.reset_parameters()
         case nn.Conv3d() | nn.Linear():
             assert module.bias is not None
-            weight, name = torch.empty(module.weight.shape), name_before(f"{prefix}.weight")
+            weight, name = torch.empty(module.weight.shape), format_2_name(f"{prefix}.weight")
             generator = torch_generator(seed, Purpose.WEIGHTS, zlib.crc32(name.encode()))
             weight.normal_(std=math.prod(weight.shape[1:]) ** -0.5, generator=generator)
             module.weight.copy_(weight)

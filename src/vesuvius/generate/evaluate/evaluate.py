@@ -1,4 +1,4 @@
-"""`vesuvius evaluate`: from a checkpoint, or samples of any program, to a folder with figures, pictures and a page."""
+"""`vesuvius evaluate`: from a checkpoint, or samples of any program, to a folder with metrics, pictures and a page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError
-from vesuvius.generate.drawing import OnProgress, check_volume, run_of
-from vesuvius.generate.evaluate.figures import COPIES, Figure, Judgement, judge
+from vesuvius.generate.common import OnProgress, check_volume, run_of
+from vesuvius.generate.evaluate.metrics import COPIES, Comparison, Metric, compare
 from vesuvius.generate.evaluate.patches import RealSource, generated_set, open_generated
-from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, published_when_whole
-from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
+from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory
+from vesuvius.generate.sampling import SampleRequest, default_out, describe, generate_samples
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.page import FOLDER, Picture, RunReport, Table, made_by, new_folder, write_page
 from vesuvius.runlog.records import finite
@@ -42,8 +42,8 @@ _NAMES = {"generated": "generated", "held_out": "held out", "training": "trainin
 _HOW = (
     "Generated patches are compared with held-out ones, which training has never seen. The floor is the same "
     "comparison with patches of training in their place: a perfect model comes out there. Real patches are mirrored "
-    "and turned as training does. p: how often some figure of a table would be as "
-    "far off if patches changed places at random; those that overlap do so together. A figure is beyond the floor if "
+    "and turned as training does. p: how often some metric of a table would be as "
+    "far off if patches changed places at random; those that overlap do so together. A metric is beyond the floor if "
     "that is below 5 %. What cannot be measured is unknown. Distances: of the histograms in model values "
     "(Wasserstein), of the power spectra in dB, of the two-point correlations; of copies the difference of the shares."
 )
@@ -73,7 +73,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
     """Judge a trained model and write the folder.
 
     Args:
-        on_step: as in `draw_samples`.
+        on_step: as in `generate_samples`.
 
     Returns:
         The folder, and the table for the terminal.
@@ -81,20 +81,20 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
     Raises:
         ConfigError: what is asked for does not fit the run, or nothing is held out.
         DataError: volumes cannot be read.
-        StorageError, and what `draw_samples` raises: as they say; no folder is left.
+        StorageError, and what `generate_samples` raises: as they say; no folder is left.
     """
     asked, path, out = request.samples, request.generated, request.out
     info = read_checkpoint_info(find_checkpoint(asked.checkpoint, "RUN"), asked.overrides)
     if path is None:
         check_weights(info.checkpoint, asked.weights)
-    check_volume(info, asked.volume, "--training-volume")
+    check_volume(info, asked.volume_index, "--training-volume")
     if out is not None and os.path.lexists(out):
         raise ConfigError(f"--out {out} exists, and an evaluation does not replace files; choose another")
     config = info.config
-    number = asked.volume if config.has_condition or len(config.data.volumes) == 1 else None
-    facts, grey = info.data.volumes[asked.volume], info.data.greys.volumes[asked.volume]
+    number = asked.volume_index if config.has_condition or len(config.data.volumes) == 1 else None
+    facts, grey = info.data.volumes[asked.volume_index], info.data.greys.volumes[asked.volume_index]
     source = RealSource(config.seed, config.data, number, info.data.greys.volumes, (grey, facts.dtype))
-    place_of = 0 if number is not None else asked.volume  # among the volumes of `source`
+    place_of = 0 if number is not None else asked.volume_index  # among the volumes of `source`
     condition = source.data.conditions[place_of].name if config.has_condition else None
     patch, count, found = config.data.patch_size, asked.count, None
     if path is not None:
@@ -108,7 +108,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         found = open_generated(path, patch, count, condition, place_of)
     started = time.monotonic()
     generated = generated_set(found, source, config.has_condition)
-    judgement = judge(generated, real, config.data.augment, request.classifier_steps)
+    comparison = compare(generated, real, config.data.augment, request.classifier_steps)
     seconds += time.monotonic() - started
     searched = sum(region.size for region in real.searched) / real.training_voxels
     notes = [_SEARCHED.format(format_percent(min(1.0, searched)))]
@@ -123,17 +123,17 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         "patch": format_sizes(patch),
         "time without sampling": format_duration(seconds),
     }
-    table = figure_table(judgement.figures)
+    table = metric_table(comparison.metrics)
     tables = table, Table("How to read it", ("",), tuple((text,) for text in (_HOW, *notes)))
-    name, charts = f"{config.name}: evaluation", tuple(_charts(judgement))
-    report = RunReport(name, str(info.checkpoint), described, verdict(judgement), charts=charts, tables=tables)
+    name, charts = f"{config.name}: evaluation", tuple(_charts(comparison))
+    report = RunReport(name, str(info.checkpoint), described, verdict(comparison), charts=charts, tables=tables)
     folder = out or new_folder(run_of(info.checkpoint) / FOLDER)
-    with published_when_whole(folder, "evaluations") as staged:
-        record = {"facts": described, "notes": notes, "seconds": seconds} | plain(judgement)
+    with atomic_directory(folder, "evaluations") as staged:
+        record = {"facts": described, "notes": notes, "seconds": seconds} | plain(comparison)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
         picture = _montage(staged, {"generated": generated.values, "real": real.held_out.values}, config.name)
         write_page(staged, NAME, [report], made_by(request.command), [picture])
-    return folder, f"{table.text}\n\n{verdict(judgement)}"
+    return folder, f"{table.text}\n\n{verdict(comparison)}"
 
 
 def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) -> Path:
@@ -142,7 +142,7 @@ def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) ->
     place = default_out(asked, info)
     out = place.with_name(f"{place.name}_{asked.count}")
     if not out.exists():
-        draw_samples(replace(asked, out=out), on_step)
+        generate_samples(replace(asked, out=out), on_step)
         return out
     wanted = describe(asked, info, "off", 0)
     del wanted["amp"], wanted["evaluations_per_sample"]  # only drawing shows them
@@ -168,16 +168,16 @@ def _montage(folder: Path, rows: dict[str, NDArray[np.float32]], name: str) -> P
     return Picture(f"Rows of patches by turns: {kinds}; middle slices across z", small.getvalue())
 
 
-def verdict(judgement: Judgement) -> str:
+def verdict(comparison: Comparison) -> str:
     """What an operator should know first."""
     named = {
-        reading: ", ".join(figure.name for figure in judgement.figures if figure.reading == reading)
+        reading: ", ".join(metric.name for metric in comparison.metrics if metric.reading == reading)
         for reading in ("beyond the floor", "unlike held out", "unknown")
     }
     found = [f"{reading.capitalize()}: {names}." for reading, names in named.items() if names]
     if not named["beyond the floor"]:
-        found.insert(0, "No figure is beyond the floor.")
-    copies = next(figure for figure in judgement.figures if figure.key == COPIES)
+        found.insert(0, "No metric is beyond the floor.")
+    copies = next(metric for metric in comparison.metrics if metric.key == COPIES)
     if copies.beyond:
         shares = "{generated:.0%} of the samples repeat training voxels ({held_out:.0%} by chance)"
         found.append(f"Memorised: {shares.format(**copies.values)}.")
@@ -188,35 +188,35 @@ def verdict(judgement: Judgement) -> str:
     return " ".join(found)
 
 
-def figure_table(figures: Sequence[Figure]) -> Table:
-    """One line per figure."""
+def metric_table(metrics: Sequence[Metric]) -> Table:
+    """One line per metric."""
     rows = [
         (
-            figure.name,
-            figure.reading + (f"; {figure.note}" if figure.note else ""),
-            *(_number(figure.values[of]) if of in figure.values else "" for of in _NAMES),
-            _number(figure.distance),
-            "" if figure.floor is None else _number(figure.floor),
-            _number(figure.p),
+            metric.name,
+            metric.reading + (f"; {metric.note}" if metric.note else ""),
+            *(_number(metric.values[of]) if of in metric.values else "" for of in _NAMES),
+            _number(metric.distance),
+            "" if metric.floor is None else _number(metric.floor),
+            _number(metric.p),
         )
-        for figure in figures
+        for metric in metrics
     ]
-    columns = ("figure", "reading", *_NAMES.values(), "distance", "real against real", "p")
+    columns = ("metric", "reading", *_NAMES.values(), "distance", "real against real", "p")
     return Table("Generated against real patches", columns, tuple(rows))
 
 
-def plain(judgement: Judgement) -> dict[str, Any]:
-    """All figures as plain JSON; what is not finite is null."""
-    figures = {
-        figure.key: asdict(figure) | {"beyond": figure.beyond, "reading": figure.reading}
-        for figure in judgement.figures
+def plain(comparison: Comparison) -> dict[str, Any]:
+    """All metrics as plain JSON; what is not finite is null."""
+    metrics = {
+        metric.key: asdict(metric) | {"beyond": metric.beyond, "reading": metric.reading}
+        for metric in comparison.metrics
     }
-    found: dict[str, Any] = finite({"verdict": verdict(judgement), "figures": figures})
+    found: dict[str, Any] = finite({"verdict": verdict(comparison), "figures": metrics})
     return found
 
 
-def _charts(judgement: Judgement) -> list[Chart]:
-    textures = {_NAMES[of]: texture for of, texture in judgement.textures.items()}
+def _charts(comparison: Comparison) -> list[Chart]:
+    textures = {_NAMES[of]: texture for of, texture in comparison.textures.items()}
     middles = (HISTOGRAM_EDGES[:-1] + HISTOGRAM_EDGES[1:]) / 2
     greys = [banded(of, middles, texture.histogram) for of, texture in textures.items()]
     power = [banded(of, texture.frequency, texture.power) for of, texture in textures.items()]

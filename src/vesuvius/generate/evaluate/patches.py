@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line
-from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, as_stored, to_greys
+from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, cast_grey_values, to_grey_values
 from vesuvius.loader.device import apply_symmetries, model_values
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.plan import augmentation_of
@@ -120,14 +120,14 @@ class RealSource:
         sides = [np.flatnonzero(side == k)[:count].tolist() for k in (0, 1)]
         if min(map(len, sides)) < LEAST_PATCHES:
             raise DataError(
-                f"The volumes of the run are too small to judge by: {len(sides[0])} and {len(sides[1])} patches of "
+                f"The volumes of the run are too small to compare by: {len(sides[0])} and {len(sides[1])} patches of "
                 f"training that share no voxel were found, and twice {LEAST_PATCHES} are needed"
             )
         held_out_boxes = [split.validation for split in data.splits if split.validation is not None]
         side_by_side = sum(_side_by_side(shape_of(box), config.patch_size) for box in held_out_boxes)
         if side_by_side < count:
             log.warning(
-                "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and all figures rest "
+                "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and all metrics rest "
                 "on that little; data.validation.fraction says how much is held out",
                 *(side_by_side, count),
             )
@@ -160,7 +160,7 @@ class RealSource:
         places = _places(found)[rows]
         shown = [augmentation_of(seed, self.config.augment, row) for row in rows]
         values = model_values(torch.from_numpy(found.patches[rows]), shown, self._scales[places[:, 0]])[:, 0].numpy()
-        return PatchSet(self.values_of(to_greys(values, *self.drawn)), places)
+        return PatchSet(self.values_of(to_grey_values(values, *self.drawn)), places)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
         """All training voxels, or where they are too many those around patches of training."""
@@ -219,7 +219,7 @@ def disjoint_sides(places: NDArray[np.int64] | None, patch_zyx: Sequence[int], c
     return max(found, key=lambda each: each[:2])[2]
 
 
-def apart_from(patches: PatchSet, others: PatchSet) -> NDArray[np.bool_]:
+def disjoint_from(patches: PatchSet, others: PatchSet) -> NDArray[np.bool_]:
     """Which patches share no voxel with any of the others: bool [N].  Pure."""
     if patches.places is None or others.places is None:
         return np.ones(len(patches), np.bool_)
@@ -259,7 +259,9 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
             f"[N, {', '.join(map(str, patch_zyx))}]; cut them to that size, or give another file"
         )
     if shape[0] < LEAST_PATCHES:
-        raise ConfigError(f"{shape[0]} generated patches in {path} are too few to judge; draw {LEAST_PATCHES} or more")
+        raise ConfigError(
+            f"{shape[0]} generated patches in {path} are too few to compare; draw {LEAST_PATCHES} or more"
+        )
     count, places = min(count, shape[0]), None
     if folder is not None and (folder / CONDITIONS / ".zattrs").is_file():
         record = finished_record(folder / CONDITIONS, SAMPLE) or {}
@@ -273,8 +275,8 @@ def _cut(volume: Any, patch_zyx: Triple, count: int, path: Path) -> GeneratedPat
     """Patches from random places of a drawn volume.  Raises ConfigError: it holds too few."""
     if (apart := _side_by_side(volume.shape, patch_zyx)) < LEAST_PATCHES:
         raise ConfigError(
-            f"{path} is too small to judge: it holds {apart} patches side by side, of {LEAST_PATCHES} that are needed; "
-            "draw a larger one"
+            f"{path} is too small to compare: {apart} disjoint patches fit into it, and {LEAST_PATCHES} are needed; "
+            "generate a larger volume"
         )
     last = [size - patch for size, patch in zip(volume.shape, patch_zyx, strict=True)]
     starts = list(map(triple, np.random.default_rng(0).integers(0, last, (count, 3), endpoint=True).tolist()))
@@ -315,7 +317,7 @@ def generated_set(found: GeneratedPatches, source: RealSource, has_condition: bo
                 f"(data.min_foreground), and an evaluation needs {LEAST_PATCHES}; draw more with --count"
             )
         voxels, places, at = voxels[rows], places[rows], [at[row] for row in rows]
-    raw = torch.from_numpy(np.ascontiguousarray(as_stored(voxels, source.drawn[1])))
+    raw = torch.from_numpy(np.ascontiguousarray(cast_grey_values(voxels, source.drawn[1])))
     if has_condition or places is not None:
         turns = [augmentation_of(_GENERATED, source.config.augment, row) for row in range(len(raw))]
         raw = apply_symmetries(raw, turns)

@@ -1,4 +1,4 @@
-"""Whether a classifier can tell generated patches from real ones, also by what no texture figure measures.
+"""Whether a classifier can tell generated patches from real ones, also by what no texture metric measures.
 
 Source: Lopez-Paz & Oquab 2017, classifier two-sample tests.
 """

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple
-from vesuvius.generate.drawing import OnProgress
-from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
-from vesuvius.generate.volume.inputs import GivenVolumes
+from vesuvius.generate.common import OnProgress
+from vesuvius.generate.volume.inputs import InputConfig
+from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import format_sizes
@@ -37,10 +37,10 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
         most_zyx: the size of the volume, less where less is held out.
         out: the OME-Zarr to write.
         picture: the PNG to write.
-        on_progress: as in `draw_volume`.
+        on_progress: as in `generate_volume`.
 
     Raises:
-        DataError, and what `draw_volume` raises.
+        DataError, and what `generate_volume` raises.
     """
     info = read_checkpoint_info(find_checkpoint(run))
     data, spec, scales = info.config.data, info.config.data.volumes[0], intensity_scales(info.data.greys.volumes[:1])
@@ -54,8 +54,8 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
 
     with closing(open_volume(spec.condition, data.store)) as volume:
         labels = volume.read(box)
-    given = GivenVolumes(condition=spec.condition, box=box)
-    draw_volume(VolumeRequest(info.checkpoint, "ema", (), 0, 4, 0, out, None, workers=1, given=given), on_progress)
+    given = InputConfig(condition=spec.condition, box=box)
+    generate_volume(VolumeRequest(info.checkpoint, "ema", (), 0, 4, 0, out, None, workers=1, inputs=given), on_progress)
     real, generated = model_values(spec, box), model_values(ArrayConfig(path=str(out)), ((0, 0, 0), shape_of(box)))
     title = f"{format_sizes(shape_of(box))} voxels after {info.step} steps of training; above z, below y is fixed"
     side_by_side(title, real, labels, generated, data.patch_size).save(picture)

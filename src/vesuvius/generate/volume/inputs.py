@@ -38,7 +38,7 @@ from vesuvius.volumes.voxels import check_labels
 
 
 @dataclass(frozen=True)
-class GivenVolumes:
+class InputConfig:
     """What the command line names."""
 
     inpaint: ArrayConfig | None = None  # the volume whose known voxels are kept
@@ -56,7 +56,7 @@ class Inputs(AbstractContextManager["Inputs"]):
 
     def __init__(
         self,
-        given: GivenVolumes,
+        given: InputConfig,
         config: DataConfig,
         shape_zyx: Triple | None = None,
         condition_factors: Fractions = ONES,

@@ -16,7 +16,7 @@ from ray.util import ActorPool
 
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, VesuviusError
-from vesuvius.generate.volume.work import OpenWork, Part, RunParts, Work
+from vesuvius.generate.volume.tasks import OpenWork, Part, RunParts, TaskRunner
 from vesuvius.runlog.units import format_count
 from vesuvius.stream.ray.session import Session
 
@@ -64,7 +64,7 @@ class _Worker:
 
     def __init__(self, open_work: OpenWork) -> None:
         self._open = open_work
-        self._work: Work | None = None
+        self._work: TaskRunner | None = None
 
     def do(self, part: Part) -> Part:
         self._work = self._work or self._open()

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vesuvius.diffusion.network.boxes import as_now, boxed_weights
+from vesuvius.diffusion.network.boxes import boxed_weights, to_current_format
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.run_dir import RunDir
@@ -75,7 +75,7 @@ def load_state(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 def _bring_up_to_date(state: dict[str, Any]) -> None:
     """Give weights and moments the names and the order of now."""
-    before, state["model"] = state["model"], as_now(state["model"])
+    before, state["model"] = state["model"], to_current_format(state["model"])
     if before.keys() == state["model"].keys():
         return
     boxed, optimizer = boxed_weights(state["model"]), state["optimizer"]
@@ -89,7 +89,7 @@ def _bring_up_to_date(state: dict[str, Any]) -> None:
 def load_weights_file(path: Path) -> dict[str, Tensor]:
     """Weights of a `.safetensors` file, by name, on the CPU.  Raises StorageError."""
     try:
-        return as_now(load_file(path))
+        return to_current_format(load_file(path))
     except (OSError, SafetensorError) as error:
         raise unreadable(path, error) from error
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vesuvius.config import Config, TrainingConfig
-from vesuvius.diffusion.estimate import Condition, Denoise, kept, predict
-from vesuvius.diffusion.randomness import condition_kept, sample_noise
+from vesuvius.diffusion.estimate import Condition, Denoise, mask_condition, predict
+from vesuvius.diffusion.randomness import condition_mask, sample_noise
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.errors import ConfigError
 from vesuvius.loader.intensity import to_device
@@ -142,8 +142,8 @@ class TrainStep:
                 t_device = to_device(torch.from_numpy(t), self._device)
                 x_t = self.schedule.q_sample(x_0, eps, t_device)
                 if condition is not None:
-                    keep = condition_kept(seed, indices, self._config.diffusion.condition_dropout)
-                    condition = kept(condition, to_device(torch.from_numpy(keep), self._device))
+                    keep = condition_mask(seed, indices, self._config.diffusion.condition_dropout)
+                    condition = mask_condition(condition, to_device(torch.from_numpy(keep), self._device))
                 with autocast(self._device, self.amp):
                     prediction = predict(self._forward, self.schedule, x_t, t_device, condition)
                 per_sample = loss_per_sample(prediction, x_0, eps, t_device, self.schedule, self._config.diffusion)

@@ -1,8 +1,8 @@
-"""Sets of patches -> figures, each beside its floor: the figure of training patches in place of generated ones.
+"""Sets of patches -> metrics, each beside its floor: the metric of training patches in place of generated ones.
 
-A model that has learned the distribution perfectly comes out at the floor.  Whether a figure is beyond it is a
+A model that has learned the distribution perfectly comes out at the floor.  Whether a metric is beyond it is a
 permutation test: how often is it as far if patches change places at random?  Patches that share voxels change places
-together.  What cannot be measured is NaN, and then the reading of the figure is "unknown".  Pure.
+together.  What cannot be measured is NaN, and then the reading of the metric is "unknown".  Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.functional import avg_pool3d
 
 from vesuvius.config import AugmentConfig
 from vesuvius.generate.evaluate.features import kernel_scores, patch_features
-from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, apart_from
+from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, disjoint_from
 from vesuvius.generate.evaluate.two_sample import area_under_curve, two_sample_scores
 from vesuvius.training.validation.texture import (
     PatchTexture,
@@ -41,7 +41,7 @@ Floats = NDArray[np.float64]
 Voxels = NDArray[np.float32]
 
 LEVEL = 0.05
-"""How often some texture figure of a perfect model is said to be beyond the floor."""
+"""How often some texture metric of a perfect model is said to be beyond the floor."""
 _EXCHANGES = 499
 _LEAST_TEST = 8
 _ENOUGH = 256  # samples that a classifier needs, about, to learn what is wrong with them
@@ -68,7 +68,7 @@ _TEXTURES: dict[str, tuple[str, Callable[[Texture, Texture], float]]] = {
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """One line of the table; NaN = not known."""
 
     key: str
@@ -76,7 +76,7 @@ class Figure:
     values: dict[str, float]  # of `generated`, `held_out` and `training` patches, where each set has one
     distance: float  # of generated from held-out patches
     floor: float | None  # of training from held-out patches; None = generated are compared with held-out ones directly
-    p: float  # how often the figure is as far by chance; of a texture figure, some of all of them
+    p: float  # how often the metric is as far by chance; of a texture metric, some of all of them
     note: str = ""
 
     @property
@@ -95,14 +95,14 @@ class Figure:
 
 
 @dataclass(frozen=True, eq=False)
-class Judgement:
-    """All figures of an evaluation."""
+class Comparison:
+    """All metrics of an evaluation."""
 
-    figures: tuple[Figure, ...]
+    metrics: tuple[Metric, ...]
     textures: dict[str, Texture]  # of each set, for the curves
 
 
-def judge(generated: PatchSet, real: RealPatches, augment: AugmentConfig, classifier_steps: int) -> Judgement:
+def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, classifier_steps: int) -> Comparison:
     """Measure everything.
 
     Args:
@@ -129,16 +129,16 @@ def judge(generated: PatchSet, real: RealPatches, augment: AugmentConfig, classi
             parts = {name: list(pool.map(measure_patch, each.values)) for name, each in sets.items()}
             features = [np.stack(list(pool.map(patch_features, each.values))) for each in compared]
         second = classifier_auc(*compared, features, kernel_scores, ("features_auc", "AUC of fixed features"))
-        figures = _textures(parts, generated.groups(), real.training.groups())
+        metrics = _textures(parts, generated.groups(), real.training.groups())
     finally:
         torch.set_num_threads(threads)
     copies = _copies(nearest[0].result(), nearest[1].result(), generated.groups(), held_out.groups())
-    return Judgement(
-        (*figures, auc.result(), second, copies), {name: combine_textures(each) for name, each in parts.items()}
+    return Comparison(
+        (*metrics, auc.result(), second, copies), {name: combine_textures(each) for name, each in parts.items()}
     )
 
 
-def exchanges(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
+def permutations(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
     """Two sets whose groups change places at random, as many groups on each side as before.
 
     Args:
@@ -157,16 +157,16 @@ def exchanges(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
             yield rng.permutation(total)[group] < count
 
 
-def chance(found: float, by_chance: list[float]) -> float:
-    """The share of exchanges that come out as large as what was found; NaN where that is not known."""
+def permutation_p(found: float, by_chance: list[float]) -> float:
+    """The share of permutations that come out as large as what was found; NaN where that is not known."""
     known = np.array(by_chance)[np.isfinite(by_chance)]
     if not math.isfinite(found) or 2 * len(known) < _EXCHANGES:
         return math.nan
     return float((1 + np.count_nonzero(known >= found)) / (1 + len(known)))
 
 
-def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: Ints) -> list[Figure]:
-    """Figures of patch textures.
+def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: Ints) -> list[Metric]:
+    """Metrics of patch textures.
 
     Args:
         generated, training: groups of these patches.
@@ -175,15 +175,17 @@ def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: I
     real, pooled = whole["held_out"], [*parts["generated"], *parts["training"]]
     swapped = [
         tuple(combine_textures([pooled[row] for row in np.flatnonzero(rows)]) for rows in (side, ~side))
-        for side in exchanges(generated, training)
+        for side in permutations(generated, training)
     ]
-    figures = []
+    metrics = []
     for key, (name, far) in _TEXTURES.items():
         distance, floor = far(whole["generated"], real), far(whole["training"], real)
-        p = len(_TEXTURES) * chance(distance - floor, [far(one, real) - far(other, real) for one, other in swapped])
+        p = len(_TEXTURES) * permutation_p(
+            distance - floor, [far(one, real) - far(other, real) for one, other in swapped]
+        )
         values = {of: float(getattr(each, key)) for of, each in whole.items()} if hasattr(real, key) else {}
-        figures.append(Figure(key, name, values, distance, floor, min(p, 1.0) if math.isfinite(p) else p))
-    return figures
+        metrics.append(Metric(key, name, values, distance, floor, min(p, 1.0) if math.isfinite(p) else p))
+    return metrics
 
 
 def classifier_auc(
@@ -193,7 +195,7 @@ def classifier_auc(
     shown: Sequence[NDArray[Any]],
     scores: Callable[[tuple[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], ...]], tuple[Floats, ...]],
     named: tuple[str, str] = ("auc", "classifier AUC"),
-) -> Figure:
+) -> Metric:
     """Two classifiers, each trained on one side of `other` and tested on the other side and on `real` patches.
 
     The AUC is the mean of both, and p that of the smaller one for two tries; NaN where `other` has no two sides that
@@ -202,7 +204,7 @@ def classifier_auc(
     Args:
         shown: what the classifiers see of the patches of each set.
         scores: of real and other patches to train on, how real each of some tests looks.
-        named: key and name of the figure.
+        named: key and name of the metric.
     """
     areas, chances = [], []
     for train, test, rows in folds(other, real):
@@ -211,14 +213,14 @@ def classifier_auc(
         # Wider groups, as patches that overlap across the border of two have like scores, too: of equal sets that are
         # cut from two volumes, 3 % are told apart with these, 8 % with those of twice a patch.
         groups = real.groups(3)[rows], other.groups(3)[test]
-        by_chance = [area_under_curve(pooled[side], pooled[~side]) for side in exchanges(*groups)]
+        by_chance = [area_under_curve(pooled[side], pooled[~side]) for side in permutations(*groups)]
         areas.append(area_under_curve(*found))
-        chances.append(chance(areas[-1], by_chance))
+        chances.append(permutation_p(areas[-1], by_chance))
     area, known = float(np.mean(areas)) if areas else math.nan, [p for p in chances if math.isfinite(p)]
     if not known:
-        return Figure(*named, {}, area, 0.5, math.nan, "too few patches share no voxel")
+        return Metric(*named, {}, area, 0.5, math.nan, "too few patches share no voxel")
     note = "" if len(other) >= _ENOUGH else f"{len(other)} samples are a weak test"
-    return Figure(*named, {}, area, 0.5, min(1.0, len(known) * min(known)), note)
+    return Metric(*named, {}, area, 0.5, min(1.0, len(known) * min(known)), note)
 
 
 def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
@@ -230,13 +232,13 @@ def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
     found = []
     for k in (0, 1):
         train, test = np.flatnonzero(other.side == k), np.flatnonzero(other.side == 1 - k)
-        rows = np.flatnonzero(apart_from(real, other.rows(train)))
+        rows = np.flatnonzero(disjoint_from(real, other.rows(train)))
         if min(len(train), len(test), len(rows)) >= _LEAST_TEST:
             found.append((train, test, rows))
     return found
 
 
-def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: Ints) -> Figure:
+def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: Ints) -> Metric:
     """The share of patches whose nearest place of training is so near that they are copies of it, by distances.
 
     A copy is below half of what 5 % of held-out patches are below.
@@ -250,8 +252,8 @@ def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: 
 
     values = {"generated": share(generated), "held_out": share(held_out)}
     distance = values["generated"] - values["held_out"]
-    p = chance(distance, [share(pooled[s]) - share(pooled[~s]) for s in exchanges(groups, held_out_groups)])
-    return Figure(COPIES, "share of copies", values, distance, None, p)
+    p = permutation_p(distance, [share(pooled[s]) - share(pooled[~s]) for s in permutations(groups, held_out_groups)])
+    return Metric(COPIES, "share of copies", values, distance, None, p)
 
 
 def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: AugmentConfig) -> Floats:

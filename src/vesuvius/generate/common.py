@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class DrawRequest:
+class GenerateRequest:
     """What every drawing is asked for; picklable, because workers open the network from it."""
 
     checkpoint: Path  # as `find_checkpoint` takes it
@@ -49,7 +49,7 @@ class DrawRequest:
     # seed, batch_size: what a result follows from, in addition to the network and its inputs
     seed: int
     batch_size: int
-    volume: int  # number of the training volume whose grey values and condition are used
+    volume_index: int  # training volume whose grey values and condition are used
     guide: Path | None = field(default=None, kw_only=True)  # directory of a checkpoint that knows less; None = none
 
 
@@ -61,10 +61,10 @@ def check_volume(info: CheckpointInfo, volume: int, option: str = "--volume") ->
         )
 
 
-def checked_checkpoint(request: DrawRequest) -> CheckpointInfo:
+def checked_checkpoint(request: GenerateRequest) -> CheckpointInfo:
     """Find the checkpoint.  Raises ConfigError where there is none, or the volume or the batch does not fit it."""
     info = read_checkpoint_info(find_checkpoint(request.checkpoint), request.overrides)
-    check_volume(info, request.volume)
+    check_volume(info, request.volume_index)
     if request.guide is not None:
         _check_guide(info, read_checkpoint_info(request.guide, request.overrides))
         check_weights(request.guide, request.weights)
@@ -103,9 +103,9 @@ def run_of(checkpoint: Path) -> Path:
     return parent.parent if parent.name == "checkpoints" else Path()
 
 
-def described(info: CheckpointInfo, request: DrawRequest) -> dict[str, Any]:
+def described(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any]:
     """The part of the record that samples and volumes share.  Reads the weights to hash them."""
-    diffusion, grey = info.config.diffusion, info.data.greys.volumes[request.volume]
+    diffusion, grey = info.config.diffusion, info.data.greys.volumes[request.volume_index]
     return {
         "seed": request.seed,
         "batch_size": request.batch_size,
@@ -116,7 +116,7 @@ def described(info: CheckpointInfo, request: DrawRequest) -> dict[str, Any]:
         **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "clip", "guidance")},
         "correction": None if diffusion.sampler_correction == 1 else diffusion.sampler_correction,
         "guide_sha256": check_weights(request.guide, request.weights) if request.guide else None,
-        "volume": info.data.volumes[request.volume].name,
+        "volume": info.data.volumes[request.volume_index].name,
         "grey_low": grey.low,
         "grey_high": grey.high,
         "vesuvius": __version__,
@@ -131,7 +131,7 @@ class Network:
         request: with the directory of a checkpoint.
     """
 
-    def __init__(self, request: DrawRequest) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         self.info = read_checkpoint_info(request.checkpoint, request.overrides)
         self.device = choose_device()
         config, data = self.info.config, self.info.data
@@ -142,7 +142,7 @@ class Network:
         if problem := cudnn_problem(self.device, self.denoiser.amp, uses_channels_last(config.training, self.device)):
             log.warning("sampling will be slow: %s", problem)
         check_kernels(config, request.batch_size, self.device, self.denoiser.amp, backward=False)
-        self._volume = request.volume
+        self._volume = request.volume_index
         self._conditioner = Conditioner(config.data.labels, data.greys.conditions, self.device)
 
     def condition_of(self, stored: NDArray[Any] | None, count: int) -> Condition:

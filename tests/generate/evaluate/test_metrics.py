@@ -1,4 +1,4 @@
-"""The laws of an evaluation: what is alike comes out at the floor, and each defect moves the figure that is for it."""
+"""The laws of an evaluation: what is alike comes out at the floor, and each defect moves the metric that is for it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from tests.generate.evaluate.scrolls import PATCH, Voxels, patch_set, patches, scroll, within_chance
 from vesuvius.config import AugmentConfig
-from vesuvius.generate.evaluate import figures as module
-from vesuvius.generate.evaluate.evaluate import figure_table, plain, verdict
-from vesuvius.generate.evaluate.figures import (
-    Figure,
-    Judgement,
-    chance,
+from vesuvius.generate.evaluate import metrics as module
+from vesuvius.generate.evaluate.evaluate import metric_table, plain, verdict
+from vesuvius.generate.evaluate.metrics import (
+    Comparison,
+    Metric,
     classifier_auc,
-    exchanges,
+    compare,
     folds,
-    judge,
     nearest_distances,
+    permutation_p,
+    permutations,
 )
 from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, disjoint_sides
 
@@ -33,13 +33,13 @@ ALONE = scroll(0, (24, 48, 48))
 SOUGHT: dict[bytes, NDArray[np.float64]] = {}
 
 
-def judged(generated: Voxels, steps: int = 2) -> Judgement:
+def judged(generated: Voxels, steps: int = 2) -> Comparison:
     held_out, training, beside = patches(UNSEEN, COUNT, 2), patches(TRAINED, COUNT, 3), patches(TRAINED, COUNT, 4)
     drawn, unseen, others, taught = (patch_set(values) for values in (generated, held_out, beside, training))
     real = RealPatches(unseen, others, (taught, others), [TRAINED], TRAINED.size)
 
     def once(regions: list[Voxels], sought: Voxels, augment: AugmentConfig) -> NDArray[np.float64]:
-        """The held-out patches are those of each judgement, and a search takes half a second."""
+        """The held-out patches are those of each comparison, and a search takes half a second."""
         if (key := sought.tobytes()) not in SOUGHT:
             SOUGHT[key] = nearest_distances(regions, sought, augment)
         return SOUGHT[key]
@@ -47,18 +47,18 @@ def judged(generated: Voxels, steps: int = 2) -> Judgement:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_PLACES", 2**15)  # a quarter of a second instead of five
         patch.setattr(module, "nearest_distances", once)
-        return judge(drawn, real, AugmentConfig(), steps)
+        return compare(drawn, real, AugmentConfig(), steps)
 
 
-def figures(judgement: Judgement) -> dict[str, Figure]:
-    return {figure.key: figure for figure in judgement.figures}
+def metrics(comparison: Comparison) -> dict[str, Metric]:
+    return {metric.key: metric for metric in comparison.metrics}
 
 
 def test_samples_of_the_same_kind_are_at_the_floor_in_every_figure() -> None:
     found = judged(patches(THIRD, COUNT, 5), steps=40)
-    assert not any(figure.beyond for figure in found.figures), verdict(found)
-    assert figures(found)["auc"].distance == pytest.approx(0.5, abs=0.2)
-    assert set(figures(found)) == {
+    assert not any(metric.beyond for metric in found.metrics), verdict(found)
+    assert metrics(found)["auc"].distance == pytest.approx(0.5, abs=0.2)
+    assert set(metrics(found)) == {
         "air", "means_std", "planarity", "histogram_distance", "spectrum_distance_db", "correlation_distance",
         "auc", "features_auc", "copies",
     }  # fmt: skip
@@ -68,16 +68,16 @@ def test_copies_of_training_patches_are_called_memorised_and_nothing_else() -> N
     copies = patches(TRAINED, COUNT, 6)
     copies = np.stack([np.rot90(patch[::-1], number % 4, (1, 2)) for number, patch in enumerate(copies)])
     found = judged(copies)
-    copied = figures(found)["copies"]
+    copied = metrics(found)["copies"]
     assert copied.beyond
     assert copied.values["generated"] > 0.7
     assert copied.values["held_out"] < 0.1
     assert "Memorised" in verdict(found)
-    assert not figures(found)["histogram_distance"].beyond
+    assert not metrics(found)["histogram_distance"].beyond
 
 
 def test_samples_without_air_are_far_from_the_floor_in_air() -> None:
-    found = figures(judged(patches(scroll(5, SHAPE, air=False), COUNT, 8)))
+    found = metrics(judged(patches(scroll(5, SHAPE, air=False), COUNT, 8)))
     assert found["air"].beyond
     assert found["air"].values["generated"] < 0.01
     assert found["histogram_distance"].beyond
@@ -86,7 +86,7 @@ def test_samples_without_air_are_far_from_the_floor_in_air() -> None:
 def test_blurred_samples_are_told_by_spectrum_and_classifier() -> None:
     sharp = patches(THIRD, COUNT, 9)
     blurred = sum(np.roll(sharp, shift, axis) for axis in (2, 3) for shift in (-1, 0, 1)) / 6
-    found = figures(judged(blurred.astype(np.float32), steps=40))
+    found = metrics(judged(blurred.astype(np.float32), steps=40))
     assert found["spectrum_distance_db"].beyond
     for key in ("auc", "features_auc"):
         assert found[key].distance > 0.8
@@ -102,8 +102,8 @@ def test_equal_sets_are_told_apart_as_often_as_the_level_says_though_patches_com
             np.random.default_rng((seed, k)).standard_normal(each.max() + 1)[each] for k, each in enumerate(groups)
         ]
         pooled = np.concatenate(values)
-        by_chance = [abs(pooled[side].mean() - pooled[~side].mean()) for side in exchanges(*groups)]
-        told += chance(abs(values[0].mean() - values[1].mean()), by_chance) < 0.05
+        by_chance = [abs(pooled[side].mean() - pooled[~side].mean()) for side in permutations(*groups)]
+        told += permutation_p(abs(values[0].mean() - values[1].mean()), by_chance) < 0.05
     assert within_chance(told, 200, 0.05)
 
 
@@ -167,17 +167,17 @@ def test_the_auc_of_equal_sets_lies_around_a_half_though_their_patches_overlap()
 
 
 def test_the_summary_says_of_each_figure_what_its_row_says() -> None:
-    figures = [
-        Figure("a", "one", {}, 0.3, 0.1, 0.01),
-        Figure("b", "two", {}, -0.3, None, 0.01),
-        Figure("c", "three", {}, 0.1, 0.1, 0.5),
-        Figure("d", "four", {}, math.nan, math.nan, math.nan),
-        Figure("copies", "five", {}, 0.3, None, 0.5),
+    metrics = [
+        Metric("a", "one", {}, 0.3, 0.1, 0.01),
+        Metric("b", "two", {}, -0.3, None, 0.01),
+        Metric("c", "three", {}, 0.1, 0.1, 0.5),
+        Metric("d", "four", {}, math.nan, math.nan, math.nan),
+        Metric("copies", "five", {}, 0.3, None, 0.5),
     ]
-    said = verdict(Judgement(tuple(figures), {}))
+    said = verdict(Comparison(tuple(metrics), {}))
     assert "Beyond the floor: one. Unlike held out: two. Unknown: four." in said
     assert said.endswith("No sign of memorised training voxels among those that were searched.")
-    assert [row[1] for row in figure_table(figures).rows] == [
+    assert [row[1] for row in metric_table(metrics).rows] == [
         "beyond the floor", "unlike held out", "at the floor", "unknown", "as held out"
     ]  # fmt: skip
 
@@ -186,10 +186,10 @@ def test_patches_without_texture_are_unknown_and_figures_are_plain_json() -> Non
     found = judged(np.full((COUNT, 8, 16, 16), -3, np.float32))
     text = json.dumps(plain(found), allow_nan=False)
     assert json.loads(text)["figures"]["copies"]["values"]["generated"] is None
-    assert figures(found)["copies"].reading == "unknown"
+    assert metrics(found)["copies"].reading == "unknown"
     assert "memorised is unknown" in verdict(found)
-    assert chance(math.nan, [0.0] * 499) is math.nan
-    assert math.isnan(chance(0.0, [math.nan] * 499))
+    assert permutation_p(math.nan, [0.0] * 499) is math.nan
+    assert math.isnan(permutation_p(0.0, [math.nan] * 499))
 
 
 # Copies of training voxels are found wherever they are from and however they are turned; other patches are far.

@@ -22,23 +22,31 @@ from vesuvius.config import Triple
 from vesuvius.diffusion.sampler import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, StorageError, storage_errors
-from vesuvius.generate.drawing import DrawRequest, Network, OnProgress, Watch, checked_checkpoint, described, gpu_memory
-from vesuvius.generate.sample_zarr import to_greys
-from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
-from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import (
+from vesuvius.generate.common import (
+    GenerateRequest,
+    Network,
+    OnProgress,
+    Watch,
+    checked_checkpoint,
+    described,
+    gpu_memory,
+)
+from vesuvius.generate.sample_zarr import to_grey_values
+from vesuvius.generate.volume.block_array import Field
+from vesuvius.generate.volume.inputs import InputConfig, Inputs
+from vesuvius.generate.volume.tasks import (
     GROUP,
     Blocks,
     RunParts,
     Sampling,
+    TaskRunner,
     VolumeJob,
-    Work,
     forget_unflushed,
     live_blocks,
     this_process,
     used_blocks,
 )
+from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.runlog.files import free_disk_bytes, write_whole
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_sizes
@@ -58,7 +66,7 @@ _CHUNK, _LEVELS = 128, 6
 
 
 @dataclass(frozen=True)
-class VolumeRequest(DrawRequest):
+class VolumeRequest(GenerateRequest):
     """A request for a volume."""
 
     out: Path  # a name that ends in .zarr
@@ -67,11 +75,11 @@ class VolumeRequest(DrawRequest):
     workers: int | None = None  # None = the GPUs of this machine, or its cores; 1 = this process
     cluster: str | None = None  # address of a Ray cluster whose nodes share `out`; None = this machine
     rounds: int | None = None  # passes per step of an inpainting; None = 4
-    given: GivenVolumes = field(default_factory=GivenVolumes)
+    inputs: InputConfig = field(default_factory=InputConfig)
     labels_out: Path | None = None  # where the condition is written too, on the grid of `out`
 
 
-def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
+def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
     """Draw a volume, or continue one; a finished one that was drawn with the same arguments is left as it is.
 
     Returns:
@@ -118,7 +126,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
 def forecast_volume(request: VolumeRequest) -> str:
     """The disk space and the time that a volume takes, in words.  Calls the network twice, writes nothing.
 
-    Raises what `draw_volume` does before it writes, StorageError included.
+    Raises what `generate_volume` does before it writes, StorageError included.
     """
     with _prepared(request) as drawing, gpu_memory(request.batch_size):
         job, live, workers = drawing.job, drawing.live(Watch()), drawing.workers
@@ -151,13 +159,13 @@ class _Drawing:
         shape = request.shape_zyx or inputs.shape_zyx
         assert shape is not None
         source = inputs.inpaint
-        self.dtype = source.dtype if source is not None else facts.volumes[request.volume].dtype
-        self._grey = facts.greys.volumes[request.volume]
+        self.dtype = source.dtype if source is not None else facts.volumes[request.volume_index].dtype
+        self._grey = facts.greys.volumes[request.volume_index]
         self._schedule = Schedule.from_config(config.diffusion, facts.spectrum)
         # Chunks of at most 128 voxels along each axis, and levels down to one chunk, at most six.
         levels = min(_LEVELS, levels_to_one(shape, _CHUNK))
         self.plan = Pyramid(shape, triple(min(size, _CHUNK) for size in shape), levels, self.dtype.itemsize)
-        scale, unit, corner = inputs.space(facts.volumes[request.volume].voxel_size_um)
+        scale, unit, corner = inputs.space(facts.volumes[request.volume_index].voxel_size_um)
         self._multiscale = multiscale(request.out.stem, levels, scale, [unit] * 3, corner)
         self.job = VolumeJob(
             Tiling(shape, config.data.patch_size, request.overlap),
@@ -185,7 +193,7 @@ class _Drawing:
             "overlap": request.overlap,
             "rounds": self.job.rounds,
             "given": self.inputs.record(),
-            "box": None if request.given.box is None else [list(end) for end in request.given.box],
+            "box": None if request.inputs.box is None else [list(end) for end in request.inputs.box],
             "amp": info.config.training.amp,
             "device": self._device.type,
             **described(info, request),
@@ -270,7 +278,7 @@ class _Drawing:
         def read(box: Box) -> NDArray[Any]:
             watch.check()
             values = np.asarray(self._schedule.model_values(x.read(box, used)))  # type: ignore[arg-type]
-            voxels = to_greys(values, self._grey, self.dtype)
+            voxels = to_grey_values(values, self._grey, self.dtype)
             if self.inputs.inpaint is None:
                 return voxels
             return np.where(self.inputs.gaps(box), voxels, self.inputs.read(self.inputs.inpaint, box))
@@ -314,7 +322,7 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
     """Check the request against the checkpoint and the given volumes.  Writes nothing."""
     info = checked_checkpoint(request)
     check_weights(info.checkpoint, request.weights)
-    config, given = info.config, request.given
+    config, given = info.config, request.inputs
     if request.out.suffix != ".zarr":
         raise ConfigError(f"--out {request.out} does not end in .zarr, as the name of a volume must; add the ending")
     if request.cluster is not None and request.workers is None:
@@ -332,7 +340,7 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
         )
     if request.labels_out is not None and config.diffusion.sampler_guidance == 0:
         raise ConfigError("--guidance 0 ignores the labels, so there are no pairs; remove it, or end --out in .zarr")
-    factors = info.data.volumes[request.volume].condition_factors
+    factors = info.data.volumes[request.volume_index].condition_factors
     with Inputs(given, config.data, request.shape_zyx, factors) as inputs:
         if request.shape_zyx is not None and inputs.shape_zyx not in (None, request.shape_zyx):
             assert inputs.shape_zyx is not None
@@ -345,8 +353,8 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
         yield drawing
 
 
-def _open_work(job: VolumeJob, folder: Path, request: DrawRequest) -> Work:
+def _open_work(job: VolumeJob, folder: Path, request: GenerateRequest) -> TaskRunner:
     """Open the network in a worker and return what does the work with it."""
     torch.set_num_threads(1)  # sums are rounded in the same order wherever a tile is computed
     network = Network(request)
-    return Work(job, folder, lambda stored: network.estimate_for(stored, job.batch_size), network.device)
+    return TaskRunner(job, folder, lambda stored: network.estimate_for(stored, job.batch_size), network.device)

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from vesuvius.config import SamplerMethod
 from vesuvius.diffusion.sampler import Estimate, NoiseLevel
 from vesuvius.errors import NonFiniteError
-from vesuvius.generate.drawing import Watch
-from vesuvius.generate.volume.field import Field, mapped, write_renamed
+from vesuvius.generate.common import Watch
+from vesuvius.generate.volume.block_array import Field, mapped, write_renamed
 from vesuvius.generate.volume.tiling import (
     START,
     STEP,
@@ -131,7 +131,7 @@ class State:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-class Work:
+class TaskRunner:
     """Does the parts.  Several processes may do different ones at the same time; raises OSError.
 
     Args:
@@ -255,8 +255,8 @@ def forget_unflushed(folder: Path) -> None:
 GROUP = 16
 """Blocks per worker that are done together: enough that their tiles keep all workers busy."""
 
-OpenWork = Callable[[], Work]
-"""Makes the `Work` of the process that it is called in; picklable."""
+OpenWork = Callable[[], TaskRunner]
+"""Makes the `TaskRunner` of the process that it is called in; picklable."""
 RunParts = Callable[[Iterable[Part]], Iterator[Part]]
 """Does the parts in any order and yields each when it is done; returns when all are."""
 
