@@ -1,1 +1,1 @@
-"""One optimizer step.  In: a batch of voxels in their stored dtype.  Out: updated weights, loss, time of each part."""
+"""One optimizer step.  In: a batch of voxels in their stored dtype.  Out: updated weights, the loss, timings."""

@@ -1,4 +1,4 @@
-"""From the voxels of a condition to what the network is shown."""
+"""Turns the stored voxels of a condition into network input."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from vesuvius.stream.start.prepare import IntensityRange
 
 
 class Conditioner:
-    """Makes the condition of a batch, which the network is shown, of its stored voxels.
+    """Converts the stored condition voxels of a batch to network input.
 
     Args:
-        labels: the stored label of each class; None: conditions are grey values.
-        greys: grey range of each volume's condition; empty with labels, and without conditions.
-        device: where the model is.
+        labels: stored label value of each class; None: conditions are grey values.
+        greys: grey range of each volume's condition; empty for labels and without conditions.
+        device: device of the model.
     """
 
     def __init__(self, labels: Sequence[int] | None, greys: Sequence[IntensityRange], device: torch.device) -> None:
         self._labels, self._scales, self._device = labels, intensity_scales(greys), device
 
     def __call__(self, raw: Tensor | None, volumes: Sequence[int]) -> Condition:
-        """The condition of a batch: `raw` [B, 1, Z, Y, X] in the stored dtype, or None, of the samples' volumes."""
+        """Condition channels of a batch.  `raw`: [B, 1, Z, Y, X] in the stored dtype, or None; `volumes`: volume of
+        each sample."""
         if raw is None:
             return None
         raw = raw.to(self._device)
         if self._labels:
-            values = signed_view(raw)  # unsigned labels of its upper half are negative there
+            values = signed_view(raw)  # unsigned labels in the upper half of the range are negative here
             bits = 8 * raw.element_size() if values.dtype != raw.dtype else 64
             channels = [(values == (v - 2**bits if v >= 2 ** (bits - 1) else v)).float() for v in self._labels]
         else:

@@ -1,4 +1,4 @@
-"""What a step is computed from: images of the loader, the noise of their samples, and their conditions."""
+"""Input of a training step: images from the loader, their noise and their conditions."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from vesuvius.training.step.conditioner import Conditioner
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """A batch where the model is."""
+    """A batch on the model's device."""
 
     indices: NDArray[np.int64]  # int64 [B], on the host
     x_0: Tensor  # float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1
-    eps: Tensor  # its noise, like x_0
-    condition: Condition  # what the network is shown beside, mirrored and turned with its patch
-    stored: Batch  # the batch as it was read, in memory of its own on the host
+    eps: Tensor  # noise, same shape as x_0
+    condition: Condition  # condition input of the network, augmented with its patch
+    stored: Batch  # host copy of the batch as it was read
 
     def rows(self, of: slice) -> TrainingBatch:
-        """Some of it, in the same memory."""
+        """A slice of the batch, sharing its memory."""
         condition = None if self.condition is None else self.condition[of]
         return TrainingBatch(self.indices[of], self.x_0[of], self.eps[of], condition, self.stored.rows(of))
 
 
 class TrainingFeed:
-    """Batches of a `DeviceFeed` with what training adds.
+    """Adds noise and conditions to the batches of a `DeviceFeed`.
 
-    The noise of the next batch is drawn on a thread while the device computes, and copied as the patches are.
+    The noise of the next batch is drawn on a thread while the device computes, and copied like the patches.
     """
 
     def __init__(self, feed: DeviceFeed, conditioner: Conditioner) -> None:
@@ -54,7 +54,7 @@ class TrainingFeed:
     def open(self, **start: Unpack[StreamStart]) -> Iterator[PatchStream]:
         """As `DeviceFeed.open`."""
         with ThreadPoolExecutor(1, "noise") as self._drawer, self._feed.open(**start) as stream:
-            self._noise = self._drawn_ahead(start.get("first", 0) + self._feed.job.rank)
+            self._noise = self._prefetch_noise(start.get("first", 0) + self._feed.job.rank)
             yield stream
 
     def next(self, clock: StepClock) -> TrainingBatch:
@@ -62,26 +62,26 @@ class TrainingFeed:
         batch, stored = self._feed.next(clock)
         with clock.waiting():
             eps = self._noise.result()[: len(stored.samples)]
-        self._noise = self._drawn_ahead(int(stored.indices[-1]) + self._feed.job.world)
+        self._noise = self._prefetch_noise(int(stored.indices[-1]) + self._feed.job.world)
         (eps,) = self._feed.copy([eps], clock)
-        # On a GPU its buffers are filled again two batches on.
+        # The pinned buffers are reused two batches later.
         stored = stored.copy() if self._pinned else stored
         with clock.computing("forward"):
-            return self._assembled(batch, stored, eps)
+            return self._assemble(batch, stored, eps)
 
     def to_device(self, stored: Batch) -> TrainingBatch:
-        """A batch that `next` has delivered before (`TrainingBatch.stored`), again; waits for the copy."""
-        return self._assembled(self._feed.to_device(stored), stored, self._draw(stored.indices).to(self._feed.device))
+        """Rebuild a batch from the host copy that `next` delivered (`TrainingBatch.stored`); waits for the transfer."""
+        return self._assemble(self._feed.to_device(stored), stored, self._draw(stored.indices).to(self._feed.device))
 
     @property
     def _pinned(self) -> bool:
         return self._feed.device.type == "cuda"
 
-    def _drawn_ahead(self, first: int) -> Future[Tensor]:
-        """The noise of the batch that begins with this sample; the stream makes sure that it comes next."""
+    def _prefetch_noise(self, first: int) -> Future[Tensor]:
+        """Draw the noise of the batch that starts at sample `first`; the stream guarantees that it comes next."""
         indices = first + self._feed.job.world * np.arange(self._feed.options.batch_size)
         return self._drawer.submit(self._draw, indices, pinned=self._pinned)
 
-    def _assembled(self, batch: PatchBatch, stored: Batch, eps: Tensor) -> TrainingBatch:
+    def _assemble(self, batch: PatchBatch, stored: Batch, eps: Tensor) -> TrainingBatch:
         condition = self._conditioner(batch.label, [sample.volume for sample in batch.samples])
         return TrainingBatch(stored.indices, batch.image, eps, condition, stored)

@@ -1,12 +1,12 @@
-"""Muon: kernels step by orthogonalized momentum, all of them at once and shared by the ranks.
+"""Muon: orthogonalized-momentum updates of all kernels at once, shared by the ranks.
 
-A kernel is the matrix X that it is, output channels by inputs, or U S V^T.  Its step is U p(S) V^T, where p brings
-singular values above 0.0016 of the norm to 0.68 ... 1.2: a quintic (Jordan et al. 2024) applied five times.  Each time
-is a product with a polynomial of X X^T, so only that square of the shorter side is iterated, to P with
-P X = U p(S) V^T: of a 128 x 3456 kernel in about a quarter of the operations, and between ranks only P travels.
+A kernel is a matrix X = U S V^T of output channels by inputs.  Its update is U p(S) V^T, where p maps singular values
+above 0.0016 of the norm to 0.68 ... 1.2: a quintic (Jordan et al. 2024) applied five times.  Each application
+multiplies by a polynomial of X X^T, so only this square of the shorter side is iterated, to P with P X = U p(S) V^T.
+This takes about a quarter of the operations for a 128 x 3456 kernel, and ranks exchange only P.
 
-What costs time is launches, of 57 kernels in the full model.  So kernels of equal shape are a stack in one buffer of
-all, and their squares a stack with all of the same side.
+Kernel launches dominate the cost (57 kernels in the full model), so kernels of equal shape are stacked in one shared
+buffer, and their squares are stacked with all others of the same side.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from vesuvius.training.ranks.ranks import SINGLE, Ranks
 _MOMENTUM = 0.95
 _ITERATIONS, _COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 _LEAST_NORM = 1e-7
-_PADDING = 0.02  # small squares join those of the next larger side where that adds at most this share of all work
+_PADDING = 0.02  # pad small squares to the next larger side if that adds at most this share of the work
 
 
 class Muon(torch.optim.AdamW):
-    """Fused AdamW whose groups with `orthogonal: True` step by orthogonalized momentum (Nesterov's).
+    """Fused AdamW whose groups with `orthogonal: True` step by orthogonalized Nesterov momentum.
 
-    Such a step is scaled to the size of AdamW's: one learning rate and one weight decay serve both.  Where the flag
-    `found_inf` is set, a step changes nothing.  Sources: Jordan et al. 2024; Liu et al. 2025 for the scale.
+    The update is scaled to the size of AdamW's, so one learning rate and one weight decay serve both.  A step with the
+    flag `found_inf` set changes nothing.  Sources: Jordan et al. 2024; Liu et al. 2025 for the scale.
 
     Args:
-        ranks: they share the iteration; gradients and weights are the same on all.
+        ranks: ranks that share the iteration; gradients and weights are the same on all.
     """
 
     def __init__(self, groups: list[dict[str, Any]], ranks: Ranks = SINGLE, **options: Any) -> None:
         super().__init__(groups, **options)
         self._ranks = ranks
-        self._stacks: dict[int, _Stacks] = {}  # by the number of their group
+        self._stacks: dict[int, _Stacks] = {}  # by group index
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update.  Takes no closure: kernels would step before it.  Raises RankError."""
+        """Update once.  Takes no closure, because kernels would step before it runs.  Raises RankError."""
         assert closure is None
         groups = self.param_groups
         try:
-            for number, group in enumerate(groups):
+            for index, group in enumerate(groups):
                 if group["orthogonal"] and group["params"]:
-                    self._step_orthogonally(number, group)
-            self.param_groups = [group for group in groups if not group["orthogonal"]]  # AdamW steps all that it sees
+                    self._step_orthogonally(index, group)
+            self.param_groups = [group for group in groups if not group["orthogonal"]]  # AdamW steps these
             super().step()
         finally:
             self.param_groups = groups
@@ -61,15 +61,15 @@ class Muon(torch.optim.AdamW):
         self._stacks.clear()
 
     @torch.no_grad()
-    def _step_orthogonally(self, number: int, group: dict[str, Any]) -> None:
-        if number not in self._stacks:
-            self._stacks[number] = _Stacks(group["params"], self.state)
-        stacks, found_inf = self._stacks[number], getattr(self, "found_inf", None)
+    def _step_orthogonally(self, index: int, group: dict[str, Any]) -> None:
+        if index not in self._stacks:
+            self._stacks[index] = _Stacks(group["params"], self.state)
+        stacks, found_inf = self._stacks[index], getattr(self, "found_inf", None)
         kernels, momentum = stacks.kernels, stacks.momentum
         applied = torch.ones((), device=momentum.device) if found_inf is None else 1 - found_inf
         matrices = torch.empty_like(momentum)
         torch._foreach_copy_(stacks.parts(matrices), [kernel.grad for kernel in kernels])  # type: ignore[misc]
-        torch.where(applied > 0, matrices, momentum, out=matrices)  # which then stays as it is; of NaN no multiple is 0
+        torch.where(applied > 0, matrices, momentum, out=matrices)  # keeps the momentum; multiplying NaN by 0 would not
         momentum.lerp_(matrices, 1 - _MOMENTUM)
         matrices.lerp_(momentum, _MOMENTUM)
         norms = torch.stack(torch._foreach_norm(stacks.parts(matrices))) + _LEAST_NORM
@@ -80,69 +80,67 @@ class Muon(torch.optim.AdamW):
         torch._foreach_sub_(kernels, stacks.parts(directions))
 
     def _orthogonalized(self, sides: Sequence[_Side], matrices: Tensor, norms: Tensor, scales: Tensor) -> Tensor:
-        """U p(S) V^T of all matrices times `scales`, of which each has been divided by its norm; each rank iterates a
-        part of them.
+        """U p(S) V^T of all matrices times `scales`, which include 1 / norm; each rank iterates its share.
 
-        On a GPU the two products with X take TF32: as quick as bf16 with its casts, and an eighth of its rounding.  The
-        iteration wants all of float32: a square holds the squares of singular values, and what rounding does to small
-        ones grows twelvefold each time.
+        On a GPU the two products with X use TF32: as fast as bf16 with its casts, at an eighth of its rounding error.
+        The iteration needs full float32: a square holds squared singular values, and rounding errors of small ones grow
+        twelvefold per iteration.
         """
         directions, squared_norms, ranks = torch.empty_like(matrices), norms.square()[:, None, None], self._ranks
         before, coarse = torch.get_float32_matmul_precision(), "high" if matrices.is_cuda else "highest"
         try:
-            for part in sides:
-                each = -(-part.size // ranks.world)
-                own = range(min(ranks.rank * each, part.size), min((ranks.rank + 1) * each, part.size))
-                squares = matrices.new_zeros(each, part.side, part.side)
+            for group in sides:
+                each = -(-group.size // ranks.world)
+                own = range(min(ranks.rank * each, group.size), min((ranks.rank + 1) * each, group.size))
+                squares = matrices.new_zeros(each, group.side, group.side)
                 torch.set_float32_matmul_precision(coarse)
-                _write_squares(part, own, matrices, squares)
+                _write_squares(group, own, matrices, squares)
                 torch.set_float32_matmul_precision("highest")
-                squares[: len(own)].div_(squared_norms[part.first + own.start : part.first + own.stop])
+                squares[: len(own)].div_(squared_norms[group.first + own.start : group.first + own.stop])
                 factors = polynomial_of(squares)
                 if ranks.world > 1:
-                    mine, factors = factors, factors.new_zeros(ranks.world * each, part.side, part.side)
+                    mine, factors = factors, factors.new_zeros(ranks.world * each, group.side, group.side)
                     factors[ranks.rank * each : (ranks.rank + 1) * each] = mine
-                    work: dist.Work = dist.all_reduce(factors, async_op=True)  # exact: all others add zeros
+                    work: dist.Work = dist.all_reduce(factors, async_op=True)  # exact: the other ranks add zeros
                     ranks.wait_for(work)
-                factors = factors[: part.size] * scales[part.first : part.first + part.size, None, None]
+                factors = factors[: group.size] * scales[group.first : group.first + group.size, None, None]
                 torch.set_float32_matmul_precision(coarse)
-                _write_products(part, factors, matrices, directions)
+                _write_products(group, factors, matrices, directions)
         finally:
             torch.set_float32_matmul_precision(before)
         return directions
 
 
 class _Shape(NamedTuple):
-    """Kernels of equal shape, which lie one after another in a buffer of all."""
+    """Kernels of equal shape, consecutive in the shared buffer."""
 
-    first: int  # place of the first element
-    size: int  # how many
+    first: int  # offset of the first element
+    size: int  # number of kernels
     rows: int
     columns: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """[size, rows, columns], a view."""
+        """View of the buffer, [size, rows, columns]."""
         return flat[self.first : self.first + self.size * self.rows * self.columns].view(self[1:])
 
 
 class _Side(NamedTuple):
-    """Kernels whose squares are iterated together, with zeros up to a common side."""
+    """Kernels whose squares are iterated together, zero-padded to a common side."""
 
     side: int
-    first: int  # number of the first kernel
+    first: int  # index of the first kernel
     shapes: list[_Shape]
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of kernels."""
         return sum(shape.size for shape in self.shapes)
 
 
 class _Stacks:
-    """Kernels in the order of the sides and shapes of their matrices, and one buffer with the momenta of all.
+    """Kernels sorted by side and shape of their matrices, and one buffer with all momenta.
 
-    A kernel's part of a buffer is in its own memory order, so columns of a channels-last one come in another order than
-    those of a contiguous one.
+    A kernel's part of a buffer has the kernel's memory layout, so its columns are permuted for channels-last kernels.
     """
 
     def __init__(self, kernels: Sequence[Tensor], state: Mapping[Any, dict[str, Any]]) -> None:
@@ -150,7 +148,7 @@ class _Stacks:
         key = {kernel: (sides[_short(kernel)], len(kernel), kernel[0].numel()) for kernel in kernels}
         self.kernels = sorted(kernels, key=key.__getitem__)
         self.momentum = self.kernels[0].new_zeros(sum(kernel.numel() for kernel in kernels))
-        self.steps = self.momentum.new_zeros(len(kernels))  # AdamW looks for them where a state is loaded
+        self.steps = self.momentum.new_zeros(len(kernels))  # AdamW expects them in a loaded state
         buffers = zip(self.parts(self.momentum), self.steps.unbind(), strict=True)
         for kernel, (momentum, step) in zip(self.kernels, buffers, strict=True):
             if of_kernel := state[kernel]:
@@ -160,16 +158,16 @@ class _Stacks:
         longest = [max(len(kernel), kernel[0].numel()) for kernel in self.kernels]
         self.scales = torch.tensor([0.2 * math.sqrt(side) for side in longest], device=self.momentum.device)
         self.by_side: list[_Side] = []
-        first, place = 0, 0
+        first, offset = 0, 0
         for side, of_side in groupby(self.kernels, lambda kernel: key[kernel][0]):
             self.by_side.append(_Side(side, first, []))
             for (_, rows, columns), alike in groupby(of_side, key.__getitem__):
-                shape = _Shape(place, len(list(alike)), rows, columns)
+                shape = _Shape(offset, len(list(alike)), rows, columns)
                 self.by_side[-1].shapes.append(shape)
-                first, place = first + shape.size, place + shape.size * rows * columns
+                first, offset = first + shape.size, offset + shape.size * rows * columns
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Views of a buffer, each with the shape and memory order of its kernel."""
+        """Views of a buffer, each with the shape and memory layout of its kernel."""
         sizes = [kernel.numel() for kernel in self.kernels]
         return [
             part.as_strided(kernel.shape, kernel.stride())
@@ -182,43 +180,43 @@ def _short(kernel: Tensor) -> int:
 
 
 def common_sides(sides: Sequence[int]) -> dict[int, int]:
-    """The side up to which a square of each side gets zeros, which change nothing.  Pure."""
-    found, joined, work = {}, [], sum(side**3 for side in sides)
+    """Side to which the square of each side is zero-padded, which does not change the result.  Pure."""
+    padded, joined, work = {}, [], sum(side**3 for side in sides)
     distinct = sorted(set(sides))
     for side, larger in zip(distinct, [*distinct[1:], math.inf], strict=True):
         joined.append(side)
         if sum(sides.count(one) for one in joined) * larger**3 > _PADDING * work:
-            found.update(dict.fromkeys(joined, side))
+            padded.update(dict.fromkeys(joined, side))
             joined = []
-    return found
+    return padded
 
 
-def _write_squares(part: _Side, own: range, matrices: Tensor, squares: Tensor) -> None:
-    """Write X X^T, of the shorter side, of the matrices with these numbers in `part`."""
-    number = 0
-    for shape in part.shapes:
-        low, high = max(own.start - number, 0), min(own.stop - number, shape.size)
+def _write_squares(group: _Side, own: range, matrices: Tensor, squares: Tensor) -> None:
+    """Write X X^T (of the shorter side) of the matrices with these indices in `group`."""
+    first = 0
+    for shape in group.shapes:
+        low, high = max(own.start - first, 0), min(own.stop - first, shape.size)
         if low < high:
             x = shape.of(matrices)[low:high]
             x = x if shape.rows <= shape.columns else x.mT
-            place, side = number + low - own.start, x.shape[1]
-            torch.bmm(x, x.mT, out=squares[place : place + high - low, :side, :side])
-        number += shape.size
+            offset, side = first + low - own.start, x.shape[1]
+            torch.bmm(x, x.mT, out=squares[offset : offset + high - low, :side, :side])
+        first += shape.size
 
 
-def _write_products(part: _Side, factors: Tensor, matrices: Tensor, products: Tensor) -> None:
-    """Write factor times matrix, on the shorter side, for all of `part`."""
-    number = 0
-    for shape in part.shapes:
+def _write_products(group: _Side, factors: Tensor, matrices: Tensor, products: Tensor) -> None:
+    """Write factor times matrix, on the shorter side, for all of `group`."""
+    first = 0
+    for shape in group.shapes:
         x, out = shape.of(matrices), shape.of(products)
         side = min(shape.rows, shape.columns)
-        factor = factors[number : number + shape.size, :side, :side]
+        factor = factors[first : first + shape.size, :side, :side]
         torch.bmm(*((factor, x) if shape.rows <= shape.columns else (x, factor)), out=out)
-        number += shape.size
+        first += shape.size
 
 
 def polynomial_of(squares: Tensor) -> Tensor:
-    """P of matrices X of norm 1 from X X^T: P X is X with singular values of about 1.  Pure.
+    """P of matrices X of norm 1, given X X^T: P X is X with singular values close to 1.  Pure.
 
     Args:
         squares: float32 [K, M, M].
@@ -226,7 +224,7 @@ def polynomial_of(squares: Tensor) -> Tensor:
     a, b, c = _COEFFICIENTS
     product = torch.empty(0)
     for iteration in range(_ITERATIONS):
-        # The factor is a I + step; I apart spares a launch.
+        # The factor is a I + step; leaving I out saves a launch.
         step = torch.baddbmm(squares, squares, squares, beta=b, alpha=c)
         if iteration == 0:
             product = step.clone()

@@ -1,11 +1,11 @@
-"""How a step moves the weights: AdamW, or Muon for kernels with it, and the moving averages that follow.
+"""Optimizers (AdamW, or Muon for kernels), moving averages of the weights, and gradient sums over ranks.
 
-AdamW scales each number of a gradient by itself.  Muon (`training.optimizer: muon`) takes a kernel for the matrix that
-it is, output channels by inputs, and steps by the momentum with all its singular values made about 1: directions that
-rarely come up in the gradient are learned as fast as others.  It keeps one moment of a kernel instead of two.
+AdamW scales each element of the gradient separately.  Muon (`training.optimizer: muon`) treats a kernel as a matrix of
+output channels by inputs and steps along its momentum with all singular values brought close to 1, so rare gradient
+directions are learned as fast as frequent ones.  It keeps one moment per kernel instead of two.
 
-A run is validated, sampled and published with the averages.  They count on the device, so that a step that was not
-applied leaves them alone without a sync.  Gradients and losses are summed over the ranks by torch's DDP.
+Runs are validated, sampled and published with the averages.  Their update counts live on the device, so a step that was
+not applied leaves them unchanged without a sync.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _BETAS, _KERNEL_AXES = (0.9, 0.999), 5
 
 
 def make_optimizer(network: nn.Module, config: TrainingConfig, ranks: Ranks = SINGLE) -> torch.optim.AdamW:
-    """Fused AdamW, or Muon with it; weight decay on matrices and kernels only, not on biases and norms."""
+    """Fused AdamW or Muon; weight decay applies to matrices and kernels, not to biases and norms."""
     weights, muon = dict(network.named_parameters()), config.optimizer == "muon"
-    kernels, others, spared = ([weights[name] for name in names] for names in group_weights(weights, muon))
+    kernels, others, no_decay = ([weights[name] for name in names] for names in group_weights(weights, muon))
     decayed, undecayed = {"weight_decay": config.weight_decay}, {"weight_decay": 0.0}
-    groups = [{"params": others, **decayed}, {"params": spared, **undecayed}]
+    groups = [{"params": others, **decayed}, {"params": no_decay, **undecayed}]
     if not muon:
         return torch.optim.AdamW(groups, lr=config.lr, betas=_BETAS, fused=True)
     groups = [{"params": kernels, **decayed, "orthogonal": True}, *(group | {"orthogonal": False} for group in groups)]
@@ -41,24 +41,24 @@ def make_optimizer(network: nn.Module, config: TrainingConfig, ranks: Ranks = SI
 
 
 def group_weights(weights: Mapping[str, Tensor], muon: bool) -> tuple[list[str], list[str], list[str]]:
-    """Names of the kernels that Muon takes, of other weights that decay, and of biases and norms.
+    """Names of the kernels that Muon updates, of the other weights with decay, and of biases and norms.
 
-    Moments in a checkpoint are numbered in this order.  Pure.
+    Checkpoints number the moments in this order.  Pure.
     """
-    spared = [name for name, weight in weights.items() if weight.ndim <= 1]
+    no_decay = [name for name, weight in weights.items() if weight.ndim <= 1]
     kernels = [name for name, weight in weights.items() if muon and _is_kernel(weight)]
-    taken = {*kernels, *spared}
-    return kernels, [name for name in weights if name not in taken], spared
+    taken = {*kernels, *no_decay}
+    return kernels, [name for name in weights if name not in taken], no_decay
 
 
 def num_saved_copies(weight: Tensor, config: TrainingConfig) -> int:
-    """How often a checkpoint holds a tensor of the size of this weight: itself, its moments, its averages.  Pure."""
+    """Number of tensors of this weight's size in a checkpoint: the weight, its moments, its averages.  Pure."""
     moments = 1 if config.optimizer == "muon" and _is_kernel(weight) else 2
     return 1 + moments + len(average_decays(config))
 
 
 def _is_kernel(weight: Tensor) -> bool:
-    """Whether Muon takes this weight: a kernel of several output channels (that of one is a row)."""
+    """Whether Muon updates this weight: a kernel with several output channels."""
     return weight.ndim == _KERNEL_AXES and len(weight) > 1
 
 
@@ -69,24 +69,24 @@ class MovingAverage:
     """Exponential moving average of the weights in float32, with decay min(decay, (1 + n) / (10 + n)) at update n.
 
     Attributes:
-        weights: by the names of the network's parameters.
-        updates: how many steps have entered, a number on the device.
+        weights: by parameter name.
+        updates: number of updates so far, on the device.
     """
 
     def __init__(self, network: nn.Module, decay: float) -> None:
         self._decay = decay
         parameters = dict(network.named_parameters())
         self.weights = {name: p.detach().clone().float() for name, p in parameters.items()}
-        # Paired once: to walk the modules for their names costs more than a small network's update.
+        # Paired once: walking the modules by name costs more than updating a small network.
         self._pairs = [(self.weights[name], p.detach()) for name, p in parameters.items()]
         self.updates = torch.zeros((), device=self._pairs[0][0].device)
 
     @torch.no_grad()
     def update(self, applied: Tensor) -> None:
-        """Take in the weights as they are now; nothing where `applied`, a flag on the device, is false.
+        """Add the current weights, unless `applied`, a flag on the device, is false.
 
-        One `lerp_` a tensor: as fast as memory allows for large weights, a microsecond each for small ones.  torch's
-        own foreach form wants the decay as a number of the host, or is private.
+        One `lerp_` per tensor: limited by memory bandwidth for large weights, a microsecond each for small ones.
+        torch's foreach variant needs the decay on the host or is private.
         """
         decay = torch.clamp((1 + self.updates) / (10 + self.updates), max=self._decay)
         keep = (1 - decay) * applied
@@ -96,7 +96,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def restart(self, weights: Mapping[str, Tensor]) -> None:
-        """Forget what has entered; start from these weights."""
+        """Reset the average to these weights."""
         for name, average in self.weights.items():
             average.copy_(weights[name])
         self.updates.zero_()
@@ -110,28 +110,28 @@ class MovingAverage:
 
 
 def average_decays(config: TrainingConfig) -> dict[str, float]:
-    """The name and decay of each average: "ema" for the first, "ema_0.999" and the like for the others.  Pure."""
+    """Name and decay of each average: "ema" for the first, "ema_0.999" and so on for the others.  Pure."""
     return {"ema": config.ema_decay} | {f"ema_{decay}": decay for decay in config.extra_ema_decays}
 
 
 def load_averages(
     averages: Mapping[str, MovingAverage], stored: Mapping[str, dict[str, Any]], weights: Mapping[str, Tensor]
 ) -> None:
-    """Put stored averages back.  Lengths may have come and gone since: a new one starts from the stored `weights`."""
+    """Restore averages from a checkpoint.  An average that the checkpoint lacks starts from `weights`."""
     for name, average in averages.items():
         if name in stored:
             average.load_state_dict(stored[name])
         else:
-            log.warning("the checkpoint has no average %s: it starts from the weights of the last step", name)
+            log.warning("the checkpoint has no average %s: starting it from the weights of the last step", name)
             average.restart(weights)
     for name in stored.keys() - averages.keys():
-        log.info("the average %s is no longer in training.extra_ema_decays and is dropped", name)
+        log.info("dropping the average %s: it is no longer in training.extra_ema_decays", name)
 
 
 class GradientSync:
-    """The gradient of a step over all ranks, summed while the last backward pass still runs.
+    """Sums gradients over all ranks while the last backward pass of a step is running.
 
-    The network is on its device, with the same weights on all ranks; `forward` is to be called in its place.
+    The network is on its device with the same weights on all ranks; call `forward` in its place.
     """
 
     def __init__(self, network: nn.Module, part: RankShare, ranks: Ranks) -> None:
@@ -145,17 +145,18 @@ class GradientSync:
             self.forward = self._parallel
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Enter around forward and backward pass of a micro-batch; gradients travel in the last one of a step.
+        """Context for the forward and backward pass of a micro-batch; gradients are exchanged in the last one of a
+        step.
 
-        Where none was the last, they do in `wait`: until then nothing is exchanged, and a rank may begin again.
+        If none was the last, `wait` exchanges them: until then a rank can restart the step on its own.
         """
         return nullcontext() if last or self._parallel is None else self._parallel.no_sync()
 
     def wait(self) -> None:
-        """Wait until the gradients are summed: on a GPU the device does, on a CPU the host.  Raises RankError."""
+        """Wait until the gradients are summed: on a GPU the device waits, on a CPU the host.  Raises RankError."""
         if not self._pending:
             gradients = [p.grad for p in self._network.parameters() if p.grad is not None]
-            # As they lie in memory: NCCL takes no tensor whose order of axes it does not know.
+            # Flattened in memory order: NCCL rejects channels-last tensors.
             self._pending = [self._sum(g.as_strided((g.numel(),), (1,))) for g in gradients]
         for work in self._pending:
             self._ranks.wait_for(work)
@@ -167,7 +168,7 @@ class GradientSync:
         return self._part.world > 1
 
     def gather(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the losses of all samples in the order of the global batch, float32 [G], from those of this rank."""
+        """Losses of all samples in the order of the global batch, float32 [G], given those of this rank."""
         own = torch.cat(list(losses))
         gathered = own.new_zeros(self._part.global_batch)
         gathered[self._part.rank :: self._part.world] = own
@@ -179,10 +180,10 @@ class GradientSync:
         return work
 
     def _start_sum(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Start the sum of a bucket in place, and call it done.
+        """Start summing a bucket in place and report it as done.
 
-        DDP would wait at the end of the backward pass, where the clock could not tell waiting from computing; the
-        gradients are views of the buckets, so they are complete once `wait` returns.
+        DDP would wait at the end of the backward pass, where the clock cannot tell waiting from computing.  Gradients
+        are views of the buckets, so they are complete once `wait` returns.
         """
         self._pending.append(self._sum(bucket.buffer()))
         done: torch.futures.Future[Any] = torch.futures.Future()

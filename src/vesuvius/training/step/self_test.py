@@ -1,8 +1,8 @@
-"""Start-up test of a network's convolutions in 16 bits, forward and backward, against float32 on the same device.
+"""Start-up test of a network's 16-bit convolutions, forward and backward, against float32 on the same device.
 
-All of its convolutions are run with the shapes of its micro-batch: a library picks its kernel by shape, and one of them
-can be wrong while the others are right (oneDNN's weight gradient in bf16 for inputs of depth 2, as of torch 2.13, on
-CPUs with avx512_bf16).
+All convolutions of the network run with the shapes of its micro-batch: libraries pick a kernel by shape, and a single
+kernel can be wrong (oneDNN's bf16 weight gradient for inputs of depth 2, as of torch 2.13, on processors with
+avx512_bf16).
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from vesuvius.config import Config
 from vesuvius.errors import ConfigError
 from vesuvius.training.step.setup import AmpMode, autocast, build_meta_network, uses_channels_last
 
-# Norm of the error over the norm of the result.  One rounding to bf16 is up to 2^-9, to fp16 2^-12; there is room for
-# the roundings of inputs, weights and output together.
+# Relative error.  One rounding costs up to 2^-9 in bf16 and 2^-12 in fp16; inputs, weights and output are all rounded.
 TOLERANCES: dict[AmpMode, float] = {"fp16": 2e-3, "bf16": 1e-2}
-_CUDNN_WITHOUT_CONV3D = (90800, 91500)  # from, to below
+_CUDNN_WITHOUT_CONV3D = (90800, 91500)  # first affected, first fixed
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution of a network, as it is called: shapes [B, C, Z, Y, X] and [C_out, C, z, y, x]."""
+    """Shapes of one convolution call: input [B, C, Z, Y, X], weight [C_out, C, z, y, x]."""
 
     input_shape: tuple[int, ...]
     weight_shape: tuple[int, ...]
@@ -35,13 +34,13 @@ class Convolution:
     def __str__(self) -> str:
         out, _, *kernel = self.weight_shape
         sizes = ("x".join(map(str, part)) for part in (kernel, self.input_shape))
-        return "Conv3d to {} channels, kernel {}, of an input of {}".format(out, *sizes)
+        return "Conv3d with {} output channels, kernel {}, input {}".format(out, *sizes)
 
 
 def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode, backward: bool = True) -> None:
-    """Test the convolutions of the network of `config` in 16 bits; takes about two forward and backward passes.
+    """Test the 16-bit convolutions of the network of `config`; takes about two forward and backward passes.
 
-    Raises ConfigError: a result or gradient is wrong beyond rounding or not a number, or torch would not use cuDNN.
+    Raises ConfigError: a result or gradient is not finite or wrong beyond rounding, or torch would not use cuDNN.
     """
     if amp == "off":
         return
@@ -51,29 +50,29 @@ def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode
     for convolution in network_convolutions(config, batch):
         errors = convolution_errors(convolution, device, amp, channels_last, backward)
         for name, error in errors.items():
-            if not error <= TOLERANCES[amp]:  # also where it is NaN
+            if not error <= TOLERANCES[amp]:  # also true for NaN
                 raise ConfigError(
-                    f"{convolution} is wrong on this machine: {name} off by {error:.2g} of its norm, "
+                    f"{convolution} is wrong on this machine: relative error of the {name} {error:.2g}, "
                     f"{TOLERANCES[amp]:g} allowed (torch {torch.__version__}, {device}, amp {amp}); "
                     "set training.amp=off or install a different torch"
                 )
 
 
 def network_convolutions(config: Config, batch: int) -> list[Convolution]:
-    """List the different convolutions of a network for `batch` patches, in the order of a forward pass.
+    """List the distinct convolutions of a network for `batch` patches, in forward order.
 
-    Runs the network on the meta device: takes no memory.
+    Runs the network on the meta device, without allocating memory.
     """
     network, seen = build_meta_network(config), dict[Convolution, None]()
 
-    def note(conv: nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
+    def record(conv: nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
         assert isinstance(conv, nn.Conv3d)
         assert not isinstance(conv.padding, str)
         seen[Convolution(tuple(given[0].shape), tuple(conv.weight.shape), conv.stride, conv.padding)] = None
 
     for module in network.modules():
         if isinstance(module, nn.Conv3d):
-            module.register_forward_hook(note)
+            module.register_forward_hook(record)
     with torch.device("meta"), torch.no_grad():
         network(torch.empty(batch, config.input_channels, *config.data.patch_size), torch.empty(batch))
     return list(seen)
@@ -85,7 +84,9 @@ def convolution_errors(
     """Compare a convolution and its gradients under autocast with float32.  Touches no global generator.
 
     Returns:
-        Norm of the error over the norm of the result, of the output and of the gradients of input, weight and bias.
+        Relative error (norm of the difference over the norm of the float32 result) of the output and of the gradients
+            of
+        input, weight and bias.
     """
     generator = torch.Generator(device).manual_seed(2)
 
@@ -97,16 +98,16 @@ def convolution_errors(
     x, kernel, bias = leaves = (x, kernel * kernel[0].numel() ** -0.5, normal(len(kernel)))
     for leaf in leaves:
         leaf.requires_grad_(backward)
-    towards: list[Tensor] = []  # of the output, the same for both
+    output_gradient: list[Tensor] = []  # the same for both runs
 
     def run(amp: AmpMode) -> list[Tensor]:
         with autocast(device, amp):
             out = F.conv3d(x, kernel, bias, stride=convolution.stride, padding=convolution.padding)
         if not backward:
             return [out]
-        if not towards:
-            towards.append(normal(*out.shape))
-        return [out.detach(), *torch.autograd.grad(out, leaves, towards[0].to(out.dtype))]
+        if not output_gradient:
+            output_gradient.append(normal(*out.shape))
+        return [out.detach(), *torch.autograd.grad(out, leaves, output_gradient[0].to(out.dtype))]
 
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         exact = run("off")
@@ -115,11 +116,11 @@ def convolution_errors(
 
 
 def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool) -> str:
-    """Why torch would convolve without cuDNN on this machine, and the remedy; '' where it would not.
+    """Why torch would convolve without cuDNN on this machine, with the remedy; '' if it uses cuDNN.
 
-    With cuDNN 9.8 to 9.14 torch takes kernels of its own for 16-bit Conv3d unless tensors lie channels last
-    (`use_cudnn` in ATen's Convolution.cpp): far slower, and they unfold their input in memory.  torch's version does
-    not tell which cuDNN is loaded.
+    With cuDNN 9.8 to 9.14 torch uses its own kernels for 16-bit Conv3d unless tensors are channels last (`use_cudnn` in
+    ATen's Convolution.cpp): far slower, and they unfold the input in memory.  The torch version does not reveal which
+    cuDNN is loaded.
     """
     if device.type != "cuda" or amp == "off" or channels_last:
         return ""
@@ -127,7 +128,6 @@ def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool) -> st
     if version is None or not _CUDNN_WITHOUT_CONV3D[0] <= version < _CUDNN_WITHOUT_CONV3D[1]:
         return ""
     return (
-        f"a 16-bit Conv3d must run on cuDNN; got cuDNN {version // 10000}.{version // 100 % 100}, for which "
-        f"torch does not use it (9.8 to 9.14, amp {amp}); set training.channels_last=auto or install cuDNN 9.15 or "
-        "newer"
+        f"16-bit Conv3d would not run on cuDNN {version // 10000}.{version // 100 % 100}: torch avoids 9.8 to 9.14 "
+        f"unless tensors are channels last (amp {amp}); set training.channels_last=auto or install cuDNN 9.15 or newer"
     )

@@ -1,4 +1,4 @@
-"""What a step is computed by: the device and its kernels, the autocast dtype, the network."""
+"""Device, kernels, autocast dtype and network of a step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ AmpMode = Literal["off", "bf16", "fp16"]
 
 
 def choose_device(local_rank: int = 0) -> torch.device:
-    """The GPU of this rank where there is one, otherwise the CPU."""
+    """The GPU of this rank if there is one, otherwise the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count()) if local_rank else torch.device("cuda")
 
 
 def configure_kernels(device: torch.device, config: TrainingConfig) -> None:
-    """Which kernels torch may take on a GPU.  To be called before anything runs there."""
+    """Set which GPU kernels torch may choose.  Call it before anything runs on the device."""
     if device.type != "cuda":
         return
     torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
         torch.use_deterministic_algorithms(True)
 
 
@@ -40,7 +40,7 @@ def parameter_count(network: nn.Module) -> int:
 
 
 def execution(config: TrainingConfig) -> Execution:
-    """How the network is computed, eagerly; changes no number of weights and no result beyond rounding."""
+    """How the network is computed eagerly; changes neither the weights nor, beyond rounding, the result."""
     return Execution(config.recompute_norm, config.checkpoint_levels)
 
 
@@ -71,21 +71,22 @@ def resolve_amp(amp: Literal["auto", "off", "bf16", "fp16"], device: torch.devic
 
 
 def uses_channels_last(config: TrainingConfig, device: torch.device) -> bool:
-    """Whether weights and activations lie channels last: auto = on a GPU in 16 bits, whose cuDNN kernels want it."""
+    """Whether weights and activations are channels last: auto = on a GPU with 16-bit autocast, whose cuDNN kernels need
+    it."""
     if config.channels_last != "auto":
         return config.channels_last
     return device.type == "cuda" and resolve_amp(config.amp, device) != "off"
 
 
 def is_compiled(config: TrainingConfig, device: torch.device) -> bool:
-    """Whether blocks are compiled: auto = on a GPU, but for what timing chooses there where runs are to repeat."""
+    """Whether blocks are compiled: auto = on a GPU, unless deterministic (compiled kernels are chosen by timing)."""
     if config.compile != "auto":
         return config.compile
     return device.type == "cuda" and not config.deterministic
 
 
 def autocast(device: torch.device, amp: AmpMode) -> AbstractContextManager[Any]:
-    """The context in which the network, and nothing else, is computed."""
+    """Autocast context for the network and nothing else."""
     if amp == "off":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if amp == "bf16" else torch.float16)

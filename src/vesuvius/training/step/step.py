@@ -1,8 +1,7 @@
-"""One optimizer step: micro-batches accumulate a gradient, it is checked, clipped and applied, the averages follow.
+"""One optimizer step: accumulate the gradient of micro-batches, check, clip and apply it, update the averages.
 
-The accumulated gradient, its norm, the logged loss, the learning rate and the averages equal those of one large batch.
-Nothing here makes the host wait for a GPU: whether a step is applied is a flag on the device that the optimizer and the
-averages obey, and its figures are read later.
+Gradient, norm, logged loss, learning rate and averages equal those of one large batch.  The host never waits for a GPU
+here: a flag on the device tells optimizer and averages whether to apply the step, and its figures are read later.
 """
 
 from __future__ import annotations
@@ -34,29 +33,28 @@ from vesuvius.training.step.setup import autocast, is_compiled, resolve_amp
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step came to."""
+    """Result of an optimizer step."""
 
     loss: float  # mean weighted loss of the global batch, before the update
-    losses: tuple[float, ...]  # that of each sample, in the order of the global batch
-    grad_norm: float  # length of the gradient before clipping
-    finite: bool  # whether loss and gradient were finite
-    applied: bool  # whether the weights moved: finite, and not after `max_nonfinite` steps that were not
-    overflowed: bool  # an fp16 gradient too large for its scale: skipped, the scale halved; normal now and then
-    # steps so far, this one included, that were not finite, since the last that was applied; an overflow neither counts
-    # nor resets the count: it says nothing about the run
+    losses: tuple[float, ...]  # loss of each sample, in the order of the global batch
+    grad_norm: float  # gradient norm before clipping
+    finite: bool  # loss and gradient were finite
+    applied: bool  # the weights changed: finite, and fewer than `max_nonfinite` non-finite steps before
+    overflowed: bool  # fp16 gradient overflow: step skipped, scale halved; normal now and then
+    # non-finite steps since the last applied one, including this one; an overflow neither counts nor resets the count
     nonfinite_in_a_row: int
-    scale: float  # what the loss was multiplied by for fp16; 1 without it
+    scale: float  # fp16 loss scale; 1 without fp16
 
 
 class PendingOutcome:
-    """The figures of a step on their way from the device.
+    """Outcome of a step, on its way from the device.
 
-    They are copied to pinned memory right after the step, so that reading them once the device has finished the step
-    waits for nothing that was queued after it.
+    The figures are copied to pinned memory right after the step, so reading them once the step has finished does not
+    wait for work queued after it.
 
     Args:
-        scalars: the fields of `StepOutcome` in its order, but for the losses.
-        losses: those of each micro-batch.
+        scalars: the fields of `StepOutcome` except the losses, in order.
+        losses: losses of each micro-batch.
     """
 
     def __init__(self, scalars: Sequence[Tensor], losses: Sequence[Tensor]) -> None:
@@ -67,7 +65,7 @@ class PendingOutcome:
             self._figures.copy_(figures, non_blocking=True)
 
     def read(self) -> StepOutcome:
-        """The figures.  On a GPU only valid after an event that was recorded after `TrainStep.apply`."""
+        """The outcome.  On a GPU valid only after an event recorded after `TrainStep.apply`."""
         loss, grad_norm, finite, applied, overflowed, in_a_row, scale, *losses = self._figures.tolist()
         flags = bool(finite), bool(applied), bool(overflowed)
         return StepOutcome(loss, tuple(losses), grad_norm, *flags, int(in_a_row), scale)
@@ -78,10 +76,10 @@ class TrainStep:
 
     Attributes:
         schedule: noise levels, on the device.
-        averages: by name; the first is "ema", what a run is sampled and published with.
-        timed: `computing` of the clock that says where the time goes, if there is one.
-        before_update: called in each step just before they change.
-        updating: weights, moments and averages are being changed; where an error ended that, they are of no use.
+        averages: by name; "ema", the first, is used for sampling and publishing.
+        timed: `StepClock.computing`, which times each phase; by default nothing is timed.
+        before_update: called in each step just before weights and moments change.
+        updating: weights, moments and averages are being changed; if an error interrupts this, they are unusable.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class TrainStep:
 
     @property
     def weight_names(self) -> tuple[str, ...]:
-        """What `denoiser` takes: "raw" for the weights of the last step, and each average."""
+        """Names that `denoiser` accepts: "raw" for the weights of the last step, and each average."""
         return ("raw", *self.averages)
 
     def accumulate(
@@ -128,11 +126,11 @@ class TrainStep:
         """Add the gradient of one micro-batch; returns the loss of each sample, float32 [B] on the device.
 
         Args:
-            x_0: model values, float32 [B, 1, Z, Y, X] on the device, as is the condition.
-            indices: sample indices [B]; the noise, and whether the condition is shown, follow from them.
-            last: it is the last one of the step, whose backward pass hides the exchange of gradients with other ranks;
-                where none is, `apply` exchanges them.
-            eps: the noise, where it was drawn ahead; like x_0.
+            x_0: model values, float32 [B, 1, Z, Y, X], on the device like the condition.
+            indices: sample indices [B], which determine the noise and the condition dropout.
+            last: whether this is the last micro-batch of the step: its backward pass overlaps the gradient exchange.
+                If no micro-batch is the last, `apply` exchanges the gradients.
+            eps: noise drawn in advance, like x_0; None = draw it here.
         """
         seed = self._config.seed
         with self._sync.micro_batch(last):
@@ -155,7 +153,7 @@ class TrainStep:
         return self._losses[-1]
 
     def apply(self, lr: float) -> PendingOutcome:
-        """Update the weights with the accumulated gradient, if it is finite, and start the next one."""
+        """Update the weights with the accumulated gradient if it is finite, and reset the gradient."""
         if self._sync.parallel:
             with self.timed("comm"):
                 self._sync.wait()
@@ -177,8 +175,8 @@ class TrainStep:
         grad_norm = nn.utils.get_total_norm(gradients).detach()
         nn.utils.clip_grads_with_norm_(parameters, self._config.training.clip_norm, grad_norm)
         finite, overflowed, applied = self._judge(grad_norm, scale)
-        # The fused AdamW leaves weights, moments and step counts alone where this flag is set: the contract that
-        # torch's own GradScaler uses (`_step_supports_amp_scaling`), without its sync.
+        # The fused AdamW skips the update if this flag is set, as for torch's GradScaler (`_step_supports_amp_scaling`)
+        # but without its sync.
         self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
         self.before_update()
         self.updating = True
@@ -191,17 +189,17 @@ class TrainStep:
         scalars = [self._loss, grad_norm, finite, applied, overflowed, self._nonfinite_in_a_row, scale]
         result = PendingOutcome(scalars, self._losses)
         self.drop()
-        self.updating = False  # not before: what is allocated here may fail, and the step is not counted yet
+        self.updating = False  # only now: the allocations above may fail before the step is counted
         return result
 
     def drop(self) -> None:
-        """Drop the accumulated gradient and losses."""
+        """Discard the accumulated gradient and losses."""
         self.optimizer.zero_grad(set_to_none=True)
         self._loss, self._losses = torch.zeros((), device=self._device), []
 
     @contextmanager
     def scratch_gradients(self) -> Iterator[None]:
-        """Between two steps: what is accumulated here, by the plain network, is dropped at the end, and not timed."""
+        """Context between two steps: gradients accumulated in it, eagerly and untimed, are discarded at the end."""
         compiled = is_compiled(self._config.training, self._device)
         forward, self._forward = self._forward, self.network
         timed, self.timed = self.timed, untimed
@@ -216,19 +214,19 @@ class TrainStep:
         """Whether the step is finite, whether it overflowed fp16, and whether to apply it: flags on the device.
 
         The host reads them a step or more late.  Steps that it has launched by then must not train on after
-        `max_nonfinite` bad ones, where the run ends: so the count of bad steps lives here, and nothing lowers it again
-        once it is full.  The weights at the end are those before the last bad step, on a GPU as on a CPU.
+        `max_nonfinite` bad ones, so the count lives on the device and stays at the limit once it is reached.  The final
+        weights are those before the last bad step, on a GPU as on a CPU.
         """
         loss_finite = torch.isfinite(self._loss)
         finite = torch.isfinite(grad_norm) & loss_finite
-        # Down at scale 1 there is nothing left to halve: then an overflow is a gradient that is not finite.
+        # At scale 1 the scale cannot be halved: an overflow then counts as a non-finite gradient.
         overflowed = ~finite & loss_finite & (scale > 1)
         applied = finite & (self._nonfinite_in_a_row < self._config.training.max_nonfinite)
         self._nonfinite_in_a_row = (self._nonfinite_in_a_row + ~(finite | overflowed)) * ~applied
         return finite, overflowed, applied
 
     def denoiser(self, weights: str) -> Denoise:
-        """The prediction with one of `weight_names`, without a gradient."""
+        """Prediction function with one of `weight_names`, without gradients."""
         parameters: dict[str, Tensor] = dict(self.network.named_parameters())
         if weights != "raw":
             parameters = self.averages[weights].weights
@@ -246,7 +244,7 @@ class TrainStep:
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Start the network and every average from these weights.  Raises ConfigError for those of another network."""
+        """Initialize the network and every average with these weights.  Raises ConfigError if they do not fit."""
         check_initial_weights(self.network, weights)
         for name, parameter in self.network.named_parameters():
             parameter.copy_(weights[name])
@@ -254,7 +252,7 @@ class TrainStep:
             average.restart(weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs of this object: tensors and plain data."""
+        """All that a resume needs of this object, as tensors and plain data."""
         return {
             "model": dict(self.network.state_dict()),
             "optimizer": self.optimizer.state_dict(),
@@ -264,21 +262,22 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, of any number of ranks; the rest, such as weight decay, is the config's."""
+        """Restore `state_dict` of a run with any number of ranks; hyperparameters such as weight decay come from the
+        config."""
         self.network.load_state_dict(state["model"])
         moments, own = state["optimizer"], self.optimizer.state_dict()["param_groups"]
         groups = [mine | {"params": saved["params"]} for mine, saved in zip(own, moments["param_groups"], strict=True)]
         self.optimizer.load_state_dict({"state": moments["state"], "param_groups": groups})
         self._lay_out_moments()
-        if self.amp == "fp16" and state["scaler"]:  # empty where the run has not used fp16 so far
+        if self.amp == "fp16" and state["scaler"]:  # empty if the run has not used fp16 so far
             self.scaler.load_state_dict(state["scaler"])
         load_averages(self.averages, state["averages"], state["model"])
         in_a_row = int(state["nonfinite_in_a_row"])
-        # Full, it has ended the session before; this one is to train on after the bad steps.
+        # At the limit it ended the previous session; this one continues after the bad steps.
         self._nonfinite_in_a_row.fill_(in_a_row if in_a_row < self._config.training.max_nonfinite else 0)
 
     def _lay_out_moments(self) -> None:
-        """Bring the moments into the memory order of their weights, in which the fused AdamW walks both."""
+        """Give moments the memory layout of their weights, which the fused AdamW assumes."""
         for parameter, state in self.optimizer.state.items():
             for name, value in state.items():
                 if value.shape == parameter.shape:
@@ -286,10 +285,11 @@ class TrainStep:
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then as `lr_schedule` says.  Pure.
+    """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then `lr_schedule`.  Pure.
 
-    cosine ends at 0 with the last epoch; inverse_sqrt is lr sqrt(w / (step + 1)) with w = max(warmup_steps, 1) (Vaswani
-    et al. 2017, section 5.3), which meets the warm-up's end and does not know how long the run will be.
+    cosine reaches 0 at the end of the last epoch; inverse_sqrt is lr sqrt(w / (step + 1)) with w = max(warmup_steps, 1)
+    (Vaswani et al. 2017, section 5.3), which is continuous at the end of the warm-up and independent of the run's
+    length.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -305,7 +305,7 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
 
 
 def weight_problems(own: Mapping[str, Tensor], given: Mapping[str, Tensor], limit: int = 3) -> str:
-    """How given weights differ from a network's own in names and shapes, the first few; '' where they fit.  Pure."""
+    """First few differences in name and shape between given weights and a network's own; '' if they fit.  Pure."""
     problems = [f"{name} missing" for name in own if name not in given]
     problems += [f"{name} unexpected" for name in given if name not in own]
     problems += [
@@ -318,9 +318,9 @@ def weight_problems(own: Mapping[str, Tensor], given: Mapping[str, Tensor], limi
 
 
 def check_initial_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises ConfigError where a network, which may have no memory yet, cannot start from these weights."""
+    """Raises ConfigError if a network, possibly on the meta device, cannot start from these weights."""
     if problems := weight_problems(dict(network.named_parameters()), weights):
         raise ConfigError(
-            f"training.init_from needs weights of the same network; got {problems}; set model.* as in "
-            "their run, or remove training.init_from"
+            f"The weights of training.init_from do not fit the network: {problems}; copy model.* from their run, or "
+            "remove training.init_from"
         )
