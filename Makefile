@@ -1,21 +1,20 @@
-# Every target sets itself up from a bare Python >= 3.11.  VENV=elsewhere puts the virtual environment elsewhere;
+# Every target sets itself up from a bare Python >= 3.11.  VENV=FOLDER moves the virtual environment;
 # PYTHON=python3.13 VENV=.venv-3.13 runs a target with another version.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
-# Processes that share the tests: one more than cores, since they wait for other processes half of the time.  Each
-# starts a Ray of its own where its tests need one.
+# Test processes: one more than cores, since they wait for other processes half of the time.
 TEST_PROCESSES ?= 3
 
-# With it each of some hundred test processes would compile its modules anew.
+# If it were set, each of some hundred test processes would recompile its modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test tests test-long lint format clean check-python
+.PHONY: install demo test tests test-long lint docs format clean check-python
 
 install: $(VENV)/.installed
 
-# Everything.  `make demo` makes do with what the program itself needs.
+# With all development tools.  `make demo` installs only what the program itself needs.
 $(VENV)/.installed: pyproject.toml constraints.txt tools/install.sh | check-python
 	tools/install.sh $(PYTHON) $(VENV) dev
 	@touch $@ $(VENV)/.runs
@@ -25,7 +24,7 @@ $(VENV)/.runs: pyproject.toml constraints.txt tools/install.sh | check-python
 	@touch $@
 
 check-python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python must be 3.11 or newer; got {v.major}.{v.minor}; run make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v.major}.{v.minor} is too old: 3.11 or newer is required; run make PYTHON=/path/to/python3.11")'
 
 # Writes a synthetic scroll, trains on it, shows where everything is.  DEMO_ARGS adds overrides.
 demo: $(VENV)/.runs
@@ -37,8 +36,13 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/config_table.py --check docs/config.md
+	@$(MAKE) --no-print-directory docs
 
-# Lint runs beside the tests; what it finds fails them.
+# The documentation as a site, build/site/index.html; a broken link or anchor fails it.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# Lint runs in parallel with the tests.
 test: install
 	@$(MAKE) --no-print-directory -j 2 lint tests
 

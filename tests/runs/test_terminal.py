@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-from tests.conftest import REPOSITORY, textured, write_array
 from tests.support import fork_server
 from tests.support.runs import WriteConfig
 
@@ -88,38 +83,3 @@ def test_a_printed_config_whose_reader_leaves_is_no_error(tiny_config: WriteConf
             timeout=60,
         )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# ---- the loops of docs/library.md
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)], ids=["short", "as they stand"])
-def test_the_loops_of_the_library_page_run(tmp_path: Path, workers: int) -> None:
-    three_lines, whole, ink, voxels = re.findall(
-        r"```python\n(.*?)```", (REPOSITORY / "docs/library.md").read_text(), re.DOTALL
-    )
-    voxels_of_scan = textured((96, 128, 128))
-    write_array(tmp_path / "volumes/demo.zarr", voxels_of_scan)
-    write_array(tmp_path / "scroll.zarr", voxels_of_scan)
-    write_array(tmp_path / "ink.zarr", (voxels_of_scan > np.median(voxels_of_scan)).astype("uint8"))
-    code = "\n".join(
-        [
-            three_lines.replace("    ...", "    break"),
-            whole,
-            "print(checkpoint['loader']['sample_index'])",
-            ink,
-            "print(len({sample.volume for batch in itertools.islice(loader, 8) for sample in batch.samples}))",
-            voxels,
-            "print(batch.patches.shape, stream.state_dict()['sample_index'])",
-        ]
-    )
-    for name in ("workers=2", "workers=4"):
-        code = code.replace(name, f"workers={workers}")
-    code = code.replace(
-        "batch_size=8, patch_size=(64, 64, 64)", f"workers={workers}, batch_size=8, patch_size=(64, 64, 64)"
-    )
-    script = tmp_path / "loop.py"
-    script.write_text(f"import itertools\n{code}")
-    done = fork_server.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["80", "2", "(4, 16, 64, 64) 80"]
