@@ -80,25 +80,25 @@ def config_of(volume: str, **training: Any) -> Any:
 
 def test_a_torch_a_gpu_or_a_cudnn_that_does_not_fit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"install torch 2\.10 or newer"):
-        examination.look_at_torch("2.9.1")
-    assert examination.look_at_torch("2.13.0").level == "ok"
+        examination.check_torch("2.9.1")
+    assert examination.check_torch("2.13.0").level == "ok"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert examination.look_at_gpus(None).level == "ok", "a GPU is optional"
+    assert examination.check_gpus(None).level == "ok", "a GPU is optional"
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    found = examination.look_at_gpus(None)
+    found = examination.check_gpus(None)
     assert (found.level, found.value[:36]) == ("fail", "NVIDIA H200, NVIDIA A100, but a torc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100")
     for version, level in ((91002, "fail"), (91500, "ok"), (90701, "ok")):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        found = examination.look_at_gpus(config_of("x", amp="bf16", channels_last=False))
+        found = examination.check_gpus(config_of("x", amp="bf16", channels_last=False))
         remedy = "" if level == "ok" else "set training.channels_last=auto or install cuDNN 9.15 or newer"
         assert (found.level, found.remedy) == (level, remedy)
     assert found.value == "NVIDIA A100, cuDNN 90701, amp bf16"
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    assert examination.look_at_gpus(config_of("x", amp="bf16")).level == "ok", "channels last by itself"
+    assert examination.check_gpus(config_of("x", amp="bf16")).level == "ok", "channels last by itself"
 
 
 def test_a_ray_that_does_not_start_is_ended_with_all_that_it_has_started(
@@ -160,7 +160,7 @@ def test_each_rank_counts_its_store_in_shm(
 ) -> None:
     config = config_of(str(volume), ranks=ranks, workers=workers, train_batch_size=3, accumulate_steps=1)
     looked_at: list[int] = []
-    monkeypatch.setattr(host, "look_at_shm", lambda need: looked_at.append(need) or Finding("ok", ""))
+    monkeypatch.setattr(host, "check_shm", lambda need: looked_at.append(need) or Finding("ok", ""))
     monkeypatch.setattr(examination, "store_bytes", lambda job, options: options.workers * 2**30)
     {check.name: check for check in examination.checks_of(config)}["/dev/shm"].look()
     least = 2**28  # what Ray Train itself needs

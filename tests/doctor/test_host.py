@@ -38,65 +38,65 @@ GOOD = {"torch": "2.13.0+cpu", "ray": "2.60.0", "zarr": "3.2.0.dev1", "numpy": "
 def test_a_wrong_or_missing_package_is_caught(
     monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str | None], level: str, value: str, remedy: str
 ) -> None:
-    assert host.look_at_versions().level == "ok", "our own requirements are met here"
+    assert host.check_versions().level == "ok", "our own requirements are met here"
     monkeypatch.setattr(host, "installed_version", (GOOD | replaced).get)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: NEEDS)
-    found = host.look_at_versions()
+    found = host.check_versions()
     assert (found.level, value in found.value, found.remedy) == (level, True, remedy), found
 
 
 def test_the_name_clash_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "installed_version", {"vesuvius": "0.9"}.get)
-    found = host.look_at_versions()
+    found = host.check_versions()
     assert (found.level, found.value[:31]) == ("fail", "the distribution 'vesuvius' 0.9")
     assert "uninstall it" in found.remedy
 
 
 def test_a_quota_below_the_readers_of_all_ranks_is_caught(tmp_path: Path) -> None:
     tree(tmp_path, "0::/job\n", V2, {"job/cpu.max": "190000 100000"})
-    assert host.look_at_cores(None).level == host.look_at_cores(0).level == "ok"
-    found = host.look_at_cores(2)
+    assert host.check_cores(None).level == host.check_cores(0).level == "ok"
+    found = host.check_cores(2)
     assert (found.level, found.value[:7]) == ("warn", "1.9 of ")
     assert found.remedy == "set training.workers=0, or give more cores (docker run --cpus=3)"
-    assert host.look_at_cores(1, 2).value.endswith("cores for 1 reader and the trainer of each of 2 ranks")
-    assert host.look_at_cores(1, 2).remedy.endswith("(docker run --cpus=4)")
+    assert host.check_cores(1, 2).value.endswith("cores for 1 reader and the trainer of each of 2 ranks")
+    assert host.check_cores(1, 2).remedy.endswith("(docker run --cpus=4)")
 
 
 @pytest.mark.parametrize(("used", "level"), [(2, "ok"), (7, "warn")])
 def test_a_cgroup_that_is_nearly_full_is_caught(tmp_path: Path, used: int, level: str) -> None:
     roots = write_v2(tmp_path, limit=8 * GIB, anon=used * GIB)
     write_process(roots, os.getpid())
-    found = host.look_at_memory()
+    found = host.check_memory()
     assert (found.level, found.value.startswith("8.00 GiB (memory.max of cgroup /)")) == (level, True)
 
 
 def test_a_small_shm_is_caught_with_the_line_that_fixes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
-    found = host.look_at_shm(3 * GIB)
+    found = host.check_shm(3 * GIB)
     assert (found.level, found.value) == ("fail", "64 MiB free in /dev/shm, 3.00 GiB needed")
     assert "--shm-size=4g" in found.remedy
-    assert host.look_at_shm(host.LEAST_SHM_BYTES).level == "fail", "Docker's default is too small for any Ray"
+    assert host.check_shm(host.LEAST_SHM_BYTES).level == "fail", "Docker's default is too small for any Ray"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * GIB))
-    assert host.look_at_shm(3 * GIB).value.endswith("3.00 GiB needed (docker run --shm-size=4g)")
+    assert host.check_shm(3 * GIB).value.endswith("3.00 GiB needed (docker run --shm-size=4g)")
 
 
 def test_a_disk_is_tried_where_the_run_will_be_and_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = tmp_path / "runs"
-    assert host.look_at_disk(runs / "tiny").value.startswith(f"{tmp_path}: writable, ")
+    assert host.check_disk(runs / "tiny").value.startswith(f"{tmp_path}: writable, ")
     assert list(tmp_path.iterdir()) == []
     for free, level in ((400, "ok"), (399, "warn"), (99, "fail")):
         monkeypatch.setattr(host, "free_disk_bytes", lambda directory, free=free: free * GIB)
-        found = host.look_at_disk(runs, 100 * GIB, 3)
+        found = host.check_disk(runs, 100 * GIB, 3)
         assert (found.level, "400.00 GiB for 4 checkpoints" in found.value) == (level, True)
 
     def refused(directory: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(host, "_try_disk", refused)
-    found = host.look_at_disk(runs / "tiny")
+    found = host.check_disk(runs / "tiny")
     assert (found.level, found.value) == ("fail", f"{tmp_path} must be writable; got Permission denied")
     assert "docker run --user" in found.remedy
     runs.write_text("")
-    assert host.look_at_disk(runs / "tiny").level == "fail"
+    assert host.check_disk(runs / "tiny").level == "fail"

@@ -21,7 +21,7 @@ import torch
 from tests.support.small_disk import fill, small_disk
 from vesuvius.monitor import monitor as monitor_module
 from vesuvius.monitor.memory.guard import Order
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.monitor import LoopStatus, Monitor, kills_text
 from vesuvius.monitor.probes.cgroup import CgroupUse
@@ -91,8 +91,10 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(
     vram: Any = SimpleNamespace(read=read)
     monkeypatch.setattr(monitor_module, "RECORD_S", 0.2)
     monkeypatch.setattr(monitor_module, "SINGLE_RECORDS", 1)
-    with Monitor(in_dir(tmp_path), Limits(), watcher, vram, sample_every_s=0.05, on_record=shared.append) as monitor:
-        monitor.told = LoopStatus(step=7, readers={123: GIB})
+    with Monitor(
+        in_dir(tmp_path), MemoryPolicy(), watcher, vram, sample_every_s=0.05, on_record=shared.append
+    ) as monitor:
+        monitor.loop_status = LoopStatus(step=7, readers={123: GIB})
         wait_until(lambda: len(shared) > 2)
     records = read_records(tmp_path / "system.jsonl")
     assert shared == records
@@ -117,7 +119,7 @@ def test_an_order_to_exit_is_handed_on_at_once_and_once(tmp_path: Path, caplog: 
     """The run's own limit is passed at once; nothing is left but to exit."""
     orders: list[Order] = []
     caplog.set_level(logging.INFO, "vesuvius")
-    limits = Limits(configured_bytes=4 * GIB)
+    limits = MemoryPolicy(configured_bytes=4 * GIB)
     watcher = ScriptedWatcher(lambda sample: GIB if sample < 4 else 4 * GIB - GIB // 4 - 1)
     with Monitor(in_dir(tmp_path), limits, watcher, sample_every_s=0.02, on_exit=orders.append) as monitor:
         wait_until(lambda: orders and watcher.samples > 10)
@@ -142,7 +144,7 @@ def test_memory_of_others_is_warned_of_and_ends_no_run(tmp_path: Path, caplog: p
 
     orders: list[Order] = []
     watcher = Crowded(lambda sample: 2**20)
-    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02, on_exit=orders.append):
+    with Monitor(in_dir(tmp_path), MemoryPolicy(), watcher, sample_every_s=0.02, on_exit=orders.append):
         wait_until(lambda: watcher.samples > 5 and "and other programs the rest" in caplog.text)
     assert orders == []
     (risk,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -165,7 +167,7 @@ def test_neither_a_disk_nor_a_gpu_driver_that_hangs_blinds_the_guard(tmp_path: P
 
     vram: Any = HangingVram()
     watcher = ScriptedWatcher(lambda sample: GIB if sample < 10 else 4 * GIB)
-    limits, often = Limits(configured_bytes=4 * GIB), {"sample_every_s": 0.02}
+    limits, often = MemoryPolicy(configured_bytes=4 * GIB), {"sample_every_s": 0.02}
     with Monitor(in_dir(tmp_path), limits, watcher, vram, on_exit=orders.append, on_record=hang, **often):
         wait_until(lambda: orders)
         answers.set()
@@ -187,7 +189,7 @@ def test_gpus_are_told_apart_by_uuid_and_ours_is_asked(
             return replace(super().sample(), gpus=tuple(gpus[self.samples % 2 :]))
 
     watcher = Two(lambda n: n)
-    with Monitor(in_dir(tmp_path), Limits(), watcher, gpu_uuid=ours, sample_every_s=0.02) as monitor:
+    with Monitor(in_dir(tmp_path), MemoryPolicy(), watcher, gpu_uuid=ours, sample_every_s=0.02) as monitor:
         wait_until(lambda: monitor.gpu_busy() is not None and watcher.samples > 4)
         assert monitor.gpu_busy() == pytest.approx(0.1)
     first, second = read_records(tmp_path / "system.jsonl")[0]["gpus"]
@@ -199,10 +201,10 @@ def test_a_reader_of_this_machine_may_be_stopped_and_holds_nothing_once_it_has_e
     """One elsewhere holds what it says."""
     with (
         subprocess.Popen(["sleep", "60"]) as reader,
-        Monitor(in_dir(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
+        Monitor(in_dir(tmp_path), MemoryPolicy(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
     ):
-        monitor.told = LoopStatus(readers={reader.pid: 7 * GIB, 2**22 + 5: GIB})
-        wait_until(lambda: monitor.moments()[-1].reader_bytes.get(reader.pid, 7 * GIB) < GIB)
+        monitor.loop_status = LoopStatus(readers={reader.pid: 7 * GIB, 2**22 + 5: GIB})
+        wait_until(lambda: monitor.recent_samples()[-1].reader_bytes.get(reader.pid, 7 * GIB) < GIB)
         assert monitor.stopped_readers() == 0
         reader.send_signal(signal.SIGSTOP)
         wait_until(lambda: monitor.stopped_readers() == 1)
@@ -210,7 +212,7 @@ def test_a_reader_of_this_machine_may_be_stopped_and_holds_nothing_once_it_has_e
         wait_until(lambda: monitor.stopped_readers() == 0)
         reader.kill()
         reader.wait()
-        wait_until(lambda: monitor.moments()[-1].reader_bytes == {2**22 + 5: GIB})
+        wait_until(lambda: monitor.recent_samples()[-1].reader_bytes == {2**22 + 5: GIB})
 
 
 def test_a_reader_of_a_ray_that_another_process_started_counts_for_the_run(tmp_path: Path) -> None:
@@ -218,11 +220,11 @@ def test_a_reader_of_a_ray_that_another_process_started_counts_for_the_run(tmp_p
     with (
         subprocess.Popen(["sleep", "60"]) as trainer,
         subprocess.Popen(["sleep", "60"]) as reader,
-        Monitor(in_dir(tmp_path), Limits(), Watcher(trainer.pid), sample_every_s=0.02) as monitor,
+        Monitor(in_dir(tmp_path), MemoryPolicy(), Watcher(trainer.pid), sample_every_s=0.02) as monitor,
     ):
         assert [process.pid for process in monitor.sample.processes] == [trainer.pid]
         alone = monitor.sample.used_bytes
-        monitor.told = LoopStatus(readers={reader.pid: 1}, local_readers=frozenset({reader.pid}))
+        monitor.loop_status = LoopStatus(readers={reader.pid: 1}, local_readers=frozenset({reader.pid}))
         wait_until(lambda: len(monitor.sample.processes) > 1)
         assert [process.pid for process in monitor.sample.processes] == [trainer.pid, reader.pid]
         assert monitor.ram()[0] > alone
@@ -240,7 +242,7 @@ def test_what_grew_before_readers_were_changed_says_nothing_and_memory_is_not_sh
             return replace(super().sample(), time=1000.0 + self.samples)
 
     watcher = Hurried(lambda sample: GIB + sample * 2**20)
-    with Monitor(in_dir(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02) as monitor:
+    with Monitor(in_dir(tmp_path), MemoryPolicy(configured_bytes=4 * GIB), watcher, sample_every_s=0.02) as monitor:
         wait_until(lambda: monitor.risk.trend is not None)
         monitor.readers_changed()
         wait_until(lambda: monitor.risk.trend is None)
@@ -254,7 +256,7 @@ def test_a_guard_that_may_not_act_orders_nothing(
 ) -> None:
     orders: list[Order] = []
     watcher = ScriptedWatcher(lambda sample: 4 * GIB)
-    limits = Limits(configured_bytes=4 * GIB)
+    limits = MemoryPolicy(configured_bytes=4 * GIB)
     with Monitor(in_dir(tmp_path), limits, watcher, sample_every_s=0.02, guard=mode, on_exit=orders.append):
         wait_until(lambda: watcher.samples > 5)
     assert orders == []
@@ -273,7 +275,7 @@ def test_neither_a_listener_nor_a_look_that_fails_ends_the_monitor_or_floods_the
         raise RuntimeError("no")
 
     watcher = ScriptedWatcher(fails_once)
-    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02, on_record=fails):
+    with Monitor(in_dir(tmp_path), MemoryPolicy(), watcher, sample_every_s=0.02, on_record=fails):
         wait_until(lambda: watcher.samples > 15)
     records = read_records(tmp_path / "system.jsonl")
     assert sum(record["samples"] for record in records) == watcher.samples - 2, "that of the start, and the one"
@@ -286,7 +288,7 @@ def test_a_full_disk_is_said_once_for_each_file_and_without_a_traceback(
     caplog.set_level(logging.INFO, "vesuvius")
     watcher = ScriptedWatcher(lambda sample: sample)
     with small_disk(tmp_path, kib=512) as disk:
-        with Monitor(in_dir(disk), Limits(), watcher, sample_every_s=0.02):
+        with Monitor(in_dir(disk), MemoryPolicy(), watcher, sample_every_s=0.02):
             ballast = fill(disk)
             wait_until(lambda: len(caplog.records) >= 1)
             more = watcher.samples + 5
@@ -313,7 +315,7 @@ def test_a_monitor_that_hangs_does_not_hold_up_the_end_of_the_run(
             return super().sample()
 
     started = time.monotonic()
-    with Monitor(in_dir(tmp_path), Limits(), HungWatcher(lambda sample: sample), sample_every_s=0.02):
+    with Monitor(in_dir(tmp_path), MemoryPolicy(), HungWatcher(lambda sample: sample), sample_every_s=0.02):
         time.sleep(0.1)
     assert time.monotonic() - started < 30
     assert "is abandoned" in caplog.text

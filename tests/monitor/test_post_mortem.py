@@ -16,7 +16,7 @@ import pytest
 from tests.support.moments import moments
 from tests.support.real_cgroup import memory_cgroup_or_skip
 from tests.support.system_trees import write_machine, write_process, write_v2
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.post_mortem import (
     Cause,
     Death,
@@ -51,7 +51,7 @@ def session_record(**fields: object) -> SessionRecord:
         started_s=1.0,
         begin_time=time.time() - 3600,
         workers=4,
-        limits=Limits(ray_share=0.95),
+        limits=MemoryPolicy(ray_share=0.95),
         cgroup_oom_kills=0,
         machine_oom_kills=0,
         pid_namespace=os.readlink("/proc/self/ns/pid"),
@@ -225,7 +225,7 @@ def test_a_session_that_has_ended_lives_or_is_elsewhere_has_not_died(tmp_path: P
     assert examine_run(write_run(tmp_path / "ended", ended, [])) is None
     alive = tmp_path / "alive"
     alive.mkdir()
-    begin_session(alive / "session.json", "alive", 0, Limits())
+    begin_session(alive / "session.json", "alive", 0, MemoryPolicy())
     assert examine_run(alive) is None
     elsewhere = session_record(host="elsewhere", boot_id="other")
     run = write_run(tmp_path / "elsewhere", elsewhere, [])
@@ -297,14 +297,14 @@ def test_the_time_of_the_death_is_that_of_the_last_sign_of_life(tmp_path: Path) 
 DYING = """
 import os, sys, time
 from pathlib import Path
-from vesuvius.runlog.records import from_plain
+from vesuvius.runlog.records import from_dict
 from vesuvius.monitor.post_mortem import read_counts_of
 from vesuvius.monitor.recent import MemorySample, RecentFile
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.session import begin_session
 
 run = Path(sys.argv[1])
-begin_session(run / "session.json", "dying", 0, Limits())
+begin_session(run / "session.json", "dying", 0, MemoryPolicy())
 recent, kept = RecentFile(run / "recent.jsonl"), []
 while True:
     counts = read_counts_of(os.getpid())

@@ -15,16 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session, find_pid, is_alive, read_session
 
-LIMITS = Limits(ray_share=0.95, configured_bytes=3 * 2**30, exit_at=0.5)
+LIMITS = MemoryPolicy(ray_share=0.95, configured_bytes=3 * 2**30, exit_at=0.5)
 BEGIN = """
 import sys, time
 from pathlib import Path
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.session import begin_session
-begin_session(Path(sys.argv[1]), "child", 2, Limits())
+begin_session(Path(sys.argv[1]), "child", 2, MemoryPolicy())
 print("begun", flush=True)
 time.sleep(600)
 """
@@ -92,7 +92,7 @@ def test_only_who_sees_the_runs_own_processes_can_say_that_it_is_dead(
     (tmp_path / "sys/kernel/random/boot_id").write_text("this\n")
     (tmp_path / "self/ns").mkdir(parents=True)
     (tmp_path / "self/ns/pid").symlink_to(here)
-    record = SessionRecord("r", "h", "this", 7, 1.0, 1.0, 0, Limits(), pid_namespace="pid:[77]")
+    record = SessionRecord("r", "h", "this", 7, 1.0, 1.0, 0, MemoryPolicy(), pid_namespace="pid:[77]")
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     assert is_alive(record) is expected
 

@@ -26,7 +26,7 @@ from tests.support.system_trees import (
     write_v2,
 )
 from vesuvius.monitor.memory.guard import Guard
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.memory.risk import RiskWatch
 from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, rates_between
@@ -36,7 +36,7 @@ from vesuvius.runlog.units import GIB
 
 TRAINER = 10
 NOTHING = "nothing"
-LIMITS = Limits()
+LIMITS = MemoryPolicy()
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Found:
 # ---- memory: what a sample every second comes to
 
 
-def watched(samples: list[SystemSample], limits: Limits = LIMITS) -> Found:
+def watched(samples: list[SystemSample], limits: MemoryPolicy = LIMITS) -> Found:
     """The level, the order of the guard if nobody follows it, and the reason; all of the last sample."""
     watch, guard, order = RiskWatch(limits), Guard(limits), None
     for each in samples:
@@ -61,7 +61,7 @@ def watched(samples: list[SystemSample], limits: Limits = LIMITS) -> Found:
     return Found(risk.level.name + blamed, order.rung if order else NOTHING, risk.reason)
 
 
-def steady(_built: Roots, limits: Limits = LIMITS) -> Found:
+def steady(_built: Roots, limits: MemoryPolicy = LIMITS) -> Found:
     """Ten seconds in which nothing changes on the recorded machine that was just built."""
     seen = Watcher(TRAINER).sample()
     return watched([replace(seen, time=float(second)) for second in range(10)], limits)
@@ -252,7 +252,7 @@ SITUATIONS = [
     ),
     Situation(
         "eight ranks of 7.5 GiB fill a pod of 64 GiB: what one holds would not help",
-        lambda p: steady(ranks(p, 8), Limits(ranks_here=8)),
+        lambda p: steady(ranks(p, 8), MemoryPolicy(ranks_here=8)),
         *("CRITICAL", "exit", "60.00 of 64.00 GiB"),
     ),
     Situation(
@@ -282,7 +282,7 @@ SITUATIONS = [
     ),
     Situation(
         "9 GiB pinned and 6 of object store besides 3 of our own, of `ram_limit_gib: 20`",
-        lambda p: steady(pinned(p), Limits(configured_bytes=20 * GIB)),
+        lambda p: steady(pinned(p), MemoryPolicy(configured_bytes=20 * GIB)),
         *("WARN", "shrink", "18.00 of 20.00 GiB in use"),
     ),
     # speed

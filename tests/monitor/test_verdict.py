@@ -332,7 +332,7 @@ OPERATOR = replace(CPU, workers=1, prefetch_factor=1, train_batch_size=1, reques
 
 def test_recorded_a_queue_of_one_is_full_half_of_the_time_and_the_store_is_what_is_slow() -> None:
     found = window(**RECORDED)
-    assert found.held_up_s >= found.data_s / 2, "by the queue alone its prefetch is too small"
+    assert found.queue_full_s >= found.data_s / 2, "by the queue alone its prefetch is too small"
     assert found.ran_empty
     verdict = judge(found, OPERATOR)
     assert (verdict.cause, verdict.overrides) == ("store latency", ("data.store.requests=8",))

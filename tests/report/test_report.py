@@ -25,7 +25,7 @@ from tests.support.recorded_runs import (
 )  # fmt: skip
 from vesuvius.commands import runs as command
 from vesuvius.errors import EXIT_NO_RUN, EXIT_OK
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.post_mortem import Death, append_death
 from vesuvius.monitor.session import begin_session, end_session
 from vesuvius.report.curves import Chart, banded, draw
@@ -306,7 +306,7 @@ def test_a_run_of_2000_steps_fits_a_small_page(tmp_path: Path) -> None:
 
 def session_file(run: Path, exit_code: int | None) -> None:
     """As a session leaves it that has ended, or was killed (None)."""
-    record = begin_session(run / "session.json", "tiny", 1, Limits())
+    record = begin_session(run / "session.json", "tiny", 1, MemoryPolicy())
     if exit_code is not None:
         end_session(run / "session.json", record, exit_code)
     else:

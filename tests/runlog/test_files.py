@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from vesuvius.runlog import files
-from vesuvius.runlog.files import AppendFile, DelayedWrites, write_whole
+from vesuvius.runlog.files import AppendFile, AsyncWriter, write_atomically
 from vesuvius.runlog.records import read_records
 
 
@@ -140,16 +140,16 @@ def test_delayed_writes_are_done_in_order_and_those_beyond_a_thousand_are_counte
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begun, goes_on, written, failed = threading.Event(), threading.Event(), list[int](), list[int]()
-    writes = DelayedWrites("a-writer", lambda: failed.append(1))
+    writes = AsyncWriter("a-writer", lambda: failed.append(1))
 
     def hang() -> None:
         begun.set()
         assert goes_on.wait(60)
         raise OSError("it ends nothing")
 
-    assert writes.later(hang)
+    assert writes.submit(hang)
     assert begun.wait(60)
-    taken = [writes.later(lambda number=number: written.append(number)) for number in range(1007)]  # type: ignore[misc]
+    taken = [writes.submit(lambda number=number: written.append(number)) for number in range(1007)]  # type: ignore[misc]
     assert taken == [True] * 1000 + [False] * 7
     assert not caplog.records, "said once they are known, not one by one"
     goes_on.set()
@@ -164,7 +164,7 @@ def test_a_reader_at_any_moment_finds_the_old_file_or_the_new_one_whole_and_noth
     tmp_path: Path,
 ) -> None:
     path, texts = tmp_path / "x", [letter * 1_000_000 for letter in (b"a", b"b")]
-    write_whole(path, texts[0])
+    write_atomically(path, texts[0])
     seen: list[bytes] = []
     done = threading.Event()
 
@@ -175,14 +175,14 @@ def test_a_reader_at_any_moment_finds_the_old_file_or_the_new_one_whole_and_noth
     reader = threading.Thread(target=read)
     reader.start()
     for i in range(10):
-        write_whole(path, texts[i % 2])
+        write_atomically(path, texts[i % 2])
     done.set()
     reader.join()
     assert seen
     assert all(text in texts for text in seen)
     (tmp_path / "directory").mkdir()
     with pytest.raises(IsADirectoryError):
-        write_whole(tmp_path / "directory", b"new")
+        write_atomically(tmp_path / "directory", b"new")
     with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "missing" / "x", b"new")
+        write_atomically(tmp_path / "missing" / "x", b"new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "x"]

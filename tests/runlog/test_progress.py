@@ -59,9 +59,9 @@ def test_a_command_tells_what_it_counts_and_another_thing_starts_another_estimat
         return caplog.messages[-1]
 
     with progress.Progress("copying") as told:
-        told.tell("chunks", 1, 9, "3 MB/s")
+        told.update("chunks", 1, 9, "3 MB/s")
         assert line() == "copying: 1 of 9 chunks, 3 MB/s"
-        told.tell("chunks", 2, 9)
+        told.update("chunks", 2, 9)
         assert re.fullmatch(r"copying: 2 of 9 chunks, about \d+ s left", line())
-        told.tell("levels", 2, 3)
+        told.update("levels", 2, 3)
         assert line() == "copying: 2 of 3 levels"

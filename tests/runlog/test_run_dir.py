@@ -28,20 +28,20 @@ def test_a_second_process_is_kept_out_and_one_that_may_wait_gets_the_lock_once_t
     for wait_s, message in ((0.0, r"runs/x is in use by another process"), (0.3, rf"process {os.getpid()} on")):
         with pytest.raises(ConfigError, match=message), directory.locked(False, wait_s):
             pass
-    first = directory.mark()
+    first = directory.lock_owner()
     threading.Timer(0.3, lambda: held.__exit__(None, None, None)).start()
     with caplog_at, directory.locked(new=False, wait_s=60):
-        assert directory.mark() not in ("", first)
+        assert directory.lock_owner() not in ("", first)
     assert f"is locked by {first}; waiting up to 60 s" in caplog.text
 
 
 def test_a_path_that_is_another_folder_on_this_node_is_refused_and_a_late_one_is_not(tmp_path: Path) -> None:
     ours, theirs = RunDir(tmp_path / "a/x"), RunDir(tmp_path / "b/x")
     with ours.locked(new=True), theirs.locked(new=True):
-        ours.refuse_other_path(ours.mark(), within_s=0)
+        ours.refuse_other_path(ours.lock_owner(), within_s=0)
         with pytest.raises(ConfigError, match=r"a path that all nodes share; got .*/b/x.*VESUVIUS_RUNS"):
-            theirs.refuse_other_path(ours.mark(), within_s=0.3)
-    mark, lock = ours.mark(), ours.path / ".lock"
+            theirs.refuse_other_path(ours.lock_owner(), within_s=0.3)
+    mark, lock = ours.lock_owner(), ours.path / ".lock"
     lock.write_text("of the session before")
     threading.Timer(0.5, lambda: lock.write_text(mark)).start()
     ours.refuse_other_path(mark)

@@ -24,7 +24,7 @@ from tests.support.memcheck_runs import (
     run_memcheck,
     trainer,
 )
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.post_mortem import Death, append_death
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import begin_session, end_session, read_session
@@ -109,7 +109,7 @@ def test_a_killed_run_is_recognised_with_its_last_minute(tmp_path: Path) -> None
 def test_a_run_that_has_ended_as_it_should_is_no_kill(tmp_path: Path) -> None:
     directory = tmp_path / "runs/tiny"
     directory.mkdir(parents=True)
-    record = begin_session(directory / "session.json", "tiny", 0, Limits())
+    record = begin_session(directory / "session.json", "tiny", 0, MemoryPolicy())
     end_session(directory / "session.json", record, 75)
     found = found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
     assert (found["state"], found["exit_code"], found["kills"]) == ("ended", 0, [])
@@ -196,7 +196,7 @@ def test_a_run_on_another_machine_and_one_without_a_session_show_what_their_file
     write_metrics(directory, {"kind": "step", "time": 5.0, "step": 3})
     found = found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
     assert (found["state"], found["level"], found["exit_code"], found["steps"]["step"]) == ("unknown", None, 0, 3)
-    record = begin_session(directory / "session.json", "tiny", 0, Limits())
+    record = begin_session(directory / "session.json", "tiny", 0, MemoryPolicy())
     elsewhere = asdict(record) | {"host": "far", "boot_id": "another"}
     (directory / "session.json").write_text(json.dumps(elsewhere))
     ring = RecentFile(directory / "recent.jsonl")

@@ -24,10 +24,10 @@ HYGIENE = re.compile("killed|oom|out of memory", re.IGNORECASE)
 TRAINER = """
 import json, sys
 from pathlib import Path
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.session import begin_session
 directory, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-begin_session(directory / "session.json", "tiny", 0, Limits(**settings["limits"]))
+begin_session(directory / "session.json", "tiny", 0, MemoryPolicy(**settings["limits"]))
 held = bytearray(b"x" * settings["bytes"])
 print("begun", flush=True)
 for line in sys.stdin:

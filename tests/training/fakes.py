@@ -19,7 +19,7 @@ from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.session import SessionRecord
 from vesuvius.monitor.watchdog import Watchdog
@@ -55,7 +55,7 @@ def run_context(
         Request(config, Path("tiny.yaml"), resume=False),
         checked,
         torch.device(on),
-        SessionRecord(config.name, "", "", os.getpid(), 0.0, 0.0, config.training.workers, Limits()),
+        SessionRecord(config.name, "", "", os.getpid(), 0.0, 0.0, config.training.workers, MemoryPolicy()),
         metrics,
         progress,
         stop or StopRequest(None),

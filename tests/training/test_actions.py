@@ -20,7 +20,7 @@ from tests.training.fakes import run_context
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_GUARD, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.monitor.memory.guard import Order
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit
+from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
 from vesuvius.monitor.monitor import LoopStatus, Monitor
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.verdict import Cause, Verdict
@@ -52,7 +52,7 @@ class NotedMonitor:
     """Of a machine of 64 GiB.  Orders what the test says, and notes what it is told."""
 
     order: Order | None = None
-    told: LoopStatus = field(default_factory=LoopStatus)
+    loop_status: LoopStatus = field(default_factory=LoopStatus)
     used_bytes: int = 10 * GIB
     obeyed: int = 0
     saves: int = 0
@@ -60,7 +60,7 @@ class NotedMonitor:
 
     @property
     def risk(self) -> Any:
-        return SimpleNamespace(killers=(MemoryLimit("the machine", self.used_bytes, 64 * GIB, 64 * GIB),))
+        return SimpleNamespace(limits=(MemoryLimit("the machine", self.used_bytes, 64 * GIB, 64 * GIB),))
 
     def carried_out(self) -> None:
         self.obeyed += 1
@@ -162,12 +162,12 @@ def test_shrinking_is_half_the_prefetch_and_a_reader_fewer_but_never_the_last(
 ) -> None:
     run = loop(**training)
     run.step()
-    assert run.monitor.told.can_shrink == (changes is not None)
-    assert run.monitor.told.readers == ({41: 7} if training["workers"] else {})
+    assert run.monitor.loop_status.can_shrink == (changes is not None)
+    assert run.monitor.loop_status.readers == ({41: 7} if training["workers"] else {})
     if changes is not None:
         assert not run.step(Order("shrink", "near out of memory"))
         assert run.feed.changes == [changes]
-        assert (run.monitor.obeyed, run.monitor.told.workers) == (1, changes["workers"])
+        assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, changes["workers"])
         assert [(event["rung"], event["step"]) for event in run.events] == [("shrink", 10)]
         assert not run.stop.is_requested()
 
@@ -201,11 +201,11 @@ def test_volumes_in_memory_are_dropped_and_the_readers_start_again(loop: Callabl
     run.feed.options, run.feed.ended_readers = replace(run.feed.options, workers=0), 3  # as it was full
     run.feed.has_resident = run.feed.resident_frees_memory = True
     run.step()
-    assert run.monitor.told.can_drop
+    assert run.monitor.loop_status.can_drop
     assert not run.step(Order("drop", "near out of memory"))
     assert run.feed.changes == [{"workers": 3, "resident": False}]
     assert [(event["rung"], event["resident"]) for event in run.events] == [("drop", False)]
-    assert (run.monitor.obeyed, run.monitor.told.workers) == (1, 3)
+    assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, 3)
     run.guard.exit(Order("exit", "near out of memory"))
     remedy = "continue with --resume data.resident=0 training.workers=2 training.prefetch_factor=1"
     assert run.guard.ended("the machine") == ("near out of memory", remedy)
@@ -215,7 +215,7 @@ def test_volumes_that_take_less_than_reading_them_are_not_dropped(loop: Callable
     run = loop(workers=3)
     run.feed.has_resident = True
     run.step()
-    assert not run.monitor.told.can_drop
+    assert not run.monitor.loop_status.can_drop
 
 
 def test_for_the_growth_of_others_a_checkpoint_is_saved_and_nothing_else_is_done(loop: Callable[..., Loop]) -> None:
@@ -259,7 +259,7 @@ def test_a_real_stream_that_is_made_smaller_delivers_the_same_batches(tmp_path: 
         PatchStream(job, options) as plain,
         PatchStream(job, options) as shrunk,
         Monitor(
-            run.directory, Limits(configured_bytes=100 * GIB), watcher, sample_every_s=0.01, on_exit=acts.exit
+            run.directory, MemoryPolicy(configured_bytes=100 * GIB), watcher, sample_every_s=0.01, on_exit=acts.exit
         ) as monitor,
     ):
         feed: Any = SimpleNamespace(stream=shrunk, reconfigure=shrunk.reconfigure)
@@ -297,7 +297,9 @@ def test_a_run_that_saves_for_the_growth_of_others_goes_on_to_its_end(
     """The guard orders it after the third step; no other checkpoint is due but the last."""
     monkeypatch.chdir(tmp_path)
     orders = [Order("save", "near out of memory: the machine")]
-    order = property(lambda self: orders[0] if orders and self.told.step >= 3 else None, lambda self, order: None)
+    order = property(
+        lambda self: orders[0] if orders and self.loop_status.step >= 3 else None, lambda self, order: None
+    )
     monkeypatch.setattr(Monitor, "order", order, raising=False)
     monkeypatch.setattr(Monitor, "saved", lambda self: orders.clear())
     config = tiny_config(training={"max_steps": 8, "save_every": 100})

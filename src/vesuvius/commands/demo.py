@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         from vesuvius.generate.volume.held_out import generate_held_out  # imports torch
 
         with Progress("generating a volume") as progress:
-            generate_held_out(run, (64, 128, 128), volume_out, picture, progress.tell)
+            generate_held_out(run, (64, 128, 128), volume_out, picture, progress.update)
         found += f"\nvolume      {volume_out}\npicture     {picture}"
     say(found)
     return EXIT_OK

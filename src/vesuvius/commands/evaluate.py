@@ -70,6 +70,6 @@ def main(argv: list[str]) -> int:
         command=shlex.join(["vesuvius", "evaluate", *argv]),
     )
     with Progress("evaluating") as progress:
-        folder, text = evaluate(request, progress.tell)
+        folder, text = evaluate(request, progress.update)
     say(f"{text}\n{folder / 'evaluation.html'}")
     return EXIT_OK

@@ -190,7 +190,7 @@ def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 
     request = SampleRequest(**common, count=arguments.count or 16, out=arguments.out, overwrite=arguments.overwrite)
     with Progress("sampling") as progress:
-        text = generate_samples(request, progress.tell)
+        text = generate_samples(request, progress.update)
     say(text)
     return EXIT_OK
 
@@ -212,6 +212,6 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         say(forecast_volume(request))
         return EXIT_OK
     with Progress("sampling") as progress:
-        text = generate_volume(request, progress.tell)
+        text = generate_volume(request, progress.update)
     say(text)
     return EXIT_OK

@@ -104,14 +104,14 @@ def checks_of(config: Config | None) -> list[Check]:
             Check("limits", lambda: _limits(config)),
         ]
     return [
-        Check("versions", host.look_at_versions),
-        Check("cores", lambda: host.look_at_cores(config.training.workers if config else None, _ranks(config))),
-        Check("memory", host.look_at_memory),
+        Check("versions", host.check_versions),
+        Check("cores", lambda: host.check_cores(config.training.workers if config else None, _ranks(config))),
+        Check("memory", host.check_memory),
         Check("disk", lambda: _disk(config), "a mount hangs: set VESUVIUS_RUNS elsewhere"),
         *of_config,
         Check("/dev/shm", lambda: _shm(config, opened) if needs_ray else no_ray),
-        Check("torch", look_at_torch),
-        Check("GPU", lambda: look_at_gpus(config), _GPU_HANGS),
+        Check("torch", check_torch),
+        Check("GPU", lambda: check_gpus(config), _GPU_HANGS),
         Check("Ray", lambda: start_ray(config.cluster.address if config else None, _RAY_S) if needs_ray else no_ray),
     ]
 
@@ -135,11 +135,11 @@ def _ranks(config: Config | None) -> int:
 
 def _disk(config: Config | None) -> Finding:
     if config is None:
-        return host.look_at_disk(runs_root())
+        return host.check_disk(runs_root())
     from vesuvius.training.forecast.preflight import checkpoint_sizes
 
     kept = config.training.keep_last + 1  # and the best one
-    return host.look_at_disk(runs_root() / config.name, sum(checkpoint_sizes(config)), kept)
+    return host.check_disk(runs_root() / config.name, sum(checkpoint_sizes(config)), kept)
 
 
 def _volumes(data: PreparedData) -> Finding:
@@ -182,10 +182,10 @@ def _shm(config: Config | None, opened: Future[PreparedData] | None) -> Finding:
     if config is not None and opened is not None and not opened.exception():
         options = StreamOptions.from_config(config.training, config.cluster)
         need = _ranks(config) * store_bytes(opened.result().job, options)
-    return host.look_at_shm(max(need, host.LEAST_SHM_BYTES))
+    return host.check_shm(max(need, host.LEAST_SHM_BYTES))
 
 
-def look_at_torch(version: str | None = None) -> Finding:
+def check_torch(version: str | None = None) -> Finding:
     """The version, and what it was built for."""
     import torch
 
@@ -196,7 +196,7 @@ def look_at_torch(version: str | None = None) -> Finding:
     return Finding("ok", f"torch {version}, CUDA {torch.version.cuda or 'none: built for CPUs'}")
 
 
-def look_at_gpus(config: Config | None) -> Finding:
+def check_gpus(config: Config | None) -> Finding:
     """GPUs as NVML sees them, whether torch can use one, and whether 16-bit convolutions run on cuDNN."""
     import torch
 

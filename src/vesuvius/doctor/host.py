@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vesuvius.monitor.memory.limits import Limits, tightest
+from vesuvius.monitor.memory.limits import MemoryPolicy, tightest
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing, take_lock
@@ -39,7 +39,7 @@ class Finding:
     remedy: str = ""  # what to do; empty where all is well
 
 
-def look_at_versions() -> Finding:
+def check_versions() -> Finding:
     """Python and the packages, held to what this distribution asks for, and no other one of its import name."""
     if (version := installed_version("vesuvius")) is not None:  # one overwrites the other
         value = f"the distribution 'vesuvius' {version} is installed alongside ours and uses the same import name"
@@ -62,7 +62,7 @@ def look_at_versions() -> Finding:
     return Finding("ok", f"Python {platform.python_version()}, {shown}")
 
 
-def look_at_cores(workers: int | None, ranks: int = 1) -> Finding:
+def check_cores(workers: int | None, ranks: int = 1) -> Finding:
     """Cores, by affinity and quota, against the trainers and their readers.
 
     Args:
@@ -81,16 +81,16 @@ def look_at_cores(workers: int | None, ranks: int = 1) -> Finding:
     return Finding("warn", value, f"set training.workers={fit}, or give more cores {more}")
 
 
-def look_at_memory() -> Finding:
+def check_memory() -> Finding:
     """What kills for memory first, and how much is left to it."""
-    limit = tightest(sample_system(os.getpid()), Limits())
+    limit = tightest(sample_system(os.getpid()), MemoryPolicy())
     value = f"{format_size(limit.limit_bytes)} ({limit.name}), {format_size(limit.used_bytes)} in use"
     if limit.left_bytes < _RAM_LEFT_SHARE * limit.limit_bytes:
         return Finding("warn", value, "stop what else runs here, or raise the limit (docker run --memory)")
     return Finding("ok", value)
 
 
-def look_at_shm(need_bytes: int) -> Finding:
+def check_shm(need_bytes: int) -> Finding:
     """/dev/shm against what Ray's object stores need."""
     shared = Path("/dev/shm")
     option = f"--shm-size={math.ceil(1.1 * need_bytes / GIB)}g"  # with room for what else lies there
@@ -105,7 +105,7 @@ def look_at_shm(need_bytes: int) -> Finding:
     return Finding("ok", f"{value} (docker run {option})")
 
 
-def look_at_disk(directory: Path, checkpoint_bytes: int = 0, kept: int = 0) -> Finding:
+def check_disk(directory: Path, checkpoint_bytes: int = 0, kept: int = 0) -> Finding:
     """Whether the run directory can be written and locked, and has room for its checkpoints and one in writing.
 
     Args:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.runlog.files import take_lock, write_whole
+from vesuvius.runlog.files import take_lock, write_atomically
 from vesuvius.runlog.logfile import silence_lost_terminal
 from vesuvius.runlog.redact import redacted
 from vesuvius.training.stop import restore_handlers, stop_signals
@@ -66,4 +66,4 @@ def signals_to(stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
     """Write all figures of an experiment as JSON, whole or not at all, without secrets.  Raises OSError."""
-    write_whole(path, (json.dumps(redacted(figures), indent=1, allow_nan=False) + "\n").encode())
+    write_atomically(path, (json.dumps(redacted(figures), indent=1, allow_nan=False) + "\n").encode())

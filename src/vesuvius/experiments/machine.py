@@ -8,7 +8,7 @@ import platform
 import torch
 
 from vesuvius.config import Config
-from vesuvius.monitor.memory.limits import killers_of, left_bytes
+from vesuvius.monitor.memory.limits import left_bytes, limits_of
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import sample_system
@@ -18,7 +18,7 @@ from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.micro_batch import VRAM_SHARE, resolve_micro_batch
 from vesuvius.training.forecast.run_plan import plan_run
-from vesuvius.training.reporting.monitoring import memory_limits
+from vesuvius.training.reporting.monitoring import memory_policy
 from vesuvius.training.step.setup import choose_device
 
 _PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover between Ray executions
@@ -48,8 +48,8 @@ def ram_left(config: Config) -> int:
 
     The smallest over all memory limits: the machine, control groups, Ray's monitor, `monitor.ram_limit_gib`.
     """
-    limits = memory_limits(config.with_training(workers=max(config.training.workers, 1)))  # includes Ray's monitor
-    return left_bytes(killers_of(sample_system(os.getpid()), limits), limits)
+    limits = memory_policy(config.with_training(workers=max(config.training.workers, 1)))  # includes Ray's monitor
+    return left_bytes(limits_of(sample_system(os.getpid()), limits), limits)
 
 
 def vram_left() -> int:

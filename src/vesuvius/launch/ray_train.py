@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line, storage_errors
-from vesuvius.runlog.files import write_whole
+from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.logfile import close_logs, silence
 from vesuvius.runlog.records import Tail
 from vesuvius.runlog.run_dir import refuse_existing, run_dir
@@ -201,7 +201,7 @@ def _wait(config: Config, result: Future[Any], place: Path, stop: StopRequest) -
         _print_new(log_file)
         if not told and (asked := stop.pending()):
             with suppress(OSError):  # a full disk: the next round tries again
-                write_whole(place / _STOP, json.dumps(asked).encode())
+                write_atomically(place / _STOP, json.dumps(asked).encode())
                 told = True
         now, before, alive = time.monotonic(), alive, _touched(place / _ALIVE)
         if alive != before:

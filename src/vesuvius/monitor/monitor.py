@@ -21,14 +21,14 @@ from functools import partial
 from typing import Any, Literal
 
 from vesuvius.monitor.memory.guard import Guard, Order
-from vesuvius.monitor.memory.limits import Limits, run_bytes, tightest
+from vesuvius.monitor.memory.limits import MemoryPolicy, run_bytes, tightest
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
 from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import KEPT, MemorySample, RecentFile
 from vesuvius.monitor.system_record import SystemWindow, system_figures
-from vesuvius.runlog.files import DelayedWrites, directory_bytes
+from vesuvius.runlog.files import AsyncWriter, directory_bytes
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_count, format_size
@@ -68,7 +68,7 @@ class Monitor:
 
     Args:
         directory: of the run, in which it writes.
-        limits: what memory is held against.
+        policy: what memory is held against.
         watcher: samples the run's processes.
         vram, gpu_uuid: memory and identity of the trainer's GPU; None without one.
         guard: off = no warnings and no orders; warn = no orders.
@@ -86,7 +86,7 @@ class Monitor:
     def __init__(
         self,
         directory: RunDir,
-        limits: Limits,
+        policy: MemoryPolicy,
         watcher: Watcher,
         vram: Vram | None = None,
         *,
@@ -97,7 +97,7 @@ class Monitor:
         on_record: Callable[[dict[str, Any]], None] = lambda record: None,
         silence: Callable[[], tuple[str, float | None]] = lambda: ("", None),
     ) -> None:
-        self._limits = limits
+        self._policy = policy
         self._watcher = watcher
         self._read_vram: Callable[[], VramUse | None] = BoundedCall(vram.read, _VRAM_S) if vram else lambda: None
         self._gpu_uuid = gpu_uuid
@@ -106,7 +106,7 @@ class Monitor:
         self._on_exit = on_exit
         self._on_record = on_record
         self._silence = silence
-        self._watch, self._guard = RiskWatch(limits), Guard(limits)
+        self._watch, self._guard = RiskWatch(policy), Guard(policy)
         self._obeyed = False
         self._say_blind_again_s = -math.inf
         self._moments: deque[MemorySample] = deque(maxlen=KEPT)
@@ -117,12 +117,12 @@ class Monitor:
         self._disk_due_s = -math.inf
         self._stop = threading.Event()
         self._judging = threading.Lock()
-        self.told = LoopStatus()
+        self.loop_status = LoopStatus()
         self.order: Order | None = None
         self.risk: Risk
         self._recent = RecentFile(directory.recent)
         self._records = JsonLines(directory.system)
-        self._writer = DelayedWrites("monitor-writer", self._say_blind)
+        self._writer = AsyncWriter("monitor-writer", self._say_blind)
         self.sample = watcher.sample()
         self._judge(self.sample, Level.LOW)
         self._keep(self.sample, None)
@@ -144,7 +144,7 @@ class Monitor:
 
     def ram(self) -> tuple[int, int]:
         """Bytes of memory that the run uses, and the limit."""
-        return self.sample.used_bytes, tightest(self.sample, self._limits).limit_bytes
+        return self.sample.used_bytes, tightest(self.sample, self._policy).limit_bytes
 
     def rates(self) -> Rates | None:
         """What cores did in the last ten seconds; None at the beginning."""
@@ -159,13 +159,13 @@ class Monitor:
 
     def stopped_readers(self) -> int:
         """Readers of this machine that a signal (SIGSTOP) or a debugger holds now."""
-        return sum(process.is_stopped and process.pid in self.told.readers for process in self.sample.processes)
+        return sum(process.is_stopped and process.pid in self.loop_status.readers for process in self.sample.processes)
 
     def memory_is_short(self) -> bool:
         """Whether there is a warning, or the guard has made the readers smaller in this session."""
         return self._obeyed or self.risk.level > Level.LOW
 
-    def moments(self) -> list[MemorySample]:
+    def recent_samples(self) -> list[MemorySample]:
         """The samples of the last two minutes."""
         return list(self._moments)
 
@@ -201,20 +201,20 @@ class Monitor:
                 # What grows dangerous is told at once: alerts are made of these records.
                 rises, level = self.risk.level > level, self.risk.level
                 if stopped or rises or single > 0 or len(samples) >= most:
-                    step, readers = self.told.step, self._moments[-1].reader_bytes
-                    limit_bytes = tightest(sample, self._limits).limit_bytes
+                    step, readers = self.loop_status.step, self._moments[-1].reader_bytes
+                    limit_bytes = tightest(sample, self._policy).limit_bytes
                     window = SystemWindow(step, samples, vrams, limit_bytes, readers, self.risk, self.rates())
-                    self._writer.later(partial(self._write, window))
+                    self._writer.submit(partial(self._write, window))
                     samples, vrams, single = [], [], single - 1
             except Exception:  # a monitor must not end the run it watches; the log says that it is blind
                 self._say_blind()
 
     def _sample_once(self) -> tuple[SystemSample, VramUse | None]:
-        self._watcher.also(self.told.local_readers)
+        self._watcher.include(self.loop_status.local_readers)
         sample = self._watcher.sample()
         self._samples.append(sample)
         if text := kills_text(self.sample.cgroup, sample.cgroup):
-            self._writer.later(partial(log.error, "%s", text))
+            self._writer.submit(partial(log.error, "%s", text))
         self._judge(sample, self.risk.level)
         self.sample = sample
         vram = self._read_vram()
@@ -223,7 +223,7 @@ class Monitor:
 
     def _judge(self, sample: SystemSample, before: Level) -> None:
         """How near a kill is; says so when that has changed, and what the guard makes of it."""
-        told, ordered = self.told, self.order
+        told, ordered = self.loop_status, self.order
         with self._judging:
             self.risk = risk = self._watch.add(sample)
             if self._mode == "act":
@@ -233,12 +233,12 @@ class Monitor:
             order = self.order
         if self._mode != "off" and risk.level > before:
             text = f"risk of an out of memory kill {risk.level.name}: {risk.reason}"
-            if risk.is_of_others(self._limits):
-                held = format_size(run_bytes(sample, self._limits))
+            if risk.is_of_others(self._policy):
+                held = format_size(run_bytes(sample, self._policy))
                 text += f"; this run holds {held} of the memory in use, and other programs the rest (see top -o %MEM)"
-            self._writer.later(partial(log.warning, "%s", text))
+            self._writer.submit(partial(log.warning, "%s", text))
         elif self._mode != "off" and risk.level < before:
-            self._writer.later(partial(log.info, "memory risk is %s again", risk.level.name))
+            self._writer.submit(partial(log.info, "memory risk is %s again", risk.level.name))
         if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
             self._on_exit(order)
 
@@ -247,10 +247,10 @@ class Monitor:
         now = time.monotonic()
         if now >= self._say_blind_again_s:
             self._say_blind_again_s = now + _BLIND_EVERY_S
-            self._writer.later(partial(log.warning, "sampling failed; retrying", exc_info=sys.exc_info()))
+            self._writer.submit(partial(log.warning, "sampling failed; retrying", exc_info=sys.exc_info()))
 
     def _keep(self, sample: SystemSample, vram: VramUse | None) -> None:
-        told, risk, first = self.told, self.risk, self.risk.killers[0]
+        told, risk, first = self.loop_status, self.risk, self.risk.limits[0]
         held = {process.pid: process.anon_bytes for process in sample.processes}
         self._here |= held.keys() & told.readers.keys()
         # A reader of this machine that is gone holds nothing, whatever it has said last.
@@ -276,7 +276,7 @@ class Monitor:
             silent_s=silent_s,
         )
         self._moments.append(moment)
-        self._writer.later(partial(self._recent.write, moment))
+        self._writer.submit(partial(self._recent.write, moment))
 
     def _write(self, window: SystemWindow) -> None:
         record = self._records.write("system", **system_figures(window), disk=self._disk_use())

@@ -21,7 +21,7 @@ from vesuvius.monitor.probes.system_sample import read_machine
 from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.session import SessionRecord, is_alive, pid_namespace, read_session
 from vesuvius.runlog.files import boot_id
-from vesuvius.runlog.records import JsonLines, Tail, read_plain
+from vesuvius.runlog.records import JsonLines, Tail, read_dataclasses
 from vesuvius.runlog.units import format_count, format_gib, format_size, format_time
 
 Moments = Sequence[MemorySample]
@@ -80,7 +80,7 @@ def append_death(path: Path, death: Death) -> None:
 
 def read_deaths(path: Path) -> list[Death]:
     """All deaths of a run, oldest first; records that are torn are passed over.  Empty without a file."""
-    return read_plain(Death, path)
+    return read_dataclasses(Death, path)
 
 
 def death_lines(death: Death) -> list[str]:
@@ -180,7 +180,7 @@ def examine_reader(
     return _death("reader", end["pid"], step, cause, evidence, moments, remedy)
 
 
-def ended_run(cause: Literal["gpu", "guard"], step: int, reason: str, moments: Moments, remedy: str) -> Death:
+def death_of_this_run(cause: Literal["gpu", "guard"], step: int, reason: str, moments: Moments, remedy: str) -> Death:
     """The end that this process chose itself for want of memory; `reason`: the figures that made it necessary."""
     return _death("run", os.getpid(), step, cause, [reason], _last_minute(moments, time.time()), remedy)
 

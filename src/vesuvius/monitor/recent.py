@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from vesuvius.runlog.files import AppendFile
-from vesuvius.runlog.records import read_plain
+from vesuvius.runlog.records import read_dataclasses
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class RecentFile:
 
 def read_recent(path: Path, kept: int = KEPT) -> list[MemorySample]:
     """The last samples, oldest first; lines that are torn are passed over.  Empty without a file."""
-    return [*read_plain(MemorySample, _before(path)), *read_plain(MemorySample, path)][-kept:]
+    return [*read_dataclasses(MemorySample, _before(path)), *read_dataclasses(MemorySample, path)][-kept:]
 
 
 def _before(path: Path) -> Path:

@@ -13,12 +13,12 @@ from time import time
 
 import psutil
 
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.probes.cgroup import read_cgroup
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.probes.system_sample import read_machine
-from vesuvius.runlog.files import boot_id, write_whole
-from vesuvius.runlog.records import from_plain
+from vesuvius.runlog.files import boot_id, write_atomically
+from vesuvius.runlog.records import from_dict
 
 # The kernel counts starts in ticks of 10 ms; two that are nearer than this are the same.
 _SAME_START_S = 0.005
@@ -36,7 +36,7 @@ class SessionRecord:
     started_s: float  # seconds after boot: with the pid, its identity
     begin_time: float  # seconds since 1970
     workers: int  # reader processes at the start
-    limits: Limits  # what the session's memory is held against
+    limits: MemoryPolicy  # what the session's memory is held against
     # cgroup_oom_kills, machine_oom_kills: the kernel's counters at the beginning; None where it does not count
     cgroup_oom_kills: int | None = None
     machine_oom_kills: int | None = None
@@ -47,7 +47,7 @@ class SessionRecord:
     cgroup: str = ""  # path of its memory cgroup, whose count of kills `cgroup_oom_kills` is; empty without one
 
 
-def begin_session(path: Path, name: str, workers: int, limits: Limits) -> SessionRecord:
+def begin_session(path: Path, name: str, workers: int, limits: MemoryPolicy) -> SessionRecord:
     """Write down that this process is at work; returns what was written.  Raises OSError: it cannot be written."""
     pid = os.getpid()
     process, cgroup = read_process(pid), read_cgroup(pid)
@@ -77,7 +77,7 @@ def end_session(path: Path, record: SessionRecord, exit_code: int) -> None:
 def read_session(path: Path) -> SessionRecord | None:
     """The last session of a run; None where none was written or the file is damaged."""
     try:
-        return from_plain(SessionRecord, json.loads(path.read_bytes()))
+        return from_dict(SessionRecord, json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -109,4 +109,4 @@ def pid_namespace() -> str:
 
 
 def _write(path: Path, record: SessionRecord) -> None:
-    write_whole(path, (json.dumps(asdict(record), indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(asdict(record), indent=1) + "\n").encode())

@@ -210,10 +210,10 @@ class _Judgement:
         saturated = max(self._readers_busy(), (w.reader_cores or 0.0) / max(k.workers, 1)) >= _SATURATED
         # The rule of tf.data's autotuner: a buffer that was full and yet ran empty is too small for how data come.
         # With endless places the feeder would have worked where it was held up: at most so much less would be waited.
-        if w.ran_empty and w.held_up_s >= w.data_s / 2 and not saturated:
+        if w.ran_empty and w.queue_full_s >= w.data_s / 2 and not saturated:
             evidence = (
-                f"{waited}, though the prefetch was full for {_percent(w.held_up_s / w.working_s)} of it and empty for "
-                f"{w.ran_empty} of {w.batches} batches"
+                f"{waited}, though the prefetch was full {_percent(w.queue_full_s / w.working_s)} of the time and "
+                f"empty for {w.ran_empty} of {w.batches} batches"
             )
             override = f"training.prefetch_factor={2 * k.prefetch_factor}"
             return self._more("prefetch too small", evidence, "batches ahead", override)

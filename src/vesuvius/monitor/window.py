@@ -69,7 +69,7 @@ class Window:
         return {f"{name}_share": each / self.working_s for name, each in ({"compute": computing_s} | waits).items()}
 
     @property
-    def held_up_s(self) -> float:
+    def queue_full_s(self) -> float:
         """The feeder had no free place.  In a pause that is as it should be."""
         return max(self.full_s - self.pause_s, 0.0)
 

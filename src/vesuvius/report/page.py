@@ -18,7 +18,7 @@ from typing import Any
 
 from vesuvius.errors import storage_errors
 from vesuvius.report.curves import POINTS, Chart, draw, thinned
-from vesuvius.runlog.files import write_whole
+from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.redact import redact, redacted
 from vesuvius.runlog.units import format_duration
 
@@ -148,7 +148,7 @@ def write_page(
     page = render_html(redacted([*reports]), redact(made), *(redacted(each) for each in shown))
     with storage_errors(f"the report {folder / name}.html", "free some space or choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / f"{name}.html", page.encode())
+        write_atomically(folder / f"{name}.html", page.encode())
 
 
 def render_html(

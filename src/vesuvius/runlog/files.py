@@ -28,7 +28,7 @@ _KEPT_CALLS = 1000
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-def write_whole(path: Path, data: bytes, check: Callable[[BinaryIO], None] = lambda file: None) -> None:
+def write_atomically(path: Path, data: bytes, check: Callable[[BinaryIO], None] = lambda file: None) -> None:
     """Through a file beside it, so that who reads at any moment finds the old one or the new one whole.
 
     Args:
@@ -150,7 +150,7 @@ def _is_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-class DelayedWrites:
+class AsyncWriter:
     """Calls what it is given, in order, on a thread of its own: a disk or server that hangs holds up nobody else.
 
     Args:
@@ -165,7 +165,7 @@ class DelayedWrites:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def later(self, call: Callable[[], object]) -> bool:
+    def submit(self, call: Callable[[], object]) -> bool:
         """Any thread may call.  Returns whether it was taken: where 1000 calls wait the next are lost, and counted."""
         try:
             self._calls.put_nowait(call)

@@ -47,7 +47,7 @@ class Progress:
         self._count += 1
         self._bytes += num_bytes
 
-    def tell(self, unit: str, done: int, total: int, more: str = "") -> None:
+    def update(self, unit: str, done: int, total: int, more: str = "") -> None:
         """Set what is counted ("chunks"), the number of those done and of all, and what else there is to say.
 
         Another thing that is counted starts another estimate of the time left.

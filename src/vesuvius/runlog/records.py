@@ -45,7 +45,7 @@ class JsonLines:
 
         Listeners hear it first: the disk may be what hangs.
         """
-        record: Record = finite({"kind": kind, "time": time.time(), **figures})
+        record: Record = replace_nonfinite({"kind": kind, "time": time.time(), **figures})
         try:
             self.share(record)
         finally:
@@ -75,10 +75,10 @@ def read_records(path: Path) -> list[Record]:
 
 def records_in(lines: Iterable[bytes]) -> Iterator[Record]:
     """The whole records among lines."""
-    return (record for line in lines if (record := parsed(line)) is not None)
+    return (record for line in lines if (record := parse_record(line)) is not None)
 
 
-def parsed(text: str | bytes) -> Record | None:
+def parse_record(text: str | bytes) -> Record | None:
     """A JSON object; None for anything else, such as a torn line."""
     try:
         found = json.loads(text)
@@ -128,18 +128,18 @@ def _begins(record: Record) -> bool:
     return record.get("kind") == _START and isinstance(record.get("step"), int)
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Plain data with None in place of every NaN and infinity, which JSON does not have; tuples become lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return value
 
 
-def from_plain(kind: type[T], data: Mapping[str, Any]) -> T:
+def from_dict(kind: type[T], data: Mapping[str, Any]) -> T:
     """A dataclass from the plain data that JSON has of it (`dataclasses.asdict` the other way round).  Pure.
 
     Names that it does not have are passed over, those that are missing have their default.
@@ -149,7 +149,7 @@ def from_plain(kind: type[T], data: Mapping[str, Any]) -> T:
     return kind(**{name: _typed(hint, data[name]) for name, hint in hints.items() if name in data})
 
 
-def read_plain(kind: type[T], path: Path) -> list[T]:
+def read_dataclasses(kind: type[T], path: Path) -> list[T]:
     """One for each line of a file of records, in order; lines that are torn are passed over.  Empty without a file."""
     try:
         records = read_records(path)
@@ -158,7 +158,7 @@ def read_plain(kind: type[T], path: Path) -> list[T]:
     found = []
     for record in records:
         with suppress(KeyError, TypeError, ValueError, AttributeError):
-            found.append(from_plain(kind, record))
+            found.append(from_dict(kind, record))
     return found
 
 
@@ -182,7 +182,7 @@ def _typed(hint: Any, value: Any) -> Any:
     if origin is Mapping:
         return {_typed(arguments[0], key): _typed(arguments[1], each) for key, each in value.items()}
     if is_dataclass(hint):
-        return from_plain(hint, value)  # type: ignore[arg-type]
+        return from_dict(hint, value)  # type: ignore[arg-type]
     return hint(value)
 
 
@@ -205,7 +205,7 @@ class Tail:
 
     def new(self) -> list[dict[str, Any]]:
         """The records since the last call; lines that are torn or not yet whole are passed over."""
-        records = [parsed(line) for line in self.lines().splitlines()]
+        records = [parse_record(line) for line in self.lines().splitlines()]
         return [r for r in records if r and isinstance(r.get("kind"), str) and is_number(r.get("time"))]
 
     def lines(self) -> bytes:

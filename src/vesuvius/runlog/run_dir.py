@@ -23,7 +23,7 @@ from typing import Any
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_source
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.runlog.files import take_lock, write_whole
+from vesuvius.runlog.files import take_lock, write_atomically
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.redact import redacted
 
@@ -172,11 +172,11 @@ class RunDir:
         with (self.path / _LOCK).open("a") as lock:
             free, deadline = take_lock(lock.fileno(), self.path / _LOCK), time.monotonic() + wait_s
             if not free and wait_s:
-                log.info("%s is locked by %s; waiting up to %g s for it to end", self.path, self.mark(), wait_s)
+                log.info("%s is locked by %s; waiting up to %g s for it to end", self.path, self.lock_owner(), wait_s)
             while not free:
                 if time.monotonic() >= deadline:
                     raise ConfigError(
-                        f"{self.path} is in use by another process: {self.mark()}; wait for it or stop it"
+                        f"{self.path} is in use by another process: {self.lock_owner()}; wait for it or stop it"
                     )
                 time.sleep(_LOOK_AGAIN_S)
                 free = take_lock(lock.fileno(), self.path / _LOCK)
@@ -189,7 +189,7 @@ class RunDir:
             os.fsync(lock.fileno())
             yield
 
-    def mark(self) -> str:
+    def lock_owner(self) -> str:
         """What the process that works on the run, or did so last, has written into its lock; '' where there is none."""
         try:
             return (self.path / _LOCK).read_text(encoding="utf-8")
@@ -203,7 +203,7 @@ class RunDir:
             within_s: a network file system may show it late.
         """
         deadline = time.monotonic() + within_s
-        while self.mark() != mark:
+        while self.lock_owner() != mark:
             if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"the run directory must be on a path that all nodes share; got {self.path.absolute()}, which "
@@ -221,7 +221,7 @@ class RunDir:
         """Write down what this session runs with.  Raises StorageError: the disk is full or not writable."""
         with storage_errors(f"the run directory {self.path}", "free some space or choose another folder"):
             self.make_folders()
-            write_whole(self.path / "config.source.yaml", read_source(source))  # which may be that very file
+            write_atomically(self.path / "config.source.yaml", read_source(source))  # which may be that very file
             (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
             for name, content in (("env.json", describe_environment()), ("split.json", split)):
                 (self.path / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.runlog.files import DelayedWrites
+from vesuvius.runlog.files import AsyncWriter
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.redact import redact, redacted
 from vesuvius.runlog.units import GIB
@@ -66,18 +66,18 @@ class Tracker:
         self._exit_code = 1  # a run that was killed has no end
         self._failed = False
         self._board: Board | None = None
-        self._calls = DelayedWrites(name, self._say_failed)
+        self._calls = AsyncWriter(name, self._say_failed)
 
         def open_board() -> None:
             self._board = begin()
 
-        self._calls.later(open_board)
+        self._calls.submit(open_board)
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._calls.later(lambda: self._board and self._board.close(self._exit_code))
+        self._calls.submit(lambda: self._board and self._board.close(self._exit_code))
         if not self._calls.close(_CLOSE_S):
             self._say_failed()
 
@@ -85,7 +85,7 @@ class Tracker:
         """Hand a record on.  Returns at once and raises nothing."""
         if record["kind"] == "run_end":
             self._exit_code = record.get("exit_code", 1)
-        if not self._calls.later(lambda: self._board and self._board.write(record, known_figures(record))):
+        if not self._calls.submit(lambda: self._board and self._board.write(record, known_figures(record))):
             self._say_failed()
 
     def _say_failed(self) -> None:

@@ -74,7 +74,7 @@ class GuardActions:
             self._reopen(order, feed)
             monitor.carried_out()
         stream, workers, smaller = feed.stream, self._options.workers, self._smaller()
-        monitor.told = LoopStatus(
+        monitor.loop_status = LoopStatus(
             step=self._run.progress.step,
             step_s=longest_step_s,
             readers=stream.reader_memory() if workers else {},
@@ -176,7 +176,7 @@ class Autotuner:
         batches = batches_ahead(options) - batches_ahead(now)
         need_bytes = _READERS_AT_ONCE * (readers + store) + max(batches, 0) * feed.batch_bytes
         # All ranks of a node may act at once.
-        left = left_bytes(monitor.risk.killers, self._run.session.limits) // self._run.ranks.local_world
+        left = left_bytes(monitor.risk.limits, self._run.session.limits) // self._run.ranks.local_world
         if need_bytes <= max(left, 0):
             return ""
         return f"it would take {format_size(need_bytes)} more, and {format_size(max(left, 0))} are left for it"

@@ -148,7 +148,7 @@ def _begin(
     for line in chosen:
         log.info("%s", line)
     log_killed_session(directory)
-    ranks.send((config, for_other_ranks(checked), directory.mark()))
+    ranks.send((config, for_other_ranks(checked), directory.lock_owner()))
     for rank in range(1, ranks.world):
         ranks.send(patches_of_rank(config, checked.fixed, rank, ranks.world), rank)
     return config, checked
@@ -329,7 +329,7 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
         # A stop requested in the last step, or while the last checkpoint is written, has nothing left to stop.
         finished = progress.step >= config.stop_step and not periodic.is_scheduled()
         if guard.reason is not None and not finished:
-            run_died(run, monitor, "guard", *guard.ended(monitor.risk.killers[0].name))
+            run_died(run, monitor, "guard", *guard.ended(monitor.risk.limits[0].name))
     if failure is not None:
         raise failure
     if stop.exit_code is None or finished:

@@ -32,8 +32,8 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.runlog.files import take_lock, write_whole
-from vesuvius.runlog.records import parsed
+from vesuvius.runlog.files import take_lock, write_atomically
+from vesuvius.runlog.records import parse_record
 from vesuvius.volume_tools.pyramid import Pyramid, halve
 from vesuvius.volume_tools.record import COPY, attribute, check_record, partial_path
 from vesuvius.volume_tools.shard_file import ShardFile, check_written
@@ -160,7 +160,7 @@ class PartialCopy:
             with disk_errors(self.out):
                 file = self._file(level, chunk)
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(file, data, lambda written: check_written(written, google_crc32c.value(data)))
+                write_atomically(file, data, lambda written: check_written(written, google_crc32c.value(data)))
         return len(data)
 
     def _encoded(self, voxels: NDArray[Any]) -> bytes:
@@ -242,11 +242,11 @@ def open_partial(
                     f"one process may write a volume; got another one writing {path}; wait for it or stop it"
                 )
             if recorded.exists():
-                check_record(path, parsed(recorded.read_text()), record)
+                check_record(path, parse_record(recorded.read_text()), record)
             elif any(name != "lock" and name[0] != "." for name in os.listdir(path)):
                 check_record(path, None, record)
             else:
-                write_whole(recorded, json.dumps(record, indent=2).encode())
+                write_atomically(recorded, json.dumps(record, indent=2).encode())
         yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind)
 
 

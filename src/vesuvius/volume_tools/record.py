@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vesuvius.errors import ConfigError
-from vesuvius.runlog.records import parsed
+from vesuvius.runlog.records import parse_record
 
 COPY, IMPORT = "copy", "import"  # what is being written, as the file of its arguments and the attribute are called
 
@@ -51,7 +51,7 @@ def finished_record(out: Path, kind: str = COPY) -> Any:
     """The arguments that a finished volume was made with; None for any other volume."""
     for name in (".zattrs", "zarr.json"):
         try:
-            found: Any = parsed((out / name).read_text())
+            found: Any = parse_record((out / name).read_text())
         except (OSError, UnicodeDecodeError):
             continue
         attributes = found.get("attributes") if found and name == "zarr.json" else found

@@ -26,9 +26,9 @@ from vesuvius.monitor.memcheck.inspection import (
     silence,
     sizes_in,
 )  # fmt: skip
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.memory.risk import Level
-from vesuvius.monitor.post_mortem import append_death, ended_run
+from vesuvius.monitor.post_mortem import append_death, death_of_this_run
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.monitor.recent import MemorySample, RecentFile
@@ -40,7 +40,7 @@ from vesuvius.runlog.units import GIB
 TOTAL = 100 * GIB
 READER = "ray::MapWorker(MapBatches(_RayReader)).submit"
 NOTHING = Inspection(0.0, "run", "run x")
-NO_LIMITS = Limits()
+NO_LIMITS = MemoryPolicy()
 
 
 def seen(time: float, trainer: float = 10, readers: Iterable[float] = (5, 6), ray: float = 2) -> SystemSample:
@@ -52,7 +52,9 @@ def seen(time: float, trainer: float = 10, readers: Iterable[float] = (5, 6), ra
     return replace(sample(time, TOTAL, (used + 3) * GIB, processes), shared_bytes=4 * GIB)
 
 
-def looked(at: SystemSample, found: Inspection = NOTHING, limits: Limits = NO_LIMITS, **known: float) -> Inspection:
+def looked(
+    at: SystemSample, found: Inspection = NOTHING, limits: MemoryPolicy = NO_LIMITS, **known: float
+) -> Inspection:
     """`known`: recorded peaks; of a reader `r101`."""
     peaks = {int(name[1:]) if name[1:].isdecimal() else name: size for name, size in known.items()}
     rows = rows_of(sizes_in(at), peaks, "Ray's own")
@@ -101,7 +103,7 @@ def keep(directory: Path, kept: Iterable[MemorySample]) -> None:
 
 
 def begin(directory: Path, workers: int = 2) -> SessionRecord:
-    return begin_session(directory / "session.json", "tiny", workers, Limits())
+    return begin_session(directory / "session.json", "tiny", workers, MemoryPolicy())
 
 
 def test_a_living_run_says_its_own_risk_and_older_sessions_nothing(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_a_run_that_the_guard_ended_says_so_and_why(
     session = begin(tmp_path)
     reason = "near out of memory: the machine: 23 of 24 GiB in use"
     if cause:
-        append_death(tmp_path / "post_mortem.jsonl", ended_run(cause, 7, reason, (), "continue with --resume"))
+        append_death(tmp_path / "post_mortem.jsonl", death_of_this_run(cause, 7, reason, (), "continue with --resume"))
     end_session(tmp_path / "session.json", session, 4)
     found = RunInspector(tmp_path, Gpus()).inspect()
     assert (found.exit_code, found.level, found.kills) == (exit_code, level, ())

@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.monitor.memcheck.test_inspection import NOTHING, looked, seen
 from vesuvius.monitor.memcheck.inspection import Inspection, Row
 from vesuvius.monitor.memcheck.memory_table import memory_table
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.runlog.units import GIB
 
@@ -43,7 +43,7 @@ def full() -> Inspection:
         remarks=("a remark " * 15,),
     )
     gpu = GpuUse(0, "GPU-1", "NVIDIA A100-SXM4-80GB", 42 * GIB, 80 * GIB, 0.97, 391.2, 64.0)
-    return looked(replace(seen(120.0), gpus=(gpu,)), known, Limits(ray_share=0.95), r101=5.12 * GIB)
+    return looked(replace(seen(120.0), gpus=(gpu,)), known, MemoryPolicy(ray_share=0.95), r101=5.12 * GIB)
 
 
 def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
@@ -56,7 +56,7 @@ def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
     assert cells(table, "GPU 0") == ["GPU 0", "42.00 GiB of 80.00 GiB, busy 97 %, NVIDIA A100-SXM4-80GB"]
     assert cells(table, "risk")[:2] == ["risk", "LOW"]
     assert "Ray's memory monitor at 95.00 GiB; it counts 30.00 GiB, 65.00 GiB" in table
-    assert "1200, 3 s ago; 95 % of steps take less than 2.91 s" in table
+    assert "1200, 3.2 s ago; 95 % of steps take less than 2.91 s" in table
 
 
 def test_one_reader_alone_needs_no_sum_above_it() -> None:

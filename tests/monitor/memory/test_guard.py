@@ -9,11 +9,11 @@ import pytest
 
 from tests.monitor.memory.simulated import MB, healthy_series, sample
 from vesuvius.monitor.memory.guard import Guard, Order
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit
+from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
 from vesuvius.monitor.memory.risk import Exhaustion, Level, Risk, RiskWatch, Trend
 from vesuvius.runlog.units import GIB
 
-LIMITS = Limits(ray_share=0.95)
+LIMITS = MemoryPolicy(ray_share=0.95)
 RAY_GIB = 0.95 * 24  # where Ray's monitor kills on the machine of these tests
 
 
@@ -291,7 +291,7 @@ def test_an_exit_replaces_an_order_that_waits_and_is_not_taken_back():
 
 
 def test_a_peak_is_not_waited_out_where_half_of_the_rest_is_gone() -> None:
-    limits = Limits(configured_bytes=100 * GIB)
+    limits = MemoryPolicy(configured_bytes=100 * GIB)
 
     def at(share: float) -> Risk:
         used = int(share * 100 * GIB)

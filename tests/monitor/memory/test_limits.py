@@ -4,10 +4,10 @@ import pytest
 
 from tests.monitor.memory.simulated import sample
 from vesuvius.monitor.memory.limits import (
-    Limits,
-    killers_of,
+    MemoryPolicy,
     largest_share,
     left_bytes,
+    limits_of,
     ray_memory,
     ray_share_from_environment,
     tightest,
@@ -22,26 +22,26 @@ def _named(killers):
 
 
 def test_the_machine_is_always_there_and_counts_what_is_not_available():
-    (killer,) = killers_of(sample(0, 24 * GIB, 6 * GIB), Limits())
+    (killer,) = limits_of(sample(0, 24 * GIB, 6 * GIB), MemoryPolicy())
     figures = (killer.name, killer.used_bytes, killer.limit_bytes, killer.kills_at_bytes)
     assert figures == ("the machine", 6 * GIB, 24 * GIB, 24 * GIB)
     assert killer.left_bytes == 18 * GIB
     assert killer.share == 0.25
     swap = sample(0, 24 * GIB, 20 * GIB, swap_used_bytes=1 * GIB, swap_total_bytes=8 * GIB)
-    (killer,) = killers_of(swap, Limits())
+    (killer,) = limits_of(swap, MemoryPolicy())
     assert killer.kills_at_bytes == 31 * GIB, "free swap postpones the kill, but not the warning"
     assert killer.share == pytest.approx(20 / 24)
 
 
 def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
     levels = [CgroupLevel("/a/b", "memory.max", 8 * GIB, 1 * GIB, True)]
-    assert tightest(sample(0, 24 * GIB, 1 * GIB), Limits(ray_share=0.5)).limit_bytes == 24 * GIB
-    assert tightest(sample(0, 24 * GIB, 1 * GIB, levels=levels), Limits()).limit_bytes == 8 * GIB
+    assert tightest(sample(0, 24 * GIB, 1 * GIB), MemoryPolicy(ray_share=0.5)).limit_bytes == 24 * GIB
+    assert tightest(sample(0, 24 * GIB, 1 * GIB, levels=levels), MemoryPolicy()).limit_bytes == 8 * GIB
     levels.append(CgroupLevel("/a", "memory.high", 6 * GIB, 2 * GIB, False))
     at = sample(0, 24 * GIB, 1 * GIB, levels=levels)
-    assert tightest(at, Limits()).limit_bytes == 6 * GIB
-    assert tightest(at, Limits(configured_bytes=4 * GIB)).limit_bytes == 4 * GIB
-    assert tightest(at, Limits(configured_bytes=7 * GIB)).limit_bytes == 6 * GIB
+    assert tightest(at, MemoryPolicy()).limit_bytes == 6 * GIB
+    assert tightest(at, MemoryPolicy(configured_bytes=4 * GIB)).limit_bytes == 4 * GIB
+    assert tightest(at, MemoryPolicy(configured_bytes=7 * GIB)).limit_bytes == 6 * GIB
 
 
 def test_ray_kills_where_its_raylet_said_on_the_machine_of_this_project():
@@ -49,7 +49,7 @@ def test_ray_kills_where_its_raylet_said_on_the_machine_of_this_project():
 
     25276510208".  Ray computes in float32, hence not to the byte.
     """
-    killer = _named(killers_of(sample(0, 25276510208, 5 * GIB), Limits(ray_share=0.95)))["Ray's memory monitor"]
+    killer = _named(limits_of(sample(0, 25276510208, 5 * GIB), MemoryPolicy(ray_share=0.95)))["Ray's memory monitor"]
     assert killer.limit_bytes == 25276510208
     assert killer.kills_at_bytes == pytest.approx(24012685312, rel=1e-6)
 
@@ -59,7 +59,7 @@ def test_ray_kills_where_its_raylet_said_on_the_machine_of_this_project():
 )
 def test_ray_knows_of_a_containers_limit_but_not_of_a_slices(path: str, is_top: bool, total_gib: int):
     level = CgroupLevel(path, "memory.max", 8 * GIB, 2 * GIB, True, is_top)
-    killers = _named(killers_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), Limits(ray_share=0.95)))
+    killers = _named(limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), MemoryPolicy(ray_share=0.95)))
     ray = killers["Ray's memory monitor"]
     assert ray.limit_bytes == total_gib * GIB
     assert ray.used_bytes == (2 * GIB if total_gib == 8 else 9 * GIB)
@@ -71,13 +71,15 @@ def test_the_free_bytes_that_ray_keeps_are_of_the_containers_memory():
     at = sample(0, 128 * GIB, 9 * GIB, levels=[level])
     share = ray_share_from_environment({"RAY_min_memory_free_bytes": str(2 * GIB)}, ray_memory(at)[1])
     assert share == 0.95
-    assert _named(killers_of(at, Limits(ray_share=share)))["Ray's memory monitor"].kills_at_bytes == int(15.2 * GIB)
+    assert _named(limits_of(at, MemoryPolicy(ray_share=share)))["Ray's memory monitor"].kills_at_bytes == int(
+        15.2 * GIB
+    )
 
 
 def test_ray_counts_the_caches_of_the_kernel_where_the_kernels_own_kill_does_not():
     """Many chunk files: 3 GiB of names of files are charged to the container, and could be given back."""
     level = CgroupLevel("/", "memory.max", 8 * GIB, 4 * GIB, True, True, charged_bytes=7 * GIB)
-    killers = killers_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), Limits(ray_share=0.95))
+    killers = limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), MemoryPolicy(ray_share=0.95))
     assert killers[0].name == "Ray's memory monitor", "it kills first"
     assert (killers[0].used_bytes, killers[0].limit_bytes) == (7 * GIB, 8 * GIB)
     assert _named(killers)["memory.max of cgroup /"].used_bytes == 4 * GIB
@@ -90,38 +92,38 @@ def test_ray_counts_the_caches_of_the_kernel_where_the_kernels_own_kill_does_not
 def test_a_cgroup_kills_once_what_it_may_swap_is_in_swap(swap_left: int | None, free: int, kills_at_gib: int):
     level = CgroupLevel("/a", "memory.max", 8 * GIB, 4 * GIB, True, swap_left_bytes=swap_left)
     swap = {"swap_used_bytes": GIB, "swap_total_bytes": (1 + free) * GIB}
-    killers = _named(killers_of(sample(0, 24 * GIB, 9 * GIB, levels=[level], **swap), Limits(ray_share=0.95)))
+    killers = _named(limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level], **swap), MemoryPolicy(ray_share=0.95)))
     killer = killers["memory.max of cgroup /a"]
     assert (killer.limit_bytes, killer.kills_at_bytes) == (8 * GIB, kills_at_gib * GIB)
 
 
 def test_the_configured_limit_counts_the_run_alone_and_the_largest_share_counts_not_the_fewest_bytes_left():
     at = sample(0, 170 * GIB, 150 * GIB, processes={1: 2 * GIB, 2: 1 * GIB})
-    killers = killers_of(at, Limits(configured_bytes=4 * GIB))
+    killers = limits_of(at, MemoryPolicy(configured_bytes=4 * GIB))
     assert killers[0].name == "monitor.ram_limit_gib"
     assert (killers[0].used_bytes, killers[0].kills_at_bytes) == (3 * GIB, 4 * GIB)
-    assert largest_share(killers, Limits()) == pytest.approx(150 / 170)
+    assert largest_share(killers, MemoryPolicy()) == pytest.approx(150 / 170)
 
 
 @pytest.mark.parametrize("total_gib", [24, 2048])
-@pytest.mark.parametrize("limits", [Limits(), Limits(ray_share=0.95), Limits(ray_share=0.7)])
-def test_what_is_left_below_the_first_rung_is_left(total_gib: int, limits: Limits):
+@pytest.mark.parametrize("limits", [MemoryPolicy(), MemoryPolicy(ray_share=0.95), MemoryPolicy(ray_share=0.7)])
+def test_what_is_left_below_the_first_rung_is_left(total_gib: int, limits: MemoryPolicy):
     at = sample(0, total_gib * GIB, total_gib * GIB / 2)
-    left = left_bytes(killers_of(at, limits), limits)
-    full = killers_of(sample(0, total_gib * GIB, total_gib * GIB / 2 + left), limits)
+    left = left_bytes(limits_of(at, limits), limits)
+    full = limits_of(sample(0, total_gib * GIB, total_gib * GIB / 2 + left), limits)
     assert largest_share(full, limits) == pytest.approx(limits.shrink_at)
 
 
 def test_of_a_large_limit_the_shares_are_of_200_gib():
-    (killer,) = killers_of(sample(0, 2048 * GIB, (2048 - 16) * GIB), Limits())
-    assert used_share(killer, Limits()) == pytest.approx(0.92)
+    (killer,) = limits_of(sample(0, 2048 * GIB, (2048 - 16) * GIB), MemoryPolicy())
+    assert used_share(killer, MemoryPolicy()) == pytest.approx(0.92)
 
 
 @pytest.mark.parametrize("ray_share", [0.7, 0.8, 0.9])
 def test_the_ladder_is_squeezed_below_a_ray_that_kills_early(ray_share: float):
-    limits = Limits(ray_share=ray_share)
+    limits = MemoryPolicy(ray_share=ray_share)
     just_killed = sample(0, 100 * GIB, ray_share * 100 * GIB)
-    ray = _named(killers_of(just_killed, limits))["Ray's memory monitor"]
+    ray = _named(limits_of(just_killed, limits))["Ray's memory monitor"]
     assert used_share(ray, limits) == pytest.approx(limits.exit_at + 0.03)
 
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from tests.monitor.memory.simulated import MB, healthy_series, process, sample
-from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
 from vesuvius.monitor.probes.cgroup import CgroupLevel
 from vesuvius.runlog.units import GIB
 
 HYGIENE = re.compile("killed|oom|out of memory", re.IGNORECASE)
-LIMITS = Limits(ray_share=0.95)
+LIMITS = MemoryPolicy(ray_share=0.95)
 
 
-def _risks(used, total_bytes: int, limits: Limits = LIMITS, watch: RiskWatch | None = None, begin_s: float = 1e9):
+def _risks(used, total_bytes: int, limits: MemoryPolicy = LIMITS, watch: RiskWatch | None = None, begin_s: float = 1e9):
     watch = watch or RiskWatch(limits)
     return [
         watch.add(sample(begin_s + second, total_bytes, value, processes={1: value}))
@@ -106,12 +106,12 @@ def test_a_leak_below_a_sawtooth_of_long_steps_is_told_60_s_before_a_kill():
 
 
 def test_the_killer_that_growth_reaches_first_is_named_first_though_another_has_less_left():
-    watch = RiskWatch(Limits(configured_bytes=4 * GIB))
+    watch = RiskWatch(MemoryPolicy(configured_bytes=4 * GIB))
     for second in range(240):
         risk = watch.add(sample(second, 24 * GIB, 8 * GIB + 50 * MB * second, processes={1: 1 * GIB}))
-    assert risk.killers[0].name == "the machine"
-    assert risk.killers[1].left_bytes < risk.killers[0].left_bytes
-    assert risk.exhaustion.likely_s == pytest.approx(risk.killers[0].left_bytes / (50 * MB), rel=0.01)
+    assert risk.limits[0].name == "the machine"
+    assert risk.limits[1].left_bytes < risk.limits[0].left_bytes
+    assert risk.exhaustion.likely_s == pytest.approx(risk.limits[0].left_bytes / (50 * MB), rel=0.01)
     assert "the machine" in risk.reason
 
 

@@ -124,14 +124,14 @@ def test_a_reader_named_by_its_pid_is_not_whoever_has_the_pid_after_it(
     write_process(roots, 10)
     write_process(roots, 40, started_s=50)
     tree = ProcessTree(10)
-    tree.also([40])
+    tree.include([40])
     assert pids(tree) == [10, 40]
     write_process(roots, 40, started_s=200)
     for _ in range(2):
-        tree.also([40])
+        tree.include([40])
         assert pids(tree) == [10]
-    tree.also([])
-    tree.also([40])  # named anew
+    tree.include([])
+    tree.include([40])  # named anew
     assert pids(tree) == [10, 40]
 
 

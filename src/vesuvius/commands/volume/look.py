@@ -124,7 +124,7 @@ def add_verify(commands: Commands) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     def tell(figures: VerifyFigures) -> None:
         found = f"{figures.chunks} chunks read, {len(figures.broken)} broken"
-        progress.tell("objects", figures.done, figures.objects, found)
+        progress.update("objects", figures.done, figures.objects, found)
 
     try:
         with redirect_stdout(sys.stderr), Progress("verifying") as progress:

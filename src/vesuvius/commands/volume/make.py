@@ -55,7 +55,7 @@ def add_synth(commands: Commands) -> None:
 def _synth(arguments: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr), Progress("writing") as progress:
         report = write_phantom(
-            arguments.out, arguments.shape, arguments.seed, chunk=arguments.chunk, on_progress=progress.tell
+            arguments.out, arguments.shape, arguments.seed, chunk=arguments.chunk, on_progress=progress.update
         )
     print_facts(report, arguments)
     return EXIT_OK
@@ -99,7 +99,7 @@ def _copy(arguments: argparse.Namespace) -> int:
 
     def tell(figures: CopyFigures) -> None:
         failed = f"{len(figures.failures)} FAILED, " if figures.failures else ""
-        progress.tell("chunks", figures.done, figures.chunks, failed + _speed(figures))
+        progress.update("chunks", figures.done, figures.chunks, failed + _speed(figures))
 
     with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("copying") as progress:
         figures = copy_box(request, store_of(arguments), tell)
@@ -151,7 +151,7 @@ def _import(arguments: argparse.Namespace) -> int:
     request = ImportRequest(*(getattr(arguments, field.name) for field in fields(ImportRequest)))
 
     def tell(figures: CopyFigures, doing: str) -> None:
-        progress.tell("chunks", figures.done, figures.chunks, doing or _speed(figures))
+        progress.update("chunks", figures.done, figures.chunks, doing or _speed(figures))
 
     with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("importing") as progress:
         source, figures = import_volume(request, tell)

@@ -52,7 +52,7 @@ from vesuvius.experiments.tune.search import KINDS, Search
 from vesuvius.experiments.tune.survey import planner_of, survey
 from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.report.page import made_by, write_page
-from vesuvius.runlog.files import write_whole
+from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.logfile import open_log
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import TUNE, run_dir
@@ -245,7 +245,7 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
     wanted = found.written.applied_to(config)
     text = tuned_yaml(request.source.name, request.written, wanted, why, header)
     with storage_errors(f"the tuned config {tuned}", "free some space or correct the permissions"):
-        write_whole(tuned, text.encode())
+        write_atomically(tuned, text.encode())
     log.log(logging.ERROR if found.certainty == "none" else logging.INFO, "%s", head)
     for label, words in (*summary(found, search).items(), *found.reasons.items()):
         log.info("%s: %s", label, words)

@@ -284,7 +284,7 @@ class TuneWorker:
 
     def _look(self) -> None:
         """Take note of the memory in use since the last look."""
-        for moment in self._loop.monitor.moments():
+        for moment in self._loop.monitor.recent_samples():
             if moment.time > self._looked:
                 self._ram_bytes, self._looked = max(self._ram_bytes, moment.used_bytes), moment.time
 

@@ -24,7 +24,7 @@ from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory
 from vesuvius.generate.sampling import SampleRequest, default_out, describe, generate_samples
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.page import FOLDER, Picture, RunReport, Table, made_by, new_folder, write_page
-from vesuvius.runlog.records import finite
+from vesuvius.runlog.records import replace_nonfinite
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
@@ -211,7 +211,7 @@ def plain(comparison: Comparison) -> dict[str, Any]:
         metric.key: asdict(metric) | {"beyond": metric.beyond, "reading": metric.reading}
         for metric in comparison.metrics
     }
-    found: dict[str, Any] = finite({"verdict": verdict(comparison), "figures": metrics})
+    found: dict[str, Any] = replace_nonfinite({"verdict": verdict(comparison), "figures": metrics})
     return found
 
 

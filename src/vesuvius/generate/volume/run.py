@@ -47,7 +47,7 @@ from vesuvius.generate.volume.tasks import (
     used_blocks,
 )
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.runlog.files import free_disk_bytes, write_whole
+from vesuvius.runlog.files import free_disk_bytes, write_atomically
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_sizes
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
@@ -114,7 +114,7 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
                 folder.mkdir(exist_ok=True)
                 forget_unflushed(folder)
                 if drawing.job.inpaint and not note.exists():
-                    write_whole(note, np.fromiter(live, np.int64).tobytes())
+                    write_atomically(note, np.fromiter(live, np.int64).tobytes())
                 sampling = Sampling(drawing.job, folder, watch, live)
                 drawing.fill(folder, sampling.used, watch)
                 with drawing.workers_on(folder, watch) as run_parts:

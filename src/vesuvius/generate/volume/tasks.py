@@ -42,7 +42,7 @@ from vesuvius.generate.volume.tiling import (
     passes_of,
     shared_part,
 )
-from vesuvius.runlog.files import boot_id, flush_to_disk, write_whole
+from vesuvius.runlog.files import boot_id, flush_to_disk, write_atomically
 from vesuvius.volumes.box import Box, format_box, shape_of
 
 EstimateFor = Callable[[NDArray[Any] | None], Estimate]
@@ -249,7 +249,7 @@ def forget_unflushed(folder: Path) -> None:
     if note.exists() and note.read_bytes() != now:
         for path in folder.glob("*/tiles"):
             shutil.rmtree(path)
-    write_whole(note, now)
+    write_atomically(note, now)
 
 
 GROUP = 16

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import psutil
 
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, VesuviusError
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
+from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, tightest
 from vesuvius.monitor.memory.risk import Level, RiskWatch
 from vesuvius.monitor.post_mortem import Death, KillCounts, deaths_of, headline, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
@@ -119,7 +119,7 @@ class Inspection:
 class Watch:
     """A run (`pid`: its trainer) or, without one, the machine alone, sampled again and again."""
 
-    def __init__(self, limits: Limits, gpus: Gpus, pid: int | None = None) -> None:
+    def __init__(self, limits: MemoryPolicy, gpus: Gpus, pid: int | None = None) -> None:
         self._limits, self._gpus = limits, gpus
         self._watcher = Watcher(pid, gpus) if pid is not None else None
         self._watch = RiskWatch(limits, warmup_s=0.0)
@@ -143,7 +143,7 @@ class Watch:
             page_cache_bytes=cgroup.file_bytes if cgroup else sample.machine.page_cache_bytes,
             level=risk.level if found.level is None else found.level,
             reason=found.reason or risk.reason,
-            killers=risk.killers,
+            killers=risk.limits,
             sample=sample,
             rates=rates_between(before, sample) if before else None,
         )
@@ -151,7 +151,7 @@ class Watch:
 
 def machine_inspector(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Callable[[], Inspection]:
     """Looks at the machine and the limits of what is started from here; `remarks`: what else is to be said of it."""
-    watch, name = Watch(Limits(), gpus), f"machine {os.uname().nodename}"
+    watch, name = Watch(MemoryPolicy(), gpus), f"machine {os.uname().nodename}"
 
     def inspect() -> Inspection:
         found = Inspection(time.time(), "machine", name, no_gpus=gpus.reason, remarks=remarks)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit, largest_share, shrinking_helps, used_share
+from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, largest_share, shrinking_helps, used_share
 from vesuvius.monitor.memory.risk import Level, Risk
 
 Rung = Literal["save", "drop", "restart", "shrink", "exit"]
@@ -42,8 +42,8 @@ class Guard:
     One thread at a time may call it.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, policy: MemoryPolicy) -> None:
+        self._policy = policy
         self._order: Order | None = None
         self._carried_out_s = -math.inf
         self._has_shrunk = False
@@ -68,7 +68,7 @@ class Guard:
             readers: pids of the readers.
             can_drop: whether volumes are kept in memory.
         """
-        helped = [killer for killer in risk.ours if shrinking_helps(killer, self._limits)]
+        helped = [limit for limit in risk.ours if shrinking_helps(limit, self._policy)]
         if risk.level is Level.LOW:
             self._order, self._saved_s, self._saved_at = None, -math.inf, -math.inf
         if risk.level is Level.LOW or not helped:
@@ -100,14 +100,14 @@ class Guard:
         leaks: bool,
         can_drop: bool,
     ) -> Rung | None:
-        share = largest_share(helped, self._limits)
+        share = largest_share(helped, self._policy)
         exit_s = 2 * step_s + _SAVE_S  # an order is seen after the current step, and the step after it may be as long
         shows = time_s - self._carried_out_s >= _SHOWS_S
         if self._stays_beyond_exit(time_s, share, helped[0]) or (shows and left_s <= exit_s):
             return "exit"
         if not shows:
             return None
-        is_full = share >= self._limits.shrink_at
+        is_full = share >= self._policy.shrink_at
         if is_full and can_drop:
             return "drop"
         if leaks and left_s > exit_s + step_s and (is_full or left_s <= exit_s + 2 * step_s + 2 * _SHOWS_S):
@@ -119,21 +119,21 @@ class Guard:
 
     def _stays_beyond_exit(self, time_s: float, share: float, nearest: MemoryLimit) -> bool:
         """Beyond `exit_at` for long enough; where half of what that leaves is used up too, no peak is waited for."""
-        if share < self._limits.exit_at:
+        if share < self._policy.exit_at:
             self._beyond_exit_since_s = None
             return False
         since_s = self._beyond_exit_since_s = time_s if self._beyond_exit_since_s is None else self._beyond_exit_since_s
-        kill = used_share(replace(nearest, used_bytes=nearest.kills_at_bytes), self._limits)
-        halfway = (self._limits.exit_at + kill) / 2
-        return used_share(nearest, self._limits) >= halfway > self._limits.exit_at or time_s - since_s >= _EXIT_HOLD_S
+        kill = used_share(replace(nearest, used_bytes=nearest.kills_at_bytes), self._policy)
+        halfway = (self._policy.exit_at + kill) / 2
+        return used_share(nearest, self._policy) >= halfway > self._policy.exit_at or time_s - since_s >= _EXIT_HOLD_S
 
     def _save(self, time_s: float, risk: Risk, helped: Sequence[MemoryLimit]) -> Order | None:
         """An order to save and go on, where others bring a kill near; again once they have grown since."""
         self._order = self._order if self._order and self._order.rung == "save" else None
-        ours = bool(helped) and (risk.own_grows or largest_share(helped, self._limits) >= self._limits.exit_at)
-        share = largest_share(risk.killers, self._limits)
+        ours = bool(helped) and (risk.own_grows or largest_share(helped, self._policy) >= self._policy.exit_at)
+        share = largest_share(risk.limits, self._policy)
         # The level alone falls late: it may be that of what the last order has answered.
-        near = share >= self._limits.exit_at or (risk.exhaustion is not None and risk.exhaustion.firm)
+        near = share >= self._policy.exit_at or (risk.exhaustion is not None and risk.exhaustion.firm)
         due = time_s - self._saved_s >= _SAVED_S and share >= self._saved_at + _GROWN_BY
         if self._order is None and risk.level is Level.CRITICAL and near and not ours and due:
             self._saved_s, self._saved_at = time_s, share

@@ -11,13 +11,13 @@ from vesuvius.runlog.units import GIB
 RAY_NAME = "Ray's memory monitor"
 CONFIGURED_NAME = "monitor.ram_limit_gib"
 _RAY_SHARE = 0.95  # Ray's own default, RAY_memory_usage_threshold
-_BELOW_KILL = 0.03  # share of the limit by which exit_at stays below where a killer strikes
+_BELOW_KILL = 0.03  # share of the limit by which exit_at stays below where a limit strikes
 _LARGEST_BYTES = 200 * GIB  # of a larger limit, shares are of this much: 8 % of 2 TiB are not short of memory
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a run's memory is held against; shares are of the limit of whichever killer is nearest, see `used_share`."""
+class MemoryPolicy:
+    """What a run's memory is held against; shares are of the limit of whichever limit is nearest, see `used_share`."""
 
     # share of the memory at which Ray's own monitor kills a reader; None without readers of Ray, or where that monitor
     # is switched off
@@ -44,7 +44,7 @@ class MemoryLimit:
 
     name: str  # for people: "Ray's memory monitor", "memory.max of cgroup /x", "the machine", "monitor.ram_limit_gib"
     used_bytes: int  # what it counts as used now
-    limit_bytes: int  # what the shares of `Limits` are of
+    limit_bytes: int  # what the shares of `MemoryPolicy` are of
     kills_at_bytes: int  # where it kills; below the limit for Ray's monitor
     own_bytes: int = 0  # what the run, with its other ranks here, holds of it
     least_others_bytes: int = 0  # the least that was seen of the rest
@@ -85,7 +85,7 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
         return default
 
 
-def killers_of(sample: SystemSample, limits: Limits) -> tuple[MemoryLimit, ...]:
+def limits_of(sample: SystemSample, policy: MemoryPolicy) -> tuple[MemoryLimit, ...]:
     """All that may kill, nearest (least left) first; never empty: the machine's own is always there.
 
     Shares of the machine are of its memory without swap, beyond which a run crawls; but nothing is killed before free
@@ -94,25 +94,25 @@ def killers_of(sample: SystemSample, limits: Limits) -> tuple[MemoryLimit, ...]:
     """
     machine = sample.machine
     free_swap = max(machine.swap_total_bytes - machine.swap_used_bytes, 0)
-    killers = [MemoryLimit("the machine", machine.used_bytes, machine.total_bytes, machine.total_bytes + free_swap)]
+    limits = [MemoryLimit("the machine", machine.used_bytes, machine.total_bytes, machine.total_bytes + free_swap)]
     for level in sample.cgroup.levels if sample.cgroup else ():
         if 0 < level.limit_bytes < machine.total_bytes:
             name = f"{level.file} of cgroup {level.path}" + ("" if level.kills else " (slows the run to a crawl)")
             swap = free_swap if level.swap_left_bytes is None else min(free_swap, level.swap_left_bytes)
-            killers.append(MemoryLimit(name, level.used_bytes, level.limit_bytes, level.limit_bytes + swap))
-    if limits.ray_share is not None:
+            limits.append(MemoryLimit(name, level.used_bytes, level.limit_bytes, level.limit_bytes + swap))
+    if policy.ray_share is not None:
         used, total = ray_memory(sample)
-        killers.append(MemoryLimit(RAY_NAME, used, total, int(total * limits.ray_share)))
-    if (configured := limits.configured_bytes) is not None:
-        killers.append(MemoryLimit(CONFIGURED_NAME, sample.used_bytes, configured, configured))
-    own_bytes = run_bytes(sample, limits)
-    killers = [replace(killer, own_bytes=min(own_bytes, killer.used_bytes)) for killer in killers]
-    return tuple(sorted(killers, key=lambda killer: killer.left_bytes))
+        limits.append(MemoryLimit(RAY_NAME, used, total, int(total * policy.ray_share)))
+    if (configured := policy.configured_bytes) is not None:
+        limits.append(MemoryLimit(CONFIGURED_NAME, sample.used_bytes, configured, configured))
+    own_bytes = run_bytes(sample, policy)
+    limits = [replace(limit, own_bytes=min(own_bytes, limit.used_bytes)) for limit in limits]
+    return tuple(sorted(limits, key=lambda limit: limit.left_bytes))
 
 
-def run_bytes(sample: SystemSample, limits: Limits) -> int:
+def run_bytes(sample: SystemSample, policy: MemoryPolicy) -> int:
     """What the run holds on this machine; of ranks at least that, as they may share one object store or not."""
-    return limits.ranks_here * sample.anon_bytes + sample.shared_bytes
+    return policy.ranks_here * sample.anon_bytes + sample.shared_bytes
 
 
 def ray_memory(sample: SystemSample) -> tuple[int, int]:
@@ -132,45 +132,45 @@ def ray_memory(sample: SystemSample) -> tuple[int, int]:
     return used, total
 
 
-def tightest(sample: SystemSample, limits: Limits) -> MemoryLimit:
+def tightest(sample: SystemSample, policy: MemoryPolicy) -> MemoryLimit:
     """The one with the smallest limit: that is what a run may use."""
-    return min(killers_of(sample, limits), key=lambda killer: killer.limit_bytes)
+    return min(limits_of(sample, policy), key=lambda limit: limit.limit_bytes)
 
 
-def left_bytes(killers: Iterable[MemoryLimit], limits: Limits) -> int:
-    """Memory that may be taken more before the guard's first rung, as the tightest of all killers counts it."""
+def left_bytes(limits: Iterable[MemoryLimit], policy: MemoryPolicy) -> int:
+    """Memory that may be taken more before the guard's first rung, as the tightest of all limits counts it."""
     return min(
-        int((limits.shrink_at - used_share(killer, limits)) / _squeeze(killer, limits) * _whole_bytes(killer))
-        for killer in killers
+        int((policy.shrink_at - used_share(limit, policy)) / _squeeze(limit, policy) * _whole_bytes(limit))
+        for limit in limits
     )
 
 
-def used_share(killer: MemoryLimit, limits: Limits) -> float:
-    """A killer's share as the thresholds of `limits` mean it; may be below 0.
+def used_share(limit: MemoryLimit, policy: MemoryPolicy) -> float:
+    """A limit's share as the thresholds of `policy` mean it; may be below 0.
 
-    That is `killer.share` of a limit up to 200 GiB.  Of a larger one the same bytes are left as of 200 GiB: 16 GiB at
-    0.92.  Where a killer strikes so early (Ray's monitor at RAY_memory_usage_threshold=0.7) that `limits.exit_at` would
+    That is `limit.share` of a limit up to 200 GiB.  Of a larger one the same bytes are left as of 200 GiB: 16 GiB at
+    0.92.  Where a limit strikes so early (Ray's monitor at RAY_memory_usage_threshold=0.7) that `policy.exit_at` would
     come too late, the ladder is squeezed below the point where it strikes.
     """
-    end_bytes = min(killer.kills_at_bytes, killer.limit_bytes)  # beyond it is swap
-    end = end_bytes / killer.limit_bytes
-    return (end - (end_bytes - killer.used_bytes) / _whole_bytes(killer)) * _squeeze(killer, limits)
+    end_bytes = min(limit.kills_at_bytes, limit.limit_bytes)  # beyond it is swap
+    end = end_bytes / limit.limit_bytes
+    return (end - (end_bytes - limit.used_bytes) / _whole_bytes(limit)) * _squeeze(limit, policy)
 
 
-def _whole_bytes(killer: MemoryLimit) -> int:
-    return min(killer.limit_bytes, _LARGEST_BYTES)
+def _whole_bytes(limit: MemoryLimit) -> int:
+    return min(limit.limit_bytes, _LARGEST_BYTES)
 
 
-def _squeeze(killer: MemoryLimit, limits: Limits) -> float:
-    return max(1.0, (limits.exit_at + _BELOW_KILL) * killer.limit_bytes / killer.kills_at_bytes)
+def _squeeze(limit: MemoryLimit, policy: MemoryPolicy) -> float:
+    return max(1.0, (policy.exit_at + _BELOW_KILL) * limit.limit_bytes / limit.kills_at_bytes)
 
 
-def largest_share(killers: Iterable[MemoryLimit], limits: Limits) -> float:
-    """The share that counts: the largest `used_share` of all killers."""
-    return max(used_share(killer, limits) for killer in killers)
+def largest_share(limits: Iterable[MemoryLimit], policy: MemoryPolicy) -> float:
+    """The share that counts: the largest `used_share` of all limits."""
+    return max(used_share(limit, policy) for limit in limits)
 
 
-def shrinking_helps(killer: MemoryLimit, limits: Limits) -> bool:
+def shrinking_helps(limit: MemoryLimit, policy: MemoryPolicy) -> bool:
     """Whether without this run there would be no risk: otherwise its end leaves the others' memory as it is, and the
     next start finds the same."""
-    return used_share(replace(killer, used_bytes=killer.used_bytes - killer.own_bytes), limits) < limits.warn_at
+    return used_share(replace(limit, used_bytes=limit.used_bytes - limit.own_bytes), policy) < policy.warn_at

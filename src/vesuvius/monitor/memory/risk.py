@@ -1,4 +1,4 @@
-"""How near a kill is: which killer comes first, and in how many seconds at the present growth.  Pure.
+"""How near a kill is: which limit comes first, and in how many seconds at the present growth.  Pure.
 
 A leak must be told from what healthy runs do as well: steps (validation takes 1 GB and keeps it), the sawtooth of
 buffers, allocators that grow ever more slowly.  So what counts are the peaks of windows of 5 s, and a trend must hold
@@ -13,7 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit, killers_of, largest_share, shrinking_helps, used_share
+from vesuvius.monitor.memory.limits import (
+    MemoryLimit,
+    MemoryPolicy,
+    largest_share,
+    limits_of,
+    shrinking_helps,
+    used_share,
+)
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.runlog.units import format_duration, format_gib, format_rate, format_size
 
@@ -114,7 +121,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Exhaustion:
-    """Seconds until the first killer strikes if memory goes on growing as it does; a 95 % interval.
+    """Seconds until the first limit strikes if memory goes on growing as it does; a 95 % interval.
 
     Attributes:
         earliest_s, likely_s, latest_s: at the fastest growth that fits what was seen, its median, and the slowest.
@@ -142,24 +149,24 @@ class Risk:
     reason: str
     # nearest first: those that strike within ten minutes if growth goes on, by time; then the others, by the bytes that
     # are left
-    killers: tuple[MemoryLimit, ...]
-    trend: Trend | None  # of the memory that the first killer counts; None = too little was seen, or no trend
+    limits: tuple[MemoryLimit, ...]
+    trend: Trend | None  # of the memory that the first limit counts; None = too little was seen, or no trend
     exhaustion: Exhaustion | None  # None without growth
     growing: Mapping[int, Trend]  # by pid, the processes whose private memory grows beyond doubt
-    own_grows: bool = True  # whether the growth of the first killer's memory is the run's, at least half of it
+    own_grows: bool = True  # whether the growth of the first limit's memory is the run's, at least half of it
 
     @property
     def ours(self) -> tuple[MemoryLimit, ...]:
-        """What the run has a hand in: the killers as they are if it grows, else as if the others had not grown."""
+        """What the run has a hand in: the limits as they are if it grows, else as if the others had not grown."""
         if self.own_grows:
-            return self.killers
-        return tuple(replace(each, used_bytes=each.own_bytes + each.least_others_bytes) for each in self.killers)
+            return self.limits
+        return tuple(replace(each, used_bytes=each.own_bytes + each.least_others_bytes) for each in self.limits)
 
-    def is_of_others(self, limits: Limits) -> bool:
+    def is_of_others(self, policy: MemoryPolicy) -> bool:
         """Whether there is a risk that a smaller run would not lessen: others fill the memory, or only they grow."""
-        tight = (killer for killer in self.ours if used_share(killer, limits) >= limits.warn_at)
+        tight = (limit for limit in self.ours if used_share(limit, policy) >= policy.warn_at)
         grows = self.own_grows and self.exhaustion is not None and self.exhaustion.firm
-        return self.level > Level.LOW and not grows and not any(shrinking_helps(killer, limits) for killer in tight)
+        return self.level > Level.LOW and not grows and not any(shrinking_helps(limit, policy) for limit in tight)
 
 
 class RiskWatch:
@@ -169,13 +176,13 @@ class RiskWatch:
     higher.  It rises at once, and falls after memory stood a little below it for ten seconds: a sawtooth would flap.
 
     Args:
-        limits: what memory is held against.
+        policy: what memory is held against.
         warmup_s: so long after the first sample growth is not judged; 0 where the run has been at work for long.
     """
 
-    def __init__(self, limits: Limits, warmup_s: float = 30.0) -> None:
-        self._limits = limits
-        self._least_others: dict[str, int] = {}  # by killer, in the whole session
+    def __init__(self, policy: MemoryPolicy, warmup_s: float = 30.0) -> None:
+        self._policy = policy
+        self._least_others: dict[str, int] = {}  # by limit, in the whole session
         self._level = Level.LOW
         self._held_at_s = 0.0
         self._restarted = False
@@ -196,33 +203,33 @@ class RiskWatch:
         if self._restarted:
             self._restarted = False
             self._begin(_RESTART_WARMUP_S)
-        killers = [self._beside_others(killer) for killer in killers_of(sample, self._limits)]
+        limits = [self._beside_others(limit) for limit in limits_of(sample, self._policy)]
         # Volumes kept in memory grow as planned, and then no more: that is no trend.
-        self._own.add(sample.time, max(killer.own_bytes for killer in killers) - sample.kept_bytes)
-        for killer in killers:
-            series = self._of_killer.setdefault(killer.name, PeakSeries(self._warmup_s))
-            series.add(sample.time, killer.used_bytes - sample.kept_bytes)
+        self._own.add(sample.time, max(limit.own_bytes for limit in limits) - sample.kept_bytes)
+        for limit in limits:
+            series = self._of_killer.setdefault(limit.name, PeakSeries(self._warmup_s))
+            series.add(sample.time, limit.used_bytes - sample.kept_bytes)
         growing = self._growing(sample)
         trends = {name: series.trend for name, series in self._of_killer.items()}
-        left = {killer.name: _exhaustion(killer, trends[killer.name]) for killer in killers}
+        left = {limit.name: _exhaustion(limit, trends[limit.name]) for limit in limits}
 
-        def nearness(killer: MemoryLimit) -> tuple[bool, float]:
-            first = left[killer.name]
+        def nearness(limit: MemoryLimit) -> tuple[bool, float]:
+            first = left[limit.name]
             soon = first is not None and first.within_s <= _FIRST_WITHIN_S
-            return (False, first.likely_s) if first is not None and soon else (True, killer.left_bytes)
+            return (False, first.likely_s) if first is not None and soon else (True, limit.left_bytes)
 
-        killers.sort(key=nearness)
-        trend, exhaustion = trends[killers[0].name], left[killers[0].name]
-        level = self._next_level(sample.time, largest_share(killers, self._limits), exhaustion)
-        reason = _reason(level, killers, self._limits, trend, exhaustion, growing)
+        limits.sort(key=nearness)
+        trend, exhaustion = trends[limits[0].name], left[limits[0].name]
+        level = self._next_level(sample.time, largest_share(limits, self._policy), exhaustion)
+        reason = _reason(level, limits, self._policy, trend, exhaustion, growing)
         own = self._own.trend
         own_grows = own is not None and _grows(own) and (trend is None or 2 * own.bytes_per_s >= trend.bytes_per_s)
-        return Risk(level, reason, tuple(killers), trend, exhaustion, growing, own_grows)
+        return Risk(level, reason, tuple(limits), trend, exhaustion, growing, own_grows)
 
-    def _beside_others(self, killer: MemoryLimit) -> MemoryLimit:
-        others = killer.used_bytes - killer.own_bytes
-        least = self._least_others[killer.name] = min(others, self._least_others.get(killer.name, others))
-        return replace(killer, least_others_bytes=least)
+    def _beside_others(self, limit: MemoryLimit) -> MemoryLimit:
+        others = limit.used_bytes - limit.own_bytes
+        least = self._least_others[limit.name] = min(others, self._least_others.get(limit.name, others))
+        return replace(limit, least_others_bytes=least)
 
     def _growing(self, sample: SystemSample) -> dict[int, Trend]:
         """Of each process, in memory and swap; those that are gone are forgotten."""
@@ -245,19 +252,19 @@ class RiskWatch:
 
     def _level_at(self, share: float, exhaustion: Exhaustion | None) -> Level:
         left_s = exhaustion.within_s if exhaustion else math.inf
-        if share >= self._limits.exit_at or left_s <= _CRITICAL_WITHIN_S:
+        if share >= self._policy.exit_at or left_s <= _CRITICAL_WITHIN_S:
             return Level.CRITICAL
-        return Level.WARN if share >= self._limits.warn_at or left_s <= _WARN_WITHIN_S else Level.LOW
+        return Level.WARN if share >= self._policy.warn_at or left_s <= _WARN_WITHIN_S else Level.LOW
 
 
 def _grows(trend: Trend) -> bool:
     return trend.low * trend.seen_s >= _WORTH_SAYING_BYTES
 
 
-def _exhaustion(killer: MemoryLimit, trend: Trend | None) -> Exhaustion | None:
+def _exhaustion(limit: MemoryLimit, trend: Trend | None) -> Exhaustion | None:
     if trend is None or not _grows(trend):
         return None
-    left = max(killer.left_bytes, 0)
+    left = max(limit.left_bytes, 0)
     earliest, likely, latest = (left / rate for rate in (trend.high, trend.bytes_per_s, trend.low))
     firm = likely <= max(_CARRIED_ON * trend.seen_s, _CARRIED_ON_S) and latest <= 2 * likely
     return Exhaustion(earliest, likely, latest, firm)
@@ -265,14 +272,14 @@ def _exhaustion(killer: MemoryLimit, trend: Trend | None) -> Exhaustion | None:
 
 def _reason(
     level: Level,
-    killers: Sequence[MemoryLimit],
-    limits: Limits,
+    limits: Sequence[MemoryLimit],
+    policy: MemoryPolicy,
     trend: Trend | None,
     exhaustion: Exhaustion | None,
     growing: Mapping[int, Trend],
 ) -> str:
     """One line.  Log hygiene: at LOW no name of a cgroup or process, which may be anything; else the words to grep."""
-    first, growth = killers[0], "no significant growth"
+    first, growth = limits[0], "no significant growth"
     if trend is not None and exhaustion is not None:
         seconds = (exhaustion.earliest_s, exhaustion.likely_s, exhaustion.latest_s)
         earliest, likely, latest = map(format_duration, seconds)
@@ -282,12 +289,12 @@ def _reason(
             growth += f", fastest process {pid} ({format_rate(growing[pid].bytes_per_s)})"
     if level is Level.LOW:
         return f"{_in_use(first)}, {growth}"
-    fullest = max(killers, key=lambda each: used_share(each, limits))
+    fullest = max(limits, key=lambda each: used_share(each, policy))
     text = f"near out of memory: {first.name}: {_in_use(first)}; kills at {format_size(first.kills_at_bytes)}, {growth}"
-    if fullest.name != first.name and used_share(fullest, limits) >= limits.warn_at:
+    if fullest.name != first.name and used_share(fullest, policy) >= policy.warn_at:
         text += f"; {fullest.name}: {_in_use(fullest)}; kills at {format_size(fullest.kills_at_bytes)}"
     return text
 
 
-def _in_use(killer: MemoryLimit) -> str:
-    return f"{format_gib(killer.used_bytes)} of {format_gib(killer.limit_bytes)} GiB in use ({killer.share:.0%})"
+def _in_use(limit: MemoryLimit) -> str:
+    return f"{format_gib(limit.used_bytes)} of {format_gib(limit.limit_bytes)} GiB in use ({limit.share:.0%})"

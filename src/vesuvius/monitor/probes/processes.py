@@ -79,7 +79,7 @@ class ProcessTree:
         self._scanned_at = -float("inf")
         self._uses: list[ProcessUse] = []
 
-    def also(self, pids: Collection[int]) -> None:
+    def include(self, pids: Collection[int]) -> None:
         """Take processes in from other trees, such as readers of a Ray that somebody else has started."""
         self._also = {pid: self._also.get(pid) for pid in pids}
 

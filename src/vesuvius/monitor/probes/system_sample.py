@@ -91,9 +91,9 @@ class Watcher:
         self._pid, self._gpus = pid, gpus
         self._tree = ProcessTree(pid)
 
-    def also(self, pids: Collection[int]) -> None:
+    def include(self, pids: Collection[int]) -> None:
         """From now on these processes, and their descendants, belong to the run wherever they stem from."""
-        self._tree.also(pids)
+        self._tree.include(pids)
 
     def sample(self) -> SystemSample:
         """Read everything once.  Takes milliseconds; never PSS, which takes seconds for large processes."""

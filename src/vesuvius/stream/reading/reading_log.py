@@ -26,7 +26,7 @@ import psutil
 
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
-from vesuvius.runlog.records import from_plain
+from vesuvius.runlog.records import from_dict
 from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def read_logs(folder: Path) -> list[ReadingLog]:
     for path in sorted(folder.glob("*.note")):
         try:
             content = path.read_bytes()
-            note = from_plain(ReadingLog, json.loads(content[:_SIZE]))
+            note = from_dict(ReadingLog, json.loads(content[:_SIZE]))
         except (OSError, ValueError):
             continue
         _, crashed, reason = content[_SIZE:].decode(errors="replace").partition(_FATAL)

@@ -19,7 +19,7 @@ import torch
 from vesuvius.config import Config
 from vesuvius.errors import GpuMemoryError, one_line
 from vesuvius.loader.device import pinned_bytes
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
+from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.probes.vram import Vram
 from vesuvius.runlog.units import GIB, format_size
@@ -218,7 +218,7 @@ def num_local_ranks(config: Config) -> int:
 
 def ram_limit(configured_gib: float | None) -> MemoryLimit:
     """The smallest of the machine's memory, the limits of this process's cgroups, and `monitor.ram_limit_gib`."""
-    limits = Limits(configured_bytes=None if configured_gib is None else int(configured_gib * GIB))
+    limits = MemoryPolicy(configured_bytes=None if configured_gib is None else int(configured_gib * GIB))
     return tightest(sample_system(os.getpid()), limits)
 
 

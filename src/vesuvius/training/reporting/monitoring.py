@@ -14,13 +14,13 @@ from vesuvius.config import Config
 from vesuvius.config.describe import flatten
 from vesuvius.errors import EXIT_ERROR
 from vesuvius.monitor.memory.guard import Order
-from vesuvius.monitor.memory.limits import Limits, ray_memory, ray_share_from_environment
+from vesuvius.monitor.memory.limits import MemoryPolicy, ray_memory, ray_share_from_environment
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.post_mortem import (
     Death,
     append_death,
     death_lines,
-    ended_run,
+    death_of_this_run,
     examine_reader,
     examine_run,
     read_deaths,
@@ -42,10 +42,10 @@ from vesuvius.training.request import RunContext
 log = logging.getLogger(__name__)
 
 
-def memory_limits(config: Config, ranks_here: int = 1) -> Limits:
+def memory_policy(config: Config, ranks_here: int = 1) -> MemoryPolicy:
     """What the memory of a run is held against; `ranks_here`: its ranks on this machine."""
     monitor = config.monitor
-    return Limits(
+    return MemoryPolicy(
         ray_share=ray_share_from_environment(os.environ, ray_memory(sample_system(os.getpid()))[1])
         if config.training.workers
         else None,
@@ -66,7 +66,7 @@ class OpenSession:
 @contextmanager
 def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iterator[OpenSession]:
     """`session.json`: that this process is at work here, and at the end that it was no more."""
-    limits = memory_limits(config, ranks_here)
+    limits = memory_policy(config, ranks_here)
     session = OpenSession(begin_session(directory.session, config.name, config.training.workers, limits))
     try:
         yield session
@@ -127,13 +127,13 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
 def reader_died(run: RunContext, monitor: Monitor, stream: PatchStream, event: StreamEvent) -> None:
     """Examine a reader that was replaced."""
     session = replace(run.session, workers=stream.options.workers)  # the guard may have dropped some
-    death = examine_reader(event.fields, run.progress.step, session, monitor.moments(), stream.local_readers())
+    death = examine_reader(event.fields, run.progress.step, session, monitor.recent_samples(), stream.local_readers())
     _keep(run.directory, death)
 
 
 def run_died(run: RunContext, monitor: Monitor, killer: Literal["gpu", "guard"], reason: str, remedy: str) -> None:
     """Keep how this run ended, which ran out of GPU memory, or which the memory guard ended."""
-    _keep(run.directory, ended_run(killer, run.progress.step, reason, monitor.moments(), remedy))
+    _keep(run.directory, death_of_this_run(killer, run.progress.step, reason, monitor.recent_samples(), remedy))
 
 
 def log_killed_session(directory: RunDir) -> None:

@@ -24,7 +24,7 @@ from vesuvius.config import Config
 from vesuvius.diffusion.estimate import Denoise, generate
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.runlog.files import write_whole
+from vesuvius.runlog.files import write_atomically
 from vesuvius.training.validation.texture import (
     HISTOGRAM_EDGES,
     Texture,
@@ -236,7 +236,7 @@ def make_preview(
     montage = draw_grid(cells, f"{config.name} step {step}", len(cells))
     with_charts(montage, both["generated"], both["real"]).save(png := io.BytesIO(), format="PNG")
     (run / picture).parent.mkdir(parents=True, exist_ok=True)
-    write_whole(run / picture, png.getvalue())
+    write_atomically(run / picture, png.getvalue())
     record = {
         "picture": picture.as_posix(),
         "histogram": {"edges": HISTOGRAM_EDGES.tolist()} | {name: t.histogram.tolist() for name, t in both.items()},
