@@ -67,7 +67,7 @@ def test_samples_are_drawn_once_and_judged_with_figures_floors_and_a_page(
     assert found["figures"]["histogram_distance"]["floor"] >= 0
     width, height = Image.open(folder / "montage.png").size
     assert width < 8 * 120
-    assert height == 20 + 2 * 2 * (20 + 100), "sixteen generated and real ones, in rows of eight"
+    assert height == 20 + 2 * 2 * (20 + 100) + 20, "sixteen generated and real ones, in rows of eight"
     drawn = list((trained / "runs/shown/samples").iterdir())
     assert len(drawn) == 1
     before = (drawn[0] / "samples.zarr/.zattrs").stat().st_mtime_ns

@@ -210,12 +210,12 @@ def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record
     np.testing.assert_array_equal(samples.voxels()[:2], to_grey_values(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
 
     picture = np.asarray(Image.open(samples.path / "montage.png")).astype(float)
-    # Each pixel 6 wide: slices of 96 beside and above ones of 48, a gap of 4 each, 12 more beside, a line of 20 above
-    # each sample and one at the top; 5 samples in 3 columns.
+    # Voxels 6 pixels wide: slices of 96 next to and above ones of 48, a gap of 4 each, 8 between samples, a line of 20
+    # above each, one for the title and one for the scale bar; 5 samples in 3 columns.
     side = 96 + 4 + 48 + 4
-    assert picture.shape == (20 + 2 * (20 + side), 3 * (side + 12))
+    assert picture.shape[0] == 20 + 2 * (20 + side) + 20
     for number in range(5):
-        top, left = 40 + number // 3 * (20 + side), number % 3 * (side + 12)
+        top, left = 40 + number // 3 * (20 + side), 4 + number % 3 * (side + 8)
         shown = picture[top : top + 96 : 6, left : left + 96 : 6]
         greys = samples.voxels()[number, 4].astype(float)
         expected = 255 * (greys - record["grey_low"]) / (record["grey_high"] - record["grey_low"])
@@ -502,7 +502,7 @@ def test_a_conditional_model_is_shown_the_held_out_condition_and_both_are_writte
     assert (one.voxels() != three.voxels()[:1]).any()
     assert (one.record["evaluations_per_sample"], three.record["evaluations_per_sample"]) == (6, 3)
     width, height = Image.open(tmp_path / "three/montage.png").size
-    assert (width, height) == (2 * (2 * 152 + 12), 20 + 2 * 172), "label and sample of three, in two columns"
+    assert (width, height) == (2 * (2 * 152 + 8) + 4, 20 + 2 * 172 + 20), "labels and sample of three, in two columns"
     moved = (conditional / "labels.zarr").rename(tmp_path / "moved.zarr")
     assert ends("--out", tmp_path / "out", checkpoint="shown") == 6
     moved.rename(conditional / "labels.zarr")

@@ -25,12 +25,12 @@ from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
 from vesuvius.generate.common import OnProgress, SamplingStoppedError
-from vesuvius.generate.volume.held_out import generate_held_out
 from vesuvius.generate.volume.inputs import InputConfig
+from vesuvius.generate.volume.picture import generate_held_out
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.generate.volume.tasks import TaskRunner
 from vesuvius.loader.patch_loader import PatchLoader
-from vesuvius.training.validation.preview import HEADING
+from vesuvius.training.validation.pictures import GAP, MontageCell, draw_grid
 from vesuvius.volume_tools.pyramid import halve, halve_labels
 from vesuvius.volumes.box import slices
 from vesuvius.volumes.volume import open_volume
@@ -73,13 +73,17 @@ def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
     monkeypatch.setattr("vesuvius.generate.volume.run._CHUNK", 16)
     out = tmp_path / "big.zarr"
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
-    assert re.search(r"wrote .*big.zarr: 12x24x24 uint8, 2 level\(s\), in [\d.]+ s\n", capsys.readouterr().out)
+    assert re.search(
+        r"wrote .*big.zarr: 12x24x24 uint8, 2 level\(s\), in [\d.]+ s; middle slices: .*big.png\n",
+        capsys.readouterr().out,
+    )
     opened = open_volume(ArrayConfig(path=str(out)))
     assert (opened.shape_zyx, opened.dtype, opened.voxel_size_um) == (SHAPE, np.uint8, (8.0, 8.0, 8.0))
     assert opened.chunk_zyx == (12, 16, 16)
     assert voxels(out).std() > 10
     np.testing.assert_array_equal(voxels(out, 1), halve(voxels(out)))
-    assert [path.name for path in tmp_path.iterdir()] == ["big.zarr"], "no state is left"
+    assert {path.name for path in tmp_path.iterdir()} == {"big.zarr", "big.png"}, "no state is left"
+    assert np.asarray(Image.open(tmp_path / "big.png")).std() > 10
     attributes = json.loads((out / ".zattrs").read_text())
     assert attributes["vesuvius_drawing"]["shape_zyx"] == list(SHAPE)
     assert [dataset["path"] for dataset in attributes["multiscales"][0]["datasets"]] == ["0", "1"]
@@ -331,7 +335,17 @@ def test_what_cannot_be_drawn_is_refused_in_one_line_and_nothing_is_written(
     assert [path.name for path in tmp_path.rglob("*")] == ["out.zarr", "mine"]
 
 
-def test_what_was_held_out_stands_beside_what_is_generated_from_its_labels(trained: Path, tmp_path: Path) -> None:
+def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that swapped two columns or their captions, or scaled the grey values apart, would pass a look."""
+    drawn: list[tuple[Any, ...]] = []
+
+    def recorded(cells: list[MontageCell], title: str, *options: Any) -> Image.Image:
+        drawn.append((cells, title, options[0]))
+        return draw_grid(cells, title, *options)
+
+    monkeypatch.setattr("vesuvius.generate.volume.picture.draw_grid", recorded)
     out, picture = tmp_path / "part.zarr", tmp_path / "part.png"
     generate_held_out(Path("runs/shown"), (64, 24, 20), out, picture, lambda what, done, total: None)
     (held_out,) = json.loads(Path("runs/shown/split.json").read_text())["volumes"]
@@ -346,9 +360,16 @@ def test_what_was_held_out_stands_beside_what_is_generated_from_its_labels(train
     np.testing.assert_array_equal(voxels(out), voxels(tmp_path / "again.zarr"))
 
     low, high = held_out["grey_low"], held_out["grey_high"]
-    real = voxels(trained / "scan.zarr")[z0:z1, y0:y1, x0:x1]
-    rows = np.asarray(Image.open(picture))[2 * HEADING :][:48:2, :, 0].astype(float)
-    for shown in (real, voxels(out)):
-        middle = np.clip((shown[(z1 - z0) // 2] - low) / (high - low), 0, 1) * 255
-        far = [np.abs(rows[:, left : left + 40 : 2] - middle).max() for left in range(rows.shape[1] - 40)]
-        assert min(far) < 1.01, "greys are rounded down"
+    real, labels = (voxels(trained / name)[z0:z1, y0:y1, x0:x1] for name in ("scan.zarr", "labels.zarr"))
+    shown = {
+        "real (held out)": (real - np.float64(low)) / (high - low),
+        "labels": labels / labels.max(),
+        "generated from the labels": (voxels(out) - np.float64(low)) / (high - low),
+    }
+    cells, _, bar = drawn[0]
+    assert (bar.pixels, bar.voxel_size_um) == (2, (8.0, 8.0, 8.0))
+    for cell, (caption, values) in zip(cells, shown.items(), strict=True):
+        assert cell.caption == caption
+        expected = np.clip(values[(z1 - z0) // 2], 0, 1) * 255
+        np.testing.assert_allclose(cell.picture[:48:2, :40:2].astype(float), expected, atol=1.01)  # greys round down
+    assert Image.open(picture).height > 3 * 20 + 48 + GAP

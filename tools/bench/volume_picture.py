@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
-from vesuvius.training.validation.preview import GAP as GAP_PX
-from vesuvius.training.validation.preview import PAPER, MontageCell, draw_grid
+from vesuvius.training.validation.pictures import BACKGROUND, MontageCell, ScaleBar, draw_grid
+from vesuvius.training.validation.pictures import GAP as GAP_PX
 from vesuvius.volumes.box import Box, shape_of, slices
+from vesuvius.volumes.geometry import FloatTriple
+from vesuvius.volumes.volume import open_volume
 
 BOX: Box = ((0, 0, 0), (64, 256, 256))
 GAP: Box = ((28, 80, 112), (36, 112, 144))
@@ -92,7 +95,13 @@ def main() -> None:
     }
     cells = [MontageCell(caption, two_slices(voxels)) for caption, voxels in pictures.items()]
     title = f"64x256x256 voxels; above: slice z={SHOWN_Z}, below: slice x={SHOWN_X} (z down)"
-    draw_grid(cells, title, columns=3).save(arguments.picture, optimize=True)
+    draw_grid(cells, title, ScaleBar(1, voxel_size_um(arguments.volume)), 3).save(arguments.picture, optimize=True)
+
+
+def voxel_size_um(path: Path) -> FloatTriple | None:
+    """Edge lengths (z, y, x) that the metadata of a volume state."""
+    with closing(open_volume(ArrayConfig(path=str(path)))) as volume:
+        return volume.voxel_size_um
 
 
 def read_box(path: Path) -> NDArray[Any]:
@@ -153,7 +162,7 @@ def border_ratio(voxels: NDArray[Any], inside: tuple[slice, ...]) -> float:
 def two_slices(voxels: NDArray[Any]) -> NDArray[np.uint8]:
     """Across z, and across x below it."""
     z, y, _ = voxels.shape
-    picture = np.full((y + GAP_PX + z, y + GAP_PX), PAPER, np.uint8)
+    picture = np.full((y + GAP_PX + z, y + GAP_PX), BACKGROUND, np.uint8)
     picture[:y, :y] = voxels[SHOWN_Z]
     picture[y + GAP_PX :, :y] = voxels[:, :, SHOWN_X]
     return picture

@@ -28,8 +28,8 @@ from vesuvius.diffusion.estimate import Condition, NetworkEstimate, predict
 from vesuvius.diffusion.sampler import Estimate, sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.generate.common import Watch
-from vesuvius.generate.volume.held_out import held_out_box, patches_of
 from vesuvius.generate.volume.inputs import InputConfig
+from vesuvius.generate.volume.picture import held_out_box, patches_of
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.generate.volume.tasks import Sampling, TaskRunner, VolumeJob, this_process
 from vesuvius.generate.volume.tiling import Tiling

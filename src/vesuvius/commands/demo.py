@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     found += f"checkpoint  {max(run.glob('checkpoints/step_*'), default='none')}"
     if config.has_condition and config.data.validation.fraction:
         volume_out, picture = run / "samples/generated.zarr", run / "samples/generated.png"
-        from vesuvius.generate.volume.held_out import generate_held_out  # imports torch
+        from vesuvius.generate.volume.picture import generate_held_out  # imports torch
 
         with Progress("generating a volume") as progress:
             generate_held_out(run, (64, 128, 128), volume_out, picture, progress.update)

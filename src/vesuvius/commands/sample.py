@@ -197,14 +197,16 @@ def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 
 def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.volume.inputs import InputConfig
+    from vesuvius.generate.volume.picture import draw_volume_picture
     from vesuvius.generate.volume.run import VolumeRequest, forecast_volume, generate_volume
 
     inputs = InputConfig(arguments.inpaint, arguments.mask, arguments.condition, arguments.box)
     options = {name: found for name in _OF_VOLUMES if (found := getattr(arguments, name)) is not None}
-    out, labels_out = arguments.out, None
+    out, labels_out, picture = arguments.out, None, arguments.out.with_suffix(".png")
     if out.suffix != ".zarr" and arguments.condition and not arguments.inpaint:
         # The layout that villa's trainer reads: images/NAME.zarr, labels/NAME_TARGET.zarr.
         labels_out = out / "labels" / f"{arguments.seed}_labels.zarr"
+        picture = out / f"{arguments.seed}.png"
         out = out / "images" / f"{arguments.seed}.zarr"
     common |= {"out": out, "shape_zyx": arguments.shape, "inputs": inputs, "labels_out": labels_out}
     request = VolumeRequest(**common, **options)
@@ -213,5 +215,6 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         return EXIT_OK
     with Progress("sampling") as progress:
         text = generate_volume(request, progress.update)
-    say(text)
+    draw_volume_picture(request, picture)
+    say(f"{text}; middle slices: {picture}")
     return EXIT_OK

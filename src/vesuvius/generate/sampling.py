@@ -51,7 +51,7 @@ from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
 from vesuvius.training.step.setup import AmpMode
 from vesuvius.training.stop import StopRequest
-from vesuvius.training.validation.preview import MontageCell, draw_grid, magnification, orthogonal_slices
+from vesuvius.training.validation.pictures import MontageCell, ScaleBar, draw_grid, magnification, orthogonal_slices
 from vesuvius.volumes.alignment import Alignment, covered_shape
 from vesuvius.volumes.box import box_at, triple
 from vesuvius.volumes.geometry import FloatTriple
@@ -101,6 +101,7 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
     """Draw all samples batch by batch, into arrays and a picture.  Returns the network calls per sample."""
     config, network = info.config, Network(request)
     volume, grey = info.data.volumes[request.volume_index], info.data.greys.volumes[request.volume_index]
+    scale = magnification(config.data.patch_size)
     log.info(
         "sampling from %s, %s weights of step %d, %.1f M parameters, device %s, amp %s",
         *(info.checkpoint, request.weights, info.step, network.denoiser.parameters / 1e6),
@@ -151,8 +152,8 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
             pictures, caption = [x_0], "{}"
             if conditions and stored is not None:
                 shown[rows] = stored
-                pictures, caption = [conditions.to_model_values(stored), x_0], "{}: condition, sample"
-            scale = magnification(x_0.shape[1:])
+                pictures = [conditions.to_model_values(stored), x_0]
+                caption = "{}: labels, sample" if config.data.labels else "{}: condition, sample"
             for place, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
                 row = np.hstack([orthogonal_slices(values[place], scale) for values in pictures])
                 cells.append(MontageCell(caption.format(number), row))
@@ -165,9 +166,9 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
     more = f", first {MAX_IN_MONTAGE} of {request.count}" if request.count > MAX_IN_MONTAGE else ""
     title = (
         f"{config.name} step {info.step} ({request.weights}), {config.diffusion.sampler} "
-        f"{config.diffusion.sampler_steps} steps, seed {request.seed}{more}: z, y, x slices"
+        f"{config.diffusion.sampler_steps} steps, seed {request.seed}{more}; middle slices across z, y and x"
     )
-    draw_grid(cells, title).save(directory / MONTAGE, format="PNG")
+    draw_grid(cells, title, ScaleBar(scale, volume.voxel_size_um)).save(directory / MONTAGE, format="PNG")
     return evaluations
 
 

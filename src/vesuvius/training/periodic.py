@@ -164,6 +164,7 @@ class PeriodicTasks:
                 self._train_step.denoiser("ema"),
                 self._train_step.schedule,
                 self._reference,
+                run.checked.facts.voxel_size_um,
                 partial(self._stops, "sampling step of a preview"),
             )
         except OSError as error:  # a full disk: no reason to end a run

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vesuvius.training.validation.preview import (
+from vesuvius.training.validation.pictures import (
+    BACKGROUND,
     GAP,
-    HEADING,
-    PAPER,
+    LINE,
     MontageCell,
+    ScaleBar,
     draw_charts,
     draw_grid,
     orthogonal_slices,
@@ -35,18 +36,20 @@ def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
     ]
     assert across_y[::2, ::2].tolist() == [[191, 191, 255, 191, 191]] * 2
     assert (across_x == 255).all()
-    assert (picture == PAPER).sum() == picture.size - across_z.size - across_y.size - across_x.size, "nothing elsewhere"
+    assert (picture == BACKGROUND).sum() == picture.size - across_z.size - across_y.size - across_x.size, (
+        "nothing elsewhere"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 7, 64])
 def test_a_grid_shows_every_cell_once_and_is_no_ribbon(count: int) -> None:
     cells = [MontageCell(str(number), np.full((100, 120), 100 + number, np.uint8)) for number in range(count)]
-    picture = np.asarray(draw_grid(cells, "t"))
+    picture = np.asarray(draw_grid(cells, "t", ScaleBar(1, None)))
     found = [int((picture == 100 + number).sum()) for number in range(count)]
     # a few pixels of the letters may be as grey as a cell
     assert all(abs(n - 100 * 120) < 400 for n in found), found
     height, width = picture.shape
-    assert 0.3 < (height - HEADING) / width < 2
+    assert 0.3 < (height - LINE) / width < 2
 
 
 def texture(scale: float) -> Texture:
@@ -61,14 +64,41 @@ def count(picture: NDArray[np.uint8], colour: tuple[int, int, int]) -> tuple[int
 
 @pytest.mark.filterwarnings("error")
 def test_both_charts_show_both_curves_but_for_a_spectrum_without_power() -> None:
-    picture = draw_charts(800, texture(0.2), texture(0.5))
+    picture = draw_charts(800, {"real": texture(0.5), "generated": texture(0.2)}, None)
     assert picture.shape == (300, 800, 3)
     assert picture.dtype == np.uint8
     assert all(number > 100 for colour in (ORANGE, BLUE) for number in count(picture, colour))
     in_legend = 50
     for value in (math.nan, 0.0):
         flat = measure_texture([np.full((8, 16, 16), value, np.float32)])
-        missing = draw_charts(800, flat, texture(0.5))
+        missing = draw_charts(800, {"real": texture(0.5), "generated": flat}, None)
         assert count(missing, ORANGE)[1] < in_legend
         assert all(number > in_legend for number in count(missing, BLUE))
-    draw_charts(800, flat, flat)
+    draw_charts(800, {"real": flat, "generated": flat}, None)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "size_um", "width", "bar"),
+    [
+        (2, None, 96, (40, "20 voxels")),
+        (0.5, None, 96, (50, "100 voxels")),
+        (1, (8.0, 8.0, 8.0), 100, (62, "500 µm   (voxel 8 µm)")),
+        (2, (8.0, 4.0, 2.5), 1000, (800, "1 mm   (voxel 8 x 4 x 2.5 µm)")),
+    ],
+)
+def test_a_scale_bar_has_the_length_along_x_that_its_label_states(
+    pixels: float, size_um: tuple[float, float, float] | None, width: int, bar: tuple[int, str]
+) -> None:
+    """A program that took the size along z for x, or forgot the magnification, would draw another length."""
+    assert ScaleBar(pixels, size_um).fitted(width) == bar
+    grid = np.asarray(draw_grid([MontageCell("c", np.zeros((width, width), np.uint8))], "t", ScaleBar(pixels, size_um)))
+    assert (grid[-LINE + 8 : -LINE + 12, GAP : GAP + bar[0]] > 200).all()
+    assert (grid[-LINE + 8, GAP + bar[0] :][:4] == BACKGROUND).all()
+
+
+def test_a_long_title_wraps_instead_of_widening_the_picture() -> None:
+    cell = MontageCell("c", np.full((100, 100), 7, np.uint8))
+    short, long = (np.asarray(draw_grid([cell], title, ScaleBar(1, None))) for title in ("one", "word " * 200))
+    assert long.shape[1] < 560
+    assert long.shape[0] > short.shape[0] + 5 * LINE
+    assert (long == 7).sum() >= 100 * 100, "the text does not cover the picture"

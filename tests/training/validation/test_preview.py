@@ -21,13 +21,13 @@ from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.step.conditioner import Conditioner
-from vesuvius.training.validation.preview import GAP, HEADING, make_preview
+from vesuvius.training.validation.pictures import GAP, LINE
+from vesuvius.training.validation.preview import make_preview
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, measure_texture
 from vesuvius.training.validation.validation import Reference
 
 SHAPE = (8, 16, 16)
 SIDE = 6 * (16 + 8) + 2 * GAP  # of a patch in the picture: z beside x, and below y
-COLUMN = SIDE + 3 * GAP
 GREYS = (IntensityRange(0, 255),)
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def smooth(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
 
 def preview(run: Path, used: Config | None = None, step: int = 500, **options: Any) -> dict[str, Any]:
     used = used or config()
-    options = {"denoise": smooth, "reference": reference(), "stop": lambda: False} | options
+    options = {"denoise": smooth, "reference": reference(), "voxel_size_um": None, "stop": lambda: False} | options
     record = make_preview(used, run, step, schedule=Schedule.from_config(used.diffusion), **options)
     assert record is not None
     return record
@@ -66,14 +66,14 @@ def pixels(run: Path, step: int = 500) -> NDArray[np.uint8]:
 
 def columns_of(picture: NDArray[np.uint8], count: int = 2) -> list[NDArray[np.uint8]]:
     """Real patches, their conditions, patches drawn under them, and without them: the pixels of each."""
-    rows = picture[2 * HEADING :][: count * SIDE]
-    return [rows[:, left : left + SIDE] for left in range(0, 4 * COLUMN, COLUMN)]
+    rows, width = picture[2 * LINE :, GAP:][: count * SIDE], (picture.shape[1] - GAP) // 4
+    return [rows[:, left : left + SIDE] for left in range(0, 4 * width, width)]
 
 
 def test_the_picture_has_a_row_a_patch_and_the_curves_below(tmp_path: Path) -> None:
     preview(tmp_path)
     picture = pixels(tmp_path)
-    assert picture.shape == (2 * HEADING + 2 * SIDE + 300, 4 * COLUMN, 3), "the curves are as wide as the columns"
+    assert picture.shape[0] == 3 * LINE + 2 * SIDE + 300
     real, condition, under, without = columns_of(picture)
     assert np.array_equal(real, condition), "the reference's condition is the patch itself"
     assert min(column.std() for column in (real, under, without)) > 10
@@ -120,7 +120,7 @@ def test_a_patch_is_the_same_at_every_step(tmp_path: Path) -> None:
     one, two = pixels(tmp_path / "a"), pixels(tmp_path / "b", 1000)
     for column, other in zip(columns_of(one), columns_of(two), strict=True):
         assert np.array_equal(column, other)
-    assert not np.array_equal(one[:HEADING], two[:HEADING]), "the title says the step"
+    assert not np.array_equal(one[:LINE], two[:LINE]), "the title says the step"
 
 
 def test_a_stop_ends_it_after_the_sampling_step_in_hand_and_leaves_no_file(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_stop_ends_it_after_the_sampling_step_in_hand_and_leaves_no_file(tmp_p
 
     used = config(steps=3)
     schedule = Schedule.from_config(used.diffusion)
-    assert make_preview(used, tmp_path, 500, counted, schedule, reference(), lambda: called >= calls) is None
+    assert make_preview(used, tmp_path, 500, counted, schedule, reference(), None, lambda: called >= calls) is None
     assert called == calls
     assert not list(tmp_path.iterdir())
 

@@ -28,9 +28,10 @@ from vesuvius.runlog.records import replace_nonfinite
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
-from vesuvius.training.validation.preview import MontageCell, draw_grid, magnification, middle_slice
+from vesuvius.training.validation.pictures import MontageCell, ScaleBar, draw_grid, magnification, middle_slice
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES
 from vesuvius.volume_tools.record import check_record, finished_record
+from vesuvius.volumes.geometry import FloatTriple
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,8 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
     with atomic_directory(folder, "evaluations") as staged:
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(comparison)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
-        picture = _montage(staged, {"generated": generated.values, "real": real.held_out.values}, config.name)
+        rows = {"generated": generated.values, "real": real.held_out.values}
+        picture = _montage(staged, rows, config.name, info.data.volumes[asked.volume_index].voxel_size_um)
         write_page(staged, NAME, [report], made_by(request.command), [picture])
     return folder, f"{table.text}\n\n{verdict(comparison)}"
 
@@ -151,8 +153,10 @@ def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) ->
     return out
 
 
-def _montage(folder: Path, rows: dict[str, NDArray[np.float32]], name: str) -> Picture:
-    """Write montage.png, middle slices of the first patches of each kind, in rows by turns; the same for the page."""
+def _montage(
+    folder: Path, rows: dict[str, NDArray[np.float32]], name: str, voxel_size_um: FloatTriple | None
+) -> Picture:
+    """Write montage.png with middle slices of the first patches of each set in alternating rows; also for the page."""
     scale, kinds = magnification(rows["real"].shape[1:]), " / ".join(rows)
     count = min(_SHOWN, *map(len, rows.values())) // _COLUMNS * _COLUMNS
     cells = [
@@ -161,11 +165,12 @@ def _montage(folder: Path, rows: dict[str, NDArray[np.float32]], name: str) -> P
         for kind, patches in rows.items()
         for number in range(first, first + _COLUMNS)
     ]
-    montage = draw_grid(cells, f"{name}: {kinds}, middle slices across z", _COLUMNS)
+    title = f"{name}: {kinds} patches in alternating rows, middle slices across z"
+    montage = draw_grid(cells, title, ScaleBar(scale, voxel_size_um), _COLUMNS)
     montage.save(folder / "montage.png", format="PNG")
     small = io.BytesIO()
     montage.convert("RGB").save(small, format="JPEG", quality=85, optimize=True)
-    return Picture(f"Rows of patches by turns: {kinds}; middle slices across z", small.getvalue())
+    return Picture(title, small.getvalue())
 
 
 def verdict(comparison: Comparison) -> str:

@@ -67,6 +67,12 @@ class DataFacts:
     greys: IntensityRanges  # their grey ranges
     spectrum: Spectrum  # of their voxels
 
+    @property
+    def voxel_size_um(self) -> FloatTriple | None:
+        """Edge lengths (z, y, x) if they are known and equal in all volumes."""
+        sizes = {volume.voxel_size_um for volume in self.volumes}
+        return sizes.pop() if len(sizes) == 1 else None
+
     def state_dict(self) -> dict[str, Any]:
         """As tensors and plain data."""
         volumes = [

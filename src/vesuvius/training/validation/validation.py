@@ -53,6 +53,8 @@ class Reference:
         self.held_out = fixed.held_out
         self._fixed = fixed
         self._scales = intensity_scales(greys.volumes)
+        # of all volumes, or None if they differ
+        self.grey = greys.volumes[0] if len(set(greys.volumes)) == 1 else None
         self._conditioner = conditioner
         self._device = device
 

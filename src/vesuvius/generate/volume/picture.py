@@ -1,0 +1,166 @@
+"""Pictures of generated volumes: middle slices next to the labels and, for held-out labels, to the real voxels."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from vesuvius.config import ArrayConfig, DataConfig, Triple
+from vesuvius.generate.common import OnProgress
+from vesuvius.generate.volume.inputs import InputConfig
+from vesuvius.generate.volume.run import VolumeRequest, generate_volume
+from vesuvius.loader.intensity import intensity_scales, normalised
+from vesuvius.plan.make_plan import split_volume
+from vesuvius.runlog.units import format_sizes
+from vesuvius.stream.start.prepare import IntensityRange
+from vesuvius.training.checkpoint.format import find_checkpoint
+from vesuvius.training.checkpoint.trained import read_checkpoint_info
+from vesuvius.training.validation.pictures import (
+    MontageCell,
+    ScaleBar,
+    UInt8,
+    draw_grid,
+    joined_slices,
+    orthogonal_slices,
+    with_charts,
+)
+from vesuvius.training.validation.texture import measure_texture
+from vesuvius.volumes.box import Box, box_along, box_at, shape_of, slices, times, triple
+from vesuvius.volumes.geometry import FloatTriple
+from vesuvius.volumes.volume import open_volume
+
+Float32 = NDArray[np.float32]
+_SCALE = 2
+_CHARTS_PX = 220
+_LONGEST = 512  # voxels along an axis; of larger volumes a coarser level is shown
+_WIDTH_PX = 256  # small volumes are magnified to about this
+
+
+def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
+    """Write a PNG with the middle slices of a finished volume and of its labels, if they were written too.
+
+    Raises:
+        DataError: the volume cannot be read.
+    """
+    grey = read_checkpoint_info(find_checkpoint(request.checkpoint)).data.greys.volumes[request.volume_index]
+    cells, name = [], "generated"
+    if request.labels_out is not None:
+        labels, scale, size_um = _volume_slices(request.labels_out, None)
+        cells, name = [MontageCell("labels", labels)], "generated from the labels"
+    shown, scale, size_um = _volume_slices(request.out, grey)
+    cells.append(MontageCell(name, shown))
+    draw_grid(cells, f"{request.out.name}: middle slices", ScaleBar(scale, size_um), len(cells)).save(picture)
+
+
+def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, int, FloatTriple | None]:
+    """Middle slices of an OME-Zarr, pixels per voxel and the size of a voxel of the level that is shown.
+
+    Args:
+        grey: grey values that become black and white; None = from 0 to the largest value.
+    """
+    level, more = 0, True
+    while more:
+        with closing(open_volume(ArrayConfig(path=str(path), level=level))) as volume:
+            shape = volume.shape_zyx
+            more = max(shape) > _LONGEST and (path / str(level + 1)).is_dir()
+            level += 1
+            if more:
+                continue
+            cuts = [
+                box_along((size // 2, size // 2 + 1) if a == axis else (0, size) for a, size in enumerate(shape))
+                for axis in range(3)
+            ]
+            faces = [volume.read(cut) for cut in cuts]
+            size_um = volume.voxel_size_um
+    grey = grey or IntensityRange(0, max(1, *(float(face.max()) for face in faces)))
+    flat = [_model_values(face, grey).squeeze(axis) for axis, face in enumerate(faces)]
+    scale = max(1, _WIDTH_PX // max(shape))
+    return joined_slices(flat[0], flat[1], flat[2], scale), scale, size_um
+
+
+def _model_values(voxels: NDArray[np.generic], grey: IntensityRange) -> Float32:
+    values: Float32 = normalised(torch.from_numpy(voxels[None]), intensity_scales([grey]))[0].numpy()
+    return values
+
+
+def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_progress: OnProgress) -> None:
+    """Generate a volume from the labels in the middle of the held-out part, and draw it next to the real voxels.
+
+    Args:
+        run: the run directory of a model with labels, whose first volume has a held-out part.
+        most_zyx: largest size of the volume; smaller if less is held out.
+        out: the OME-Zarr to write.
+        picture: the PNG to write.
+        on_progress: as in `generate_volume`.
+
+    Raises:
+        DataError, and what `generate_volume` raises.
+    """
+    info = read_checkpoint_info(find_checkpoint(run))
+    data, spec, grey = info.config.data, info.config.data.volumes[0], info.data.greys.volumes[0]
+    assert spec.condition is not None
+    box = held_out_box(data, most_zyx)
+    with closing(open_volume(spec.condition, data.store)) as volume:
+        labels = volume.read(box)
+    given = InputConfig(condition=spec.condition, box=box)
+    generate_volume(VolumeRequest(info.checkpoint, "ema", (), 0, 4, 0, out, None, workers=1, inputs=given), on_progress)
+    values = []
+    for source, part in ((spec, box), (ArrayConfig(path=str(out)), ((0, 0, 0), shape_of(box)))):
+        with closing(open_volume(source, data.store)) as volume:
+            values.append(_model_values(volume.read(part), grey))
+    title = (
+        f"{format_sizes(shape_of(box))} voxels after {info.step} steps of training; middle slices across z (top) and "
+        "y (bottom)"
+    )
+    size_um = info.data.volumes[0].voxel_size_um
+    side_by_side(title, values[0], labels, values[1], data.patch_size, grey, size_um).save(picture)
+
+
+def side_by_side(
+    title: str,
+    real: Float32,
+    labels: NDArray[np.integer],
+    generated: Float32,
+    patch_zyx: Triple,
+    grey: IntensityRange,
+    voxel_size_um: FloatTriple | None,
+) -> Image.Image:
+    """Middle slices across z and y of three volumes of one shape; below, histogram and spectrum of two.  Pure.
+
+    Args:
+        real, generated: model values.
+        patch_zyx: the spectra are means over patches of this size.
+        grey: grey values of the model values -1 and +1.
+    """
+    columns = {
+        "real (held out)": real,
+        "labels": labels * (2 / max(1, labels.max())) - 1,
+        "generated from the labels": generated,
+    }
+    width = real.shape[2] * _SCALE
+    cells = [MontageCell(name, orthogonal_slices(voxels, _SCALE)[:, :width]) for name, voxels in columns.items()]
+    textures = {
+        name: measure_texture(patches_of(voxels, patch_zyx)) for name, voxels in columns.items() if name != "labels"
+    }
+    montage = draw_grid(cells, title, ScaleBar(_SCALE, voxel_size_um), len(cells))
+    return with_charts(montage, textures, grey, _CHARTS_PX)
+
+
+def patches_of(voxels: Float32, patch_zyx: Triple) -> list[Float32]:
+    """The patches of a volume that lie next to each other, partial ones left out."""
+    grid = (size // patch for size, patch in zip(voxels.shape, patch_zyx, strict=True))
+    return [voxels[slices(box_at(times(triple(index), patch_zyx), patch_zyx))] for index in np.ndindex(*grid)]
+
+
+def held_out_box(data: DataConfig, most_zyx: Triple) -> Box:
+    """The middle of the held-out part of the first volume, at most of this size.  Reads its metadata."""
+    with closing(open_volume(data.volumes[0], data.store)) as volume:
+        held_out = split_volume(volume.name, volume.shape_zyx, data.patch_size, data.validation).validation
+    assert held_out is not None
+    cuts = [max(0, size - most) for size, most in zip(shape_of(held_out), most_zyx, strict=True)]
+    return box_along((lo + cut // 2, hi - cut + cut // 2) for lo, hi, cut in zip(*held_out, cuts, strict=True))
