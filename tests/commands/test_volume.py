@@ -66,7 +66,7 @@ def test_info_of_two_volumes_says_how_the_second_lies_in_the_first_or_that_it_do
     assert (found["factors"], found["offsets"]) == ([2, 2, 2], [10, 15, 20])
     assert found["covered"] == [[10, 15, 20], [40, 47, 52]]
     assert volume.main(["info", raw, str(tmp_path / "away")]) == 6
-    assert "they share no voxel; it has (20, 16, 16) voxels" in capsys.readouterr().err
+    assert "they do not overlap; it has (20, 16, 16) voxels" in capsys.readouterr().err
 
 
 def test_ctrl_c_exits_130_and_the_same_command_continues(tmp_path):
@@ -117,10 +117,10 @@ def test_a_wrong_command_line_exits_2_and_says_why(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["info", "nothing.zarr"], 6, "a volume must exist; got nothing.zarr"),
-        (["info", "v.zarr", "--level", "3"], 6, "a bare array has level 0 only"),
-        (["occupancy", "nothing.zarr"], 6, "a volume must exist"),
-        (["copy", "nothing.zarr", "c.zarr"], 6, "a volume must exist"),
+        (["info", "nothing.zarr"], 6, "Cannot open nothing.zarr: it does not exist"),
+        (["info", "v.zarr", "--level", "3"], 6, "a bare array has only level 0"),
+        (["occupancy", "nothing.zarr"], 6, "it does not exist"),
+        (["copy", "nothing.zarr", "c.zarr"], 6, "it does not exist"),
         (["copy", "v.zarr", "c.zarr", "--size", "1,1,999"], 2, "a box must lie inside the level"),
         (["copy", "v.zarr", "c.tif"], 2, "must end in .zarr"),
     ],

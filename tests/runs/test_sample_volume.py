@@ -158,7 +158,7 @@ def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled_and_what_is_not_finite
     scan[0, 1, 2] = 0
     arguments = ("--inpaint", source, "--mask", gaps, "--guidance", 0, "--rounds", 2)
     assert draws(tmp_path / "filled.zarr", *arguments) == 0
-    assert re.search(r"WARNING .* holds NaN or infinity, .* they are read as 0", capsys.readouterr().err)
+    assert re.search(r"WARNING .* contains NaN or infinity .* read as 0", capsys.readouterr().err)
     found = voxels(tmp_path / "filled.zarr")
     np.testing.assert_array_equal(found[mask == 0], scan[mask == 0])
     assert found[mask != 0].mean() > 20, "what is filled is not the zeros that were there"
@@ -296,7 +296,7 @@ REFUSED = {
         "does not lie inside --condition",
     ),
     "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "do not match: 64x64x64"),
-    "no volume": (("--inpaint", "no.zarr"), 6, "a volume must exist; got no.zarr"),
+    "no volume": (("--inpaint", "no.zarr"), 6, "Cannot open no.zarr: it does not exist"),
     "weights": (("--shape", "12,24,24", "--weights", "ema_0.7"), 2, "--weights must be one of"),
     "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds has no effect without --inpaint"),
     "a lonely mask": (

@@ -76,9 +76,9 @@ def test_a_folder_a_dangling_link_and_a_listed_chunk_that_is_gone_are_broken(tmp
     (path / "0/1/1").mkdir()
     (path / "1/1/1").symlink_to("elsewhere")
     found = causes(verified(path))
-    assert "a folder in place of the file" in found[0, 1, 1]
+    assert "is a folder, not a file" in found[0, 1, 1]
     assert "a broken link" in found[1, 1, 1]
-    assert found[2, 1, 1] == "listed as stored, but missing"
+    assert found[2, 1, 1] == "it is listed, but is now missing"
     assert len(found) == 3
     (path / ".chunk_occupancy.npz").unlink()
     assert set(causes(verified(path))) == {(0, 1, 1), (1, 1, 1)}, "without a listing the third is air"

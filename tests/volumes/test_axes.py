@@ -242,15 +242,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fewer axes than the array has": (multiscale("yx", "0.4"), "got ValueError: 2 axes for an array of 3"),
     "a coordinate system that is not there": (
         {"ome": {"multiscales": [{"coordinateSystems": [], "datasets": [{"path": "0"}]}]}},
-        "multiscales metadata of a volume must be well-formed",
+        "Cannot read the multiscales metadata of",
     ),
     "a negative scale": (
         ome_06({"type": "scale", "scale": [2.0, -2.0, 2.0]}, systems=ZYX),
-        r"got the scale \[2.0, -2.0, 2.0\] of z, y, x, a mirrored axis",
+        r"the scale \[2.0, -2.0, 2.0\] of z, y, x is not positive",
     ),
     "a scale of 0 in 0.4": (
         multiscale("zyx", "0.4", coordinateTransformations=[{"type": "scale", "scale": [0, 1, 1]}]),
-        r"got the scale \[0.0, 2.0, 2.0\] of z, y, x, a mirrored axis or one without a size",
+        r"the scale \[0.0, 2.0, 2.0\] of z, y, x is not positive",
     ),
 }
 
@@ -271,7 +271,9 @@ def test_names_of_group_and_array_that_contradict_each_other_are_refused_and_a_n
     tmp_path: Path,
 ) -> None:
     write_group(tmp_path / "v.zarr", "zyx", multiscale("zyx", "0.5"), names=["x", "y", "z"])
-    with pytest.raises(DataError, match="must agree; got z, y, x and x, y, z in"):
+    with pytest.raises(
+        DataError, match=r"metadata \(z, y, x\) and the dimension_names of the array \(x, y, z\) disagree"
+    ):
         open_at(tmp_path / "v.zarr")
     stored = write_group(tmp_path / "own.zarr", "zyx", multiscale("zyx", "0.5"), names=["slice", "y", "x"])
     np.testing.assert_array_equal(open_at(tmp_path / "own.zarr").read(BOX), stored[3:18, 5:24, 6:20])

@@ -155,7 +155,7 @@ def test_a_truncated_shard_of_blosc_gives_whole_chunks_or_none(
 
 
 ENTRIES = {
-    "outside": (10**6, 100, "of an object of|416 Range Not Satisfiable"),
+    "outside": (10**6, 100, "outside an object of|416 Range Not Satisfiable"),
     "no bytes": (200, 0, "has 0 bytes from byte 200"),
     "half absent": (2**64 - 1, 100, "bytes from byte 18446744073709551615"),
     "beyond all": (2**63, 2**63 + 7, "bytes from byte"),

@@ -49,7 +49,10 @@ def test_a_chunk_that_was_listed_or_read_before_and_is_gone_is_damaged(
     listed, read = open_at(address(path), path), open_at(address(path))
     read.read(((40, 10, 70), (50, 20, 80)))
     (path / CHUNK[layout]).unlink()
-    for volume, words in ((listed, "listed as stored, but missing"), (read, "read before, but missing")):
+    for volume, words in (
+        (listed, "it is listed, but is now missing"),
+        (read, "it was read before, but is now missing"),
+    ):
         with pytest.raises(UnreadableChunkError, match=words) as caught:
             volume.read(WHOLE)
         assert (caught.value.chunk, caught.value.box) == ((1, 0, 2), CHUNK_BOX)
@@ -72,7 +75,7 @@ def test_a_folder_or_a_dangling_link_in_a_chunks_place_is_damage(tmp_path: Path)
     volume = open_at(str(path))
     (path / "1/0/2").unlink()
     (path / "1/0/2").mkdir()
-    with pytest.raises(UnreadableChunkError, match="a folder in place of the file") as caught:
+    with pytest.raises(UnreadableChunkError, match="is a folder, not a file") as caught:
         volume.read(WHOLE)
     assert (caught.value.chunk, caught.value.box) == ((1, 0, 2), CHUNK_BOX)
     (path / "1/0/2").rmdir()
@@ -137,6 +140,6 @@ def test_a_shortened_blosc_chunk_is_damaged_not_filled_up_from_memory(
     with pytest.raises(UnreadableChunkError) as caught:
         volume.read(WHOLE)
     assert caught.value.chunk == (1, 0, 2)
-    assert f"a chunk of {len(whole) - cut} bytes that says it has" in caught.value.cause
+    assert f"the chunk has {len(whole) - cut} bytes, but" in caught.value.cause
     chunk.write_bytes(whole)
     np.testing.assert_array_equal(volume.read(WHOLE), textured(SHAPE))

@@ -118,7 +118,7 @@ def test_what_cannot_be_read_is_named_before_a_chunk_is_called_damaged(tmp_path:
     path = changed(tmp_path / "v.zarr", zarr_format, change)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(DataError, match=rf"^The metadata \S+ of \S+ cannot be read: .*{words}") as refused:
+        with pytest.raises(DataError, match=rf"^Cannot read the metadata \S+ of \S+: .*{words}") as refused:
             read(path)
     assert "\n" not in str(refused.value)
 
@@ -181,7 +181,7 @@ def test_what_lies_in_place_of_metadata_is_named(tmp_path: Path, case: str, zarr
     file.write_bytes(make(file.read_bytes()))
     with serving(objects_of(path, "/v")) as web:
         for address in (path, f"{web}/v"):
-            with pytest.raises(DataError, match=rf"^The metadata {file.name} of .* cannot be read: .*{words}"):
+            with pytest.raises(DataError, match=rf"^Cannot read the metadata {file.name} of .*: .*{words}"):
                 read(address)
 
 

@@ -138,16 +138,16 @@ BAD_SIDECARS: dict[str, tuple[Callable[[Path], None], str]] = {
         r"grid: bool \(3, 4, 4\), not \(3, 4, 3\)",
     ),
     "counts": (lambda path: put_sidecar(path, np.ones(GRID, int)), r"grid: int64 \(3, 4, 3\)"),
-    "objects": (lambda path: put_sidecar(path, np.array([None])), "is no npz with `occupancy`"),
-    "other name": (lambda path: put_sidecar(path, np.ones(GRID, bool), "chunks"), "is no npz with `occupancy`"),
-    "empty": (lambda path: (path / SIDECAR).write_bytes(b""), "is no npz with `occupancy`"),
+    "objects": (lambda path: put_sidecar(path, np.array([None])), "is not an npz with `occupancy`"),
+    "other name": (lambda path: put_sidecar(path, np.ones(GRID, bool), "chunks"), "is not an npz with `occupancy`"),
+    "empty": (lambda path: (path / SIDECAR).write_bytes(b""), "is not an npz with `occupancy`"),
     "of another array": (
         lambda path: write_sidecar(path / SIDECAR, some_chunks(), "vesuvius:0123"),
         "belongs to another array: its signature is vesuvius:0123",
     ),
     "nothing": (
         lambda path: write_sidecar(path / SIDECAR, np.zeros(GRID, bool), "by hand"),
-        "says that no chunk is stored, and some are",
+        "lists no chunk, but some are stored",
     ),
 }
 
@@ -173,16 +173,14 @@ def test_a_sidecar_from_before_the_volume_grew_is_refused(
     write_sidecar(path / SIDECAR, half, "by hand")
     np.testing.assert_array_equal(chunk_occupancy(opened(address)), half)
     write_sidecar(path / SIDECAR, half, sidecar_signature(opened(path)))
-    with pytest.raises(DataError, match=r"is out of date: \S+ is stored and is not in it; rebuild it with"):
+    with pytest.raises(DataError, match=r"is out of date: \S+ is stored but not listed; rebuild it with"):
         chunk_occupancy(opened(address))
 
 
 def test_a_web_server_without_a_sidecar_cannot_give_a_plan(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
     config = data_config(server.url_of(path), min_foreground=0.5)
-    with pytest.raises(
-        DataError, match=r"needs a store that can list; got http.* put a `\.chunk_occupancy\.npz` beside"
-    ):
+    with pytest.raises(DataError, match=r"Cannot list the chunks of http.* put a `\.chunk_occupancy\.npz` next to"):
         prepare_data(0, config)
     put_sidecar(path, np.ones((3, 4, 4), bool))
     assert prepare_data(0, config).plan.volumes[0].foreground is not None

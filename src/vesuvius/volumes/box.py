@@ -1,4 +1,4 @@
-"""Boxes of voxels, and the boxes of chunks.  Pure."""
+"""Boxes of voxels and of chunks.  Pure."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Box = tuple[Triple, Triple]
 
 
 def triple(zyx: Iterable[T]) -> tuple[T, T, T]:
-    """Three values; raises ValueError where they are not three."""
+    """Unpack exactly three values.  Raises ValueError for any other number."""
     z, y, x = zyx
     return z, y, x
 
 
 def moved(start_zyx: Triple, by_zyx: Iterable[int]) -> Triple:
-    """The sum along each axis."""
+    """Add along each axis."""
     return triple(start + by for start, by in zip(start_zyx, by_zyx, strict=True))
 
 
 def times(shape_zyx: Triple, factors: Triple) -> Triple:
-    """The product along each axis."""
+    """Multiply along each axis."""
     return triple(size * factor for size, factor in zip(shape_zyx, factors, strict=True))
 
 
 def box_at(start_zyx: Triple, shape_zyx: Triple) -> Box:
-    """The box of this shape that starts there."""
+    """The box with this start and shape."""
     return start_zyx, moved(start_zyx, shape_zyx)
 
 
@@ -41,27 +41,27 @@ def box_along(ends: Iterable[tuple[int, int]]) -> Box:
 
 
 def shifted(box: Box, by_zyx: Triple) -> Box:
-    """The box somewhere else."""
+    """Translate a box."""
     return moved(box[0], by_zyx), moved(box[1], by_zyx)
 
 
 def doubled(box: Box) -> Box:
-    """What a box of the next level of a pyramid covers; it may end a voxel after the array."""
+    """Scale a box of the next pyramid level to this one; it may end one voxel past the array."""
     return times(box[0], (2, 2, 2)), times(box[1], (2, 2, 2))
 
 
 def is_inside(box: Box, shape_zyx: Triple) -> bool:
-    """Whether a box has voxels, all of them in an array of this shape."""
+    """Whether a box is not empty and lies inside an array of this shape."""
     return all(0 <= lo < hi <= size for lo, hi, size in zip(*box, shape_zyx, strict=True))
 
 
 def grid_shape(shape_zyx: Triple, chunk_zyx: Triple) -> Triple:
-    """Chunks along each axis; the last one may be cut."""
+    """Number of chunks along each axis, the partial last one included."""
     return triple(-(-size // chunk) for size, chunk in zip(shape_zyx, chunk_zyx, strict=True))
 
 
 def chunk_box(index_zyx: Triple, chunk_zyx: Triple, shape_zyx: Triple) -> Box:
-    """The voxels of a chunk, cut at the end of the array."""
+    """The voxels of a chunk, clipped to the array."""
     start = times(index_zyx, chunk_zyx)
     return start, triple(map(min, moved(start, chunk_zyx), shape_zyx))
 
@@ -77,12 +77,12 @@ def shape_of(box: Box) -> Triple:
 
 
 def slices(box: Box, origin: Triple = (0, 0, 0)) -> tuple[slice, slice, slice]:
-    """The slices that cut a box out of an array that starts at `origin`."""
+    """Slices that select a box from an array that starts at `origin`."""
     return triple(slice(lo - o, hi - o) for lo, hi, o in zip(*box, origin, strict=True))
 
 
 def intersection(a: Box, b: Box) -> Box:
-    """The box that two boxes share; its stop is not above its start where they share nothing."""
+    """The overlap of two boxes; empty (stop <= start) if they do not intersect."""
     return triple(map(max, a[0], b[0])), triple(map(min, a[1], b[1]))
 
 
@@ -97,29 +97,29 @@ def format_box(box: Box) -> str:
 
 
 def indexed_box(index: Any, shape_zyx: Triple) -> tuple[list[tuple[int, int]], tuple[int | slice, ...]]:
-    """The ends along each axis that an index of an array of this shape reads, and what is then left to index.
+    """Split an index into start and stop along each axis, and the index to apply to the box that is read.
 
-    Raises IndexError, and TypeError for anything but integers and slices of step 1.
+    Raises IndexError, and TypeError for anything but integers and slices with step 1.
     """
     given = index if isinstance(index, tuple) else (index,)
     if len(given) > 3:
-        raise IndexError(f"a volume has the axes z, y, x; got {len(given)} indices")
+        raise IndexError(f"{len(given)} indices for the three axes z, y, x of a volume")
     ends: list[tuple[int, int]] = []
     left: list[int | slice] = []
     for each, size in zip((*given, *(slice(None),) * (3 - len(given))), shape_zyx, strict=True):
         if isinstance(each, slice):
             start, stop, step = each.indices(size)
             if step != 1:
-                raise TypeError(f"a volume is read in boxes, so the step of a slice must be 1; got {each}")
+                raise TypeError(f"{each} has a step other than 1, but volumes are read in boxes")
             ends.append((start, max(start, stop)))
             left.append(slice(None))
             continue
         try:
             at = operator.index(each)
         except TypeError:
-            raise TypeError(f"a volume is indexed with integers and slices; got {each!r}") from None
+            raise TypeError(f"{each!r} is neither an integer nor a slice") from None
         if not -size <= at < size:
-            raise IndexError(f"index {at} is outside an axis of {size} voxels")
+            raise IndexError(f"index {at} is out of bounds for an axis of {size} voxels")
         ends.append((at % size, at % size + 1))
         left.append(0)
     return ends, tuple(left)

@@ -1,7 +1,7 @@
-"""Which objects, and which bytes of them, hold the chunks of a box.
+"""Finds the objects and byte ranges that hold the chunks of a box.
 
-Knows how zarr names chunks and where a shard's index is (`shards.py`), so that all bytes of a region can be asked for
-at once, and ahead of the read (`Staging`); zarr-python itself reads the chunks of a shard one after the other.
+Knows the keys of chunks and the indices of shards (`shards.py`), so that all bytes of a region can be requested at once
+and ahead of the read (`Staging`); zarr-python reads the chunks of a shard one after the other.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from vesuvius.volumes.store.source import Source
 
 Request = tuple[str, ByteRange | None]
 Fetch = Callable[[str, ByteRange | None], bytes | None]
-"""The bytes of a request; None where the object is absent.  Raises as `Source.get`."""
+"""The bytes of a request; None if the object is absent.  Raises as `Source.get`."""
 KeyForm = tuple[str, str]
-"""How the keys of chunks are formed: name of an encoding ("default" puts a `c` in front, "v2" does not), separator."""
+"""Key encoding of chunks: its name ("default" puts a `c` in front, "v2" does not) and its separator."""
 
 _INDEX_BYTES_KEPT = 32 * 2**20
 _NO_SHARD: tuple[str, bytes | None, Index | None] = ("", None, None)  # its key, and its index: bytes and content
 
 
 class ShardIndexError(ValueError):
-    """The index of a shard is damaged, and with it all chunks of the shard."""
+    """The index of a shard is damaged, which makes all its chunks unreadable."""
 
 
 def key_form(array: zarr.Array[Any]) -> KeyForm:
-    """The form of key that an array's metadata name."""
+    """The key encoding in an array's metadata."""
     if array.metadata.zarr_format == 2:
         return "v2", str(array.metadata.dimension_separator)
     encoding = array.metadata.chunk_key_encoding
@@ -50,19 +50,19 @@ def key_form(array: zarr.Array[Any]) -> KeyForm:
 
 
 class ChunkGrid:
-    """The chunks of one array and where their bytes are.  Chunks and boxes are z, y, x; keys are in stored order.
+    """The chunks of one array and the location of their bytes.  Chunks and boxes are z, y, x; keys use stored order.
 
     Args:
         axes: which axes of the array are z, y, x.
-        source: where its objects are.
-        form: of their keys; by default as the metadata say.
+        source: the store of its objects.
+        form: key encoding; by default that of the metadata.
 
     Attributes:
-        shape_zyx, chunk_zyx: voxels of the array, and of a chunk.
-        shard_zyx: voxels of a shard; None where chunks are objects of their own.
-        object_zyx: voxels of an object: a shard, or a chunk.
-        counts_zyx, object_counts_zyx: chunks, and objects, along each axis.
-        index_range: the bytes of a shard that hold its index; None without shards.
+        shape_zyx, chunk_zyx: voxels of the array and of a chunk.
+        shard_zyx: voxels of a shard; None without shards.
+        object_zyx: voxels of a stored object: a shard or a chunk.
+        counts_zyx, object_counts_zyx: number of chunks and of objects along each axis.
+        index_range: bytes of a shard that hold its index; None without shards.
     """
 
     def __init__(self, array: zarr.Array[Any], axes: Axes, source: Source, form: KeyForm | None = None) -> None:
@@ -79,17 +79,17 @@ class ChunkGrid:
         self.object_counts_zyx = grid_shape(self.shape_zyx, self.object_zyx)
         self._shards = ShardForm(array) if array.shards else None
         self.index_range = self._shards.index_range if self._shards else None
-        # Chunk and object that hold the index at which each other axis is fixed.
+        # Along each fixed axis, the chunk and the object that contain the selected index.
         self._other_chunks, self._other_objects = (
             [i // c for i, c in zip(axes.select, axes.others_of(sizes), strict=True)] for sizes in (array.chunks, outer)
         )
         self._indices: OrderedDict[str, Index | None] = OrderedDict()  # of shards that are read in parts
-        self._last = _NO_SHARD  # the last shard that was read whole
+        self._last = _NO_SHARD  # the last shard that was read in full
         self._lock = threading.Lock()
         self._folder = f"{array.path}/" if array.path else ""
-        name = re.escape(self._name("ZYX"))  # letters, which no name holds, in place of the numbers
+        name = re.escape(self._name("ZYX"))  # letters, which no key contains, stand for the numbers
         for axis in "zyx":
-            name = name.replace(axis.upper(), rf"(?P<{axis}>0|[1-9]\d*)")  # zarr finds no 007
+            name = name.replace(axis.upper(), rf"(?P<{axis}>0|[1-9]\d*)")  # zarr writes no leading zeros
         self._key_pattern = re.compile(re.escape(self._folder) + name)
 
     def chunks_of(self, box: Box) -> Iterator[Triple]:
@@ -97,7 +97,7 @@ class ChunkGrid:
         return itertools.product(*chunk_ranges(box, self.chunk_zyx))
 
     def box_of(self, chunk: Triple) -> Box:
-        """The voxels of a chunk, cut at the end of the array."""
+        """The voxels of a chunk, clipped to the array."""
         return chunk_box(chunk, self.chunk_zyx, self.shape_zyx)
 
     def object_index(self, chunk: Triple) -> Triple:
@@ -105,7 +105,7 @@ class ChunkGrid:
         return triple(i * c // o for i, c, o in zip(chunk, self.chunk_zyx, self.object_zyx, strict=True))
 
     def object_box(self, chunk: Triple) -> Box:
-        """The voxels of the object that holds a chunk, cut at the end of the array."""
+        """The voxels of the object that holds a chunk, clipped to the array."""
         return chunk_box(self.object_index(chunk), self.object_zyx, self.shape_zyx)
 
     def key_of(self, chunk: Triple) -> str:
@@ -113,30 +113,30 @@ class ChunkGrid:
         return self.object_key(self.object_index(chunk))
 
     def object_key(self, index_zyx: Triple) -> str:
-        """The key of the chunk, or shard, with an index."""
+        """The key of a chunk or shard."""
         return self._folder + self._name(index_zyx)
 
-    def place_of(self, key: str) -> Triple | None:
-        """Where the object with this key stands among the chunks, or shards; None where it is none of the array's."""
+    def index_of_key(self, key: str) -> Triple | None:
+        """The grid index of the object with this key; None if the key is not an object of this array."""
         if (match := self._key_pattern.fullmatch(key)) is None:
             return None
-        place = (int(match["z"]), int(match["y"]), int(match["x"]))
-        return place if all(i < n for i, n in zip(place, self.object_counts_zyx, strict=True)) else None
+        index = (int(match["z"]), int(match["y"]), int(match["x"]))
+        return index if all(i < n for i, n in zip(index, self.object_counts_zyx, strict=True)) else None
 
-    def leads_to_chunks(self, key: str) -> bool:
-        """Whether chunks, or shards, lie below this key, which must then be a folder."""
+    def is_chunk_folder(self, key: str) -> bool:
+        """Whether this key is a folder above chunks or shards."""
         parts = self._key_pattern.pattern.split("/")
         depth = key.count("/") + 1
         return self._folder.count("/") < depth < len(parts) and bool(re.fullmatch("/".join(parts[:depth]), key))
 
     def requests(self, box: Box) -> list[Request]:
-        """What holds the chunks of a box: a shard that the box covers whole, any other chunk as an object or a range of
-        one.  Reads the indices of shards (kept for later).
+        """The requests for the chunks of a box: shards that the box covers as whole objects, other chunks as objects or
+        byte ranges.  Reads the indices of shards and caches them.
 
-        Chunks that the index of their shard does not lead to are left out: `fetch` says what is wrong with them.
+        Chunks with a damaged index entry are left out; `fetch` reports them.
 
         Raises:
-            OutageError, RefusedError: the store does not deliver an index.
+            OutageError, RefusedError: an index cannot be fetched.
         """
         if self.shard_zyx is None:
             return [(self.key_of(chunk), None) for chunk in self.chunks_of(box)]
@@ -154,23 +154,23 @@ class ChunkGrid:
         return found
 
     def whole_shards(self, box: Box) -> set[str]:
-        """The keys of the shards that a box covers."""
+        """Keys of the shards that a box covers completely."""
         if self._shards is None:
             return set()
         return {key for key, chunks in self._by_object(box).items() if len(chunks) == self._shards.chunks}
 
     def fetch(self, chunk: Triple, fetch: Fetch, whole: bool = False) -> bytes | None:
-        """The bytes of a chunk; None where it is absent.
+        """The bytes of a chunk; None if it is absent.
 
         Args:
-            fetch: what gets them, e.g. `Source.get`.
-            whole: take them from the whole object.
+            fetch: gets the bytes, e.g. `Source.get`.
+            whole: cut the chunk out of the whole object.
 
         Raises:
             ShardIndexError: as `shard_index`.
-            ValueError: the entry of the index leads to no bytes.
-            FetchError: these lie outside of the object, or what is there is no file.
-            OutageError, RefusedError: the store does not deliver them.
+            ValueError: the index entry is invalid.
+            FetchError: the byte range is outside the object, or the object is not a file.
+            OutageError, RefusedError: the store does not deliver the bytes.
         """
         key = self.key_of(chunk)
         if self.shard_zyx is None:
@@ -184,13 +184,13 @@ class ChunkGrid:
         byte_range = self._range_in(self.shard_index(key), chunk)
         return None if byte_range is None else fetch(key, byte_range)
 
-    def is_absent_with_its_object(self, chunk: Triple) -> bool:
-        """Whether a chunk that `fetch` did not find is absent because its whole object is.  Errors as `shard_index`."""
+    def is_object_absent(self, chunk: Triple) -> bool:
+        """Whether a chunk that `fetch` did not find is absent because its object is.  Raises as `shard_index`."""
         key, (last, _, index) = self.key_of(chunk), self._last
         return self.shard_zyx is None or (index if last == key else self.shard_index(key)) is None
 
     def forget(self, box: Box) -> None:
-        """Have the chunks of a box, and the indices that lead to them, fetched again next time: some are damaged."""
+        """Drop the chunks of a box and the indices that lead to them from all caches, because some are damaged."""
         for key, chunks in self._by_object(box).items():
             with self._lock:
                 found = self._indices.pop(key, None)
@@ -202,12 +202,12 @@ class ChunkGrid:
                     self.source.forget(key, self._range_in(found, chunk))
 
     def forget_indices(self) -> None:
-        """Have the indices of shards read again: shards on a disk may be rewritten at any time."""
+        """Drop all cached shard indices: shards on a disk may be rewritten at any time."""
         with self._lock:
             self._indices.clear()
 
     def absent(self, box: Box) -> list[Triple]:
-        """The chunks of a box that are not stored.  Asks the store once per chunk or shard.
+        """The chunks of a box that are not stored.  One request per chunk or shard.
 
         Raises Exception: as `shard_index`.
         """
@@ -219,21 +219,20 @@ class ChunkGrid:
         return [c for key, chunks in shards.items() for c in chunks if self._range_in(indices[key], c) is None]
 
     def present_in_shard(self, chunk: Triple) -> NDArray[np.bool_]:
-        """Which chunks of the shard that starts at a chunk are stored: bool over its (z, y, x).  Errors as below."""
+        """Which chunks of the shard that begins with `chunk` are stored: bool (z, y, x).  Raises as `shard_index`."""
         assert self._shards is not None
         index = self.shard_index(self.key_of(chunk))
         if index is None:
             return np.zeros(self.axes.zyx_of(self._shards.counts), bool)
         others = self.axes.others_of(self._within_shard(chunk))
-        everywhere: Any = self.axes.stored((slice(None),) * 3, others)
-        return self.axes.to_zyx(self._shards.present(index)[everywhere])
+        selection: Any = self.axes.stored((slice(None),) * 3, others)
+        return self.axes.to_zyx(self._shards.present(index)[selection])
 
     def shard_index(self, key: str) -> Index | None:
-        """The index of a shard, kept for later; None for an absent shard.
+        """The index of a shard, cached; None if the shard is absent.
 
         Raises:
-            ShardIndexError: the index is not of the form that the metadata promise, the shard is shorter than its
-                index, or no file.
+            ShardIndexError: the index is damaged, or the shard is shorter than its index or not a file.
             OutageError, RefusedError: the store does not deliver it.
         """
         assert self._shards is not None
@@ -253,17 +252,17 @@ class ChunkGrid:
         return found
 
     def _load_indices(self, keys: Iterable[str]) -> None:
-        """Read the indices of shards, from a remote store all at once.  Raises OutageError, RefusedError."""
+        """Read the indices of shards, concurrently from a remote store.  Raises OutageError, RefusedError."""
         if not self.source.remote:
             return
         with self._lock:
             missing = [key for key in keys if key not in self._indices]
         for reading in [self.source.start(self.shard_index, key) for key in missing]:
-            with suppress(ShardIndexError):  # whoever reads the chunks asks again
+            with suppress(ShardIndexError):  # raised again when the chunks are read
                 reading.result()
 
     def _index_in(self, key: str, shard: bytes | None) -> Index | None:
-        """The index in a whole shard, which may be of another version than the kept one; None in an absent one.
+        """The index of a whole shard, which may be newer than the cached one; None if the shard is absent.
 
         Raises ShardIndexError.
         """
@@ -278,8 +277,8 @@ class ChunkGrid:
             raise ShardIndexError(f"{error} in {key}") from error
         self._last = key, data, index
         with self._lock:
-            known = self._indices.get(key)
-            if known is None or (index is not None and np.array_equal(known, index)):
+            cached = self._indices.get(key)
+            if cached is None or (index is not None and np.array_equal(cached, index)):
                 return index
             del self._indices[key]
         self.source.forget(key)
@@ -291,12 +290,12 @@ class ChunkGrid:
         return separator.join(("c", *parts) if encoding == "default" else parts)
 
     def _range_in(self, index: Index | None, chunk: Triple) -> ByteRange | None:
-        """The bytes of a shard that hold a chunk; None where it is absent.  Raises ValueError as `ShardForm`."""
+        """The bytes of a shard that hold a chunk; None if it is absent.  Raises ValueError as `ShardForm`."""
         assert self._shards is not None
         return None if index is None else self._shards.range_in(index, self._within_shard(chunk))
 
     def _by_object(self, box: Box) -> dict[str, list[Triple]]:
-        """The chunks of a box, by the key of the object that holds them."""
+        """The chunks of a box, grouped by the key of their object."""
         grouped: dict[str, list[Triple]] = {}
         for chunk in self.chunks_of(box):
             grouped.setdefault(self.key_of(chunk), []).append(chunk)
@@ -310,33 +309,33 @@ class ChunkGrid:
 
 
 class Staging:
-    """`stage` fetches all chunks of a box at once, on the source's threads; `fetch` then finds them here.
+    """`stage` fetches all chunks of a box in advance, on the source's threads; `fetch` then returns them.
 
-    What was not staged is fetched when it is asked for: staging changes speed, never bytes.
+    Anything that was not staged is fetched on demand: staging changes the speed, never the bytes.
     """
 
     def __init__(self, grid: ChunkGrid) -> None:
         self._grid = grid
-        self._staged: dict[Request, tuple[Future[bytes | None], int]] = {}  # with the number of boxes that need it
+        self._staged: dict[Request, tuple[Future[bytes | None], int]] = {}  # with the number of boxes that use it
         self._stagings: dict[Box, Future[list[Request]]] = {}
         self._lock = threading.Lock()
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="stage")
 
     def stage(self, box: Box) -> None:
-        """Start fetching the chunks of a box.  Does not wait, not even for the indices of shards."""
+        """Start fetching the chunks of a box.  Never blocks, not even for the indices of shards."""
         if box not in self._stagings:
             self._stagings[box] = self._stager.submit(self._stage, box)
 
-    def settle(self, box: Box) -> list[Request]:
-        """Wait until all requests of a staged box have begun; none where that failed: the read meets the error again
-        and reports it."""
+    def wait_for(self, box: Box) -> list[Request]:
+        """Wait until all requests of a staged box have started, and return them; none if that failed, in which case
+        the read raises the error."""
         staging = self._stagings.get(box)
         return staging.result() if staging is not None and staging.exception() is None else []
 
     def fetch(self, key: str, byte_range: ByteRange | None) -> bytes | None:
-        """As `Source.get`; waits for what is being fetched.
+        """As `Source.get`; waits for a staged request.
 
-        Raises ClosedError: another thread has closed the source.
+        Raises ClosedError: another thread closed the source.
         """
         with self._lock:
             future, _ = self._staged.get((key, byte_range), (None, 0))
@@ -348,8 +347,8 @@ class Staging:
             raise ClosedError(f"{self._grid.source.shown} was closed; open it again") from None
 
     def release(self, box: Box) -> None:
-        """Free the bytes of a staged box that no other box needs; called when it has been read."""
-        requests = self.settle(box)
+        """Free the bytes of a staged box, except those that other boxes need; call it after the read."""
+        requests = self.wait_for(box)
         self._stagings.pop(box, None)
         with self._lock:
             for request in requests:
@@ -360,7 +359,7 @@ class Staging:
                     future.cancel()
 
     def unstage(self) -> None:
-        """Free everything that was staged."""
+        """Free all staged bytes."""
         for box in list(self._stagings):
             self.release(box)
 

@@ -1,4 +1,4 @@
-"""What goes wrong between a store and voxels: our errors, and what those of obstore and of the system mean."""
+"""Errors between a store and its voxels, and the meaning of the errors of obstore and the system."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.runlog.redact import redact
 from vesuvius.volumes.box import Box, format_box
 
-# Statuses that pass: those of HTTP, and of proxies in front of a server that is away.
+# Transient HTTP statuses, including those of proxies in front of a server that is down.
 _OUTAGE_STATUSES = {408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529, 530}
-# The same of the network, in the words of obstore's errors.
+# Transient network errors, in the words of obstore.
 _OUTAGE_SIGNS = re.compile(
     r"kind: Timeout|TimedOut|dns error|Connection(Refused|Reset|Aborted)|BrokenPipe|NotConnected|Too many open files|"
     r"(Network|Host)(Unreachable|Down)|AddrNotAvailable|Incomplete(Message|Body)|UnexpectedEof|ChannelClosed|Canceled|"
     r"provider: (EndpointConnection|ConnectTimeout|ReadTimeout|ConnectionClosed|MetadataRetrieval)Error"  # of boto3
 )
 _NO_CREDENTIALS = re.compile(r"token request|get-access-token")  # obstore could not get any
-# What a network file system says while its server is away, and a process that is short of something for a while.
+# Errors of a network file system whose server is down, and of a process that is short of a resource for a while.
 _OUTAGE_ERRNOS = {
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNREFUSED),
     *(errno.EAGAIN, errno.ENFILE, errno.EMFILE),
 }
 
-# What a connection fails of where the server is there, in the words of obstore's errors, and in ours.
+# Why a connection to a running server fails: patterns in obstore's errors, and our words.
 _MEANINGS = (
     (r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)", "its TLS certificate is not valid: {}"),
     (r"InvalidMessage", "it does not speak TLS"),
@@ -41,40 +41,40 @@ _MEANINGS = (
 
 
 class FetchError(Exception):
-    """An object is damaged: it is too short for what is asked of it, or no file lies in its place."""
+    """An object is damaged: it is shorter than the requested range, or it is not a file."""
 
 
 class ReplacedError(FetchError):
-    """A part of an object is of another version than those that were read before."""
+    """Part of an object comes from another version than the parts read before."""
 
 
 class OutageError(DataError):
-    """A store has not answered for `data.store.outage_minutes`."""
+    """A store did not answer for `data.store.outage_minutes`."""
 
 
 class RefusedError(DataError):
-    """A store answers, and refuses: trying again would not help."""
+    """A store answers and refuses; a retry would not help."""
 
 
 class ProtocolError(Exception):
-    """A server answers, and its answer breaks the protocol."""
+    """A server's answer violates the protocol."""
 
 
 class ClosedError(VesuviusError):
-    """A source was closed, by whoever ends the stream, while another thread read from it, or before."""
+    """The source was closed by another thread before or during a read."""
 
 
 class UnreadableChunkError(DataError):
-    """A chunk whose bytes are damaged, or gone, after all tries.
+    """A chunk is damaged or gone, after all retries.
 
-    `volume`, `box`, `chunk` and `cause` are for the quarantine; the box holds all voxels that are damaged: the chunk's,
-    or all of its shard's where the index of the shard is damaged.
+    `volume`, `box`, `chunk` and `cause` go into the quarantine; the box contains all damaged voxels: the chunk's, or
+    the shard's if its index is damaged.
     """
 
     def __init__(self, volume: str, region: Box, chunk: Triple, box: Box, cause: str) -> None:
         super().__init__(
-            f"every chunk of a volume must be readable; got {cause} in volume {volume}, region {format_box(region)}, "
-            f"chunk {list(chunk)}; restore the chunk from its source (`vesuvius volume verify` lists all such chunks)"
+            f"Cannot read chunk {list(chunk)} of volume {volume}, region {format_box(region)}: {cause}; restore the "
+            "chunk from its source (`vesuvius volume verify` lists all such chunks)"
         )
         self.volume, self.box, self.chunk, self.cause = volume, box, chunk, cause
 
@@ -86,10 +86,10 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_outage(error: BaseException, remote: bool) -> bool:
-    """Whether an error of a read may pass by itself.  Pure.
+    """Whether an error of a read is transient.  Pure.
 
     Args:
-        remote: whether the store has a URL; what is wrong with a file on disk passes only where its mount was away.
+        remote: whether the store has a URL; errors of files on disk are transient only if the mount was away.
     """
     status = status_of(error)
     if status is not None:
@@ -101,30 +101,30 @@ def is_outage(error: BaseException, remote: bool) -> bool:
 
 
 def is_protocol_error(error: BaseException) -> bool:
-    """Whether a server has answered what it must not, rather than refused or been away.  Pure."""
+    """Whether a server violated the protocol, as opposed to a refusal or an outage.  Pure."""
     ours = isinstance(error, ProtocolError)
     return ours or (isinstance(error, BaseError) and status_of(error) is None and not is_outage(error, remote=True))
 
 
 def refusal(error: BaseException, key: str, address: str, remote: bool, signing: str = "") -> FetchError | RefusedError:
-    """The error for a read of a key that it would not help to try again.
+    """The error for a read that failed permanently.
 
     Args:
-        signing: with what requests are signed, or why they are not.
+        signing: how requests are signed, or why they are not.
     """
     what = f"{reason(error)} for {key} in {address}"
     if not remote:
         if isinstance(error, PermissionError):
-            return RefusedError(f"the files of a volume must be readable; got {what}; change their permissions")
+            return RefusedError(f"Cannot read a file of the volume: {what}; correct its permissions")
         return FetchError(what)
     signing = f" ({signing})" if signing else ""
     if isinstance(error, PermissionDeniedError):
-        text = f"a chunk must not be forbidden; got {what}{signing}, whose metadata could be read; "
+        text = f"The store forbids access to a chunk, though not to the metadata: {what}{signing}; "
         if address.startswith(("az://", "hf://")):
-            return RefusedError(f"{text}the credentials have expired or do not cover it")
+            return RefusedError(f"{text}renew the credentials, or use credentials that cover the chunk")
         return RefusedError(
-            f"{text}either the credentials have expired or do not cover it, or it is missing in a bucket that says so "
-            "only to those who may list it: allow s3:ListBucket, or set data.store.forbidden_is_absent=true"
+            f"{text}renew the credentials, or use credentials that cover the chunk; if it may be absent (without "
+            "s3:ListBucket, S3 reports that as 403), allow s3:ListBucket or set data.store.forbidden_is_absent=true"
         )
     status = status_of(error)
     if status == 416:
@@ -132,32 +132,34 @@ def refusal(error: BaseException, key: str, address: str, remote: bool, signing:
     if isinstance(error, UnauthenticatedError) or status == 400 or _NO_CREDENTIALS.search(str(error)):
         return RefusedError(f"The store refuses access: {what}{signing}; check the address and the credentials")
     return RefusedError(
-        f"The store answers, but not as HTTP demands: {what}; check the address and what stands between (a proxy, a "
-        "certificate, AWS_REGION), or serve the volume with another server, such as nginx"
+        f"The server's answer violates HTTP: {what}; check the address and anything between you and the server (a "
+        "proxy, a certificate, AWS_REGION), or serve the volume with another server, such as nginx"
     )
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in one line and without secrets, which a server may have sent back; of obstore's neither the
-    preamble, which ends with the address and the time that the request took, nor the dump of the error's structure at
-    the end, but for what the system said."""
-    return redact(_told(error))
+    """An error in one line, without secrets that a server may have echoed.
+
+    For errors of obstore, neither the preamble (address, duration) nor the dump of the error's structure is included,
+    except for the system's message in it.
+    """
+    return redact(_message(error))
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     text, _, dump = str(error).partition("Debug source:")
     words = one_line(re.sub(r"^.*Error performing \w+ \S+ in \S+ - |^Generic \w+ error: ", "", text.rstrip(" :\n")))
     if status_of(error) is not None:
         _, status, body = re.split(r"(non-2xx status code: \d+[^:]*)(?:: )?", text.rstrip(" :\n"), maxsplit=1)
-        told = re.findall(r"<(?:title|Code|Message)>([^<]+)<", body, re.IGNORECASE) if "<" in body else [body]
-        return one_line(f"Server returned {status}" + (f": {' '.join(told)}" if any(told) else ""))
+        details = re.findall(r"<(?:title|Code|Message)>([^<]+)<", body, re.IGNORECASE) if "<" in body else [body]
+        return one_line(f"Server returned {status}" + (f": {' '.join(details)}" if any(details) else ""))
     for sign, meaning in _MEANINGS:
         if match := re.search(sign, dump):
             return meaning.format(*match.groups())
     if "error sending request" not in words:
         return words
     causes = re.findall(r'(?:message|error): "([^"]+)"', dump)
-    # Where a redirect has led, the address of the request is another one.
-    place = re.search(r'ConnectError\(\s*"[^"]*",\s*([\[\]\w.:]+:\d+),', dump)
-    at = f" by {place[1]}" if place and place[1] not in text else ""
+    # After a redirect the request went to another address than the preamble names.
+    target = re.search(r'ConnectError\(\s*"[^"]*",\s*([\[\]\w.:]+:\d+),', dump)
+    at = f" by {target[1]}" if target and target[1] not in text else ""
     return causes[-1] + at if causes else f"no answer in time{at}" if "TimedOut" in dump else words

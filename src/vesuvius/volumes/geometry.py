@@ -1,7 +1,7 @@
-"""Where the voxels of a level lie in space, and which axes of its array are z, y and x, in whatever order.
+"""The position of a level's voxels in space, and which axes of its array are z, y and x.
 
-Scales and translations are read, of OME-Zarr 0.1 to 0.6; in 0.6 the axes are those of the coordinate system that a
-level is given in.  Any other transformation is refused: after it the axes of an array may not be those of space.
+Reads scales and translations of OME-Zarr 0.1 to 0.6; in 0.6 the axes are those of the coordinate system of the level.
+Any other transformation is refused, because it may turn the axes of the array away from those of space.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vesuvius.volumes.box import triple
 
 T = TypeVar("T")
 Names = tuple[str | None, ...]
-"""What the axes of an array are called, in stored order."""
+"""Names of an array's axes, in stored order."""
 
 _SPACE = ("z", "y", "x")
 _MOST_CHANNELS = 4  # RGBA
@@ -34,65 +34,66 @@ MICROMETERS = {
     "nm": 1e-3, "um": 1.0, "\u00b5m": 1.0, "\u03bcm": 1.0, "\\u00B5m": 1.0, "micron": 1.0, "microns": 1.0, "mm": 1e3,
     "cm": 1e4, "m": 1e6,
 }  # fmt: skip
-"""How long units of length are: names of OME-Zarr, and what writers abbreviate them to."""
+"""Units of length in micrometers: the names in OME-Zarr, and the abbreviations of some writers."""
 
 
 def unit_name(unit: str | None) -> str | None:
-    """OME-Zarr's name of a unit of length; None for anything else."""
+    """The OME-Zarr name of a unit of length; None for anything else."""
     length = MICROMETERS.get(unit or "")
     return next((name for name, micrometers in MICROMETERS.items() if micrometers == length), None)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Voxel i of a level is at scale * i + translation, in `units` (None: not said); all (z, y, x)."""
+    """Voxel i of a level is at scale * i + translation, in `units` (None: unknown); all (z, y, x)."""
 
     scale_zyx: FloatTriple
     translation_zyx: FloatTriple
     units_zyx: tuple[str | None, str | None, str | None]
-    translated: bool = field(default=False, compare=False)  # whether a translation is given, be it 0
+    translated: bool = field(default=False, compare=False)  # whether the metadata have a translation, even 0
 
     @property
     def voxel_size_um(self) -> FloatTriple | None:
-        """Edge lengths (z, y, x) where all units are lengths."""
+        """Edge lengths (z, y, x); None unless all units are lengths."""
         micrometers = [MICROMETERS.get(unit or "") for unit in self.units_zyx]
         z, y, x = (None if um is None else size * um for size, um in zip(self.scale_zyx, micrometers, strict=True))
         return None if z is None or y is None or x is None else (z, y, x)
 
 
 VOXELS = Geometry((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (None, None, None))
-"""Of an array whose metadata do not say where it lies."""
+"""The geometry of an array without metadata."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What a level's metadata say of the axes of its array, in stored order."""
+    """The axes of a level's array according to its metadata, in stored order."""
 
     volume: str  # its name, for messages
-    names: Names | None  # None where no axis has one
+    names: Names | None  # None if no axis has a name
     units: tuple[str | None, ...]
-    scale: tuple[float, ...] | None  # None where none is given, or it cannot be read
+    scale: tuple[float, ...] | None  # None if absent or malformed
     translation: tuple[float, ...] | None
 
     def geometry(self, zyx: Triple) -> Geometry | None:
-        """Of the axes at these positions of the array; None where the metadata give no scale.  Raises DataError where
-        one is not above 0."""
+        """The geometry of three axes; None if the metadata have no scale.
+
+        Raises DataError: a scale is not above 0.
+        """
         if self.scale is None:
             return None
         shift = self.translation or (0.0,) * len(self.scale)
         (sz, sy, sx), (tz, ty, tx) = (tuple(values[axis] for axis in zyx) for values in (self.scale, shift))
         uz, uy, ux = (self.units[axis] for axis in zyx)
         if not all(math.isfinite(size) and size > 0 for size in (sz, sy, sx)):
-            what = f"the scale {[sz, sy, sx]} of z, y, x, a mirrored axis or one without a size"
-            raise _unsupported(what, self.volume)
+            raise _unsupported(f"the scale {[sz, sy, sx]} of z, y, x is not positive", self.volume)
         return Geometry((sz, sy, sx), (tz, ty, tx), (uz, uy, ux), self.translation is not None)
 
 
 def space_of(entry: Any, dataset: Any, ndim: int, name: str) -> Space:
-    """What the transformations of one level, and then those of the whole pyramid, make of its axes.  Pure.
+    """Apply the transformations of a level, then those of the whole pyramid.  Pure.
 
     Args:
-        entry, dataset: a `multiscales` entry, and its entry of the level.
+        entry, dataset: a `multiscales` entry, and its dataset for the level.
         ndim: axes of the level's array.
         name: of the volume, for messages.
 
@@ -102,11 +103,11 @@ def space_of(entry: Any, dataset: Any, ndim: int, name: str) -> Space:
     try:
         transforms = list(dataset.get("coordinateTransformations") or ())
         if "coordinateSystems" in entry:
-            axes = _axes_reached(entry, transforms)
+            axes = _output_axes(entry, transforms)
         else:
             axes = entry.get("axes") or []
             transforms += entry.get("coordinateTransformations") or ()
-        described = [axis if isinstance(axis, Mapping) else {"name": axis} for axis in axes]  # names alone, as in 0.3
+        described = [axis if isinstance(axis, Mapping) else {"name": axis} for axis in axes]  # plain names, as in 0.3
         if described and len(described) != ndim:
             raise ValueError(f"{len(described)} axes for an array of {ndim}")
         names = tuple(str(axis["name"]) for axis in described) or None
@@ -114,33 +115,33 @@ def space_of(entry: Any, dataset: Any, ndim: int, name: str) -> Space:
         return Space(name, names, units, *_scale_and_translation(transforms, ndim, name))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise DataError(
-            f"the multiscales metadata of a volume must be well-formed; got {type(error).__name__}: {one_line(error)} "
-            f"in {name}; correct its axes and transformations"
+            f"Cannot read the multiscales metadata of {name} ({type(error).__name__}: {one_line(error)}); correct its "
+            "axes and transformations"
         ) from error
 
 
-def _axes_reached(entry: Any, transforms: list[Any]) -> Any:
-    """The axes of the coordinate system that a level's transformations lead to: OME-Zarr 0.6."""
+def _output_axes(entry: Any, transforms: list[Any]) -> Any:
+    """The axes of the coordinate system into which a level's transformations lead (OME-Zarr 0.6)."""
     systems = {str(system["name"]): system["axes"] for system in entry["coordinateSystems"]}
     output = transforms[-1].get("output") if transforms else None
-    reached = output.get("name") if isinstance(output, Mapping) else output  # drafts of 0.6 give its name alone
-    reached = reached or next(iter(systems), None)
-    if reached not in systems:
-        raise ValueError(f"the output {reached!r}, which is none of the coordinate systems {list(systems)}")
-    return systems[reached]
+    target = output.get("name") if isinstance(output, Mapping) else output  # drafts of 0.6 give only the name
+    target = target or next(iter(systems), None)
+    if target not in systems:
+        raise ValueError(f"the output {target!r} is not one of the coordinate systems {list(systems)}")
+    return systems[target]
 
 
 def _scale_and_translation(
     transforms: list[Any], ndim: int, name: str
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """Those of a chain of transformations; values that cannot be read make both unknown."""
+    """Combine a chain of transformations; a malformed one makes both unknown."""
     scale, translation, kinds = np.ones(ndim), np.zeros(ndim), set()
-    waiting = list(transforms)
-    while waiting:
-        transform = waiting.pop(0)
+    pending = list(transforms)
+    while pending:
+        transform = pending.pop(0)
         kind = transform["type"]
         if kind == "sequence":
-            waiting[:0] = transform["transformations"]
+            pending[:0] = transform["transformations"]
         elif kind == "identity":
             kinds.add("scale")
         elif kind in ("scale", "translation"):
@@ -154,15 +155,15 @@ def _scale_and_translation(
             else:
                 translation = translation + values
         else:
-            raise _unsupported(f"a transformation of type {kind!r}", name)
+            raise _unsupported(f"there is a transformation of type {kind!r}", name)
     found = tuple(scale.tolist()), tuple(translation.tolist())
     return found[0] if "scale" in kinds else None, found[1] if "translation" in kinds else None
 
 
-def _unsupported(what: str, name: str) -> DataError:
+def _unsupported(problem: str, name: str) -> DataError:
     return DataError(
-        f"z, y and x must each be one axis of the array, in its direction, by scale and translation alone; got {what} "
-        f"in the transformations of {name}; resample it onto a grid along z, y and x, or correct its transformations"
+        f"Cannot use the transformations of {name}: {problem}, but only scales above 0 and translations are supported; "
+        "resample the volume onto a grid along z, y and x, or correct its transformations"
     )
 
 
@@ -174,7 +175,7 @@ class Axes:
     """The axes of an array."""
 
     zyx: Triple  # positions of z, y and x among them
-    select: tuple[int, ...] = ()  # the index at which each other axis is fixed, in stored order
+    select: tuple[int, ...] = ()  # the selected index of each other axis, in stored order
 
     @cached_property
     def others(self) -> tuple[int, ...]:
@@ -182,20 +183,20 @@ class Axes:
         return tuple(axis for axis in range(3 + len(self.select)) if axis not in self.zyx)
 
     def zyx_of(self, per_axis: Sequence[T]) -> tuple[T, T, T]:
-        """Of one value per stored axis, those of z, y and x."""
+        """Pick the values of z, y and x from one value per stored axis."""
         return triple(per_axis[axis] for axis in self.zyx)
 
     def others_of(self, per_axis: Sequence[T]) -> tuple[T, ...]:
-        """Of one value per stored axis, those of the axes that `select` fixes."""
+        """Pick the values of the other axes from one value per stored axis."""
         return tuple(per_axis[axis] for axis in self.others)
 
     def stored(self, zyx: Sequence[T], others: Sequence[T]) -> tuple[T, ...]:
-        """Values of z, y, x and of the other axes, in stored order."""
+        """Merge values of z, y, x and of the other axes into stored order."""
         values = dict(zip((*self.zyx, *self.others), (*zyx, *others), strict=True))
         return tuple(values[axis] for axis in range(len(values)))
 
     def to_zyx(self, voxels: NDArray[Any]) -> NDArray[Any]:
-        """A view whose first three axes are z, y, x, of an array whose first three are these in stored order."""
+        """Reorder the first three axes from stored order to z, y, x.  Returns a view."""
         order = [sorted(self.zyx).index(axis) for axis in self.zyx]
         return voxels.transpose(*order, *range(3, voxels.ndim))
 
@@ -203,31 +204,31 @@ class Axes:
 def find_axes(
     name: str, array: zarr.Array[Any], ome_names: Names | None, select: tuple[int, ...]
 ) -> tuple[Axes, Names]:
-    """The axes of an array, from their names.
+    """Find z, y and x among the axes of an array, by name.
 
-    Without names of space the last three are z, y and x; but a last axis of up to 4 after longer ones holds channels,
-    as of a colour picture, and z, y and x are the three before it.
+    Without such names they are the last three axes; a last axis of at most 4 after longer ones holds color channels and
+    is skipped.
 
     Args:
         name: of the volume, for messages.
-        ome_names: from the group's metadata; None where it has none.
+        ome_names: from the group's metadata; None without them.
 
     Returns:
-        The axes, and their names: None where an axis has none.
+        The axes, and their names: None for an axis without a name.
 
     Raises:
-        DataError: z, y and x are not there once each, names contradict each other, or `select` does not fit.
+        DataError: z, y and x do not occur once each, names contradict each other, or `select` does not fit.
     """
     own_names = _own_names(array)
     names = ome_names or own_names
     words = f"{f'axes {_listed(names)}' if names else f'{array.ndim} axes'} of shape {array.shape} in {name}"
     if array.ndim < 3:
-        raise DataError(f"a volume has three axes z, y, x; got {words}; stack its slices into one array (Z, Y, X)")
+        raise DataError(f"A volume needs the axes z, y, x, not {words}; stack the slices into one array (Z, Y, X)")
     pairs = zip(_letters(ome_names or ()), _letters(own_names or ()), strict=False)
     if any(own in _SPACE and own != ome for ome, own in pairs):
         raise DataError(
-            f"the axes of an OME-Zarr and the dimension_names of its arrays must agree; got {_listed(ome_names or ())} "
-            f"and {_listed(own_names or ())} in {name}; correct the wrong one"
+            f"The axes of the OME-Zarr metadata ({_listed(ome_names or ())}) and the dimension_names of the array "
+            f"({_listed(own_names or ())}) disagree in {name}; correct the wrong ones"
         )
     end = array.ndim
     if end > 3 and array.shape[-1] <= _MOST_CHANNELS < min(array.shape[-4:-1]):
@@ -237,23 +238,21 @@ def find_axes(
         letters = _letters(names)
         if any(letters.count(letter) != 1 for letter in _SPACE):
             raise DataError(
-                f"a volume has three axes z, y, x, each once; got {words}; correct the names of the axes in its "
-                "metadata (`axes`, `coordinateSystems` or `dimension_names`)"
+                f"A volume needs the axes z, y, x once each, not {words}; correct the axis names in its metadata "
+                "(`axes`, `coordinateSystems` or `dimension_names`)"
             )
         zyx = triple(map(letters.index, _SPACE))
     axes, extra = Axes(zyx, select), array.ndim - 3
     if len(select) != extra or any(i >= n for i, n in zip(select, axes.others_of(array.shape), strict=True)):
         raise DataError(
-            f"a volume has three axes z, y, x, and `select` fixes each other axis inside the array; got {words} with "
-            f"select={list(select)}; set data.volumes[].select to {extra} {'index' if extra == 1 else 'indices'}, e.g. "
-            f"{[0] * extra}"
+            f"select={list(select)} does not fit {words}: it needs a valid index for each axis other than z, y, x; set "
+            f"data.volumes[].select to {extra} {'index' if extra == 1 else 'indices'}, e.g. {[0] * extra}"
         )
     return axes, names or (None,) * array.ndim
 
 
 def _own_names(array: zarr.Array[Any]) -> Names | None:
-    """dimension_names of zarr v3, or what xarray writes in zarr v2; None where some are missing and none is z, y or
-    x."""
+    """dimension_names of zarr v3, or xarray's attribute of zarr v2; None if incomplete and without z, y and x."""
     found: Any = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
     if not isinstance(found, (list, tuple)) or len(found) != array.ndim:
         return None
@@ -262,12 +261,12 @@ def _own_names(array: zarr.Array[Any]) -> Names | None:
 
 
 def spatial(names: Names) -> bool:
-    """Whether one of these names is z, y or x: if none is, the last three axes are taken for them."""
+    """Whether any of these names is z, y or x; if not, the last three axes are used."""
     return not set(_SPACE).isdisjoint(_letters(names))
 
 
 def _letters(names: Names) -> list[str]:
-    """Names of axes in lower case; z, y and x for depth, height and width."""
+    """Axis names in lower case, with depth, height and width as z, y and x."""
     lower = [(name or "").strip().lower() for name in names]
     return [_WORDS.get(name, name) for name in lower]
 

@@ -1,6 +1,6 @@
-"""Where a volume holds something: which of its chunks are stored, and its foreground map, without reading its voxels.
+"""Occupancy (which chunks of a volume are stored) and foreground maps, without reading the volume's voxels.
 
-From the sidecar beside a level, a listing of its store, a coarse level above a threshold, or a mask.
+Sources: the sidecar next to a level, a listing of the store, a coarse level above a threshold, or a mask.
 """
 
 from __future__ import annotations
@@ -44,43 +44,42 @@ _BLOCK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class ForegroundMap:
-    """The foreground share of each map cell of a volume.  Compared by identity; compare `hash` for content."""
+    """The foreground fraction of each map cell of a volume.  Compared by identity; compare `hash` for content."""
 
-    fraction: NDArray[np.uint8]  # (nz, ny, nx), 0 none ... 255 all of the cell
+    fraction: NDArray[np.uint8]  # (nz, ny, nx), 0 no foreground ... 255 only foreground
     cell_zyx: Triple  # voxels of a cell
-    shape_zyx: Triple  # of the volume; the last cell of an axis may stick out of it: its fraction is that of its inside
-    within: Box | None = None  # the part of the volume that the map knows; None = all
-    listed: bool = False  # whether its cells are the chunks (or shards) that a listing has found
+    shape_zyx: Triple  # of the volume; cells that extend past it count inner voxels only
+    within: Box | None = None  # the part of the volume that the map covers; None = all
+    listed: bool = False  # whether its cells are the chunks (or shards) of a listing
 
     def __post_init__(self) -> None:
         cells = grid_shape(self.shape_zyx, self.cell_zyx)
         if self.fraction.dtype != np.uint8 or self.fraction.shape != cells:
             raise ValueError(
-                f"a foreground map must be uint8 {cells}; got {self.fraction.dtype} {self.fraction.shape} for cells of "
-                f"{self.cell_zyx} in a volume of {self.shape_zyx}; make the map again for this volume"
+                f"The foreground map is {self.fraction.dtype} {self.fraction.shape}, not uint8 {cells}, for cells of "
+                f"{self.cell_zyx} in a volume of {self.shape_zyx}; rebuild it for this volume"
             )
 
     @cached_property
     def hash(self) -> str:
-        """Changes with any cell, the cells' size or the volume's shape."""
+        """Hash of the cells, their size and the volume's shape."""
         digest = hashlib.sha256(np.array([self.cell_zyx, self.shape_zyx], "<i8").tobytes())
         digest.update(np.ascontiguousarray(self.fraction).data)
         return digest.hexdigest()[:16]
 
     def stored(self, chunk_zyx: Triple) -> StoredChunks | None:
-        """The chunks that the listing has found; None without one, or one of shards: any chunk of these may be
-        absent."""
+        """The chunks in the listing; None without a listing, or with one of shards, where any chunk may be absent."""
         return StoredChunks.of(self.fraction > 0) if self.listed and self.cell_zyx == chunk_zyx else None
 
 
 def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> ForegroundMap | None:
-    """The map that `data.min_foreground` is measured on; None for a volume where that is 0.  Reads, and logs progress.
+    """The map for `data.min_foreground`; None for a volume with 0 there.  Reads, and logs progress.
 
-    Raises DataError: the listing, the coarse level or the mask cannot be read, or does not fit the volume.
+    Raises DataError: the listing, the coarse level or the mask cannot be read or does not fit the volume.
     """
     if config.min_foreground_of(spec) == 0:
         return None
-    nan: Nan = "error" if config.nan == "error" else "keep"  # whatever NaN is read as, it is no foreground
+    nan: Nan = "error" if config.nan == "error" else "keep"  # NaN never counts as foreground
     if spec.mask is not None:
         mask = open_volume(spec.mask, config.store, nan=nan)
         return coarse_map(volume, mask, None, config.patch_size)
@@ -98,13 +97,13 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
 def coarse_map(
     volume: Volume, coarse: Volume, threshold: float | None, patch_zyx: Triple, what: str = "the mask"
 ) -> ForegroundMap:
-    """The map of an array's voxels above a threshold (None = that are not 0), where it lies.  NaN and
-    infinity are not.  Streams the array once.
+    """Map of an array's finite voxels above a threshold (None = all but 0), aligned with the volume.
 
-    Cells are a quarter of a patch or one voxel of the array, whichever is larger, or larger to stay below 64 million.
+    Streams the array once.  Cells are a quarter of a patch or one voxel of the array, whichever is larger, and grow
+    until there are at most 64 million.
 
     Raises:
-        DataError: the array does not lie in the volume, or cannot be read.
+        DataError: the array cannot be aligned with the volume, or cannot be read.
     """
     alignment = log_alignment(volume, coarse, what)
     merged = [int(max(p // (4 * f), 1)) for p, f in zip(patch_zyx, alignment.factors, strict=True)]
@@ -125,36 +124,36 @@ def coarse_map(
                 coarse.stage(near)
             voxels = coarse.read(boxes[number])
             foreground = (voxels != 0 if threshold is None else voxels > threshold) & np.isfinite(voxels)
-            shown, sizes = foreground.astype(np.float64), np.ones((1, 1, 1))
-            for *_, places in block:  # the first axis goes to the end, three times
-                shown, sizes = np.tensordot(shown, places, (0, 1)), sizes[0, ..., None] * places.sum(1)
-            fraction[tuple(cells for _, cells, _ in block)] = (255 * shown + sizes // 2) // sizes
+            total, sizes = foreground.astype(np.float64), np.ones((1, 1, 1))
+            for *_, weights in block:  # each product moves the first axis to the end
+                total, sizes = np.tensordot(total, weights, (0, 1)), sizes[0, ..., None] * weights.sum(1)
+            fraction[tuple(cells for _, cells, _ in block)] = (255 * total + sizes // 2) // sizes
     return ForegroundMap(fraction, cell, volume.shape_zyx, alignment.covered)
 
 
 def _spans(
     alignment: Alignment, axis: int, cell: int, step: int
 ) -> Iterator[tuple[tuple[int, int], slice, NDArray[np.float64]]]:
-    """`step` cells at a time along an axis, where the array lies; its last voxels count as a whole.
+    """`step` cells at a time along an axis, over the extent of the array.
 
     Yields:
-        The array's voxels (first and stop) that these cells are shown, the cells, and [cells, voxels]: at how many
-        places of a cell the volume is shown a voxel.
+        The array's voxels (start and stop) in these cells, the cells, and [cells, voxels]: how many positions of a cell
+        map to a voxel.
     """
-    first, stop = alignment.shown(axis)
+    first, stop = alignment.extent(axis)
     for begin in range(first // cell, -(-stop // cell), step):
         lo, hi = max(begin * cell, first), min((begin + step) * cell, stop)
         voxels, cells = alignment.indices(axis, lo, hi), np.arange(lo, hi) // cell
-        places = np.zeros((cells[-1] + 1 - cells[0], voxels[-1] + 1 - voxels[0]))
-        np.add.at(places, (cells - cells[0], voxels - voxels[0]), 1)
-        yield (int(voxels[0]), int(voxels[-1]) + 1), slice(int(cells[0]), int(cells[-1]) + 1), places
+        weights = np.zeros((cells[-1] + 1 - cells[0], voxels[-1] + 1 - voxels[0]))
+        np.add.at(weights, (cells - cells[0], voxels - voxels[0]), 1)
+        yield (int(voxels[0]), int(voxels[-1]) + 1), slice(int(cells[0]), int(cells[-1]) + 1), weights
 
 
 def _block_edges(coarse: Volume, merged: list[int]) -> Triple:
-    """Edges of boxes of some 8 million voxels; multiples of `merged`, and of chunks where possible."""
+    """Edges of boxes of about 8 MiB; multiples of `merged`, and of chunks if possible."""
     edge = int((_BLOCK_BYTES / coarse.dtype.itemsize) ** (1 / 3))
-    whole = [math.lcm(m, chunk) for m, chunk in zip(merged, coarse.chunk_zyx, strict=True)]
-    units = [unit if unit <= edge else m for unit, m in zip(whole, merged, strict=True)]
+    aligned = [math.lcm(m, chunk) for m, chunk in zip(merged, coarse.chunk_zyx, strict=True)]
+    units = [unit if unit <= edge else m for unit, m in zip(aligned, merged, strict=True)]
     return triple(max(edge // unit, 1) * unit for unit in units)
 
 
@@ -162,9 +161,9 @@ def _block_edges(coarse: Volume, merged: list[int]) -> Triple:
 
 
 def chunk_occupancy(volume: Volume, max_damaged: int = 0) -> Bools:
-    """Which chunks are stored: bool over the chunk grid (of a sharded array: of inner chunks, or of shards).
+    """Which chunks are stored: bool over the chunk grid (of a sharded array: over inner chunks or shards).
 
-    From the sidecar beside the array, else as `list_chunks`, whose parameter and errors it has.
+    Reads the sidecar next to the array, or else calls `list_chunks` (same parameter and errors).
     """
     sidecar = read_sidecar(volume)
     return list_chunks(volume, max_damaged) if sidecar is None else sidecar
@@ -174,15 +173,15 @@ def chunk_occupancy(volume: Volume, max_damaged: int = 0) -> Bools:
 
 
 def read_sidecar(volume: Volume) -> Bools | None:
-    """The occupancy beside the array, if there is one.
+    """The occupancy in the sidecar; None if there is no sidecar.
 
-    Raises DataError: it is damaged, out of date, or not of this volume.
+    Raises DataError: it is damaged, out of date or belongs to another volume.
     """
     key = f"{volume.array.path}/{SIDECAR}".lstrip("/")
     try:
         data = volume.source.get(key, cached=False)
     except (FetchError, RefusedError) as error:
-        log.warning("the sidecar %s of %s cannot be read and is ignored: %s", key, volume.name, one_line(error))
+        log.warning("Cannot read the sidecar %s of %s; ignored: %s", key, volume.name, one_line(error))
         return None
     if data is None:
         return None
@@ -190,42 +189,42 @@ def read_sidecar(volume: Volume) -> Bools | None:
         with np.load(io.BytesIO(data), allow_pickle=False) as found:
             occupancy: Bools = found["occupancy"]
             signature = str(found.get("signature", ""))
-    except Exception as error:  # a flipped bit leads to nearly any type: zlib.error, BadZipFile, MemoryError, ...
-        problem = f"is no npz with `occupancy` and `signature`: {type(error).__name__}: {one_line(error)}"
+    except Exception as error:  # a flipped bit can raise nearly anything: zlib.error, BadZipFile, MemoryError, ...
+        problem = f"is not an npz with `occupancy` and `signature` ({type(error).__name__}: {one_line(error)})"
     else:
         problem = _problem(volume, occupancy, signature)
     if problem:
         raise DataError(
-            f"The sidecar {key} of {volume.name} {problem}; rebuild it with `vesuvius volume occupancy`, or remove it"
+            f"The sidecar {key} of {volume.name} {problem}; rebuild it with `vesuvius volume occupancy` or remove it"
         )
     return occupancy
 
 
 def _problem(volume: Volume, occupancy: Bools, signature: str) -> str:
-    """Why a sidecar is not one of a volume as it is now, as a few random objects tell; '' where nothing is found.
+    """Why a sidecar does not match the volume, checked on a few random objects; '' if no problem is found.
 
-    One that was not made here may leave out on purpose what is stored, but not everything.
+    A sidecar from another writer may omit stored chunks on purpose, but not all of them.
     """
-    grid, of_ours = volume.grid, sidecar_signature(volume)
-    if signature.startswith("vesuvius:") and not signature.startswith(of_ours):
-        return f"belongs to another array: its signature is {signature}, not {of_ours}"
+    grid, expected = volume.grid, sidecar_signature(volume)
+    if signature.startswith("vesuvius:") and not signature.startswith(expected):
+        return f"belongs to another array: its signature is {signature}, not {expected}"
     if occupancy.dtype != bool or occupancy.shape not in (grid.counts_zyx, grid.object_counts_zyx):
-        return f"is not bool over the chunk grid: {occupancy.dtype} {occupancy.shape}, not {grid.counts_zyx}"
+        return f"has {occupancy.dtype} {occupancy.shape} instead of bool over the chunk grid {grid.counts_zyx}"
     if not occupancy.any():
-        return "says that no chunk is stored, and some are"
+        return "lists no chunk, but some are stored"
     if not signature.startswith("vesuvius:"):
         return ""
     drawn = np.random.default_rng(0).integers(math.prod(grid.object_counts_zyx), size=64)
-    places = [triple(map(int, np.unravel_index(number, grid.object_counts_zyx))) for number in drawn]
+    sample = [triple(map(int, np.unravel_index(number, grid.object_counts_zyx))) for number in drawn]
     per_object = triple(-(-n // c) for n, c in zip(occupancy.shape, grid.object_counts_zyx, strict=True))
-    left_out = (p for p in places if not occupancy[slices(box_at(times(p, per_object), per_object))].any())
-    keys = list(dict.fromkeys(map(grid.object_key, left_out)))[:_PROBES]
-    grown = sorted(set(keys) - set(volume.source.absent(keys)))
-    return f"is out of date: {grown[0]} is stored and is not in it" if grown else ""
+    unlisted = (i for i in sample if not occupancy[slices(box_at(times(i, per_object), per_object))].any())
+    keys = list(dict.fromkeys(map(grid.object_key, unlisted)))[:_PROBES]
+    added = sorted(set(keys) - set(volume.source.absent(keys)))
+    return f"is out of date: {added[0]} is stored but not listed" if added else ""
 
 
 def write_sidecar(path: Path, occupancy: Bools, signature: str) -> None:
-    """Write an occupancy under another name, then rename it.  Raises OSError."""
+    """Write an occupancy to a temporary file and rename it.  Raises OSError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as out:
         np.savez_compressed(out, occupancy=occupancy, signature=np.array(signature))
@@ -233,7 +232,7 @@ def write_sidecar(path: Path, occupancy: Bools, signature: str) -> None:
 
 
 def sidecar_signature(volume: Volume) -> str:
-    """The signature in sidecars made here: it identifies their array."""
+    """The signature that identifies the array in sidecars of vesuvius."""
     return f"vesuvius:{metadata_hash(volume.array)}"
 
 
@@ -241,13 +240,13 @@ def sidecar_signature(volume: Volume) -> str:
 
 
 def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
-    """List the chunks in the store, with a line of progress every few seconds.  Reads the index of every shard.
+    """List the chunks in the store, and log progress.  Reads the index of every shard.
 
     Args:
-        max_damaged: so many shards may have a damaged index.  Their chunks cannot be read and count as missing.
+        max_damaged: accepted number of shards with a damaged index; their chunks are unreadable and count as missing.
 
     Raises:
-        DataError: the store cannot list, or the index of more than `max_damaged` shards is damaged.
+        DataError: the store cannot list, or more than `max_damaged` shards have a damaged index.
     """
     grid, objects = volume.grid, list_objects(volume)
     if grid.shard_zyx is None:
@@ -272,44 +271,44 @@ def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
                 view = occupancy[slices(box_at(first, per_shard))]
                 view[...] = present[tuple(slice(n) for n in view.shape)]
     if damaged:
-        more = f" (and of {len(damaged) - 1} more shards)" if len(damaged) > 1 else ""
+        more = f" and of {len(damaged) - 1} more shards" if len(damaged) > 1 else ""
         what = f"Cannot read the index of {damaged[0]}{more} in {volume.name}"
         remedy = "restore them (`vesuvius volume verify` lists what is broken)"
         if len(damaged) > max_damaged:
             raise DataError(f"{what}; {remedy}")
-        log.warning("%s; no patch comes from there; %s and start a new run, as the plan then differs", what, remedy)
+        log.warning("%s; their chunks yield no patches; %s and start a new run (the plan changes)", what, remedy)
     return occupancy
 
 
 def list_objects(volume: Volume) -> Bools:
-    """Which chunks, or of a sharded array which shards, the store lists; reads no shard.
+    """Which chunks (of a sharded array: which shards) the store lists.  Reads no shard.
 
-    Raises DataError: the store cannot list, or on a disk a folder of chunks is a broken link or a file.
+    Raises DataError: the store cannot list, or a folder of chunks on disk is a broken link or a file.
     """
     grid = volume.grid
     occupancy = np.zeros(grid.object_counts_zyx, bool)
     keys = itertools.chain.from_iterable(_listed_keys(volume))
     for key in with_progress(keys, f"listing the chunks of {volume.name}"):
-        if (place := grid.place_of(key)) is not None:
-            occupancy[place] = True
-        elif not volume.source.remote and grid.leads_to_chunks(key):
+        if (index := grid.index_of_key(key)) is not None:
+            occupancy[index] = True
+        elif not volume.source.remote and grid.is_chunk_folder(key):
             path = Path(volume.source.address, key)
             if not path.is_dir():
                 raise DataError(
-                    f"a folder of chunks must be a folder; got a {'broken link' if path.is_symlink() else 'file'}, "
-                    f"{path}; mount the disk that holds it, or restore it from its source"
+                    f"{path} is a {'broken link' if path.is_symlink() else 'file'}, not a folder of chunks; mount the "
+                    "disk that holds it, or restore it from its source"
                 )
     return occupancy
 
 
 def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
-    """Keys below the array; from a remote store, where chunks lie in folders, several folders at once."""
+    """Keys below the array; nested folders of a remote store are listed concurrently."""
     source = volume.source
     if not source.remote:
         yield source.list_keys(volume.array.path)
         return
     folders = [volume.array.path]
-    while len(folders) == 1:  # go down to where there are several folders to list at once
+    while len(folders) == 1:  # descend until there are several folders to list concurrently
         keys, folders = source.list_one_level(folders[0])
         yield keys
     with ThreadPoolExecutor(source.config.requests) as pool:

@@ -1,8 +1,8 @@
-"""First stop of a patch: open one level of a zarr volume and read boxes of it.
+"""Opens one level of a zarr volume and reads boxes of it: the first stop of a patch.
 
-Reads zarr v2 and v3, sharded or not, OME-Zarr groups (levels looked up in their metadata) and bare arrays, from disk
-and from remote stores.  The bytes of chunks are fetched ahead (of remote stores those of whole regions).  Chunks are
-decoded on the thread that reads, or on several ahead of it.
+Reads zarr v2 and v3, sharded or not, OME-Zarr groups (levels come from their metadata) and bare arrays, from disk and
+from remote stores.  Bytes are fetched ahead: a few chunks from disk, whole regions from remote stores.  Chunks are
+decoded on the reading thread, or ahead of it on several others.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from vesuvius.volumes.voxels import Nan, Nonfinite, check_finite
 
 log = logging.getLogger(__name__)
 
-# Chunks of a disk whose bytes are fetched while another one is decoded: enough to hide the latency of a network mount.
+# Chunks fetched from disk while another one is decoded: enough to hide the latency of a network mount.
 _AHEAD = 4
-# Chunks whose voxels other threads decode while one is copied.
+# Chunks decoded by other threads while one is copied.
 _DECODED_AHEAD = 8
-# A damaged chunk is fetched again, past all caches, before it is quarantined.
+# Reads of a chunk, bypassing all caches after the first, before it counts as damaged.
 _TRIES = 3
 
 
 @dataclass(eq=False)
 class Volume:
-    """One level of one volume, opened for reading."""
+    """One level of a volume, open for reading."""
 
     name: str  # path and level as the user gave them, for messages
-    array: zarr.Array[Any]  # of zarr-python; describes the chunks, and reads none
+    array: zarr.Array[Any]  # zarr-python's; describes the chunks but does not read them
     axes: Axes
-    axis_names: Names  # of the array, in stored order; None where an axis has no name
-    geometry: Geometry | None  # where its voxels lie in space; None where the metadata do not say
-    level: Level | None  # of its pyramid; None for a bare array
+    axis_names: Names  # in stored order; None for an axis without a name
+    geometry: Geometry | None  # position in space; None if the metadata do not give it
+    level: Level | None  # None for a bare array
     source: Source
     node: Node
     missing_chunk: Literal["air", "error"]
@@ -66,8 +66,8 @@ class Volume:
 
     def __post_init__(self) -> None:
         self.grid = ChunkGrid(self.array, self.axes, self.source)
-        self.wait_s = 0.0  # for which `read` has waited for bytes from a remote store, in all
-        self.metadata = MetadataCheck(self.source, self.node.key, self.node.stored)  # whether the volume is still there
+        self.wait_s = 0.0  # total time that `read` has waited for a remote store
+        self.metadata = MetadataCheck(self.source, self.node.key, self.node.stored)
         self.missing = MissingChunks(self.name, self.grid, self.metadata, self.missing_chunk, self.stored)
         self._voxels_read = self._nonfinite = 0
         self._decode = ChunkDecoder(self.array)
@@ -75,37 +75,37 @@ class Volume:
 
     @cached_property
     def shape_zyx(self) -> Triple:
-        """Voxels."""
+        """Shape in voxels."""
         return self.grid.shape_zyx
 
     @property
     def chunk_zyx(self) -> Triple:
-        """Voxels of the unit that is decoded at once: of a sharded array the inner chunk."""
+        """Shape of the unit of decoding: the chunk, or the inner chunk of a sharded array."""
         return self.grid.chunk_zyx
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """As stored, in native byte order: bool, or integers or floats of up to 8 bytes."""
+        """Stored dtype in native byte order: bool, or an integer or float of up to 8 bytes."""
         return np.dtype(self.array.dtype).newbyteorder("=")
 
     @property
     def voxel_size_um(self) -> FloatTriple | None:
-        """Edge lengths (z, y, x) where the metadata give them in units of length, else None."""
+        """Edge lengths (z, y, x); None if the metadata do not give them in units of length."""
         return None if self.geometry is None else self.geometry.voxel_size_um
 
     @cached_property
     def fill_value(self) -> float:
-        """Grey value of an absent chunk: air.  Of integer dtypes an int, as large ones are no exact floats.
+        """Grey value of absent chunks (air).  An int for integer dtypes, because large ones are not exact in float64.
 
-        Where the array's own fill value is NaN or infinite, what these are read as.
+        If the array's own fill value is NaN or infinite, the value that replaces NaN.
         """
         value: float = self.dtype.type(self.array.fill_value or 0).item()
         return value if math.isfinite(value) or self.nan == "keep" else self.nan_value
 
     @cached_property
     def nan_value(self) -> float:
-        """What NaN and infinity are read as: the number of `data.nan`, or air: the array's fill value, if that is a
-        number, else 0.  No meaning for other dtypes than floats, and where they are kept."""
+        """The value that replaces NaN and infinity: the number in `data.nan`, or air (the array's fill value if it is
+        finite, else 0).  Has no meaning for integers, or if NaN is kept."""
         if not isinstance(self.nan, str):
             return float(self.nan)
         value = float(self.array.fill_value or 0)
@@ -113,11 +113,11 @@ class Volume:
 
     @property
     def nonfinite(self) -> Nonfinite | None:
-        """The NaN and infinities that `read` has replaced; None where there were none."""
+        """The NaN and infinite values that `read` has replaced; None if there were none."""
         return Nonfinite(self.name, self._nonfinite / self._voxels_read, self.nan_value) if self._nonfinite else None
 
     def material(self, voxels: NDArray[Any]) -> NDArray[Any]:
-        """Those of some voxels that are neither air nor in place of NaN, flat."""
+        """The voxels that are neither air nor a replacement for NaN, flattened."""
         wanted = voxels != self.fill_value
         if self.dtype.kind == "f":
             wanted &= np.isfinite(voxels) & (voxels != self.nan_value)
@@ -125,17 +125,17 @@ class Volume:
         return found
 
     def stage(self, box: Box) -> None:
-        """Start to fetch the chunks of a box from a remote store; on disk nothing.  Does not wait."""
+        """Start fetching the chunks of a box from a remote store; no effect on disk.  Does not block."""
         if self._staging is not None:
             self._staging.stage(box)
 
     def unstage(self) -> None:
-        """Forget what was staged and will not be read."""
+        """Discard everything that is staged."""
         if self._staging is not None:
             self._staging.unstage()
 
     def release(self, box: Box) -> None:
-        """Forget what was staged for a box that is not read after all."""
+        """Discard a staged box that will not be read."""
         if self._staging is not None:
             self._staging.release(box)
 
@@ -146,26 +146,25 @@ class Volume:
         before: Callable[[Triple], None] = lambda chunk: None,
         decoders: Executor | None = None,
     ) -> NDArray[Any]:
-        """Read and decode a box; absent chunks come as the fill value.  Waits for as long as an outage may last.
+        """Read and decode a box; absent chunks have the fill value.  During an outage it blocks and retries.
 
-        Whether it fails, and because of which chunk, depends on the stored bytes alone: each chunk that the box touches
-        is decoded whole, in order, up to the first that is damaged.
+        Whether it fails, and at which chunk, depends on the stored bytes alone: each chunk that the box touches is
+        decoded completely, in order, up to the first damaged one.
 
         Args:
-            out: where to, of the volume's dtype and the shape of the box; a new array by default.
-            before: told of each chunk before it is decoded; what it raises ends the read.
-            decoders: threads that decode chunks ahead of the one that is copied, told or not; None = this one decodes.
+            out: destination, with the volume's dtype and the shape of the box; by default a new array.
+            before: called with each chunk before it is used; an exception ends the read.
+            decoders: threads that decode ahead, regardless of `before`; None = decode on this thread.
 
         Returns:
-            `out`, or an array of the stored dtype, shape stop - start.
+            `out`, or a new array.
 
         Raises:
-            UnreadableChunkError: a chunk cannot be decoded, does not match its checksum, holds NaN or infinity where
-                `data.nan` is 'error', or is gone: it was there when this volume read it before, or when its chunks
-                were listed.
-            DataError: a chunk is absent and `data.missing_chunk` is 'error', the whole volume is gone or has changed,
-                or its store refuses, or has not answered for `data.store.outage_minutes`.
-            ClosedError: another thread has closed the volume.
+            UnreadableChunkError: a chunk cannot be decoded, fails its checksum, contains NaN or infinity while
+                `data.nan` is 'error', or is gone although this volume has read it before or a listing contains it.
+            DataError: a chunk is absent and `data.missing_chunk` is 'error', the volume is gone or has changed, or
+                its store refuses or has not answered for `data.store.outage_minutes`.
+            ClosedError: another thread closed the volume.
         """
         out = np.empty(shape_of(box), self.dtype) if out is None else out
         try:
@@ -182,21 +181,21 @@ class Volume:
         return out
 
     def __getitem__(self, index: Any) -> NDArray[Any]:
-        """Read as an array is indexed, with integers and slices of step 1: `volume[10, 0:128, :128]`.
+        """Read with integers and slices of step 1: `volume[10, 0:128, :128]`.
 
         Raises as `read`, IndexError, and TypeError for any other index.
         """
-        ends, whole = indexed_box(index, self.shape_zyx)
+        ends, rest = indexed_box(index, self.shape_zyx)
         box = box_along(ends)
         voxels = self.read(box) if all(lo < hi for lo, hi in ends) else np.empty(shape_of(box), self.dtype)
-        return voxels[whole]
+        return voxels[rest]
 
     def close(self) -> None:
-        """End the threads that fetch."""
+        """Stop the threads that fetch."""
         self.source.close()
 
     def _loads(self, box: Box, decoders: Executor | None) -> Iterator[tuple[Triple, Callable[[], NDArray[Any] | None]]]:
-        """The chunks of a box, each with what waits for its voxels."""
+        """The chunks of a box, each with a function that waits for its voxels."""
         ahead: deque[tuple[Triple, Future[NDArray[Any] | None]]] = deque()
         for chunk, fetch in self._fetches(box):
             if decoders is None:
@@ -209,7 +208,7 @@ class Volume:
         yield from ((chunk, voxels.result) for chunk, voxels in ahead)
 
     def _start_decoding(self, fetch: Callable[[], bytes | None], decoders: Executor) -> Future[NDArray[Any] | None]:
-        """Wait for the bytes here, as decoders never wait; an error comes when it is the chunk's turn."""
+        """Wait for the bytes here, so that decoders never block; errors are raised in the order of the chunks."""
         try:
             data = fetch()
         except Exception as error:
@@ -219,7 +218,7 @@ class Volume:
         return decoders.submit(self._load, lambda: data)
 
     def _load(self, fetch: Callable[[], bytes | None]) -> NDArray[Any] | None:
-        """The voxels of a whole chunk as stored; None for an absent one."""
+        """The decoded voxels of a chunk; None if it is absent."""
         if (data := fetch()) is None:
             return None
         voxels = self._decode(data)
@@ -228,19 +227,19 @@ class Volume:
         return voxels
 
     def _fetches(self, box: Box) -> Iterator[tuple[Triple, Callable[[], bytes | None]]]:
-        """The chunks of a box, each with what waits for its bytes."""
+        """The chunks of a box, each with a function that waits for its bytes."""
         chunks = self.grid.chunks_of(box)
         if (staging := self._staging) is not None:
             started = time.perf_counter()
             staging.stage(box)
-            staging.settle(box)
+            staging.wait_for(box)
             self.wait_s += time.perf_counter() - started
             whole = self.grid.whole_shards(box)
             for chunk in chunks:
                 yield chunk, partial(self.grid.fetch, chunk, self._staged_bytes, self.grid.key_of(chunk) in whole)
             return
         self.grid.forget_indices()
-        if self.grid.shard_zyx is not None:  # handing small chunks of few files over would cost more than it hides
+        if self.grid.shard_zyx is not None:  # small chunks of few files: threads would cost more than they hide
             for chunk in chunks:
                 yield chunk, partial(self.grid.fetch, chunk, self.source.get)
             return
@@ -262,9 +261,9 @@ class Volume:
             self.wait_s += time.perf_counter() - started
 
     def _chunk(self, chunk: Triple, box: Box, load: Callable[[], NDArray[Any] | None]) -> NDArray[Any] | None:
-        """The voxels of a whole chunk, as stored but for the order of axes; None where it is air.
+        """The voxels of a chunk along z, y, x; None if it is air.
 
-        A chunk that seems damaged is fetched again, past all caches.  Raises as `read`.
+        A chunk that seems damaged is fetched again, bypassing all caches.  Raises as `read`.
         """
         for tries_left in reversed(range(_TRIES)):
             try:
@@ -278,29 +277,29 @@ class Volume:
                 raise
             except CancelledError:
                 raise ClosedError(f"{self.source.shown} was closed; open it again") from None
-            except Exception as error:  # codecs and stores raise whatever they like
+            except Exception as error:  # codecs and stores may raise anything
                 if not tries_left:
                     if isinstance(error.__cause__ or error, ReplacedError):
                         raise RefusedError(
-                            f"{one_line(error, 400)}, again and again: {self.source.shown} is being written; wait "
-                            "until that has ended, or copy it to a disk"
+                            f"{one_line(error, 400)}, {_TRIES} times in a row: {self.source.shown} is being written; "
+                            "wait until that is finished, or copy the volume to a disk"
                         ) from error
                     raise self._unreadable(box, chunk, error) from error
-                log.debug("chunk %s of %s is fetched again after %s", list(chunk), self.name, one_line(error))
+                log.debug("fetching chunk %s of %s again after %s", list(chunk), self.name, one_line(error))
                 self.source.count(retries=1)
-                self.metadata.check(at_once=True)  # of a volume that is gone no chunk is to blame
+                self.metadata.check(at_once=True)  # if the volume is gone, its chunks are not damaged
                 self.grid.forget(self.grid.box_of(chunk))
                 load = partial(self._load, partial(self.grid.fetch, chunk, self.source.get))
         raise AssertionError("the last try returns or raises")
 
     def _to_zyx(self, voxels: NDArray[Any]) -> NDArray[Any]:
-        """A chunk's voxels along z, y, x, at the index at which each other axis is fixed."""
+        """A chunk's voxels along z, y, x, at the selected index of each other axis."""
         others = [i % c for i, c in zip(self.axes.select, self.axes.others_of(self.array.chunks), strict=True)]
-        where: Any = self.axes.stored((slice(None),) * 3, others)
-        return self.axes.to_zyx(voxels[where])
+        selection: Any = self.axes.stored((slice(None),) * 3, others)
+        return self.axes.to_zyx(voxels[selection])
 
     def _replace_nonfinite(self, voxels: NDArray[Any]) -> None:
-        """Have NaN and infinity read as a number, in place, and count them."""
+        """Replace NaN and infinity in place, and count them."""
         self._voxels_read += voxels.size
         if self.dtype.kind != "f" or self.nan == "keep":
             return
@@ -323,27 +322,27 @@ def open_volume(
     reopened: bool = False,
     stored: StoredChunks | None = None,
 ) -> Volume:
-    """Open what `data.volumes[]` names, or level 0 of a path or address.  Reads metadata, and looks for a few chunks.
+    """Open an entry of `data.volumes[]`, or level 0 of a path or address.  Reads metadata and checks a few chunk keys.
 
     Args:
-        reopened: it has been opened before, by another process: no chunks are looked for, and where its store does not
-            answer that is an outage.  A store that never has is given up after a minute.
-        stored: the chunks that a listing has found; of these none may be absent.
+        reopened: another process has opened the volume before: keys are not checked, and a store that does not answer
+            is an outage.  Otherwise a store that has never answered is given up after a minute.
+        stored: the chunks in a listing; none of them may be absent.
 
     Raises:
-        DataError: nothing there, not a zarr, no such level, no axes z, y, x, or a dtype that is not supported.
+        DataError: there is nothing, no zarr, no such level, no axes z, y, x, or an unsupported dtype.
     """
     spec = spec if isinstance(spec, ArrayConfig) else ArrayConfig(path=str(spec))
     if not is_remote(spec.path) and not Path(spec.path).exists():
         raise DataError(
-            f"a volume must exist; got {spec.path}, which does not exist; write a synthetic scroll there with "
-            f"`vesuvius volume synth {spec.path}`, download a real one (its address is in configs/exp001_full.yaml), "
-            'or name another: "data.volumes=[{path: PATH.zarr, level: 0}]"'
+            f"Cannot open {spec.path}: it does not exist; create a synthetic scroll with `vesuvius volume synth "
+            f"{spec.path}`, download a real one (the address is in configs/exp001_full.yaml), or choose another volume "
+            'with "data.volumes=[{path: PATH.zarr, level: 0}]"'
         )
     source = Source(spec.path, store, has_answered=reopened)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ZarrUserWarning)  # on codecs that zarr v3 does not specify, and the like
+            warnings.simplefilter("ignore", ZarrUserWarning)  # about codecs outside the zarr v3 specification, etc.
             warnings.simplefilter("ignore", UnstableSpecificationWarning)
             node, level, name = _find_array(source, spec)
             array = open_array(source, node, level.path if level else "")
@@ -361,28 +360,28 @@ def open_volume(
 
 
 def _find_array(source: Source, spec: ArrayConfig) -> tuple[Node, Level | None, str]:
-    """The metadata of the array that a config names, its level if it has one, and its name."""
+    """The metadata of the array in a config, its level (None for a bare array), and its name."""
     node = read_node(source, "")
     if node is None:
         raise no_zarr_error(source)
     if node.is_array:
         if spec.level:
             raise DataError(
-                f"a bare array has level 0 only; got level {spec.level} of {source.shown}; set level to 0 or point "
-                "path at the OME-Zarr group"
+                f"Cannot open level {spec.level} of {source.shown}: a bare array has only level 0; set level to 0 or "
+                "point path at the OME-Zarr group"
             )
         return node, None, source.shown
     level = pick_level(source, node.document["attributes"], spec)
     node = read_node(source, level.path)
     if node is None or not node.is_array:
-        what = "which is not there" if node is None else "which is a group"
+        problem = "is not there" if node is None else "is a group"
         raise DataError(
-            f"each level in the metadata must exist; got level {spec.level} ({level.path!r}) of {source.shown}, "
-            f"{what}; copy the missing level or choose another"
+            f"Cannot open level {spec.level} of {source.shown}: {level.path!r} {problem}; copy the missing level or "
+            "choose another"
         )
     return node, level, f"{source.shown} level {spec.level}"
 
 
 def _check_nan(nan: Nan, array: zarr.Array[Any], name: str) -> None:
     if not isinstance(nan, str) and array.dtype.kind == "f" and not abs(nan) <= float(np.finfo(array.dtype).max):
-        raise DataError(f"data.nan={nan:g} does not fit into the {array.dtype} voxels of {name}; take a smaller number")
+        raise DataError(f"data.nan={nan:g} does not fit the {array.dtype} voxels of {name}; choose a smaller number")

@@ -1,4 +1,4 @@
-"""Voxels of any stored dtype: NaN and infinity, the classes that a network knows, percentiles."""
+"""Checks and statistics of voxels of any stored dtype: non-finite values, labels, percentiles."""
 
 from __future__ import annotations
 
@@ -15,66 +15,66 @@ from vesuvius.volumes.box import Box, format_box
 _NAMED = 5
 
 Nan = Literal["air", "error", "keep"] | float
-"""What NaN and infinity are read as: `data.nan`, or 'keep' for what is stored."""
+"""The replacement for NaN and infinity: `data.nan`, or 'keep' for none."""
 
 
 @dataclass(frozen=True)
 class Nonfinite:
-    """NaN and infinity that were met in a volume.  Picklable."""
+    """NaN and infinite values of a volume.  Picklable."""
 
     volume: str  # its name
-    share: float  # of the voxels that were read
-    read_as: float  # the number that replaces them
+    share: float  # of the voxels read
+    read_as: float  # their replacement
 
     def warn(self) -> None:
-        """Warn of them, once per volume and process."""
+        """Log a warning, once per volume and process."""
         text = (
-            "%s holds NaN or infinity, %.2g %% of the voxels read so far; they are read as %g: set data.nan to another "
+            "%s contains NaN or infinity (%.2g %% of the voxels read so far), read as %g; set data.nan to another "
             "number, or to error to treat them as damage"
         )
         warn_once(text, self.volume, 100 * self.share, self.read_as)
 
 
 def check_finite(voxels: NDArray[Any]) -> None:
-    """Raise ValueError where a voxel is NaN or infinite."""
+    """Raise ValueError if a voxel is NaN or infinite."""
     if voxels.dtype.kind == "f" and (bad := np.count_nonzero(~np.isfinite(voxels))):
         raise ValueError(
-            f"{bad} of {voxels.size} voxels are NaN or infinite, and data.nan=error; set data.nan to air, or to the "
-            "number that they are read as"
+            f"{bad} of {voxels.size} voxels are NaN or infinite, and data.nan=error; set data.nan to air or to a "
+            "number that replaces them"
         )
 
 
 def check_labels(voxels: NDArray[Any], classes: Sequence[int], name: str, box: Box) -> None:
-    """Raise DataError if voxels are none of the classes: the network would see them as no class at all.
+    """Raise DataError if voxels belong to none of the classes, because the network would see them without a class.
 
     Args:
         voxels: of any stored dtype.
         classes: the stored label of each class.
-        name: of the labels; `box` is where the voxels lie in the volume.
+        name: of the labels; `box` is the position of the voxels in the volume.
     """
     in_order = tuple(classes) == tuple(range(len(classes)))
     if in_order and voxels.dtype.kind in "bui" and voxels.max() < len(classes) and voxels.min() >= 0:
-        return  # in one pass of the memory's speed
+        return  # the fast path, at memory bandwidth
     outside = voxels[np.logical_and.reduce([voxels != label for label in classes])]
     if outside.size == 0:
         return
     labels, counts = np.unique(outside, return_counts=True)
     common = [f"{label:g}" if voxels.dtype.kind == "f" else str(int(label)) for label in labels[np.argsort(-counts)]]
     more = f" and {len(common) - _NAMED} more" if len(common) > _NAMED else ""
-    known = f"0 ... {len(classes) - 1}" if in_order else ", ".join(map(str, classes))
+    expected = f"0 ... {len(classes) - 1}" if in_order else ", ".join(map(str, classes))
     raise DataError(
-        f"labels {', '.join(common[:_NAMED])}{more} in {name} are none of the {len(classes)} classes {known}: "
+        f"Labels {', '.join(common[:_NAMED])}{more} in {name} are none of the {len(classes)} classes {expected}: "
         f"{100 * outside.size / voxels.size:.3g} % of the voxels in {format_box(box)}; raise data.condition_classes, "
-        "name the stored label of each class in data.condition_values (an ignore value is a class, too), rewrite "
-        "them, or set data.condition_classes=null if these are grey values"
+        "list the stored label of each class in data.condition_values (including an ignore value), rewrite the labels, "
+        "or set data.condition_classes=null if these are grey values"
     )
 
 
 def percentiles(voxels: NDArray[Any], at: Sequence[float]) -> tuple[float, ...]:
-    """Percentiles of any number of voxels above 0, as float64.
+    """Percentiles of a non-empty array, as float64.
 
     numpy interpolates in the dtype of the voxels: differences of signed integers overflow, float16 rounds, and bool has
-    none.
+    no differences.
     """
     if voxels.dtype.kind == "i" or voxels.dtype in (np.bool_, np.float16):
         voxels = voxels.astype(np.float32 if voxels.itemsize <= 2 else np.float64)

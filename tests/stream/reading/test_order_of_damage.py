@@ -113,7 +113,7 @@ def test_slots_do_not_depend_on_who_reads_them_or_on_what_is_known(job: ReaderJo
         assert all(touches), "a region is replaced if it touches what is quarantined"
         assert not any(intersects(box, visit.region) for box in boxes), "and only if"
     causes = " ".join(record["cause"] for record in records)
-    assert all(words in causes for words in ("NaN", "checksum do not match", "of an object of", "index"))
+    assert all(words in causes for words in ("NaN", "checksum do not match", "outside an object of", "index"))
     for first in range(0, len(tasks), 17):  # resumed, with all or some of the damage known
         known = frozenset(parse_damaged_box(one, 1) for one in rng.sample(records, rng.randrange(len(records) + 1)))
         resumed = Reader(ReaderJob(**{**vars(job), "quarantined": known}), ring=3)

@@ -69,7 +69,7 @@ def test_requests_are_signed_with_what_the_environment_holds(
     assert source.list_one_level("") == (["data"], [])
     assert {signer(asked) for asked in azure.asked} == {by}
     azure.asked.clear()
-    with pytest.raises(RefusedError, match=r"401 .*\(not signed, as data.store.anonymous=true says\)"):
+    with pytest.raises(RefusedError, match=r"401 .*\(not signed, because data.store.anonymous=true\)"):
         Source(ADDRESS, StoreConfig(anonymous=True)).get("data")
     assert {signer(asked) for asked in azure.asked} == {None}
 
@@ -139,9 +139,7 @@ def log_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
 def test_a_public_container_is_read_without_credentials_and_a_private_one_says_what_was_looked_for(
     azure: OddServer, blobs: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        RefusedError, match=r"401 .*\(not signed: there is no key, token or identity in AZURE_\*, no log"
-    ):
+    with pytest.raises(RefusedError, match=r"401 .*\(not signed: no key, token or identity in AZURE_\*, no `az` log"):
         Source(ADDRESS, FAST).get("data")
     with azure_server(blobs, public=True) as server:
         use(server, monkeypatch)
@@ -155,7 +153,7 @@ def test_an_identity_that_gets_no_token_is_a_refusal(
 ) -> None:
     with odd_server(lambda asked: sized(status, b'{"error": "unauthorized_client"}')) as service:
         monkeypatch.setenv("AZURE_MSI_ENDPOINT", service.url)
-        with pytest.raises(RefusedError, match=rf"refuses access: .*{status[:3]}.*\(signed with AZURE_MSI_ENDPOINT of"):
+        with pytest.raises(RefusedError, match=rf"refuses access: .*{status[:3]}.*\(signed with AZURE_MSI_ENDPOINT"):
             Source(ADDRESS, FAST).get("data")
 
 
@@ -174,9 +172,7 @@ def test_no_error_and_no_log_line_holds_a_key_or_a_signature(
     texts = []
     source = Source(ADDRESS, FAST)
     for action in (lambda: source.get("data"), lambda: source.list_one_level("")):
-        with pytest.raises(
-            DataError, match=rf"403 Forbidden: AuthenticationFailed .*{name} of the environment"
-        ) as caught:
+        with pytest.raises(DataError, match=rf"403 Forbidden: AuthenticationFailed .*signed with {name}") as caught:
             action()
         texts.append(str(caught.value))
     assert "ListBucket" not in texts[0]
@@ -190,7 +186,7 @@ def test_no_error_and_no_log_line_holds_a_key_or_a_signature(
 def test_an_account_is_asked_for_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credentials, "_METADATA_HOST", "127.0.0.1:1")
     with pytest.raises(
-        DataError, match=r"Account must be specified; correct the address, or AZURE_STORAGE_ACCOUNT_NAME"
+        DataError, match=r"Account must be specified; check the address and the variables AZURE_STORAGE_ACCOUNT_NAME"
     ):
         Source(ADDRESS, FAST)
 
@@ -215,4 +211,4 @@ def test_a_volume_on_azure_streams_and_lists_as_on_disk(
         assert {signer(asked) for asked in server.asked} == {"key"}
     np.testing.assert_array_equal(patches, expected)
     np.testing.assert_array_equal(occupancy, list_chunks(open_volume(ArrayConfig(path=str(path)))))
-    assert "does not send the last bytes" not in caplog.text, "obstore knows that Azure cannot"
+    assert "does not support suffix ranges" not in caplog.text, "obstore knows that Azure cannot"

@@ -105,9 +105,12 @@ def test_many_reads_are_under_way_at_once_but_no_more_than_allowed(server: Chunk
 # ---- addresses
 
 ADDRESSES = [
-    ("ftp://host/v.zarr", "a folder or an address of http, https, hf, s3, gs, az; got ftp://host/v.zarr"),
-    ("s3://", "Cannot open s3://: no bucket; correct the address, or the AWS_"),
-    ("http://", "Cannot open http://: .*; correct the address"),
+    (
+        "ftp://host/v.zarr",
+        "Cannot open ftp://host/v.zarr: a volume is a folder or an address of http, https, hf, s3, gs, az",
+    ),
+    ("s3://", "Cannot open s3://: no bucket; check the address and the variables AWS_"),
+    ("http://", "Cannot open http://: .*; check the address"),
     ("s3://bucket//scan", "Cannot open s3://bucket//scan: an empty name between two slashes"),
     ("s3://bucket/a/../b", r"Cannot open s3://bucket/a/\.\./b: "),
 ]
@@ -229,7 +232,7 @@ def test_a_folder_that_cannot_be_listed_any_more_ends_a_list(
 
     monkeypatch.setattr(os, "scandir", stale)
     for prefix, words in (("", "Stale file handle"), ("a/data", "Not a directory")):
-        with pytest.raises(DataError, match=rf"must be listable; got .*{words}"):
+        with pytest.raises(DataError, match=rf"Cannot list the chunks of .*{words}"):
             list(itertools.islice(source.list_keys(prefix), 1000))
 
 
@@ -250,14 +253,14 @@ def test_a_slab_whose_disk_is_not_mounted_is_neither_listed_nor_read_as_air(tmp_
     slab.rename(tmp_path / "unmounted")
     slab.symlink_to(tmp_path / "disk2/slab")
     volume = open_volume(ArrayConfig(path=str(path)))
-    with pytest.raises(DataError, match=f"a folder of chunks must be a folder; got a broken link, {slab}; mount the"):
+    with pytest.raises(DataError, match=f"{slab} is a broken link, not a folder of chunks; mount the"):
         list_chunks(volume)
     box = ((64, 0, 0), (96, 64, 64)) if layout == "v3-sharded" else ((32, 0, 0), (64, 64, 64))
-    with pytest.raises(UnreadableChunkError, match=f"a broken link, {slab}"):
+    with pytest.raises(UnreadableChunkError, match=f"{slab} is a broken link"):
         volume.read(box)
     slab.unlink()
     slab.write_bytes(b"")
-    with pytest.raises(UnreadableChunkError, match=f"a file in place of the folder {slab}"):
+    with pytest.raises(UnreadableChunkError, match=f"{slab} is a file, not a folder"):
         volume.read(box)
 
 
@@ -265,7 +268,7 @@ def test_a_slab_whose_disk_is_not_mounted_is_neither_listed_nor_read_as_air(tmp_
 def test_a_web_server_cannot_list_and_the_error_says_what_to_do(source: Source) -> None:
     for listing in (lambda: list(source.list_keys("a")), lambda: source.list_one_level("a")):
         with pytest.raises(
-            DataError, match=r"a web server; put a `.chunk_occupancy.npz` beside level 0, or set data\."
+            DataError, match=r"web servers cannot list; put a `.chunk_occupancy.npz` next to level 0, or set data\."
         ):
             listing()
 

@@ -1,9 +1,9 @@
-"""Bytes of a chunk -> its voxels, with the codecs of numcodecs; what is left for other codecs, zarr-python decodes.
+"""Decodes the bytes of a chunk with the codecs of numcodecs; zarr-python decodes what needs other codecs.
 
-Every chunk that is read is decoded here, whole, whatever part of it is wanted and wherever its bytes come from.  So all
-checksums in its chain of codecs are checked, and whether a chunk is damaged depends on its bytes alone.  The pipelines
-of zarr promise neither: zarrs skips checksums where it reads a part of a shard, and numcodecs reads what lies in memory
-behind a truncated blosc frame.
+Every chunk is decoded here completely, whatever part of it is needed and wherever its bytes come from.  So all
+checksums in its codec chain are verified, and whether a chunk is damaged depends on its bytes alone.  zarr's pipelines
+guarantee neither: zarrs skips checksums when it reads part of a shard, and numcodecs reads memory past a truncated
+blosc frame.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zarr.codecs import BytesCodec, ShardingCodec, TransposeCodec
 from zarr.storage import MemoryStore, StorePath
 
 _BLOSC_HEADER_BYTES = 16
-_WIDENING = 16  # filters may widen voxels, at most from packed bits to int16: a frame that promises more is damaged
+_WIDENING = 16  # filters widen voxels at most from packed bits to int16; a frame that claims more is damaged
 
 
 class ChunkDecoder:
@@ -32,10 +32,10 @@ class ChunkDecoder:
     def __init__(self, array: zarr.Array[Any]) -> None:
         metadata: Any = array.metadata
         self._dtype = array.dtype
-        self._foreign: Any = None  # metadata of an array of one chunk, with codecs that zarr-python alone decodes
+        self._foreign: Any = None  # metadata of a one-chunk array, with codecs that only zarr-python decodes
         self._key = "/".join("0" * array.ndim)  # of that chunk
-        self._steps: list[tuple[Any, int, bool]] = []  # codecs with the bytes that each decodes to, and if exactly
-        axes = list(range(array.ndim))  # of the voxels, as they lie in a chunk's bytes
+        self._steps: list[tuple[Any, int, bool]] = []  # codecs, decoded bytes of each, and whether that is exact
+        axes = list(range(array.ndim))  # axes of the voxels in the order of the chunk's bytes
         size = math.prod(array.chunks) * self._dtype.itemsize
         if metadata.zarr_format == 2:
             filters = metadata.filters or ()
@@ -62,9 +62,9 @@ class ChunkDecoder:
         self._to_array = [axes.index(axis) for axis in range(array.ndim)]
 
     def __call__(self, data: bytes) -> NDArray[Any]:
-        """The voxels of a chunk, all of it, in stored order; may be read-only.
+        """Decode all voxels of a chunk, in stored order; the result may be read-only.
 
-        Raises Exception: the bytes are damaged. Codecs raise whatever they like.
+        Raises Exception: the bytes are damaged; codecs may raise anything.
         """
         value: Any = data
         for codec, size, exact in self._steps:
@@ -78,26 +78,26 @@ class ChunkDecoder:
 
 
 def _is_plain(codecs: Sequence[Any]) -> bool:
-    """Whether these are voxels in some order of axes and bytes."""
+    """Whether these codecs only reorder axes and bytes."""
     *filters, last = codecs
     return isinstance(last, BytesCodec) and all(isinstance(codec, TransposeCodec) for codec in filters)
 
 
 def _of_numcodecs(codec: Any) -> Any:
-    """The codec of numcodecs that decodes as one of zarr v3 does, bytes to bytes; None where there is none."""
+    """The numcodecs codec that decodes like a bytes-to-bytes codec of zarr v3; None if there is none."""
     if not isinstance(codec, BytesBytesCodec):
         return None
     written: Any = codec.to_dict()
     name = written["name"]
     if name in ("blosc", "crc32c", "gzip", "zstd"):
-        return numcodecs.get_codec({"id": name})  # what they decode says how
+        return numcodecs.get_codec({"id": name})  # the data contain the settings
     if name.startswith("numcodecs."):
         return numcodecs.get_codec(written.get("configuration", {}) | {"id": name.removeprefix("numcodecs.")})
     return None
 
 
 def _one_chunk(array: zarr.Array[Any], codecs: Sequence[Any]) -> Any:
-    """Metadata of an array that is a chunk of another, stored with some of its codecs."""
+    """Metadata of an array that consists of one chunk of another, stored with some of its codecs."""
     document: Any = array.metadata.to_dict() | {
         "shape": array.chunks,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunks}},
@@ -108,19 +108,19 @@ def _one_chunk(array: zarr.Array[Any], codecs: Sequence[Any]) -> Any:
 
 
 def _check_frame(codec: Any, frame: Any, size: int, exact: bool) -> None:
-    """Raises ValueError for a frame that is shorter than its header says, or promises another size than is due.
+    """Raise ValueError if a blosc frame is truncated, or its header gives a wrong decoded size.
 
-    Only blosc needs it: the decoders of all other codecs stop where their bytes end, and raise.
+    The decoders of all other codecs stop at the end of their bytes and raise.
 
     Args:
-        size, exact: bytes that the frame decodes to; an estimate where not exact.
+        size, exact: decoded size in bytes, and whether it is exact or an estimate.
     """
     if codec.codec_id != "blosc":
         return
     data = memoryview(frame).cast("B")
     length = len(data)
-    decoded, promised = (int.from_bytes(data[at : at + 4], "little") for at in (4, 12))
-    if not _BLOSC_HEADER_BYTES <= promised <= length:
-        raise ValueError(f"a chunk of {length} bytes that says it has {promised}")
+    decoded, stored = (int.from_bytes(data[at : at + 4], "little") for at in (4, 12))
+    if not _BLOSC_HEADER_BYTES <= stored <= length:
+        raise ValueError(f"the chunk has {length} bytes, but {stored} according to its header")
     if decoded != size if exact else decoded > _WIDENING * size:
-        raise ValueError(f"a chunk that says it decodes to {decoded} bytes, of a chunk of {size}")
+        raise ValueError(f"the chunk decodes to {decoded} bytes according to its header, instead of {size}")

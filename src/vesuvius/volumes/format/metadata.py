@@ -1,6 +1,6 @@
-"""Reads the metadata of a zarr array or group, finds a volume's level in them, and names what is wrong with them.
+"""Reads the metadata of a zarr array or group, finds the level of a volume, and reports errors in them.
 
-Spellings that zarr-python does not know are put into its own: `|u1` written as `>u1`, transpose order "F".
+Converts spellings that zarr-python rejects, such as `>u1` for `|u1` or the transpose order "F".
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from vesuvius.volumes.errors import FetchError
 from vesuvius.volumes.format.shards import is_supported
 from vesuvius.volumes.store.source import Source
 
-_MOST_CHUNKS = 2**40  # lists of a volume hold a byte for each, in memory that is taken as it is used
+_MOST_CHUNKS = 2**40  # an occupancy takes a byte per chunk of virtual memory
 _INNER = ("codecs", "index_codecs")  # of a shard
 _ONE_BYTE = ("u1", "i1", "b1", "uint8", "int8", "bool")
 _FILES = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
-_FOREIGN = re.compile(r"\.(tiff?|btf|h5|hdf5?|nxs|nii|nii\.gz|nrrd|nhdr|npy|n5|raw)$", re.IGNORECASE)
+_IMPORTABLE = re.compile(r"\.(tiff?|btf|h5|hdf5?|nxs|nii|nii\.gz|nrrd|nhdr|npy|n5|raw)$", re.IGNORECASE)
 _SLICES = (".tif", ".tiff", ".png", "attributes.json")
-_NAMED = 8  # arrays, or other names, that a message lists
+_NAMED = 8  # names that a message lists
 _MAGIC = {
     b"\x1f\x8b": ("gzip data", "store it uncompressed, or have the server send it without Content-Encoding"),
     b"\x28\xb5\x2f\xfd": ("zstd data", "store it uncompressed"),
     b"version https://git-lfs": ("a Git LFS pointer", "fetch the file with `git lfs pull`"),
-    b"<?xml": ("an XML document, perhaps the server's error message", "check the address and the credentials"),
-    b"<": ("an HTML page", "check the address and the login, as the server answers with a page"),
+    b"<?xml": ("an XML document, possibly the server's error message", "check the address and the credentials"),
+    b"<": ("an HTML page", "check the address and the login"),
 }
 
 
@@ -50,15 +50,15 @@ class Node:
     """The metadata of an array or a group."""
 
     key: str  # of the object that holds them
-    stored: bytes  # what it holds
-    document: dict[str, Any]  # the same as zarr-python reads it, with the attributes of zarr v2
+    stored: bytes  # its content
+    document: dict[str, Any]  # as zarr-python reads it, including the attributes of zarr v2
     is_array: bool
 
 
 def read_node(source: Source, path: str) -> Node | None:
-    """Metadata at a path below an address; None where there are none.  One round trip.
+    """Metadata at a path below an address; None if there are none.  One round trip.
 
-    Raises DataError: they are no JSON object; as `Source.get`.
+    Raises DataError: they are not a JSON object; also as `Source.get`.
     """
     keys = [f"{path}/{name}".lstrip("/") for name in _FILES]
     try:
@@ -67,7 +67,7 @@ def read_node(source: Source, path: str) -> Node | None:
         else:
             stored = [source.get(key) for key in keys]
     except FetchError as error:
-        raise DataError(f"The metadata of {source.shown} cannot be read: {error}; restore them") from error
+        raise DataError(f"Cannot read the metadata of {source.shown}: {error}; restore them") from error
     for key, data in zip(keys[:3], stored, strict=False):
         if data is not None:
             document = _parsed(source, key, data)
@@ -78,9 +78,9 @@ def read_node(source: Source, path: str) -> Node | None:
 
 
 def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
-    """The array that metadata describe; its chunks are read elsewhere.  No I/O.
+    """Open the array that the metadata describe; its chunks are read elsewhere.  No I/O.
 
-    Raises DataError: zarr-python or this program cannot read it.
+    Raises DataError: zarr-python or vesuvius cannot read it.
     """
     dtype = node.document.get("data_type", node.document.get("dtype"))
     cause, remedy = "", "correct them, or convert the volume"
@@ -88,30 +88,30 @@ def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
         document = _normalised(node.document)
         array = zarr.Array(zarr.AsyncArray(document, StorePath(MemoryStore(), path)))  # type: ignore[call-overload]
         written = document["chunks"] if "chunks" in document else document["chunk_grid"]["configuration"]["chunk_shape"]
-        chunks = array.chunks if all(written) else tuple(written)  # zarr 3.4 takes 0 for 1
+        chunks = array.chunks if all(written) else tuple(written)  # zarr 3.4 reads 0 as 1
         if array.dtype.kind not in "buif" or array.dtype.itemsize > 8:
-            cause = f"its dtype {dtype} is not bool, nor an integer or float of up to 8 bytes"
+            cause = f"its dtype {dtype} is not bool, an integer or a float of up to 8 bytes"
         elif not is_supported(getattr(array.metadata, "codecs", ())):
-            cause = "shards inside or behind other codecs, or with an index in another form, are not supported"
+            cause = "it combines shards with other codecs, or has an unsupported shard index"
         elif not 1 <= math.prod(c and -(-n // c) for n, c in zip(array.shape, chunks, strict=True)) <= _MOST_CHUNKS:
-            sizes = f"shape {list(array.shape)}, chunks of {list(chunks)}"
-            cause = f"it has no chunks, or more than {_MOST_CHUNKS:.2g}: {sizes}"
+            sizes = f"shape {list(array.shape)}, chunks {list(chunks)}"
+            cause = f"it has no chunks, or more than {_MOST_CHUNKS:.2g} ({sizes})"
     except (UnknownCodecError, UnknownCodecV3Error) as error:
         cause = f"a codec is not installed ({one_line(error)})"
         remedy = "install the package that provides it, or store the volume with blosc, zstd or gzip"
     except Exception as error:  # malformed metadata raise many types
-        cause = f"zarr-python refuses them ({type(error).__name__}: {one_line(error)}; the dtype is {dtype})"
+        cause = f"zarr-python rejects them ({type(error).__name__}: {one_line(error)}; the dtype is {dtype})"
     if cause:
-        raise _wrong(source, node.key, cause, remedy)
+        raise _unreadable(source, node.key, cause, remedy)
     return array
 
 
-def _wrong(source: Source, key: str, cause: str, remedy: str) -> DataError:
-    return DataError(f"The metadata {key} of {source.shown} cannot be read: {cause}; {remedy}")
+def _unreadable(source: Source, key: str, cause: str, remedy: str) -> DataError:
+    return DataError(f"Cannot read the metadata {key} of {source.shown}: {cause}; {remedy}")
 
 
 def _parsed(source: Source, key: str, data: bytes) -> dict[str, Any]:
-    """A JSON object.  Raises DataError that says what it is instead."""
+    """Parse a JSON object.  Raises DataError that says what the data are instead."""
     what, remedy = f"the object is empty ({len(data)} bytes)", "restore it"
     if data.strip(b" \t\r\n\0"):
         try:
@@ -120,11 +120,11 @@ def _parsed(source: Source, key: str, data: bytes) -> dict[str, Any]:
                 return document
             what = f"the object is {one_line(repr(document), 40)}, not a JSON object"
         except (ValueError, RecursionError) as error:
-            unknown = f"not JSON, or only a part of it ({one_line(error)})", remedy
+            unknown = f"not JSON, or truncated JSON ({one_line(error)})", remedy
             known = (words for magic, words in _MAGIC.items() if data.lstrip(b" \t\r\n").startswith(magic))
             what, remedy = next(known, unknown)
             what = f"the object is {what}"
-    raise _wrong(source, key, what, remedy)
+    raise _unreadable(source, key, what, remedy)
 
 
 def _normalised(document: dict[str, Any]) -> dict[str, Any]:
@@ -132,11 +132,11 @@ def _normalised(document: dict[str, Any]) -> dict[str, Any]:
     found = dict(document)
     if found.get("zarr_format") == 2:
         if isinstance(dtype := found.get("dtype"), str) and (bare := dtype.lstrip("<>=|")) in _ONE_BYTE:
-            found["dtype"] = np.dtype(bare).str  # without a byte order, whatever is written
+            found["dtype"] = np.dtype(bare).str  # drops a byte order, which means nothing for one byte
         if found.get("dimension_separator", "") is None:
             del found["dimension_separator"]
         return found
-    found.pop("consolidated_metadata", None)  # of groups; some writers give arrays a null
+    found.pop("consolidated_metadata", None)  # belongs to groups; some writers add a null to arrays
     axes = len(found["shape"]) if isinstance(found.get("shape"), list) else 0
     found["codecs"] = _codecs(found.get("codecs"), axes)
     if isinstance(encoding := found.get("chunk_key_encoding"), str):
@@ -148,9 +148,9 @@ def _normalised(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _codecs(codecs: Any, axes: int) -> Any:
-    """Each codec as an object with a configuration, an order of axes as numbers.
+    """Write each codec as an object with a configuration, and axis orders as numbers.
 
-    Raises UnknownCodecError for one of numcodecs that is not installed: zarr looks for it at the first chunk.
+    Raises UnknownCodecError: a codec of numcodecs is not installed; zarr would notice only at the first chunk.
     """
     if not isinstance(codecs, list):
         return codecs
@@ -172,7 +172,7 @@ def _codecs(codecs: Any, axes: int) -> Any:
 
 
 def metadata_hash(array: zarr.Array[Any]) -> str:
-    """Changes with shape, chunks, dtype and codecs; not with attributes."""
+    """Hash of shape, chunks, dtype and codecs, but not of attributes."""
     metadata = {key: value for key, value in array.metadata.to_dict().items() if key != "attributes"}
     return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -186,17 +186,17 @@ class Level:
 
     path: str  # of its array below the group
     entry: Any  # the group's `multiscales` entry
-    dataset: Any  # its entry of this level
-    paths: tuple[str, ...]  # the arrays of all levels from the finest
+    dataset: Any  # the level's dataset in that entry
+    paths: tuple[str, ...]  # of the arrays of all levels, finest first
     version: str | None  # of OME-Zarr
-    title: str | None  # what the group calls the pyramid
+    title: str | None  # the pyramid's name
 
 
 def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
-    """The level of a group that a config names.
+    """The level of a group that a config selects.
 
     Args:
-        attributes: of the group; OME-Zarr 0.5 nests its own under "ome", and 0.4 does not.
+        attributes: of the group; OME-Zarr 0.5 nests its own under "ome", 0.4 does not.
 
     Raises:
         DataError: the group has no pyramid or no such level.
@@ -209,14 +209,15 @@ def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
         paths = tuple(str(dataset["path"]) for dataset in datasets)
     except (KeyError, IndexError, TypeError) as error:
         what = "a bioformats2raw collection of images" if "bioformats2raw.layout" in ome else "a group"
-        place = source.shown.rstrip("/")
+        address = source.shown.rstrip("/")
         raise DataError(
-            f"a volume is an array or an OME-Zarr image; got {place}, which is {what} without multiscales metadata; "
-            f"{_choice(source) or f'set path to an array or image in it: {place}/NAME'}"
+            f"Cannot open {address}: it is {what} without multiscales metadata, not an array or an OME-Zarr image; "
+            f"{_choice(source) or f'set path to an array or image in it: {address}/NAME'}"
         ) from error
     if spec.level >= len(paths):
         raise DataError(
-            f"level must be one of 0..{len(paths) - 1}; got {spec.level} of {source.shown}; change data.volumes[].level"
+            f"Cannot open level {spec.level} of {source.shown}: its levels are 0..{len(paths) - 1}; change "
+            "data.volumes[].level"
         )
     version = entry.get("version", ome.get("version"))
     title = entry.get("name")
@@ -225,47 +226,44 @@ def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
 
 
 def no_zarr_error(source: Source) -> DataError:
-    """The error for an address without metadata of zarr.  Reads."""
+    """The error for an address without zarr metadata.  Reads."""
     if source.forbidden:
-        return DataError(
-            f"a volume's store must answer; got {source.forbidden} for {source.shown}; check the address and the "
-            "credentials"
-        )
-    what, remedy = "", "point path at the zarr itself (it holds .zarray, .zgroup or zarr.json)"
+        return DataError(f"Cannot open {source.shown}: {source.forbidden}; check the address and the credentials")
+    what, remedy = "", "set path to the zarr itself (it holds .zarray, .zgroup or zarr.json)"
     if not source.remote and Path(source.address).is_file():
-        what, remedy = " but a file", _import_command(source, []) or "unpack it, or convert it to OME-Zarr"
+        what, remedy = ", but a file", _import_command(source, []) or "unpack it, or convert it to OME-Zarr"
     elif names := sorted(itertools.chain(*_names(source))):
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        what = f" but a folder of {', '.join(names[:_NAMED])}{more}"
+        what = f", but a folder with {', '.join(names[:_NAMED])}{more}"
         remedy = _choice(source) or _import_command(source, names) or remedy
     elif not source.remote:
-        what = " but an empty folder"
-    return DataError(f"a volume must be a zarr array or group; got {source.shown}, which is neither{what}; {remedy}")
+        what = ", but an empty folder"
+    return DataError(f"Cannot open {source.shown}: it is neither a zarr array nor a group{what}; {remedy}")
 
 
 def _import_command(source: Source, names: Sequence[str]) -> str:
-    """What makes a zarr of a file, or of a folder of these; '' where `volume import` reads no such."""
+    """How to import a file, or a folder with these names; '' if `vesuvius volume import` cannot read it."""
     name = Path(source.address).resolve().name
-    if source.remote or not (any(each.lower().endswith(_SLICES) for each in names) or _FOREIGN.search(name)):
+    if source.remote or not (any(each.lower().endswith(_SLICES) for each in names) or _IMPORTABLE.search(name)):
         return ""
     more = " --shape Z,Y,X --dtype uint16" if name.lower().endswith(".raw") else ""
-    places = map(shlex.quote, (source.address, _FOREIGN.sub("", name) + ".zarr"))
-    return f"import it: vesuvius volume import {' '.join(places)}{more}"
+    paths = map(shlex.quote, (source.address, _IMPORTABLE.sub("", name) + ".zarr"))
+    return f"import it: vesuvius volume import {' '.join(paths)}{more}"
 
 
 def _choice(source: Source) -> str:
-    """'set path to A or B', of the zarrs in a group or folder; '' where there are none, or none can be listed."""
+    """'set path to A or B' for the zarrs in a group or folder; '' if there are none or the store cannot list."""
     folders = sorted(set(_names(source)[1]) - {"OME"})
     if not source.remote:
         folders = [name for name in folders if any(Path(source.address, name, each).is_file() for each in _FILES[:3])]
     folders.sort(key=lambda name: int(name) if name.isdigit() else math.inf)
     more = f" (and {len(folders) - _NAMED} more)" if len(folders) > _NAMED else ""
-    places = [f"{source.shown.rstrip('/')}/{name}" for name in folders[:_NAMED]]
-    return f"set path to {' or '.join(places)}{more}" if places else ""
+    paths = [f"{source.shown.rstrip('/')}/{name}" for name in folders[:_NAMED]]
+    return f"set path to {' or '.join(paths)}{more}" if paths else ""
 
 
 def _names(source: Source) -> tuple[list[str], list[str]]:
-    """Files and folders at an address; none where they cannot be listed."""
+    """Files and folders at an address; none if the store cannot list."""
     try:
         return source.list_one_level("")
     except DataError:

@@ -1,8 +1,8 @@
-"""A disk cache of fetched bytes: DIRECTORY/vesuvius-chunk-cache/3f/9c0a..., of which the least recently used go first.
+"""An LRU disk cache of fetched bytes: DIRECTORY/vesuvius-chunk-cache/3f/9c0a...
 
-Entries are named by a hash of their key, and hold a CRC-32C and the bytes.  Any number of processes and threads may
-share a directory without a lock: entries are renamed into place when they are complete.  About 64 times while as many
-bytes as the limit are written, one of the writers lists the directory and removes the oldest entries beyond 85 %.
+An entry is named by a hash of its key, and holds a CRC-32C and the bytes.  Any number of processes and threads may
+share a directory without a lock, because complete entries are renamed into place.  About 64 times per `limit_bytes`
+written, a writer lists the directory and removes the oldest entries until 85 % of the limit are left.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from vesuvius.runlog.files import nearest_existing
 log = logging.getLogger(__name__)
 
 _CRC_BYTES = 4
-_KEPT = 0.85  # share of the limit that a removal leaves
-_TRIMS_PER_LIMIT = 64  # while as many bytes as the limit are written
-_TOUCH_S = 60.0  # `get` marks an entry as used at most this often: a write of metadata for each read would cost more
+_KEPT = 0.85  # share of the limit that is left after a trim
+_TRIMS_PER_LIMIT = 64  # per `limit_bytes` written
+_TOUCH_S = 60.0  # `get` marks an entry as used at most this often; writing metadata on each read would cost more
 _PARTIAL = ".partial"
-_ABANDONED_S = 3600.0  # after which a file that is not complete is one of a process that has died
+_ABANDONED_S = 3600.0  # an incomplete file older than this belongs to a dead process
 
 
 def open_cache(config: StoreConfig) -> DiskCache | None:
-    """The disk cache, where one is configured."""
+    """The configured disk cache; None without one."""
     if config.cache_dir is None:
         return None
     return DiskCache(Path(config.cache_dir) / "vesuvius-chunk-cache", int(config.cache_gib * 2**30))
@@ -43,31 +43,30 @@ def open_cache(config: StoreConfig) -> DiskCache | None:
 
 @dataclass(frozen=True)
 class DiskCache:
-    """Bytes by key, in files.  Cheap to construct and to pickle: it does no I/O before its first call.
+    """Bytes by key, in files.  Cheap to construct and pickle: no I/O before the first call.
 
-    Only `check` and `prepare` raise.  A cache that cannot be read or written costs speed, never a read: `get` then
-    misses, `put` stores nothing, and the log says so once per process.
+    Only `check` and `prepare` raise.  A cache that fails costs speed, never a read: `get` misses, `put` stores nothing,
+    and the log says so once per process.
     """
 
-    directory: Path  # created where absent
+    directory: Path  # created if absent
     limit_bytes: int  # on disk, within 10 %
 
     def check(self) -> None:
-        """Raise ConfigError where the directory could not be created or written, or has too little free space for the
-        limit.  Changes nothing."""
+        """Raise ConfigError if the directory cannot be created or written, or lacks space for the limit.  Read-only."""
         there = nearest_existing(self.directory)
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise self._unusable(f"{there} is no folder, or cannot be written")
+            raise self._unusable(f"{there} is not a writable folder")
         try:
             free = shutil.disk_usage(there).free
             needed = self.limit_bytes - sum(size for _, _, size in self._entries())
         except OSError as error:
             raise self._unusable(error) from error
         if free < needed:
-            raise self._unusable(f"{free / 2**30:.2f} GiB free for {needed / 2**30:.2f} GiB more; lower cache_gib")
+            raise self._unusable(f"{free / 2**30:.2f} GiB free, {needed / 2**30:.2f} GiB needed; lower cache_gib")
 
     def prepare(self) -> None:
-        """Create the directory and shrink it to the limit, before the readers start.  Raises as `check`."""
+        """Create the directory and trim it to the limit before the readers start.  Raises as `check`."""
         self.check()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -76,12 +75,12 @@ class DiskCache:
             raise self._unusable(error) from error
 
     def get(self, key: str) -> bytes | None:
-        """The bytes stored under `key`, None where there are none.  Removes an entry that is damaged."""
+        """The bytes stored under `key`; None if there are none.  Removes a damaged entry."""
         try:
             with open(self._entry(key), "rb", buffering=0) as file:
                 crc, data = file.read(_CRC_BYTES), file.read()
                 if abs(time.time() - os.fstat(file.fileno()).st_mtime) > _TOUCH_S:
-                    with suppress(OSError):  # a read-only cache still serves; its order does not matter
+                    with suppress(OSError):  # a read-only cache is still useful, without its LRU order
                         os.utime(file.fileno())
         except FileNotFoundError:
             return None
@@ -90,12 +89,12 @@ class DiskCache:
             return None
         if crc == _crc(data):
             return data
-        log.info("entry %s of the disk cache is damaged and is removed", self._entry(key))
+        log.info("removing the damaged cache entry %s", self._entry(key))
         self.drop(key)
         return None
 
     def put(self, key: str, data: bytes) -> None:
-        """Store `data`, unless larger than 85 % of the limit; remove what was not used for longest beyond it."""
+        """Store `data`, unless larger than 85 % of the limit.  May trim the cache first."""
         if len(data) > _KEPT * self.limit_bytes:
             return self.drop(key)
         entry = self._entry(key)
@@ -121,7 +120,7 @@ class DiskCache:
         return self.directory / name[:2] / name[2:]
 
     def _entries(self) -> list[tuple[int, str, int]]:
-        """(last use in ns, path, bytes on disk) of each entry, complete or not.  Foreign files are not looked at."""
+        """(last use in ns, path, bytes on disk) of each entry, complete or not.  Ignores other files."""
         entries = []
         for number in range(256):
             with suppress(FileNotFoundError), os.scandir(os.path.join(self.directory, f"{number:02x}")) as files:
@@ -152,8 +151,8 @@ class DiskCache:
 
     def _warn_once(self, error: Exception) -> None:
         text = (
-            "Cannot use %s for the disk cache: %s; the run continues without what cannot be kept; free space there or "
-            "change data.store.cache_dir (said once per process)"
+            "Cannot use %s for the disk cache: %s; the run continues without caching; free some space there or change "
+            "data.store.cache_dir (logged once per process)"
         )
         warn_once(text, self.directory, error)
 

@@ -1,7 +1,7 @@
-"""With what requests are signed: the default chain of credentials of each store, and nothing where it ends empty.
+"""Finds the credentials that sign requests, by each store's default chain; without any, requests are not signed.
 
-obstore knows keys from the environment, and the accounts of Google's and Azure's machines; boto3 knows profiles, web
-identities, and the roles of containers and of machines.
+obstore handles keys in the environment and the service accounts of Google and Azure machines; boto3 handles profiles,
+web identities, and the roles of containers and machines.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from vesuvius.errors import DataError, one_line, warn_once
 from vesuvius.runlog.redact import hide
 
 _HEADERS = "VESUVIUS_HTTP_HEADERS"
-_PROBE_S = 0.5  # a machine without a metadata service waits for so long, once per process and service
-_ANSWER_S = 5.0  # for what a service that is there may take to make a token
+_PROBE_S = 0.5  # lost once per process and service on a machine without a metadata service
+_ANSWER_S = 5.0  # a metadata service may take so long to make a token
 _METADATA_HOST = "169.254.169.254"
-_REREAD = timedelta(minutes=5)  # tools that renew a profile's keys write them into the same file
+_REREAD = timedelta(minutes=5)  # tools renew the keys of a profile in place
 _UNSIGNED = {"skip_signature": True}
 
 
 class Signing(NamedTuple):
     """How the requests of a store are signed."""
 
-    words: str  # with what, or what was looked for in vain, for messages
+    words: str  # the credentials, or those that were looked for; for messages
     options: dict[str, Any]  # for obstore's store
-    headers: Mapping[str, str] = {}  # of each request; a redirect to another host or port does not take them along
+    headers: Mapping[str, str] = {}  # of each request; dropped on a redirect to another host or port
 
 
 def find_signing(address: str, anonymous: bool | None) -> Signing:
-    """The first credentials of the default chain; without any, requests are not signed.
+    """The first credentials in the default chain; without any, requests are not signed.
 
-    Reads the environment and the files of the commands of each cloud, and netrc; asks the machine's metadata service.
+    Reads the environment, the files of each cloud's command-line tools and netrc; asks the machine's metadata service.
 
     Args:
         address: a URL.
-        anonymous: `data.store.anonymous`: True = do not sign; False = sign s3, gs and az, if need be with what the
-            machine's metadata service says later.
+        anonymous: `data.store.anonymous`: True = do not sign; False = always sign s3, gs and az, if necessary with
+            later answers of the machine's metadata service.
 
     Raises:
-        DataError: a profile is set that is not there, or credentials cannot be read.
+        DataError: the selected profile does not exist, or credentials cannot be read.
     """
     scheme = address.partition("://")[0]
     web = scheme in ("http", "https", "hf")
     account = _azure_account() if scheme == "az" else {}
     if anonymous and not (web and "@" in authority(address)):
-        return Signing("not signed, as data.store.anonymous=true says", {} if web else account | _UNSIGNED)
+        return Signing("not signed, because data.store.anonymous=true", {} if web else account | _UNSIGNED)
     match scheme:
         case "s3":
             found = _aws()
@@ -70,28 +70,28 @@ def find_signing(address: str, anonymous: bool | None) -> Signing:
     if isinstance(found, Signing):
         return found
     if anonymous is False and not web:
-        return Signing(f"signed with the machine's credentials, as there is {found}", account)
-    return Signing(f"not signed: there is {found}", {} if web else account | _UNSIGNED)
+        return Signing(f"signed with the machine's credentials: {found}", account)
+    return Signing(f"not signed: {found}", {} if web else account | _UNSIGNED)
 
 
 def _aws() -> Signing | str:
-    """What was looked for, where nothing is found; so the others below."""
+    """The credentials, or what was looked for in vain; likewise in the functions below."""
     if os.environ.get("AWS_ACCESS_KEY_ID"):
-        return Signing("signed with AWS_ACCESS_KEY_ID of the environment", {})
+        return Signing("signed with AWS_ACCESS_KEY_ID", {})
     from botocore.exceptions import BotoCoreError  # takes a third of a second
 
     try:
         return _by_boto3() or "no AWS_* in the environment, and boto3 finds no profile and no role"
-    except (BotoCoreError, OSError, ValueError) as error:  # the latter of a `credential_process`
+    except (BotoCoreError, OSError, ValueError) as error:  # ValueError from a `credential_process`
         raise DataError(
-            f"Cannot read the credentials of AWS: {one_line(error)}; correct AWS_PROFILE, AWS_ROLE_ARN or the files of "
-            "the profile, export keys, or set data.store.anonymous=true"
+            f"Cannot read the AWS credentials: {one_line(error)}; correct AWS_PROFILE, AWS_ROLE_ARN or the profile's "
+            "files, export keys, or set data.store.anonymous=true"
         ) from None
 
 
 @functools.cache
 def _by_boto3() -> Signing | None:
-    """Signing as boto3 says, which is asked once: it waits for the metadata service of a machine that has none."""
+    """boto3's credentials; cached, because boto3 waits for the metadata service of a machine that has none."""
     import boto3
     from obstore.auth.boto3 import Boto3CredentialProvider
 
@@ -99,19 +99,19 @@ def _by_boto3() -> Signing | None:
         return None
     found = Boto3CredentialProvider(session, ttl=_REREAD)
     kind, region = found.credentials.method, found.config.get("region")
-    in_file = kind in ("shared-credentials-file", "config-file")  # read once by a session of boto3
+    in_file = kind in ("shared-credentials-file", "config-file")  # which a boto3 session reads only once
     provider = (lambda: Boto3CredentialProvider(ttl=_REREAD)()) if in_file else found
     settings = {"region": region} if region and not os.environ.get("AWS_REGION") else {}
-    endpoint = session.client("s3", region_name=region or "us-east-1").meta.endpoint_url  # a profile may have its own
+    endpoint = session.client("s3", region_name=region or "us-east-1").meta.endpoint_url  # a profile may set its own
     if not re.search(r"\.amazonaws\.com(\.cn)?$", endpoint):
         settings["endpoint"] = endpoint
-    return Signing(f"signed with the {kind} that boto3 finds", {"credential_provider": provider} | settings)
+    return Signing(f"signed with boto3's {kind}", {"credential_provider": provider} | settings)
 
 
 def _google() -> Signing | str:
     names = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
     if name := _first_set(*names, "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN"):
-        return Signing(f"signed with {name} of the environment", {})
+        return Signing(f"signed with {name}", {})
     login = Path(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
     login /= "application_default_credentials.json"
     if login.exists():
@@ -125,7 +125,7 @@ def _google() -> Signing | str:
 
 
 def _azure_account() -> dict[str, Any]:
-    """What the `az` command and the portal name otherwise than obstore, which reads AZURE_STORAGE_ACCOUNT_NAME etc."""
+    """Options under names of the `az` command and the portal that obstore does not read."""
     parts = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";")
     given = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in parts)}
     endpoint = given.get("BlobEndpoint", "").rstrip("/")
@@ -150,10 +150,10 @@ def _azure(account: dict[str, Any]) -> Signing | str:
         *("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY", "AZURE_USE_AZURE_CLI"),
         *("AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT"),
     ):
-        return Signing(f"signed with {name} of the environment", account)
+        return Signing(f"signed with {name}", account)
     login = Path(os.environ.get("AZURE_CONFIG_DIR") or "~/.azure").expanduser() / "azureProfile.json"
     if shutil.which("az") and login.is_file() and b'"user"' in login.read_bytes():
-        return Signing(f"signed with the login of `az` in {login.parent}", account | {"use_azure_cli": True})
+        return Signing(f"signed with the `az` login in {login.parent}", account | {"use_azure_cli": True})
     identity = "/metadata/identity/oauth2/token"
     query = "api-version=2019-08-01&resource=https%3A%2F%2Fstorage.azure.com"
     if client := os.environ.get("AZURE_CLIENT_ID"):
@@ -161,26 +161,26 @@ def _azure(account: dict[str, Any]) -> Signing | str:
     if _answers(_METADATA_HOST, f"{identity}?{query}", "Metadata", "true"):
         endpoint = f"http://{_METADATA_HOST}{identity}"
         return Signing("signed with the machine's managed identity", account | {"msi_endpoint": endpoint})
-    return f"no key, token or identity in AZURE_*, no login of `az` in {login.parent}, no identity of the machine"
+    return f"no key, token or identity in AZURE_*, no `az` login in {login.parent}, no identity of the machine"
 
 
 def _hugging_face() -> Signing | str:
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     file = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
     if token := os.environ.get("HF_TOKEN", "").strip():
-        return _with_headers("HF_TOKEN of the environment", {"Authorization": f"Bearer {token}"})
+        return _with_headers("HF_TOKEN", {"Authorization": f"Bearer {token}"})
     if file.is_file() and (token := file.read_text().strip()):
         return _with_headers(str(file), {"Authorization": f"Bearer {token}"})
     return f"no HF_TOKEN in the environment, no {file}"
 
 
 def _web(address: str) -> Signing | str:
-    user, _, place = authority(address).rpartition("@")
-    host = re.sub(r":\d*$", "", place.lower())
+    user, _, target = authority(address).rpartition("@")
+    host = re.sub(r":\d*$", "", target.lower())
     file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    headers = {name: value for where, name, value in _header_lines() if where in (host, place.lower())}
+    headers = {name: value for where, name, value in _header_lines() if where in (host, target.lower())}
     if user:
-        return _with_headers("the user of the address", headers | _basic(unquote(user)))
+        return _with_headers("the user in the address", headers | _basic(unquote(user)))
     if "Authorization" not in headers and (login := _netrc_login(file, host)):
         return _with_headers(str(file), headers | _basic(login))
     if headers:
@@ -202,20 +202,20 @@ def _header_lines() -> Iterator[tuple[str, str, str]]:
         elif line.strip():
             raise DataError(
                 f"Cannot read line {number} of {_HEADERS}: it is not `HOST Authorization: VALUE` or `HOST Cookie: "
-                "VALUE`; correct it (no other headers are sent, as a redirect would take them to other hosts)"
+                "VALUE`; correct it (other headers are not supported, because a redirect would leak them)"
             )
 
 
 def _netrc_login(file: Path, host: str) -> str | None:
-    """USER:PASSWORD of a machine that has an entry of its own; what stands there for all others is not sent."""
+    """USER:PASSWORD of a host's own netrc entry; the default entry is ignored."""
     try:
         login, _, password = netrc.netrc(file).hosts[host]
         return f"{login}:{password}"
     except (FileNotFoundError, KeyError):
         return None
-    except (OSError, UnicodeError, netrc.NetrcParseError) as error:  # whose words may be the password
+    except (OSError, UnicodeError, netrc.NetrcParseError) as error:  # its message may contain the password
         at = f", line {error.lineno}" if isinstance(error, netrc.NetrcParseError) else ""
-        warn_once("Cannot read %s%s; no password of it is sent; correct it, or let NETRC name another file", file, at)
+        warn_once("Cannot read %s%s; no password in it is sent; correct it, or set NETRC to another file", file, at)
         return None
 
 
@@ -232,7 +232,7 @@ def _with_headers(found: str, headers: dict[str, str]) -> Signing:
 
 @functools.cache
 def _answers(host: str, path: str, header: str, value: str) -> bool:
-    """Whether the metadata service of the machine, one hop away and past all proxies, has something at a path."""
+    """Whether the machine's metadata service (link-local, no proxies) has an answer at a path."""
     connection = http.client.HTTPConnection(host, timeout=_PROBE_S)
     try:
         connection.connect()

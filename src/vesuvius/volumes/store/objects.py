@@ -1,4 +1,4 @@
-"""Objects and parts of them: files below a folder, or what lies behind a URL, by obstore.  Each is read once."""
+"""Reads objects and byte ranges once: files below a folder, or objects below a URL (through obstore)."""
 
 from __future__ import annotations
 
@@ -32,45 +32,41 @@ from vesuvius.volumes.store.credentials import authority, find_signing
 
 _BUCKETS: dict[str, type[S3Store | GCSStore | AzureStore]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 _WEB = ("http", "https", "hf")  # plain web servers, which cannot list
-_ENVIRONMENTS = {
-    "s3": " or the AWS_*",
-    "gs": " or the GOOGLE_*",
-    "az": " or AZURE_STORAGE_ACCOUNT_NAME and other AZURE_*",
-}
+_ENVIRONMENTS = {"s3": "AWS_*", "gs": "GOOGLE_*", "az": "AZURE_STORAGE_ACCOUNT_NAME and other AZURE_*"}
 _LONGEST_REQUEST = 20  # times `timeout_s`, for a large object that keeps arriving
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Bytes start <= b < stop of an object; a negative start and no stop are the last -start bytes."""
+    """Bytes start <= b < stop of an object; with a negative start and no stop, the last -start bytes."""
 
     start: int
     stop: int | None = None
     reserved: int = field(default=0, compare=False)  # bytes at the end of the object that the range must not touch
 
     def check(self, size: int) -> None:
-        """Raises FetchError where an object of `size` bytes, less what is reserved, ends before the range does."""
+        """Raise FetchError if an object of `size` bytes, minus the reserved ones, ends before the range."""
         if self.stop is not None and self.stop > size - self.reserved:
-            kept = f", of which the last {self.reserved} are its index" if self.reserved else ""
-            raise FetchError(f"bytes {self.start} to {self.stop} of an object of {size}{kept}")
+            index = f", the last {self.reserved} of which are its index" if self.reserved else ""
+            raise FetchError(f"bytes {self.start} to {self.stop} are outside an object of {size}{index}")
 
     def cut(self, data: bytes) -> bytes:
-        """These bytes of a whole object.  Raises FetchError as `check`."""
+        """Cut the range out of the whole object.  Raises FetchError as `check`."""
         self.check(len(data))
         return data[self.start : self.stop]
 
 
 class Answer(NamedTuple):
-    """What was read of an object."""
+    """The result of a read."""
 
     data: bytes
     size: int  # bytes of the whole object
-    stamp: str | None = None  # changes with the content of the object; None where the store tells nothing of the kind
-    lasting: bool = False  # whether the stamp also differs from that of any version to come
+    stamp: str | None = None  # changes with the object's content; None if the store provides none
+    lasting: bool = False  # whether the stamp is unique among all future versions too
 
 
 class LocalFiles:
-    """A folder.  Its methods raise OSError, with the system's number, and FetchError."""
+    """A folder.  Its methods raise OSError, with the system's errno, and FetchError."""
 
     can_list = True
     signing = ""
@@ -91,26 +87,28 @@ class LocalFiles:
             return Answer(file.read(max(stop - start, 0)), size)
 
     def stamp(self, key: str) -> None:
-        """Raises FileNotFoundError where there is nothing, FetchError for what is there and no file, or where the path
-        ends at a broken link or at a file in place of a folder."""
+        """Raise FileNotFoundError if there is nothing; FetchError if there is something other than a file, or if the
+        path ends at a broken link or at a file in place of a folder."""
         path = self._root / key
         try:
             mode = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
-            for place in (path, *path.parents):
-                if place == self._root or place.is_dir():
+            for part in (path, *path.parents):
+                if part == self._root or part.is_dir():
                     break
-                if place.exists():
-                    raise FetchError(f"a file in place of the folder {place}") from None
-                if place.is_symlink():
-                    raise FetchError(f"a broken link, {place}") from None
+                if part.exists():
+                    raise FetchError(f"{part} is a file, not a folder") from None
+                if part.is_symlink():
+                    raise FetchError(f"{part} is a broken link") from None
             raise FileNotFoundError(path) from None
         if not stat.S_ISREG(mode):
-            raise FetchError(f"{'a folder' if stat.S_ISDIR(mode) else 'a special file'} in place of the file {path}")
+            raise FetchError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'special file'}, not a file")
 
     def pages(self, prefix: str, after: str | None) -> Iterator[Iterable[str]]:
-        """Keys of the files and folders (one in a chunk's place is no air) below a prefix, in any order and from the
-        start; links to folders are followed."""
+        """Keys of the files and folders below a prefix, in any order, always from the start; follows links to folders.
+
+        Folders are included because one in place of a chunk is damage, not air.
+        """
         for folder, folders, files in os.walk(self._root / prefix, onerror=_raise_unless_gone, followlinks=True):
             below = "" if folder == str(self._root) else f"{Path(folder).relative_to(self._root).as_posix()}/"
             yield (below + name for name in itertools.chain(files, folders))
@@ -125,13 +123,13 @@ class LocalFiles:
 
 
 def _raise_unless_gone(error: OSError) -> None:
-    """Below a folder that is not there, or not any more, no keys are listed.  Without the system's number nothing is an
-    outage: a walk is not tried again, as it would begin anew."""
+    """Ignore folders that do not exist (any more).  Other errors lose their errno, so that they are not an outage: a
+    retry would restart the walk."""
     if not isinstance(error, FileNotFoundError):
         raise OSError(str(error)) from error
 
 
-# ---- behind a URL
+# ---- URLs
 
 
 def is_remote(address: str) -> bool:
@@ -140,33 +138,33 @@ def is_remote(address: str) -> bool:
 
 
 def shown_address(address: str) -> str:
-    """An address as messages name it: of web servers without user, password and query, which may be secrets."""
+    """An address for messages: without the user, password and query of a web address, which may be secrets."""
     return redact(address, {}) if address.startswith(("http://", "https://")) else address
 
 
 def last_name(address: str) -> str:
-    """The last segment of an address or of a folder's path."""
+    """The last segment of an address or path."""
     return shown_address(address).removesuffix("?***").rstrip("/").rpartition("/")[2]
 
 
 def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
-    """The obstore store of a URL.  No I/O but what `find_signing` does.
+    """Open the obstore store of a URL.  No I/O except in `find_signing`.
 
-    Keys of s3, gs, az and hf are taken literally: no character of theirs is special.  A web address is sent as it is
-    written: its query follows the name of each object, its user and password become a header.
+    Keys of s3, gs, az and hf are taken literally, without special characters.  A web address is sent as written: its
+    query follows each object's name, its user and password become a header.
 
     Raises:
-        DataError: a scheme that is not supported, an address that is not one, or credentials that cannot be used.
+        DataError: the scheme is not supported, the address is malformed, or credentials cannot be used.
     """
     scheme, _, rest = address.partition("://")
     if scheme not in (*_WEB, *_BUCKETS):
         raise DataError(
-            f"a volume is a folder or an address of {', '.join([*_WEB, *_BUCKETS])}; got {address}; copy it to one of "
-            "them"
+            f"Cannot open {address}: a volume is a folder or an address of {', '.join([*_WEB, *_BUCKETS])}; copy it to "
+            "one of them"
         )
     signing = find_signing(address, config.anonymous)
     options: dict[str, Any] = {
-        # Ours: the retries of obstore itself would neither be counted nor cover a body that breaks off.
+        # obstore's own retries would not be counted, and would not cover an interrupted body.
         "retry_config": {"max_retries": 0},
         "client_options": {
             "timeout": timedelta(seconds=_LONGEST_REQUEST * config.timeout_s),
@@ -184,18 +182,18 @@ def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
             url = f"{scheme}://{path.removesuffix('/')}{question_mark}{query}"
             return HTTPStore(_hub_url(rest) if scheme == "hf" else url, **options)
         bucket, _, key = rest.partition("/")
-        if not bucket or "" in key.split("/")[:-1]:  # obstore would leave it out
+        if not bucket or "" in key.split("/")[:-1]:  # which obstore would skip silently
             raise ValueError("an empty name between two slashes" if bucket else "no bucket")
         return _BUCKETS[scheme](bucket, prefix=key.removesuffix("/") or None, **options)
     except (BaseError, ValueError) as error:
-        environment = f",{_ENVIRONMENTS[scheme]} environment" if scheme in _ENVIRONMENTS else ""
+        variables = f" and the variables {_ENVIRONMENTS[scheme]}" if scheme in _ENVIRONMENTS else ""
         raise DataError(
-            f"Cannot open {shown_address(address)}: {reason(error)}; correct the address{environment}"
+            f"Cannot open {shown_address(address)}: {reason(error)}; check the address{variables}"
         ) from error
 
 
 def _hub_url(path: str) -> str:
-    """Where the Hub serves what lies below hf://`path`.  Raises ValueError for what is no path of a data set."""
+    """The web address of hf://`path`.  Raises ValueError if it is not a path of a data set."""
     match = re.fullmatch(r"datasets/([^/@]+/[^/@]+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?(/.*)?", path, re.DOTALL)
     if match is None:
         raise ValueError("it is not hf://datasets/OWNER/NAME[@REVISION]/PATH")
@@ -205,11 +203,11 @@ def _hub_url(path: str) -> str:
 
 
 class RemoteStore:
-    """One store with a URL.  Its methods may be called from several threads, and try once.
+    """One store with a URL.  Thread-safe; no method retries.
 
     Attributes:
         signing: how requests are signed.
-        can_list: whether the store can list its objects, which plain web servers cannot.
+        can_list: whether the store can list its objects; plain web servers cannot.
     """
 
     def __init__(self, address: str, config: StoreConfig) -> None:
@@ -218,10 +216,10 @@ class RemoteStore:
         scheme = address.partition("://")[0]
         self.can_list = scheme not in _WEB
         self._name = shown_address(address)
-        self._has_suffixes = False if scheme == "az" else None  # ranges from the end; None before one was asked for
+        self._has_suffixes = False if scheme == "az" else None  # whether it supports suffix ranges; None = unknown
 
     def read(self, key: str, byte_range: ByteRange | None) -> Answer:
-        """An object, or a range of it.  Raises FetchError where the object ends before the range does."""
+        """An object, or a range of it.  Raises FetchError if the object ends before the range."""
         if byte_range is not None and byte_range.start < 0:
             return self._read_end(key, byte_range)
         answer = self._get(key, byte_range)
@@ -230,20 +228,20 @@ class RemoteStore:
         return answer
 
     def stamp(self, key: str) -> str | None:
-        """The stamp of an object.  Raises FileNotFoundError where there is no such object, else as `read`.
+        """The stamp of an object.  Raises FileNotFoundError if it does not exist, else as `read`.
 
-        A GET of one byte, as reads are GETs: servers answer HEAD with 403, 404, 405 or 501 for what they deliver.
+        Sends a GET of one byte, because servers answer HEAD with 403, 404, 405 or 501 for objects that they deliver.
         """
         try:
             return self._get(key, ByteRange(0, 1)).stamp
         except (BaseError, ProtocolError) as error:
-            # An empty object has no first byte, and some servers know no ranges.
+            # An empty object has no first byte, and some servers do not support ranges.
             if status_of(error) not in (400, 416, 501) and not is_protocol_error(error):
                 raise
         return _stamp(obstore.get(self._store, key).meta)  # the body is not read
 
     def pages(self, prefix: str, after: str | None) -> Iterator[list[str]]:
-        """Keys below a prefix (whole path segments) in their order, page by page, from behind a key on."""
+        """Keys below a prefix (whole path segments), sorted, page by page, after a key."""
         for batch in obstore.list(self._store, prefix, offset=after, chunk_size=1000):
             yield [entry["path"] for entry in batch]
 
@@ -253,10 +251,10 @@ class RemoteStore:
         return [entry["path"] for entry in found["objects"]], list(found["common_prefixes"])
 
     def _read_end(self, key: str, byte_range: ByteRange) -> Answer:
-        """The last bytes of an object, found by its size where the server does not count from the end.
+        """The last bytes of an object, located by its size if the server does not support suffix ranges.
 
-        Servers refuse such ranges with many statuses, 404 among them: before one has come, the other way's error is
-        the true one.
+        Servers refuse such ranges with many statuses, including 404: until one has succeeded, the error of the other
+        way is the relevant one.
         """
         refused: Exception | None = None
         if self._has_suffixes is not False:
@@ -270,10 +268,10 @@ class RemoteStore:
                 refused = error
         size = self._get(key, ByteRange(0, 1)).size
         answer = self._get(key, ByteRange(max(size + byte_range.start, 0), size))
-        if refused is not None and not is_outage(refused, remote=True):  # those may pass: it is asked for again
+        if refused is not None and not is_outage(refused, remote=True):  # after an outage, suffixes are tried again
             self._has_suffixes = False
             warn_once(
-                "%s does not send the last bytes of an object (%s): two requests are needed for each shard's index",
+                "%s does not support suffix ranges (%s): reading a shard index takes two requests",
                 self._name,
                 reason(refused),
             )
@@ -289,16 +287,16 @@ class RemoteStore:
         try:
             found = obstore.get(self._store, key, options={"range": wanted} if wanted else None)
         except FileNotFoundError as error:
-            if status_of(error) == 405:  # obstore takes it for an absence
+            if status_of(error) == 405:  # obstore reports it as absent
                 raise GenericError(str(error)) from None
             raise
         data, (start, stop) = bytes(found.bytes()), found.range
         if len(data) != stop - start:
-            raise ProtocolError(f"{len(data)} bytes where Content-Range promises {stop - start}")
+            raise ProtocolError(f"{len(data)} bytes instead of the {stop - start} in Content-Range")
         return Answer(data, found.meta["size"], _stamp(found.meta), lasting=bool(found.meta["e_tag"]))
 
 
 def _stamp(meta: Any) -> str | None:
-    """The ETag, or time of the last change (1970 where there is none) and size."""
+    """The ETag, or else time of the last change and size; None without either (obstore then reports 1970)."""
     changed_s = meta["last_modified"].timestamp()
     return meta["e_tag"] or (f"{changed_s} {meta['size']}" if changed_s > 0 else None)

@@ -1,7 +1,7 @@
-"""Reads of a store are tried again for as long as an outage may last, and the log says since when and why.
+"""Retries reads of a store for as long as an outage may last, and logs its start and cause.
 
-What the network, the server or the mount fails to give is an outage: a closed list.  An answer that breaks the protocol
-is asked for twice, what a store refuses or what is damaged once.
+Failures of the network, the server or the mount are outages (a closed list).  An answer that violates the protocol is
+retried once; refusals and damage are not.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 # A store that has never answered is more likely a wrong address than an outage.
 _FIRST_ANSWER_S = 60.0
-_SAID_AFTER_S = 10.0
-_SAID_EVERY_S = 60.0
+_LOG_AFTER_S = 10.0
+_LOG_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
 class Outage:
-    """A store does not answer."""
+    """A store that does not answer."""
 
-    since: float  # when the first read that is still being tried failed, seconds since 1970
-    cause: str  # why the last try of that read failed
+    since: float  # time of the first failure of the oldest failing read, seconds since 1970
+    cause: str  # of that read's last failure
     address: str  # of the store
 
     def __str__(self) -> str:
@@ -45,16 +45,16 @@ class Outage:
 
 
 class Retrier:
-    """Runs the reads of one store, each again while its error may pass.  Any thread may call it.
+    """Runs the reads of one store, and retries transient errors.  Thread-safe.
 
     Args:
         address: of the store, for messages.
-        patient: whether to wait for `outage_minutes` from the start; else for a minute until it has answered once.
-        may_pass: whether an error may pass by itself.
-        count: told of requests and retries.
+        patient: whether to retry for `outage_minutes` from the start; otherwise for a minute until the first answer.
+        is_retryable: whether an error is transient.
+        count: receives the number of requests and retries.
 
     Attributes:
-        closed: once it is set, all pauses end, and what is being read is not tried again.
+        closed: when set, all pauses end and no read is retried.
     """
 
     def __init__(
@@ -62,35 +62,35 @@ class Retrier:
         address: str,
         config: StoreConfig,
         patient: bool,
-        may_pass: Callable[[BaseException], bool],
+        is_retryable: Callable[[BaseException], bool],
         count: Callable[..., None],
     ) -> None:
         self.closed = threading.Event()
         self._address = address
         self._outage_s = 60 * config.outage_minutes
         self._patient = patient
-        self._may_pass = may_pass
+        self._is_retryable = is_retryable
         self._count = count
         self._lock = threading.Lock()
         self._failing: dict[int, Outage] = {}  # by thread
-        self._said = 0.0  # when a line last told of this outage
+        self._logged = 0.0  # time of the last log line about this outage
 
     @property
     def outage(self) -> Outage | None:
-        """Set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time."""
+        """The oldest read that is failing and being retried; None if there is none.  Thread-safe."""
         with self._lock:
             return min(self._failing.values(), key=lambda failing: failing.since, default=None)
 
     def run(self, key: str, read: Callable[[], T]) -> T:
-        """What `read` returns.
+        """Call `read`, with retries.
 
         Args:
-            key: the object that is read, for messages.
+            key: the object, for messages.
 
         Raises:
             OutageError: it has failed for as long as an outage may last.
             ClosedError: another thread has set `closed`.
-            Exception: whatever else `read` raises.
+            Exception: any other error of `read`.
         """
         pause_s, tries, answered, broke_protocol = _FIRST_PAUSE_S, 0, True, False
         began: float | None = None
@@ -104,16 +104,16 @@ class Retrier:
                     now = time.monotonic()
                     if is_protocol_error(error) and not broke_protocol:
                         broke_protocol = True
-                    elif not self._may_pass(error):
+                    elif not self._is_retryable(error):
                         raise
                     else:
                         began = now if began is None else began
-                        self._note_failure(error)
+                        self._record_failure(error)
                         if now - began >= self._patience_s:
                             answered = False
                             raise self._outage_error(error, f"{tries} tries of {key} in {self._address}") from error
                 self._count(retries=1)
-                self.closed.wait(random.uniform(0, pause_s))  # at random, so that many readers do not ask at once
+                self.closed.wait(random.uniform(0, pause_s))  # jitter, so that many readers do not retry in step
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             answered = False
             raise ClosedError(f"{self._address} was closed; open it again")
@@ -122,33 +122,33 @@ class Retrier:
 
     @property
     def _patience_s(self) -> float:
-        """Seconds for which a read is tried again."""
+        """Seconds for which a read is retried."""
         return self._outage_s if self._patient else min(self._outage_s, _FIRST_ANSWER_S)
 
-    def _note_failure(self, error: BaseException) -> None:
-        """Take down, and say every minute, that the read of this thread fails."""
+    def _record_failure(self, error: BaseException) -> None:
+        """Record that this thread's read fails, and log it every minute."""
         now, thread = time.time(), threading.get_ident()
         with self._lock:
             since = self._failing[thread].since if thread in self._failing else now
             self._failing[thread] = Outage(since, reason(error), self._address)
             oldest = min(self._failing.values(), key=lambda failing: failing.since)
-            if now - oldest.since < _SAID_AFTER_S or now - self._said < _SAID_EVERY_S:
+            if now - oldest.since < _LOG_AFTER_S or now - self._logged < _LOG_EVERY_S:
                 return
-            self._said = now
+            self._logged = now
         wait = f"{self._outage_s / 60:g} minutes (data.store.outage_minutes)"
         if self._patience_s < self._outage_s:
-            wait = f"{self._patience_s:g} s, as it has never answered: check the address"
-        log.warning("%s (for %s); trying again for up to %s", oldest, format_duration(now - oldest.since), wait)
+            wait = f"{self._patience_s:g} s, because it has never answered: check the address"
+        log.warning("%s (for %s); retrying for up to %s", oldest, format_duration(now - oldest.since), wait)
 
     def _end(self, answered: bool) -> None:
-        """A read of this thread has ended: with an answer of the store, or without."""
+        """Record that this thread's read has ended, with or without an answer of the store."""
         self._patient |= answered
         with self._lock:
-            ended, said = self._failing.pop(threading.get_ident(), None), self._said
+            ended, logged = self._failing.pop(threading.get_ident(), None), self._logged
             if ended is None or self._failing:
                 return
-            self._said = 0.0
-        if said and answered:
+            self._logged = 0.0
+        if logged and answered:
             log.info("%s answers again after %s", self._address, format_duration(time.time() - ended.since))
 
     def _outage_error(self, error: BaseException, tries: str) -> OutageError:
@@ -156,5 +156,5 @@ class Retrier:
         if self._patient:
             since = format_time(self._failing[threading.get_ident()].since)
             text += f", since {since}, and data.store.outage_minutes={self._outage_s / 60:g}"
-            remedy = "check the network and the server, then continue a run with --resume, or run another command again"
+            remedy = "check the network and the server, then continue the run with --resume, or repeat the command"
         return OutageError(f"{text}; {remedy}")

@@ -1,7 +1,6 @@
-"""Where the bytes of a volume come from: a folder, a web server or an object store, by key and byte range.
+"""The source of a volume's bytes: a folder, a web server or an object store, read by key and byte range.
 
-Every read is counted, tried again while its store is away (`retry.py`), and on remote stores answered from a disk cache
-where one is configured.
+Every read is counted and retried during an outage (`retry.py`); remote stores may have a disk cache.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from vesuvius.volumes.store.retry import Outage, Retrier
 T = TypeVar("T")
 
 _VERSIONS_MAX = 2**18  # some 60 MB
-_ANSWERS = 20  # among which is one of the server that answered before, of a few with ETags of their own
+_ANSWERS = 20  # tries to reach the same one of several servers, each with its own ETags, as before
 
 
 @dataclass
 class SourceFigures:
-    """What a source has done so far."""
+    """Counters of a source."""
 
-    requests: int = 0  # reads that reached the store, tries included
-    retries: int = 0  # tries after a failed one
-    bytes_fetched: int = 0  # bytes that came from the store
+    requests: int = 0  # reads that reached the store, including retries
+    retries: int = 0
+    bytes_fetched: int = 0  # from the store
     cache_hits: int = 0  # reads answered by the disk cache
     cache_misses: int = 0
 
 
 class Source:
-    """Reads objects below one address.  Its methods may be called from several threads.
+    """Reads objects below one address.  Thread-safe.
 
     Args:
         address: folder or URL.
-        has_answered: whether the store has answered before.  One that has not is given up after a minute.
+        has_answered: whether the store has answered before; otherwise it is given up after a minute.
 
     Attributes:
         remote: whether the address is a URL.
-        can_list: whether the store can list its objects, which plain web servers cannot.
-        shown: the address as messages name it.
-        forbidden: what the store said of the last read that it forbade to `probing`; else None.
+        can_list: whether the store can list its objects; plain web servers cannot.
+        shown: the address for messages.
+        forbidden: the store's answer to the last `probing` read that it forbade; None without one.
     """
 
     def __init__(self, address: str, config: StoreConfig, has_answered: bool = False) -> None:
@@ -62,18 +61,18 @@ class Source:
         self.figures = SourceFigures()
         self.forbidden: str | None = None
         self.shown = shown_address(address)
-        self._root = Path(address).absolute()  # where it is a folder
+        self._root = Path(address).absolute()  # meaningful for folders only
         self._store = RemoteStore(address, config) if self.remote else LocalFiles(self._root)
         self.can_list, self._signing = self._store.can_list, self._store.signing
         self._cache = open_cache(config) if self.remote else None
-        self._versions: dict[str, str] = {}  # stamps of objects of which a part was read, or the cache holds something
-        self._retrier = Retrier(self.shown, config, has_answered or not self.remote, self._may_pass, self.count)
+        self._versions: dict[str, str] = {}  # stamps of objects that were read in part, or that the cache holds
+        self._retrier = Retrier(self.shown, config, has_answered or not self.remote, self._is_retryable, self.count)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
     @property
     def outage(self) -> Outage | None:
-        """Set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time."""
+        """The oldest read that is failing and being retried; None if there is none.  Thread-safe."""
         return self._retrier.outage
 
     def get(
@@ -84,33 +83,32 @@ class Source:
         probing: bool = False,
         version: str | None = None,
     ) -> bytes | None:
-        """The object, or a range of it; None where there is none.
+        """Read an object or a range of it; None if it does not exist.
 
-        What the disk cache holds is used if it has the stamp (ETag) that the object has in the store, which is asked
-        once for each object.
+        A cache entry is used if its stamp (ETag) is that of the object in the store, requested once per object.
 
         Args:
-            cached: False for what may change at its address while it is read.
-            probing: whether what is forbidden (403) counts as absent, as while metadata are looked for: S3 answers so
-                for absent keys where one may not list.
-            version: the stamp of the object of which other parts were read; by default that of the last part.
+            cached: False for objects that may change while they are read.
+            probing: whether forbidden (403) counts as absent, as in the search for metadata: without permission to
+                list, S3 answers 403 for absent keys.
+            version: the stamp that the object must have; by default that of the last part read.
 
         Raises:
-            FetchError: it is damaged.
-            ReplacedError: a part of another version of the object was read before.
-            OutageError, RefusedError: the store does not answer for `data.store.outage_minutes`, or refuses.
+            FetchError: the object is damaged.
+            ReplacedError: the object has changed since another part was read.
+            OutageError, RefusedError: the store has not answered for `data.store.outage_minutes`, or refuses.
         """
         cache, name = self._cache if cached else None, self._entry(key, byte_range)
         version = version or self._versions.get(key)
         if cache is not None and (kept := cache.get(name)) is not None:
             stamp, _, data = kept.partition(b"\n")
-            if version is None and (now := self._tried(key, lambda: self._store.stamp(key))) is not None:
-                version = self._note(key, now)  # of an earlier run, or of another process of this one
+            if version is None and (now := self._retried(key, lambda: self._store.stamp(key))) is not None:
+                version = self._set_version(key, now)  # the entry is an earlier run's or another process's
             if stamp.decode() == version:
                 self.count(cache_hits=1)
                 return data
         for _ in range(_ANSWERS):
-            answer = self._tried(key, lambda: self._store.read(key, byte_range), probing)
+            answer = self._retried(key, lambda: self._store.read(key, byte_range), probing)
             if answer is None:
                 return None
             self.count(bytes_fetched=len(answer.data))
@@ -118,49 +116,49 @@ class Source:
                 break
         else:
             raise ReplacedError(
-                f"{key} was replaced while parts of it were read, or its server sends ETags or dates that do not "
-                "depend on the content"
+                f"{key} was replaced between reads of its parts, or its server sends ETags or dates that do not depend "
+                "on the content"
             )
         if answer.stamp is not None and (byte_range is not None or cache is not None):
-            self._note(key, answer.stamp)  # a whole object is of one version, and need not be known again
+            self._set_version(key, answer.stamp)  # not needed for whole objects, which are always consistent
         if cache is not None:
             self.count(cache_misses=1)
             if answer.lasting:
                 cache.put(name, f"{answer.stamp}\n".encode() + answer.data)
             else:
-                warn_once("%s sends no ETags: what comes so is not kept in data.store.cache_dir", self.shown)
+                warn_once("%s sends no ETags: its objects are not cached in data.store.cache_dir", self.shown)
         return answer.data
 
     def submit(self, key: str, byte_range: ByteRange | None = None, probing: bool = False) -> Future[bytes | None]:
-        """`get` on one of `config.requests` threads; a range is of the version that the object has now."""
+        """Run `get` on one of `config.requests` threads; a range must have the object's current version."""
         version = self._versions.get(key) if byte_range else None
         return self.start(self.get, key, byte_range, not probing, probing, version)
 
     def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
-        """Remove from the cache what turned out to be damaged, and take the object for a new one."""
+        """Remove a damaged object or range from the cache, and forget the object's version."""
         self._versions.pop(key, None)
         if self._cache is not None:
             self._cache.drop(self._entry(key, byte_range))
 
     def exists(self, key: str, probing: bool = False) -> bool:
-        """Whether there is such an object.  `probing` and errors as `get`."""
-        return self._tried(key, lambda: [self._store.stamp(key)], probing) is not None
+        """Whether an object exists.  `probing` and errors as in `get`."""
+        return self._retried(key, lambda: [self._store.stamp(key)], probing) is not None
 
     def absent(self, keys: list[str], probing: bool = False) -> list[str]:
-        """Those for which there is no object; asks for many at once.  `probing` and errors as `get`."""
+        """The keys without an object, checked concurrently.  `probing` and errors as in `get`."""
         found = [self.start(self.exists, key, probing) for key in keys]
         return [key for key, there in zip(keys, found, strict=True) if not there.result()]
 
     def list_keys(self, prefix: str) -> Iterator[str]:
-        """Keys below a prefix (whole path segments), in any order; on a disk also those of folders, some perhaps twice.
+        """Keys below a prefix (whole path segments), in any order; on disk also those of folders, possibly repeated.
 
-        Raises DataError: the store cannot list, or access is refused, if only to one folder.
+        Raises DataError: the store cannot list, or refuses access to any folder.
         """
         pages: Iterator[Iterable[str]] | None = None
         last: str | None = None
 
         def next_page() -> Iterable[str] | None:
-            """The objects behind `last`; asked for anew where the listing has broken off."""
+            """The keys after `last`; restarts an interrupted listing."""
             nonlocal pages
             pages = pages or self._store.pages(prefix, last)
             try:
@@ -170,11 +168,11 @@ class Source:
                 raise
 
         while (page := self._listed(prefix, next_page)) is not None:
-            for last in page:  # which is where `next_page` goes on
+            for last in page:  # `next_page` continues after `last`
                 yield last
 
     def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
-        """Keys and prefixes one segment below `prefix`, in any order; errors as `list_keys`."""
+        """Keys and prefixes one segment below `prefix`, in any order.  Raises as `list_keys`."""
         return self._listed(prefix, lambda: self._store.list_one_level(prefix))
 
     def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -187,37 +185,39 @@ class Source:
             return self._pool.submit(function, *arguments)
 
     def close(self) -> None:
-        """End the threads; what they are reading is abandoned, and not tried again."""
+        """Stop the threads; reads in progress are abandoned without a retry."""
         with self._lock:
             self._retrier.closed.set()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def count(self, **figures: int) -> None:
-        """Add to the figures."""
+        """Add to the counters."""
         with self._lock:
             for name, value in figures.items():
                 setattr(self.figures, name, getattr(self.figures, name) + value)
 
     def _entry(self, key: str, byte_range: ByteRange | None) -> str:
-        """The name of an object, or a part of one, in the cache."""
+        """The cache key of an object or range."""
         part = f"?{byte_range.start}:{byte_range.stop}" if byte_range else ""
         return f"{self.address.rstrip('/')}/{key}{part}"
 
-    def _note(self, key: str, stamp: str) -> str:
-        """The stamp that an object has in this process: the first one that it came with, until it is forgotten; ranges
-        that were asked for by its index are of that version."""
+    def _set_version(self, key: str, stamp: str) -> str:
+        """Record an object's version unless it has one, and return it.
+
+        The first version stays until `forget`, because ranges were computed from its index.
+        """
         with self._lock:
-            noted = self._versions.setdefault(key, stamp)
+            version = self._versions.setdefault(key, stamp)
             if len(self._versions) > _VERSIONS_MAX:
                 del self._versions[next(iter(self._versions))]
-        return noted
+        return version
 
     def _listed(self, prefix: str, read: Callable[[], T]) -> T:
         if not self.can_list:
             raise DataError(
-                f"a listing of chunks needs a store that can list; got {self.shown}, a web server; put a "
-                "`.chunk_occupancy.npz` beside level 0, or set data.foreground.source=level"
+                f"Cannot list the chunks of {self.shown}: web servers cannot list; put a `.chunk_occupancy.npz` next "
+                "to level 0, or set data.foreground.source=level"
             )
         what = f"the list of {prefix or 'all keys'}"
         try:
@@ -227,12 +227,12 @@ class Source:
                 raise refusal(error, what, self.shown, self.remote, self._signing) from error
             signing = f" ({self._signing})" if self._signing else ""
             raise DataError(
-                f"the chunks of a volume must be listable; got {reason(error)} from {self.shown}{signing}; allow "
-                "listing, or set data.foreground.source=level"
+                f"Cannot list the chunks of {self.shown}: {reason(error)}{signing}; allow listing, or set "
+                "data.foreground.source=level"
             ) from error
 
-    def _tried(self, key: str, read: Callable[[], T], probing: bool = False) -> T | None:
-        """What `read` returns, tried again for as long as an outage may last; None where there is no such object."""
+    def _retried(self, key: str, read: Callable[[], T], probing: bool = False) -> T | None:
+        """Call `read` with retries; None if the object does not exist."""
         try:
             return self._retrier.run(key, read)
         except FileNotFoundError:
@@ -243,8 +243,8 @@ class Source:
                 return None
             raise refusal(error, key, self.shown, self.remote, self._signing) from error
 
-    def _may_pass(self, error: BaseException) -> bool:
-        """An I/O error of the disk under one chunk does not pass by itself, where the metadata can be read."""
+    def _is_retryable(self, error: BaseException) -> bool:
+        """Whether an error is transient.  An I/O error of one file is not if the metadata are readable."""
         if not self.remote and isinstance(error, OSError) and error.errno == errno.EIO:
             for name in ("zarr.json", ".zarray", ".zgroup"):
                 with suppress(OSError):
