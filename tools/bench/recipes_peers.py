@@ -15,14 +15,14 @@ MONAI's network is scaled so that a step of 8 patches takes about as long as our
 (16, 16, 32 for 64, 64, 128; two channels a group of a norm, as there), the widest of its proportions that does not take
 longer by half.  --lr sets another learning rate, as 5e-5 is low for so short a run.
 
-Patches come from `PatchLoader` and `vesuvius train` in the same order, 8 a step.  The budget is CPU time of a process
-with one thread, so that other load does not decide: of ours all of it with start and checkpoints, of MONAI's from the
-first step.  Sampling is extra; its network calls are in the table.  `vesuvius evaluate` judges 128 samples of each
-against held-out patches.  Error by level: of x_0 over that of the best linear denoiser, see `recipes.py`; MONAI's where
-its schedule has such a level within 20 %.
+`PatchLoader` and `vesuvius train` deliver the same patches in the same order, 8 a step.  The budget is the CPU time of
+one single-threaded process, so other load does not change it; ours includes start-up and checkpoints, MONAI's starts at
+the first step.  Sampling is not included; the table gives its network calls.  `vesuvius evaluate` compares 128 samples
+of each with held-out patches.  Error by level: squared error of x_0 over that of the best linear denoiser (see
+`recipes.py`); for MONAI at the levels that its schedule has within 20 %.
 
-A training goes on where it was interrupted or where a smaller budget ended, sampling at the last batch.  --run judges a
-run of ours that another program has trained, for what --budget says.
+An interrupted training continues, as does one that ended at a smaller budget; sampling continues after the last batch.
+--run judges one of our runs that another program has trained for the time of --budget.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Task:
 
 
 def main() -> None:
-    """Train, draw and judge what is asked for; print the table of all runs."""
+    """Train, sample and evaluate the requested recipes; print the table of all runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of all runs")
     parser.add_argument("--volume", metavar="NAME=PATH", help="to train on; none = only the table")
@@ -108,15 +108,15 @@ def main() -> None:
     if arguments.volume:
         name, _, path = arguments.volume.partition("=")
         for recipe in [arguments.only] if arguments.only else ["ours", "monai"]:
-            told = f"monai lr {arguments.lr:g}" if recipe == "monai" else "ours"
-            folder = (arguments.out / f"{name}_{arguments.seed}_{told.replace(' ', '_')}").resolve()
+            label = f"monai lr {arguments.lr:g}" if recipe == "monai" else "ours"
+            folder = (arguments.out / f"{name}_{arguments.seed}_{label.replace(' ', '_')}").resolve()
             folder.mkdir(parents=True, exist_ok=True)
             config = folder / "config.yaml"
             config.write_text(yaml.safe_dump(config_of(Path(path).resolve(), arguments.seed)))
             asked = arguments.budget, arguments.samples, arguments.classifier_steps
             task = Task(config, folder, arguments.seed, *asked)
             found = ours(task, arguments.run) if recipe == "ours" else monai(task, arguments.lr, arguments.ddim)
-            row = {"volume": name, "seed": task.seed, "budget_s": task.budget_s, "recipe": told} | found
+            row = {"volume": name, "seed": task.seed, "budget_s": task.budget_s, "recipe": label} | found
             stem = f"{folder.name}_{task.budget_s:g}_{row['calls']}"
             (arguments.out / f"{stem}.json").write_text(json.dumps(row, indent=1) + "\n")
     for line in table([json.loads(path.read_text()) for path in sorted(arguments.out.glob("*.json"))]):
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def config_of(volume: Path, seed: int) -> dict[str, Any]:
-    """The demo's config on another volume, without labels, for a run that ends by its CPU time."""
+    """The demo's config for another volume, without labels, and with no end of its own."""
     config: dict[str, Any] = yaml.safe_load(recipes.DEMO.read_text())
     del config["diffusion"]  # the dropout of conditions
     config["data"] = {"volumes": [{"path": str(volume)}], "patch_size": config["data"]["patch_size"]}
@@ -162,7 +162,7 @@ def ours(task: Task, run: Path | None) -> dict[str, Any]:
 
 
 def train_ours(task: Task, *keys: str) -> Path:
-    """Let `vesuvius train` run until its process has used the CPU seconds, in all its parts; return the run."""
+    """Run `vesuvius train` until its sessions have used the CPU seconds in total; return the run."""
     spent = task.folder / "cpu_s"
     before = used = float(spent.read_text()) if spent.exists() else 0.0
     if used >= task.budget_s:
@@ -171,27 +171,32 @@ def train_ours(task: Task, *keys: str) -> Path:
     with (task.folder / "train.log").open("a") as log:
         process = psutil.Popen(command, cwd=task.folder, env=one_thread(), stdout=log, stderr=log)
         is_stopping = False  # a second signal would end it without a checkpoint
-        while process.poll() is None:
-            times = process.cpu_times()
-            used = max(used, before + times.user + times.system)
-            spent.write_text(f"{used:.1f}")
-            if used >= task.budget_s and not is_stopping:
+        try:
+            while process.poll() is None:
+                times = process.cpu_times()
+                used = max(used, before + times.user + times.system)
+                spent.write_text(f"{used:.1f}")
+                if used >= task.budget_s and not is_stopping:
+                    process.terminate()
+                    is_stopping = True
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
                 process.terminate()
-                is_stopping = True
-            time.sleep(0.2)
+                process.wait()
     if process.returncode not in (0, 75):
         raise SystemExit(f"vesuvius train failed with {process.returncode}; see {task.folder / 'train.log'}")
     return task.folder / "runs" / "run"
 
 
 def one_thread() -> dict[str, str]:
-    """The environment of a child."""
+    """The environment of a single-threaded child process."""
     return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def judged(run: Path, task: Task, stem: str, argument: str) -> dict[str, Any]:
-    """The figures of `vesuvius evaluate`."""
-    out = task.folder / f"judged_{stem}"
+    """Run `vesuvius evaluate`; return its figures."""
+    out = task.folder / f"judged_{stem}_{run.name}_{task.samples}_{task.classifier_steps}"
     if not out.exists():
         command = [sys.executable, "-m", "vesuvius", "evaluate", str(run), argument, f"--count={task.samples}"]
         command += [f"--classifier-steps={task.classifier_steps}", f"--out={out}"]
@@ -204,7 +209,7 @@ def judged(run: Path, task: Task, stem: str, argument: str) -> dict[str, Any]:
 
 
 def monai(task: Task, lr: float, ddim: int | None) -> dict[str, Any]:
-    """Train MONAI's recipe, draw and judge.  Split, grey values and spectrum are those of one step of our run."""
+    """Train MONAI's recipe, sample and evaluate.  A run of ours of one step provides split, grey range and spectrum."""
     if not (task.folder / "runs").exists():
         train_ours(replace(task, budget_s=math.inf), "training.max_steps=1")
     run = task.folder / "runs" / "run"
@@ -225,7 +230,7 @@ def monai(task: Task, lr: float, ddim: int | None) -> dict[str, Any]:
 
 
 def train_monai(task: Task, lr: float) -> tuple[nn.Module, int]:
-    """The network after the CPU seconds, and its steps."""
+    """Train for the CPU seconds; return the network and its number of steps."""
     torch.manual_seed(task.seed)
     network = DiffusionModelUNet(
         spatial_dims=3,
@@ -287,7 +292,7 @@ def train_monai(task: Task, lr: float) -> tuple[nn.Module, int]:
 def draw_monai(
     network: nn.Module, task: Task, ddim: int | None, folder: Path, patch_zyx: tuple[int, int, int]
 ) -> NDArray[np.float32]:
-    """Samples [N, Z, Y, X] from 0 to 1, not clipped; batches that are in the folder are not drawn again."""
+    """Samples [N, Z, Y, X] from 0 to 1, not clipped; batches already in the folder are reused."""
     scheduler = (DDIMScheduler if ddim else DDPMScheduler)(TIMESTEPS, clip_sample=False, **BETAS)
     scheduler.set_timesteps(ddim or TIMESTEPS)
     inferer = DiffusionInferer(scheduler)
@@ -306,7 +311,7 @@ def draw_monai(
 
 @torch.no_grad()
 def monai_errors(network: nn.Module, config_path: Path) -> list[float]:
-    """Error by level of ours, from MONAI's nearest level; NaN where it has none near."""
+    """Error at each of our levels, measured at MONAI's nearest level; NaN if it has none within 20 %."""
     config = read_config(config_path)
     x_0, spectrum = recipes.held_out_patches(config)
     schedule = Schedule.from_config(config.diffusion, spectrum)
