@@ -1,4 +1,4 @@
-"""Writes docs/config.md, the reference of all config keys, from the models; `--check` says whether it is up to date.
+"""Write docs/config.md, the reference of all config keys, from the models; `--check` fails if it is out of date.
 
 python tools/config_table.py --check docs/config.md
 """
@@ -27,14 +27,13 @@ An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `
 - **Environment variables** that begin with `VESUVIUS_` set keys too: two underscores stand for a dot, a number for an
   item of a list, and the value is YAML. `VESUVIUS_TRAINING__WORKERS=4` is `training.workers=4`, and
   `VESUVIUS_DATA__VOLUMES__0__PATH=scroll.zarr` the path of the first volume. They are applied after the file and before
-  the overrides: defaults < file < environment < command line. A name of no key is refused with the nearest one;
-  `VESUVIUS_RUNS` and `VESUVIUS_HTTP_HEADERS` alone are none, but the folder of run directories, and headers for web
-  servers (volumes.md). All commands that take `--config` obey them, and the processes that they start get the result.
-  What works from a run (`sample`, `report`, `train --replay`) does not. Names that Kubernetes
-  makes of a Service called `vesuvius` are passed over.
-- **Lists** are replaced as a whole. Below, `[]` stands for an item of a list; an override counts items from 0:
+  the overrides: defaults < file < environment < command line. An unknown name is an error, with the nearest key; the
+  exceptions are `VESUVIUS_RUNS`, the folder of run directories, and `VESUVIUS_HTTP_HEADERS`, headers for web servers
+  (volumes.md). The variables apply to all commands with `--config`, not to those that work on a run (`sample`,
+  `report`, `train --replay`). Variables that Kubernetes sets for a Service called `vesuvius` are ignored.
+- **Lists** are replaced as a whole. `[]` below stands for an item of a list; overrides count from 0:
   `data.volumes[0].path=other.zarr`.
-- **`extends: other.yaml`** at the top level of a file takes all keys from the other file that this one does not set.
+- **`extends: other.yaml`** at the top level of a file takes all keys that this file does not set from the other file.
   Sections are merged key by key; lists and plain values are replaced. The path is relative to the folder of the file
   that names it. `vesuvius tune` writes such a file, `FILE.tuned.yaml`. A run keeps the merged text as
   `config.source.yaml`, so a resume does not need the other files.
@@ -42,7 +41,7 @@ An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `
 
 
 def reference() -> str:
-    """The whole page.  Pure."""
+    """The page as Markdown.  Pure."""
     sections: dict[str, list[tuple[str, dict[str, Any]]]] = {"": []}
     meanings = {}
     for key, schema in iter_keys():
@@ -69,12 +68,12 @@ def table(keys: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Escape text for a Markdown table."""
     return re.sub(r"([|<*`])", r"\\\1", text)
 
 
 def main() -> int:
-    """Returns the exit code: 1 where the file is out of date or cannot be read or written."""
+    """Returns the exit code: 1 if the file is out of date or cannot be read or written."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if FILE is out of date")

@@ -1,5 +1,6 @@
-"""Draws docs/levels.svg: of a mode of each power, the share of its variance that sampling returns, beside the powers of
-a volume's patches.  Closed form: the exact denoiser of a Gaussian mode, so noise levels and sampler alone are judged.
+"""Draw docs/levels.svg: the share of a mode's variance that sampling returns, by power, and the powers of patches.
+
+Closed form, with the exact denoiser of a Gaussian mode: it judges only noise levels and sampler.
 
 vesuvius volume synth volumes/demo.zarr --shape 128,256,256
 python tools/levels_picture.py volumes/demo.zarr docs/levels.svg
@@ -40,7 +41,7 @@ def main() -> None:
     figure, (shares, variance) = plt.subplots(2, 1, figsize=(7.5, 5), sharex=True, layout="constrained")
     for name, config in SAMPLERS.items():
         levels = sampling_levels(Schedule.from_config(config, spectrum), config)
-        # All is linear in the first noise, so powers stand side by side in one tensor.
+        # The sampler is linear in the first noise, so one tensor holds all powers.
         drawn = sample(exact(torch.from_numpy(powers)), levels, torch.ones(len(powers)).double(), config.sampler)
         shares.semilogx(powers, drawn.numpy() ** 2 / powers, label=name)
     shares.axhline(1, color="grey", linewidth=0.5)
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def measured(volume: str) -> Spectrum:
-    """The spectrum of patches at random places of a volume, all augmentations of the default config in it."""
+    """The spectrum of patches at random positions of a volume, including all augmentations of the default config."""
     found = zarr.open(volume, mode="r")
     array = found if isinstance(found, zarr.Array) else found["0"]
     starts = np.random.default_rng(0).integers(0, np.array(array.shape) - PATCH + 1, (COUNT, 3))

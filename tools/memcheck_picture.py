@@ -1,4 +1,4 @@
-"""What memcheck shows of a run, as an SVG picture for documents.
+"""Render the output of memcheck for a run as an SVG picture for documents.
 
 python tools/memcheck_picture.py demo --out docs/memcheck.svg
 """
@@ -19,7 +19,7 @@ from vesuvius.runlog.find_run import find_run
 
 
 def main() -> None:
-    """Look once and write the picture."""
+    """Sample once and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a run directory, or the name of one below runs/")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -36,7 +36,7 @@ def table_svg(found: Inspection, title: str, width: int = 100) -> str:
         record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
     )
     console.print(memory_table(found))
-    # Without the fonts that rich would have the reader's browser fetch from elsewhere.
+    # Without the web fonts that rich embeds.
     return re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=title), flags=re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Draws docs/plan.svg from the plan itself: cells, a region, the phases of two passes, and the window of regions.
+"""Draw docs/plan.svg from the plan itself: cells, a region, the phases of two passes, and the window of regions.
 
 python tools/plan_picture.py docs/plan.svg
 """
@@ -81,7 +81,7 @@ def _draw_pass(axis: Any, plan: Plan, first_visit: int) -> None:
 
 
 def _draw_window(axis: Any, mixing: Mixing) -> None:
-    """Rounds from left to right; which slots are in flight, and which gives each sample of a batch of 8."""
+    """Rounds from left to right; the slots in flight, and the slot of each sample of a batch of 8."""
     rounds = 14
     for slot in range(mixing.first_slot(rounds) + mixing.regions):
         life = mixing.rounds_of(slot)

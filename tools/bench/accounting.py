@@ -1,4 +1,4 @@
-"""How well the accounted memory of a run agrees with the kernel's own account of it.
+"""Compare the accounted memory of a run with the kernel's own account of it.
 
     python tools/bench/accounting.py -- python -m vesuvius.train --config configs/demo.yaml
 
@@ -7,9 +7,9 @@ processes and shared memory once (`SystemSample.used_bytes`) against what the ke
 `total_rss` + `total_shmem`, version 2 `anon` + `shmem`).  Prints the median and the largest difference in percent of
 the kernel's figure, and the CPU time of a sample.  Needs root.
 
-What the difference is made of: a sample takes some milliseconds, in which a run may grow, and a process that ends in
-between counts in one figure only (so samples without such a change have a line of their own); pages that a
-fork shares count twice; shared memory that no process holds open any more is the cgroup's alone.
+Sources of the difference: a sample takes some milliseconds, during which a run may grow, and a process that ends in
+between counts in one figure only (samples without such a change have their own line); pages that a fork shares count
+twice; only the cgroup counts shared memory that no process holds open any more.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sample:
     shared_bytes: int  # the part of ours that is shared memory
     cpu_s: float  # CPU time of our sample
     processes: int
-    steady: bool  # the processes were those of the sample before
+    steady: bool  # same processes as in the previous sample
 
     @property
     def difference(self) -> float:
@@ -106,13 +106,13 @@ def report(samples: Sequence[Sample]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every-s", type=float, default=1.0, help="seconds between samples")
-    parser.add_argument("--seconds", type=float, help="stop the command (SIGTERM) after so long")
+    parser.add_argument("--seconds", type=float, help="stop the command (SIGTERM) after this many seconds")
     parser.add_argument("--table", action="store_true", help="print each sample")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, after --")
     arguments = parser.parse_args()
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
-        parser.error("a command to run is needed, after --")
+        parser.error("no command to run; give it after --")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that neither command nor cgroup is left behind
     with memory_cgroup(None) as group:
         samples, status = watch(command, group, arguments.every_s, arguments.seconds)

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the training: a save that is waited for against one that a thread writes.
+"""Time a checkpoint: a synchronous save against one written by a thread.
 
     python tools/bench/checkpoint.py                                # 40 M parameters, 1.3 GB of memory: a minute
     python tools/bench/checkpoint.py --parameters-m 155 --repeats 7 --directory runs
@@ -7,11 +7,11 @@ The state is that of a network of 256-channel 3D convolutions with AdamW and one
 copy takes as much again.  Printed, as medians with minimum and maximum:
 
 synchronous  `save_checkpoint`, from the call to the last flush
-triggering   `CheckpointWriter.save`: what the step that triggers a save waits.  Aim: a tenth of the former
-first        the same for the first save of a writer, which makes the buffers
-step         a step of a small convolution on the training's thread, alone and while the writer is at work
+triggering   `CheckpointWriter.save`: wait of the step that triggers a save.  Target: a tenth of a synchronous save
+first        the same for the first save of a writer, which allocates the buffers
+step         a step of a small convolution on the training's thread, alone and while the writer runs
 
-Kinds of save take turns.  On a GPU the state and the step are there.
+Kinds of save alternate.  With a GPU, state and step are on the GPU.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def main() -> None:
         median, low, high = 1e3 * statistics.median(values), 1e3 * min(values), 1e3 * max(values)
         print(f"{name:28} {median:9.1f} ms  ({low:.1f} - {high:.1f}, n={len(values)})")
     ratio = statistics.median(seconds["triggering"]) / statistics.median(seconds["synchronous"])
-    busy = statistics.mean(seconds["step beside the writer"]) / statistics.mean(seconds["step alone"])
-    print(f"triggering / synchronous {100 * ratio:.1f} %; a step beside the writer takes {busy:.2f} x the time (means)")
+    busy = statistics.mean(seconds["step with the writer running"]) / statistics.mean(seconds["step alone"])
+    print(f"triggering / synchronous {100 * ratio:.1f} %; steps are {busy:.2f} x as long while the writer runs (means)")
     if arguments.json:
         arguments.json.write_text(json.dumps(seconds, indent=1) + "\n", encoding="utf-8")
 
@@ -65,13 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--parameters-m", type=float, default=40.0, help="millions of weights")
     parser.add_argument("--repeats", type=int, default=5, help="saves of each kind")
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
-    parser.add_argument("--json", type=Path, help="also write all seconds there")
+    parser.add_argument("--directory", type=Path, default=Path(), help="folder on the disk to measure")
+    parser.add_argument("--json", type=Path, help="also write all seconds to this file")
     return parser
 
 
 def make_state(parameters_m: float, device: torch.device) -> dict[str, Any]:
-    """A training state behind its first step."""
+    """A training state after its first step."""
     count = max(1, round(parameters_m * 1e6 / (27 * CHANNELS**2)))
     network = nn.ModuleList([nn.Conv3d(CHANNELS, CHANNELS, 3, device=device) for _ in range(count)])
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
@@ -103,10 +103,10 @@ def make_step(device: torch.device) -> Callable[[], None]:
 
 
 def measure(directory: Path, state: dict[str, Any], step: Callable[[], None], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each save and each step, by what was measured."""
+    """Measure seconds of each save and each step."""
     waited, handed = directory / "synchronous", directory / "thread"
-    seconds: dict[str, list[float]] = {"synchronous": [], "triggering": [], "until it is written": []}
-    seconds |= {"first": [], "step alone": [], "step beside the writer": []}
+    seconds: dict[str, list[float]] = {"synchronous": [], "triggering": [], "until written": []}
+    seconds |= {"first": [], "step alone": [], "step with the writer running": []}
     save_checkpoint(waited, 1, state, CONFIG, TrainingConfig(keep_last=1))
     with CheckpointWriter(handed, TrainingConfig(keep_last=1), CONFIG) as writer:
         writer.save(1, state)
@@ -119,8 +119,8 @@ def measure(directory: Path, state: dict[str, Any], step: Callable[[], None], re
             began = time.perf_counter()
             seconds["triggering"] += timed(lambda n=number: writer.save(n, state))
             while not (handed / f"step_{number:08d}").is_dir():
-                seconds["step beside the writer"] += timed(step)
-            seconds["until it is written"].append(time.perf_counter() - began)
+                seconds["step with the writer running"] += timed(step)
+            seconds["until written"].append(time.perf_counter() - began)
     for number in range(repeats):
         release_free_memory()
         with CheckpointWriter(handed, TrainingConfig(keep_last=1), CONFIG) as writer:
@@ -129,12 +129,12 @@ def measure(directory: Path, state: dict[str, Any], step: Callable[[], None], re
 
 
 def release_free_memory() -> None:
-    """To the system, so that the next writer's buffers are fresh memory, as those of a run are."""
+    """Return free memory to the system, so that the next writer's buffers are fresh, as in a run."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def timed(act: Callable[[], object]) -> list[float]:
-    """Its seconds, as a list of one."""
+    """Return the seconds of a call, as a list of one."""
     started = time.perf_counter()
     act()
     return [time.perf_counter() - started]

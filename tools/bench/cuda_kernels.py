@@ -1,8 +1,8 @@
-"""Which kernels inductor would write for a GPU, asked without one: `for_cuda`, an inner compiler of torch's compile_fx.
+"""List the kernels that inductor would write for a GPU: `for_cuda`, an inner compiler of torch's compile_fx.
 
-Dynamo, autograd, decompositions and the partitioner run as always, on the CPU's fake tensors.  Each graph that comes
-out is then laid on a fake GPU, lowered, and its nodes fused by inductor's own scheduler; nothing is written, compiled
-or launched.  It reaches into torch's private parts, whose names change: checked with torch 2.13.
+Dynamo, autograd, decompositions and the partitioner run as always, on the CPU's fake tensors.  Each resulting graph is
+then placed on a fake GPU, lowered, and its nodes fused by inductor's own scheduler; nothing is written, compiled or
+launched.  It uses private parts of torch, whose names change: checked with torch 2.13.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from vesuvius.training.forecast.memory_plan import FLOPS
 
-# An A100, as far as inductor asks: reductions are split so that its multiprocessors have work.
+# The properties of an A100 that inductor reads: reductions are split so that its multiprocessors have work.
 _GPU = SimpleNamespace(
     name="A100",
     multi_processor_count=108,
@@ -53,7 +53,7 @@ _CASTS = {"convert_element_type", "permute", "reshape", "view", "squeeze", "unsq
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch of a graph, but for convolutions and products."""
+    """One launch of a graph, other than a convolution or matrix product."""
 
     kind: str
     moved_bytes: int
@@ -68,7 +68,7 @@ def backend(launch: Launch) -> Callable[..., Any]:
     """A backend for torch.compile; the blocks it compiles run by `launch(graph, arguments, kernels)`."""
 
     def inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        with _a_gpu():  # a backward pass may come when the forward pass has long been compiled
+        with _a_gpu():  # a backward pass may be compiled long after the forward pass
             kernels = _kernels(graph, inputs, is_backward=options.get("is_backward", False))
 
         def run(arguments: list[Any]) -> Any:
@@ -132,7 +132,7 @@ def _kernel(node: Any) -> Kernel:
 
 
 def _order_of_cudnn(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
-    """Memory order of a convolution's results: channels last where its input or its weights lie so."""
+    """Memory order of a convolution's results: channels last if its input or its weights are."""
     last = torch.channels_last_3d
     return last if last in (suggest_memory_format(x), suggest_memory_format(weight)) else torch.contiguous_format
 
@@ -151,7 +151,7 @@ def _a_gpu() -> Iterator[None]:
         "torch._inductor.scheduler.has_triton": lambda: True,
         # decompositions for a GPU, though graphs are traced on the CPU: the bias of a convolution
         "torch._inductor.decomposition.is_gpu": lambda device: True,
-        # torch without CUDA takes a convolution of its own, whose result is contiguous
+        # torch without CUDA uses its own convolution, whose result is contiguous
         "torch._C._conv_determine_backend_memory_format": _order_of_cudnn,
     }
     with ExitStack() as stack:

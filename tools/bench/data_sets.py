@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 try:
     from zarrdataset import ImagesDatasetSpecs, PatchSampler, ZarrDataset, zarrdataset_worker_init_fn
-except ImportError:  # the others do without it
+except ImportError:  # the other data sets do not need it
     ZarrDataset = object
 
 _PLACES = 4096  # of villa
@@ -40,7 +40,7 @@ _ENDLESS = 2**40
 
 
 class RandomItems:
-    """A map-style data set behind a DataLoader, drawn with replacement; `take` makes (B, Z, Y, X) of a batch of it."""
+    """A map-style data set behind a DataLoader, sampled with replacement; `take` maps a batch to (B, Z, Y, X)."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class RandomItems:
 
 
 def one_blosc_thread(_: int) -> None:
-    """The workers are processes."""
+    """Decode on one thread, because the workers are processes."""
     blosc.set_nthreads(1)
 
 
@@ -83,7 +83,7 @@ def cellmap_feed(setup: Setup, scratch: Path) -> Feed:
     """`CellMapDataset` behind the library's own DataLoader."""
     from cellmap_data import CellMapDataLoader, CellMapDataset
 
-    # it wants a group with OME metadata, which a bare array lacks: here one with the level alone, of voxels of 1 nm
+    # it requires a group with OME metadata, which a bare array lacks: write one with a single level, of voxels of 1 nm
     group = scratch / "volume.zarr"
     raw: Any = zarr.open_group(str(group), mode="w")
     scale = {"type": "scale", "scale": [1.0] * 3}
@@ -108,7 +108,7 @@ def cellmap_feed(setup: Setup, scratch: Path) -> Feed:
 
 
 def villa_feed(setup: Setup, scratch: Path) -> Feed:
-    """`ZarrDataset` of villa, which is given random places as the samples of a packed volume."""
+    """`ZarrDataset` of villa, with random positions as the samples of a packed volume."""
     from vesuvius.models.datasets.zarr_dataset import ZarrDataset as VillaDataset
 
     array, rng = open_array(setup), np.random.default_rng(SEED)
@@ -132,7 +132,7 @@ def villa_feed(setup: Setup, scratch: Path) -> Feed:
 
 
 class VillaReads(UniformPatches):
-    """Read by `Volume` of villa."""
+    """Reads through villa's `Volume`."""
 
     def open(self) -> tuple[Triple, Reads]:
         from vesuvius import Volume  # type: ignore[attr-defined]  # villa's package
@@ -162,12 +162,12 @@ class ChunkByChunk(ZarrDataset):  # type: ignore[misc]
 
 
 def zarrdataset_feed(setup: Setup) -> Feed:
-    """zarrdataset, whose workers share the chunks out by its own `worker_init_fn`."""
+    """zarrdataset, whose workers divide the chunks by its own `worker_init_fn`."""
     return LoaderFeed(ChunkByChunk(setup), setup, worker_init_fn=zarrdataset_worker_init_fn)
 
 
 def monai_feed(setup: Setup) -> Feed:
-    """The whole volume in RAM, random crops of it."""
+    """Random crops of a volume in RAM."""
     from monai.data.dataloader import DataLoader
     from monai.data.dataset import CacheDataset
     from monai.transforms.croppad.dictionary import RandSpatialCropSamplesd

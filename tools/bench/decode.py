@@ -1,10 +1,10 @@
-"""Boxes of a volume read by `Volume.read` and by the pipelines of zarr-python and zarrs.
+"""Compare reads of boxes of a volume by `Volume.read` and by the pipelines of zarr-python and zarrs.
 
     RAYON_NUM_THREADS=1 python tools/bench/decode.py VOLUME.zarr ...    # zarr >= 3.3; pip install zarrs==0.2.3
 
 Five interleaved rounds of eight boxes of 256^3 voxels on the grid of chunks, from the page cache.  Prints medians of
-CPU ms of a box, of all threads, and of their ratios to ours in the same round, with the extremes.  What reads by chunk
-asks for the chunks of a box one by one, as a reader would that is to know which of them is damaged.
+the CPU ms of a box, over all threads, and of their ratios to ours in the same round, with the extremes.  Rows "by
+chunk" request the chunks of a box one by one, as a reader must to identify a damaged one.
 """
 
 from __future__ import annotations

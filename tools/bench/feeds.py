@@ -1,11 +1,11 @@
-"""Other loaders of random patches behind a torch DataLoader, and how any loader is measured (`loaders.py`).
+"""Other loaders of random patches behind a torch DataLoader, and the measurement of any loader (`loaders.py`).
 
-Needs torch, numpy, zarr and numcodecs alone, so that `peers.py` can use it where vesuvius is not installed.
+Needs only torch, numpy, zarr and numcodecs, so that `peers.py` can use it where vesuvius is not installed.
 
-A measurement starts a loader, waits for its first batch, warms up, then counts the whole batches of a window.  What was
-prefetched is no throughput: the warm-up takes two fillings of every buffer, and a window begins and ends after whole
-rounds (a batch or a task of each worker), so that the buffers hold as much at both ends.  The consumer copies nothing:
-it reads a voxel of every plane of each patch, in place of a trainer that copies to its device.
+A measurement starts a loader, waits for its first batch, warms up, then counts the whole batches of a window.
+Prefetched batches are not throughput: the warm-up fills every buffer twice, and a window begins and ends after whole
+rounds (a batch or a task of each worker), so that the buffers are equally full at both ends.  The consumer copies
+nothing: it reads a voxel of every plane of each patch, instead of a copy to the device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Setup:
-    """What to measure: patches of a volume (a path or an address of a zarr array, or of a group with `level`)."""
+    """Patches to measure: of a volume (a path or an address of a zarr array, or of a group with `level`)."""
 
     volume: str
     level: int
@@ -57,7 +57,7 @@ class Feed(Protocol):
     """A loader."""
 
     warmup_batches: int  # batches before the window
-    round_batches: int  # batches after which all workers are where they were before
+    round_batches: int  # batches of a round: afterwards all workers are at the same point again
 
     def batches(self) -> Batches:
         """Start the workers; endless batches (B, Z, Y, X).  Closing the generator ends the workers."""
@@ -94,10 +94,10 @@ def touch(batch: NDArray[Any]) -> int:
 
 
 def tree_cpu_s() -> float:
-    """CPU seconds of this process and of all that live below it (Linux)."""
+    """CPU seconds of this process and its live descendants (Linux)."""
     parents, ticks = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended
+        with contextlib.suppress(OSError):  # the process has ended
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             parents[int(folder.name)], ticks[int(folder.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
     tree = {os.getpid()}
@@ -107,13 +107,13 @@ def tree_cpu_s() -> float:
 
 
 def rss_anon_bytes(pid: int) -> int:
-    """Private memory of a process (Linux); what workers share is not in it."""
+    """Private memory of a process (Linux); without memory shared between workers."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
 def open_array(setup: Setup) -> Any:
-    """The zarr array of a level, which the OME metadata of a group name."""
+    """The zarr array of a level, as named by the OME metadata of a group."""
     node: Any = zarr.open(store_of(setup) if "://" in setup.volume else setup.volume, mode="r")
     if hasattr(node, "shape"):
         return node
@@ -127,7 +127,7 @@ def place_of(setup: Setup, array: Any) -> str:
 
 
 def store_of(setup: Setup) -> Any:
-    """The store of an address of http(s), s3 or gs, which takes the usual AWS_* and GOOGLE_* environment."""
+    """The store for an http(s), s3 or gs address, configured by the usual AWS_* and GOOGLE_* environment."""
     from obstore.store import from_url
     from zarr.storage import ObjectStore
 
@@ -136,13 +136,13 @@ def store_of(setup: Setup) -> Any:
 
 
 def random_box(rng: np.random.Generator, shape_zyx: Triple, patch_zyx: Triple) -> Box:
-    """The slices of a patch anywhere in a volume."""
+    """Slices of a random patch of a volume."""
     start_zyx = rng.integers(0, np.subtract(shape_zyx, patch_zyx) + 1).tolist()
     return tuple(slice(s, s + p) for s, p in zip(start_zyx, patch_zyx, strict=True))
 
 
 class UniformPatches(IterableDataset[torch.Tensor]):
-    """Endless random patches from anywhere in a volume, which is opened in the worker."""
+    """Endless random patches of a volume, which is opened in the worker."""
 
     def __init__(self, library: Library, setup: Setup) -> None:
         self._library, self._setup = library, setup
@@ -158,7 +158,7 @@ class UniformPatches(IterableDataset[torch.Tensor]):
                 yield torch.from_numpy(pending.popleft()())
 
     def open(self) -> tuple[Triple, Reads]:
-        """The shape, and a function that begins to read a box and returns one that waits for its voxels."""
+        """The shape, and a function that starts to read a box and returns a function that waits for its voxels."""
         if self._library == "tensorstore":
             array = open_tensorstore(self._setup)
             return array.shape, lambda box: array[box].read().result
@@ -183,7 +183,7 @@ def open_tensorstore(setup: Setup, threads: int = 1, cache_bytes: int = 0) -> An
         kvstore |= {"endpoint": address} if (address := os.environ.get("AWS_ENDPOINT_URL")) else {}
         kvstore |= {"aws_credentials": {"type": "anonymous"}} if setup.unsigned else {}
     context = {"cache_pool": {"total_bytes_limit": cache_bytes}, "data_copy_concurrency": {"limit": threads}}
-    # "open": what was cached since is not compared with the disk at each read, which is the default
+    # "open": do not revalidate the cache against the disk at each read, which is the default
     spec = {"driver": driver, "kvstore": kvstore, "context": context, "recheck_cached_data": "open"}
     return tensorstore.open(spec, open=True, read=True).result()
 
@@ -216,7 +216,7 @@ class LoaderFeed:
 
 
 def child_pids() -> list[int]:
-    """The worker processes of a DataLoader of this process, or this one where there are none."""
+    """The worker processes of a DataLoader of this process, or this process if there are none."""
     return [child.pid for child in multiprocessing.active_children() if child.pid is not None] or [os.getpid()]
 
 

@@ -1,8 +1,9 @@
-"""Measures `vesuvius volume import` of a TIFF stack: seconds, peak memory of all its processes, and kills.
+"""Measure `vesuvius volume import` of a TIFF stack: seconds, peak memory of all its processes, and kills.
 
     python tools/bench/import_stack.py --gib 4 --kills 5 --folder /a/disk
 
-Imports once undisturbed; then once more, killed (SIGKILL) at random moments and run to its end, to compare each byte.
+Imports once undisturbed, then once more with SIGKILLs at random times and a restart after each; all bytes must be
+equal.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def write_stack(path: Path, pages: int) -> None:
 
 
 def run(command: list[str], is_over: Callable[[float], bool] = lambda seconds: False) -> tuple[bool, float, int]:
-    """Run a command, or kill it once `is_over`.  Returns whether it was killed, its seconds, and its peak bytes."""
+    """Run a command, or kill it once `is_over()`.  Returns whether it was killed, its seconds, and its peak bytes."""
     started, peak = time.monotonic(), 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         tree = psutil.Process(process.pid)
@@ -54,7 +55,7 @@ def run(command: list[str], is_over: Callable[[float], bool] = lambda seconds: F
 
 
 def digest(folder: Path) -> str:
-    """Of the names and bytes of all chunks."""
+    """Hash of the names and bytes of all chunks."""
     total = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.parent != folder):
         total.update(str(file.relative_to(folder)).encode() + file.read_bytes())
@@ -64,7 +65,7 @@ def digest(folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=4, help="size of the stack (default: 4)")
-    parser.add_argument("--kills", type=int, default=5, help="0 = only measure (default: 5)")
+    parser.add_argument("--kills", type=int, default=5, help="0 = no kills (default: 5)")
     parser.add_argument("--folder", type=Path, help="for the files, which are removed afterwards (default: /tmp)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
@@ -79,12 +80,12 @@ def main() -> None:
             was_killed, took, peak_now = run([*command, str(killed)], lambda now, limit=limit: now > limit)
             peak = max(peak, peak_now)
             if not was_killed:
-                raise SystemExit("the import was done before all kills")
+                raise SystemExit("the import finished before all kills")
             moments.append(f"{took:.1f}")
         if moments:
             _, took, peak_now = run([*command, str(killed)])
             same = digest(whole) == digest(killed)
-            verdict = "the same bytes" if same else "OTHER BYTES"
+            verdict = "the same bytes" if same else "DIFFERENT BYTES"
             print(f"killed after {', '.join(moments)} s; the rest took {took:.0f} s: {verdict}")
             print(f"at most {max(peak, peak_now) / 2**20:.0f} MiB in all of them")
             sys.exit(not same)

@@ -1,12 +1,12 @@
-"""The data path of a config next to other loaders: patches per second, each in processes of its own, in rounds.
+"""Compare a config's data path with other loaders: patches per second, in separate processes, in rounds.
 
     python tools/bench/loaders.py --config C.yaml [--peer NAME=COMMAND] [--rounds 6] [--seconds 10] [key.path=value ...]
 
-The baseline is zarr-python behind a torch DataLoader; zarrs and tensorstore are measured where they are installed.
-They read random patches of the first volume (on disk, http(s), s3 or gs), vesuvius reads as the config says.  A loader
-is read as fast as it delivers, without a training step, after its buffers have been used up twice (`feeds.py`).  The
+The baseline is zarr-python behind a torch DataLoader; zarrs and tensorstore are measured if they are installed.  They
+read random patches of the first volume (on disk, http(s), s3 or gs), vesuvius reads as the config says.  A loader is
+read as fast as it delivers, without a training step, after its buffers have been used up twice (`feeds.py`).  The data
 wait is that of a consumer that takes two thirds of what vesuvius delivers.  `peers.py` has zarrdataset and MONAI, and
-says what a peer receives and writes.  Every other round is in reverse order, so that drift of the machine cancels.
+documents the interface of a peer.  Every other round is in reverse order, so that drift of the machine cancels.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _DEMAND = 2 / 3
 
 
 class OurFeed:
-    """`PatchStream` into a ring of three buffers, as a trainer with a GPU has it.
+    """`PatchStream` into a ring of three buffers, as for a trainer with a GPU.
 
-    Where the run would keep the volumes in memory (`data.resident`), the warm-up is two passes over them.
+    If the run keeps the volumes in memory (`data.resident`), the warm-up is two passes over them.
     """
 
     def __init__(self, config: Config) -> None:
@@ -78,7 +78,7 @@ class OurFeed:
         return list(self._stream.readers) if self._stream and self._options.workers else []
 
     def wait(self, batches_s: float, seconds: float) -> float:
-        """The share of the time that a consumer waits which sleeps so long that it needs 2/3 of these batches."""
+        """Data wait, as a share of time, of a consumer that sleeps so long that it takes 2/3 of these batches."""
         step_s, waited_s, steps = 1 / (_DEMAND * batches_s), 0.0, 0
         batches = self.batches()
         for _ in range(self.warmup_batches):
@@ -94,7 +94,7 @@ class OurFeed:
 
 
 class OurLoader(OurFeed):
-    """The same through `PatchLoader`, as stored: on a CPU, without symmetries and grey range."""
+    """Feed of `PatchLoader`, voxels as stored: on a CPU, without symmetries and normalisation."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -118,7 +118,7 @@ class OurLoader(OurFeed):
 
 
 def measure(system: str, config: Config, seconds: float) -> Figures:
-    """The figures of one loader.  Raises whatever it raises."""
+    """Measure one loader.  Errors of the loader propagate."""
     if system not in (OURS, LOADER):
         return run_feed(uniform_feed(system, setup_of(config, seconds)), seconds)  # type: ignore[arg-type]
     feed = OurFeed(config) if system == OURS else OurLoader(config)
@@ -128,7 +128,7 @@ def measure(system: str, config: Config, seconds: float) -> Figures:
 
 
 def setup_of(config: Config, seconds: float) -> Setup:
-    """What the others read."""
+    """The setup for other loaders."""
     volume, training = config.data.volumes[0], config.training
     store = open_store(volume.path, config.data.store) if is_remote(volume.path) else None
     return Setup(
@@ -156,13 +156,13 @@ def commands(config: Config, source: Path, seconds: float, peers: list[str]) -> 
     for peer in peers:
         name, equals, command = peer.partition("=")
         if not equals:
-            raise SystemExit(f"a peer must look like NAME=COMMAND; got {peer!r}")
+            raise SystemExit(f"--peer must have the form NAME=COMMAND, not {peer!r}")
         found[name] = [*shlex.split(command), *options]
     return found
 
 
 def run_rounds(loaders: dict[str, list[str]], rounds: int, seconds: float, folder: Path) -> dict[str, list[Figures]]:
-    """The figures of each loader in each round; a loader that fails is left out of later rounds."""
+    """The figures of each loader in each round; a loader that fails is skipped in later rounds."""
     found: dict[str, list[Figures]] = {name: [] for name in loaders}
     for number in range(rounds):
         for name in list(found)[:: -1 if number % 2 else 1]:
@@ -172,8 +172,8 @@ def run_rounds(loaders: dict[str, list[str]], rounds: int, seconds: float, folde
                 [*loaders[name], f"--seconds={seconds}", f"--result={result}"], capture_output=True, text=True
             )
             if done.returncode or not result.exists():
-                last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-                print(f"{name} failed and is left out: {last}", flush=True)
+                last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+                print(f"{name} failed and is skipped: {last}", flush=True)
                 del found[name]
                 continue
             found[name].append(json.loads(result.read_text()))

@@ -1,16 +1,16 @@
-"""A run that is killed again and again beside one that is not: the same curves, pictures and weights?
+"""Compare a run that is killed repeatedly with an undisturbed one: curves, pictures and weights.
 
     vesuvius volume synth volumes/long_run.zarr --shape 128,256,256
     python tools/bench/long_run.py --volume volumes/long_run.zarr --minutes 30 --kills 20 --parallel --out runs/long_run
 
-Trains one config twice under `--out`: once undisturbed, once with `--kills` SIGKILLs at random moments, each followed
-by `--resume`.  The length in steps is what fits into `--minutes`, by the pace of a few steps before (or `--steps`).
-With `--parallel` both go at the same time, each with one torch thread.  Leaves there
+Trains one config twice under `--out`: once undisturbed, once with `--kills` SIGKILLs at random times, each followed
+by `--resume`.  The number of steps is what fits into `--minutes`, estimated from a few steps (or `--steps`).
+With `--parallel` both run at the same time, each with one torch thread.  Writes
 
-    loss.png       training loss (mean over a window) and validation loss of both, and where one was killed
+    loss.png       training loss (mean over a window) and validation loss of both, and the steps at which one was killed
     previews.png   the last preview of each, side by side
 
-and prints a table; exit code 1 where final weights, moments or averages differ in one bit.
+and prints a table; exit code 1 if final weights, moments or averages differ in one bit.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Trainer:
         self._environment = {"OMP_NUM_THREADS": "1"} if parallel else {}
 
     def write(self, name: str, steps: int) -> Path:
-        """Write the config of a run of so many steps: a hundred saves, twenty validations, ten previews."""
+        """Write the config of a run of `steps` steps: a hundred saves, twenty validations, ten previews."""
         rhythm = {
             "epochs": 1,
             "steps_per_epoch": steps,
@@ -115,7 +115,7 @@ def _base_config(arguments: argparse.Namespace) -> Record:
 
 
 def _step_s(trainer: Trainer, runs: int) -> float:
-    """Seconds of a step, measured in so many short runs at the same time."""
+    """Seconds of a step, measured in this many parallel short runs."""
     configs = [trainer.write(f"pace_{number}", 10_000) for number in range(runs)]
     with ExitStack() as stack:
         for session in [stack.enter_context(trainer.start(c, f"training.max_steps={_PACE_STEPS}")) for c in configs]:
@@ -124,13 +124,13 @@ def _step_s(trainer: Trainer, runs: int) -> float:
 
 
 def _finish(session: Session) -> None:
-    """Let it come to its end, which may be days away."""
+    """Wait for the end of a session, for days if need be."""
     exit_code = session.process.wait()
     assert exit_code == 0, session.text()
 
 
 def _train_with_kills(trainer: Trainer, config: Path, arguments: argparse.Namespace) -> KillFigures:
-    """Kill a run at random moments, spread over the time that it is expected to take, and go on each time."""
+    """Kill a run at random times, spread over its expected duration, and resume it each time."""
     rng, figures = random.Random(arguments.seed), KillFigures()
     mean_gap_s = 60 * arguments.minutes / (arguments.kills + 1)
     for _ in range(arguments.kills):
@@ -162,7 +162,7 @@ def _records(run: Path, kind: str) -> list[Record]:
 
 
 def _draw_losses(path: Path, undisturbed: Path, killed: Path) -> None:
-    """Both loss curves over each other, the undisturbed one wide and pale below."""
+    """Both loss curves in one chart, the undisturbed one wide and pale below."""
     mpl.use("Agg")
     figure, (training, validation) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     for run, style in ((undisturbed, {"lw": 5, "alpha": 0.35}), (killed, {"lw": 1.2, "color": "black"})):
@@ -177,7 +177,7 @@ def _draw_losses(path: Path, undisturbed: Path, killed: Path) -> None:
     for start in read_records(killed / "metrics.jsonl"):
         if start["kind"] == "run_start" and start["step"] > 0:
             training.axvline(start["step"], color="tab:red", lw=0.6, alpha=0.6)
-    training.set(title=f"training loss, mean of {window} steps; red: gone on from here", xlabel="step", yscale="log")
+    training.set(title=f"training loss, mean of {window} steps; red: resumed here", xlabel="step", yscale="log")
     validation.set(title="validation loss of the averaged weights", xlabel="step", yscale="log")
     for axes in (training, validation):
         axes.grid(alpha=0.3)
@@ -212,9 +212,9 @@ def _print_table(undisturbed: Path, killed: Path, figures: KillFigures, differen
         of_both("kills", [0, figures.kills]),
         of_both("before the first step of a session", [0, figures.before_first_step]),
         of_both("while a checkpoint was written", [0, figures.inside_save]),
-        of_both("steps made again", [0, figures.steps_redone]),
+        of_both("steps repeated", [0, figures.steps_redone]),
         of_both("checkpoints saved", [log.count(" INFO saved ") for log in logs]),
-        of_both("checkpoints unreadable after a kill", [0, 0]),  # each was looked at
+        of_both("checkpoints unreadable after a kill", [0, 0]),  # all were checked
         of_both("last validation loss", [f"{records[-1]['weights']['ema']['loss']:.6f}" for records in validations]),
         of_both("final weights, moments, averages", ["", difference or "identical bit by bit"]),
     ]
@@ -225,12 +225,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--volume", type=Path, required=True, help="a zarr volume")
     parser.add_argument("--level", type=int, default=0, help="of the volume's pyramid")
-    parser.add_argument("--config", type=Path, help="YAML file to take all but name, volumes and length from")
-    parser.add_argument("--minutes", type=float, default=30, help="about how long the undisturbed run takes")
+    parser.add_argument("--config", type=Path, help="YAML file with all other keys than name, volumes and length")
+    parser.add_argument("--minutes", type=float, default=30, help="approximate duration of the undisturbed run")
     parser.add_argument("--steps", type=int, help="length of the runs, instead of what fits into the minutes")
-    parser.add_argument("--kills", type=int, default=20, help="SIGKILLs, fewer if the run is over before")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
-    parser.add_argument("--parallel", action="store_true", help="both at the same time, one thread each")
+    parser.add_argument("--kills", type=int, default=20, help="SIGKILLs, fewer if the run ends earlier")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the times of the kills")
+    parser.add_argument("--parallel", action="store_true", help="both runs at the same time, one thread each")
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
     return parser
 

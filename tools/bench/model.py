@@ -1,21 +1,21 @@
-"""Our U-Net against its peers on a CPU: bytes kept for the backward pass and seconds per training step.
+"""Compare our U-Net with its peers on a CPU: bytes kept for the backward pass and seconds per training step.
 
     python tools/bench/model.py                                   # batch 2 of 1x32x64x64, 7.2 M parameters: 3 minutes
-    python tools/bench/model.py --switches                        # and ours with each of its switches
+    python tools/bench/model.py --switches                        # also ours with each of its switches
     python tools/bench/model.py --full-size --systems ""          # only the bytes of one 72x136x136 patch, 155 M
     python tools/bench/model.py --systems ours,monai --repeats 3 --json bench.json
 
 ours, plain, monai, diffusers: see `networks.py`; all in float32, with the number of parameters of MONAI's U-Net
-of 32, 64 and 128 channels, within 3 %, to which the widths of the others are searched.  Ours keeps the proportions of
+of 32, 64 and 128 channels, within 3 %, matched by the widths of the others.  Ours keeps the proportions of
 the default model (1 : 2 : 4, a full-resolution block of a quarter of the first).
 
 A step is forward, mean squared error and backward; no optimizer, whose share is the same for all.  Each measurement is
-a process of its own: one step to warm up, then the median of `--steps` steps.  Systems take turns, `--repeats` times,
+a separate process: one warm-up step, then the median of `--steps` steps.  Systems take turns, `--repeats` times,
 in a rotating order; figures are medians with minimum and maximum over the processes.  Saved bytes are those that
 autograd's saved-tensor hooks see in one more step: storages once, without parameters.  CPU seconds are those of all
-threads; where other programs run, they and --threads 1 are what to compare.
+threads; if other programs run, compare CPU seconds, with --threads 1.
 
---full-size: the same bytes for the real default model at 72x136x136, traced without memory and without time.
+--full-size: the same bytes for the real default model at 72x136x136, traced, without memory and without computing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PACKAGES = ("torch", "numpy", "monai", "diffusers", "einops")
 MIB = 2**20
 WARM_UP_STEPS = 1
 FIGURES = ("step_s", "step_cpu_s", "saved_bytes")
-# As `vesuvius train`: threads that spin without bound make a step ten times as long beside another busy process.
+# As `vesuvius train`: unbounded spinning makes a step ten times as long while another process is busy.
 SPIN = {"GOMP_SPINCOUNT": "10000"}
 
 OURS = Spec("ours", "vesuvius", (28, 56, 112), {"full_res_channels": 14, "attention_heads": 4})
@@ -74,7 +74,7 @@ PLAIN = Spec(
     "plain", "vesuvius", (28, 56, 112), {"stem_stride": (1, 1, 1), "full_res_channels": 0, "attention_heads": 4}
 )
 MONAI = Spec("monai", "monai", (32, 64, 128), {"num_res_blocks": 1, **MONAI_BLOCKS}, steps=(32, 32))
-# 4 heads, as ours: what the constructor calls attention_head_dim is their number in its blocks.
+# 4 heads, as ours: what the constructor calls attention_head_dim is the number of heads in its blocks.
 DIFFUSERS = Spec(
     "diffusers",
     "diffusers",
@@ -86,7 +86,7 @@ SYSTEMS = {spec.name: spec for spec in (OURS, PLAIN, MONAI, DIFFUSERS)}
 
 
 def switched(spec: Spec, compiled: bool) -> list[Spec]:
-    """Ours with one switch at a time turned from its default, and together where they concern the same kernels."""
+    """Ours with one switch at a time changed from its default, and together if they affect the same kernels."""
     specs = [
         spec.with_switches("ours, recompute_norm off", recompute_norm=False),
         spec.with_switches("ours, channels_last", channels_last=True),
@@ -101,7 +101,7 @@ def switched(spec: Spec, compiled: bool) -> list[Spec]:
 
 
 def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int, threads: int | None) -> Row:
-    """Seconds of each step and the saved bytes of one, in this process."""
+    """Measure seconds of each step and the saved bytes of one, in this process."""
     import torch
     from torch import Tensor
     from torch.nn import functional
@@ -132,7 +132,7 @@ def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int, threads: int 
 
 
 def measure_here(result: Path, spec: dict[str, Any], *arguments: Any) -> int:
-    """One measurement into a file of JSON, or a line that says what went wrong; the exit code."""
+    """Write one measurement as JSON, or print the error.  Returns the exit code."""
     try:
         result.write_text(json.dumps(measure(Spec(**spec), *arguments)))
     except Exception as error:
@@ -147,7 +147,7 @@ def measure_here(result: Path, spec: dict[str, Any], *arguments: Any) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the table: the figures of each repeat, and what went wrong."""
+    """One line of the table: the figures of each repeat, and the error, if any."""
 
     spec: Spec
     parameters: int
@@ -186,7 +186,7 @@ def _measure_once(entry: Entry, arguments: argparse.Namespace) -> None:
 
 
 def make_entries(arguments: argparse.Namespace) -> list[Entry]:
-    """The systems asked for, at the parameters of MONAI's U-Net, or of ours where MONAI is not installed."""
+    """The systems asked for, at the parameters of MONAI's U-Net, or of ours if MONAI is not installed."""
     reference = MONAI if importlib.util.find_spec("monai") else OURS
     parameters = count_parameters(reference)
     print(f"equal parameters: those of {reference.name} {reference.channels}, {parameters}", file=sys.stderr)
@@ -295,11 +295,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="timed steps per process")
     parser.add_argument("--threads", type=int, help="of torch (its default: all cores)")
     parser.add_argument("--systems", type=_names, default=[*SYSTEMS], metavar=",".join(SYSTEMS))
-    parser.add_argument("--switches", action="store_true", help="also ours with each switch turned")
-    parser.add_argument("--compile", action="store_true", help="with --switches: torch.compile too, minutes")
+    parser.add_argument("--switches", action="store_true", help="also ours with each switch changed")
+    parser.add_argument("--compile", action="store_true", help="with --switches: also torch.compile (minutes)")
     parser.add_argument("--full-size", action="store_true", help="also the bytes of the default model at 72x136x136")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one measurement")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     parser.add_argument("--measure", type=ast.literal_eval, help=argparse.SUPPRESS)  # one system, once, in this process
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where to
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""The networks that `model.py` compares: how each is built, and what is counted of it.
+"""The networks that `model.py` compares, and the count of their parameters and saved bytes.
 
 ours: `UNet`.  plain: the same without stem and full-resolution block, all its levels at full width from the first voxel
 on.  monai: `DiffusionModelUNet(use_flash_attention=True)`.  diffusers:
-`UNet3DConditionModel`, which is made for video: its convolutions are 1x3x3 and 3x1x1, it halves y and x only, and it
-wants a text, for which it gets one token of zeros.
+`UNet3DConditionModel`, which is made for video: its convolutions are 1x3x3 and 3x1x1, it halves only y and x, and its
+text input is one token of zeros.
 
-Peers are brought to the same number of parameters by their widths (`matched`).
+The widths of peers are chosen for an equal number of parameters (`matched`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from vesuvius.config import Config, ModelConfig, Triple
 from vesuvius.diffusion.network.unet import UNet
 from vesuvius.training.step.setup import build_meta_network, build_network, execution
 
-LARGEST_DEVIATION = 0.03  # of the parameters, which still counts as equal
+LARGEST_DEVIATION = 0.03  # relative difference of parameters that counts as equal
 LAST_LEVEL_RANGE = 0.12  # share by which the last level may leave the proportions of the widths
 ANY_PATCH = ModelConfig(channels=(4,), stem_stride=(1, 1, 1), full_res_channels=0, attention_heads=0)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A network: all that is needed to build it, as plain data."""
+    """A network as plain data."""
 
-    name: str  # the line of the table
+    name: str  # name in the table
     kind: Literal["vesuvius", "monai", "diffusers"]
     channels: tuple[int, ...]  # width of each level, finest first
     # further fields of `ModelConfig`, or arguments of the peer's constructor
@@ -45,14 +45,14 @@ class Spec:
     steps: tuple[int, int] = (4, 4)  # the first width is a multiple of the first number, the last width of the second
 
     def with_channels(self, channels: tuple[int, ...]) -> Spec:
-        """The same with other widths; a full-resolution block of ours stays half as wide as the first level."""
+        """A copy with other widths; a full-resolution block of ours stays half as wide as the first level."""
         architecture = dict(self.architecture)
         if architecture.get("full_res_channels"):
             architecture["full_res_channels"] = channels[0] // 2
         return dataclasses.replace(self, channels=channels, architecture=architecture)
 
     def with_switches(self, name: str, **switches: Any) -> Spec:
-        """The same under another name, computed otherwise."""
+        """A copy under another name, computed differently."""
         return dataclasses.replace(self, name=name, switches=self.switches | switches)
 
 
@@ -88,7 +88,7 @@ FULL_MONAI = {
 def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, **training: Any) -> Config:
     """The config of a run of this network.  Peers get one that fits every patch.
 
-    Of cosine noise the network sees one channel, as the peers do.
+    With cosine noise the network sees one channel, as the peers do.
     """
     model = ModelConfig(channels=spec.channels, **spec.architecture) if spec.kind == "vesuvius" else ANY_PATCH
     return Config.model_validate(
@@ -113,7 +113,7 @@ def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, **training: Any) -
 
 
 def build(spec: Spec, config: Config, device: torch.device) -> nn.Module:
-    """The network, called with x [B, 1, Z, Y, X] and t [B].  Raises ImportError where the peer is not installed.
+    """The network, called with x [B, 1, Z, Y, X] and t [B].  Raises ImportError if the peer is not installed.
 
     On the meta device it has no memory for its weights.
     """
@@ -184,8 +184,8 @@ def count_parameters(spec: Spec) -> int:
 def matched(spec: Spec, parameters: int) -> Spec:
     """The spec with the widths that come nearest to `parameters`.
 
-    The proportions stay, but the last level may leave them by up to 12 %: of the widths that are within 3 %, those
-    nearest to the proportions are taken; where none is, those nearest in parameters.
+    The proportions stay, except that the last level may deviate by up to 12 %: of the widths within 3 %, those nearest
+    to the proportions are taken, or, if there are none, those nearest in parameters.
     """
     first_step, last_step = spec.steps
     proportion = [width / spec.channels[0] for width in spec.channels]
@@ -203,7 +203,7 @@ def matched(spec: Spec, parameters: int) -> Spec:
     return min(found, key=lambda entry: entry[:2])[2]
 
 
-# ---- what is counted
+# ---- counting
 
 
 def saved_bytes(network: nn.Module, forward: Callable[[], Tensor]) -> int:
@@ -229,12 +229,12 @@ def saved_bytes(network: nn.Module, forward: Callable[[], Tensor]) -> int:
 def saved_bytes_without_memory(spec: Spec, patch_zyx: Triple, amp: Literal["off", "bf16"], batch: int = 1) -> int:
     """The saved bytes of a micro-batch, traced with tensors that have shapes only, for the kernels of the CPU.
 
-    CUDA's autocast computes GroupNorm in float32, the CPU's in bfloat16: of a network that leaves its norms to autocast
-    (MONAI's), more is kept on a GPU than this says.
+    CUDA's autocast computes GroupNorm in float32, the CPU's in bfloat16: a network that leaves its norms to
+    autocast (MONAI's) keeps more on a GPU than this returns.
     """
     config = experiment(spec, patch_zyx)
     with FakeTensorMode():
-        if spec.kind == "vesuvius":  # its own initial weights have values, which tensors here have not
+        if spec.kind == "vesuvius":  # its own initial weights have values, which these tensors do not have
             network: nn.Module = UNet(config.model, execution=execution(config.training))
         else:
             network = build(spec, config, torch.device("cpu"))

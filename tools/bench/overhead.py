@@ -1,22 +1,23 @@
-"""What the trainer costs beside the network: `vesuvius train` against a bare PyTorch loop with the same model.
+"""Measure the overhead of the trainer: `vesuvius train` against a bare PyTorch loop with the same model.
 
     python tools/bench/overhead.py                                    # on a CPU: a few minutes
     python tools/bench/overhead.py --patch 72,136,136 --batch 4 --width 64 --turn-steps 10
 
-Ours is the whole of `training/run.py`: clock, log file and terminal (the null device), metrics.jsonl, TensorBoard,
-monitor, reporter, the check for numbers that are not finite, clipping, EMA, noise that depends on (seed, sample) alone,
+Ours is all of `training/run.py`: clock, log file and terminal (the null device), metrics.jsonl, TensorBoard,
+monitor, reporter, the check for numbers that are not finite, clipping, EMA, noise that depends only on (seed, sample),
 random symmetries.  The bare loop has what a script would have: noise from `torch.randn`, the network, mean squared
 error, `clip_grad_norm_`, fused AdamW, an EMA by one `lerp_` a tensor; it logs nothing, mirrors nothing, and never reads
 its loss.
 
 Both have the same network, batch, accumulation and precision (float32 on a CPU, bf16 on a GPU) and take their voxels
 from the same few batches in memory.  So the readers, Ray and the copy out of shared memory are not compared
-(`tools/bench/loaders.py`), nor are checkpoints, validation and previews, which come every so many steps.
+(`tools/bench/loaders.py`), nor are checkpoints, validation and previews, which are periodic.
 
 The two take turns in one process, `--turn-steps` steps each, so that other load on the machine disturbs both alike.
 The monitor's thread works in our turns only, and is charged to them in full.  Figures are medians over the turns; the
-overhead is the median over pairs of turns.  With `--same` the bare loop is compared with itself: what the method adds.
-With `--monitor` ours with its monitor is compared with ours without (`--turn-steps` should then be some seconds).
+overhead is the median over pairs of turns.  With `--same` the bare loop is compared with itself: the error of the
+method.  With `--monitor` ours with its monitor is compared with ours without (`--turn-steps` should then be some
+seconds).
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ _BATCHES = 8
 
 
 class MemoryStream(PatchStream):
-    """The same few batches again and again, from memory; nothing is read.
+    """Repeats a few batches from memory; reads nothing.
 
     Attributes:
-        kept: these batches; of the class, because the run makes the object.
+        kept: the batches; a class attribute, because the run creates the object.
     """
 
     kept: Sequence[Batch] = ()
@@ -129,11 +130,11 @@ class BareLoop:
 
 @dataclass
 class Turns:
-    """Lets ours and another loop take turns: to be called with the number of each of our steps, as a progress bar is.
+    """Lets ours and another loop take turns: called with the number of each of our steps, like a progress bar.
 
     Attributes:
         ours, others: seconds per step in each turn.
-        our_turn: set while it is ours.
+        our_turn: set during our turn.
     """
 
     other: Callable[[], None]
@@ -168,7 +169,7 @@ class Turns:
 
 @dataclass
 class MonitorTurns(Turns):
-    """Ours all the time; in the turns of the other the monitor takes no samples."""
+    """Runs our loop in all turns; in the others' turns the monitor takes no samples."""
 
     def __call__(self, step: int) -> None:
         if step % self.turn_steps:
@@ -185,7 +186,7 @@ class MonitorTurns(Turns):
 
 
 class Between:
-    """Calls between two steps of the loop, where `training.autotune` acts."""
+    """Hook between two steps of the loop, in the place of `training.autotune`."""
 
     def __init__(self, call: Callable[[int], None], loop: TrainingLoop, reporter: StepReporter) -> None:
         self._call, self._progress = call, loop.run.progress
@@ -199,7 +200,7 @@ class Between:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, and write it as JSON where asked to."""
+    """Measure, print a table, and write it as JSON if requested."""
     arguments = _parser().parse_args(argv)
     torch.set_num_threads(arguments.threads)
     device = choose_device()
@@ -281,7 +282,7 @@ def _config(arguments: argparse.Namespace) -> Config:
                 "save_every": steps + 1,
                 "validate_every": 0,
             },
-            "diffusion": {"noise": "cosine"},  # the loop it is compared with knows no spectrum
+            "diffusion": {"noise": "cosine"},  # the bare loop has no spectrum
             "model": {
                 "channels": (width, 2 * width, 4 * width),
                 "full_res_channels": width // 2,
@@ -331,7 +332,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--same", action="store_true", help="the bare loop against itself")
     parser.add_argument("--monitor", action="store_true", help="ours with its monitor against ours without")
-    parser.add_argument("--json", type=lambda path: Path(path).absolute(), help="also write the figures there")
+    parser.add_argument("--json", type=lambda path: Path(path).absolute(), help="also write the figures to this file")
     return parser
 
 

@@ -1,10 +1,10 @@
-"""How often the order and the interval of `vesuvius bench` are right on this machine, of two programs of known speed.
+"""Count how often `vesuvius bench` orders two programs of known speed correctly on this machine, and covers the truth.
 
     python tools/bench/pairs.py                # 10 benches with the defaults of `vesuvius bench`; 22 minutes
     python tools/bench/pairs.py --slower 1.03 --seconds 1
 
 Both programs multiply matrices; a sample of one takes `--slower` times as many products as one of the other, so that
-the truth is known whatever else the machine does.  Each measurement is a process, as in any bench, and every other
+the truth is known whatever else runs on the machine.  Each measurement is a process, as in any bench, and every other
 round is in reverse order.
 """
 
@@ -33,7 +33,7 @@ print(samples / elapsed_s)
 
 
 def bench_pair(slower: float, rounds: int, seconds: float) -> Comparison:
-    """The slower one over the faster one."""
+    """Speed of the slower program over that of the faster one."""
     products, pairs = [_PRODUCTS, round(slower * _PRODUCTS)], []
     for number in range(rounds):
         rates = {}

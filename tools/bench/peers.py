@@ -1,6 +1,6 @@
-"""Other loaders of patches for `tools/bench/loaders.py`, each library in an environment of its own.
+"""Other loaders of patches for `tools/bench/loaders.py`, each library in its own environment.
 
-    python3.12 -m venv /tmp/env-zarr34; P=/tmp/env-zarr34/bin/pip              # zarr 3.4 wants Python 3.12
+    python3.12 -m venv /tmp/env-zarr34; P=/tmp/env-zarr34/bin/pip              # zarr 3.4 requires Python 3.12
     $P install torch==2.14.1 zarr==3.4.2
     python3.11 -m venv /tmp/env-grain; P=/tmp/env-grain/bin/pip
     $P install torch==2.13.0; $P install torch==2.13.0 grain==0.2.18 tensorstore==0.1.86 zarr==3.1.6
@@ -17,7 +17,7 @@
     python tools/bench/loaders.py --config C.yaml \\
         --peer "grain=/tmp/env-grain/bin/python tools/bench/peers.py grain-tensorstore" --peer ...
 
-| system | environment | what it is |
+| system | environment | description |
 |---|---|---|
 | zarr-python-fused | env-zarr34 | torch DataLoader, zarr-python's fused codec pipeline |
 | grain-tensorstore | env-grain | grain, tensorstore in worker processes, a batch of reads at once in each |
@@ -30,15 +30,15 @@
 | zarrdataset | peers | chunk by chunk (`draw_same_chunk`) |
 | monai-ram | peers | `CacheDataset` of the volume in RAM, `RandSpatialCropSamplesd` |
 
-Run from the repository's root.  A peer is any command: it is given --volume, --level, --patch, --batch, --workers,
---seconds and --result, the file into which it writes JSON with `samples_s`, and `start_s` and others if it likes.
-Nothing here needs our package to be installed; how a loader is measured: `feeds.py`.  Volumes are read from disk; those
+Run from the repository's root.  A peer is any command: it receives --volume, --level, --patch, --batch, --workers,
+--seconds and --result, the file into which it writes JSON with `samples_s`, and `start_s` and optional others.
+Our package need not be installed; `feeds.py` measures a loader.  Volumes are read from disk; those
 of zarr 2.18.7 must be zarr v2.
 
-All draw patches uniformly, but for zarrdataset: patches on a grid whose step is half a patch, 16 of one chunk in random
-order, then those of another chunk: consecutive patches of a worker overlap.  villa draws from 4,096 random places,
-which are its `samples_mapping.json`.  MONAI: without its defaults of tracking metadata and of a deep copy of the cache
-for each item; its workers share the volume.
+All sample patches uniformly, except zarrdataset: patches on a grid whose step is half a patch, 16 of one chunk in
+random order, then those of another chunk: consecutive patches of a worker overlap.  villa draws from 4,096 random
+places, which are its `samples_mapping.json`.  MONAI: without its defaults of tracking metadata and of a deep copy of
+the cache for each item; its workers share the volume.
 """
 
 from __future__ import annotations

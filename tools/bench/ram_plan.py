@@ -1,12 +1,12 @@
-"""Predicted against measured host memory: short real runs, each watched from outside.
+"""Compare predicted and measured host memory of short real runs, sampled from outside.
 
     python tools/bench/ram_plan.py --config configs/demo.yaml
     python tools/bench/ram_plan.py --config FILE --workers 1,2,3 --batch 2,8 data.patches_per_region=4
 
-Each run is a `vesuvius train` of its own in a temporary directory.  Every `--every` seconds its memory is sampled as
+Each run is a separate `vesuvius train` in a temporary directory.  Every `--every` seconds its memory is sampled as
 the monitor does: the private memory of each process, and shared memory (Ray's object store) once.  The largest sum
-counts; beside it stand the largest sums of each kind of process, whenever they occurred.  Runs are too short for two
-executions of Ray to overlap, and the prediction knows that.
+counts; the table also has the largest sums of each kind of process, whenever they occurred.  Runs are too short for
+two executions of Ray to overlap, and the prediction takes that into account.
 
 Paths of volumes in the config are taken from the current directory.
 """
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _short(config: Config, workers: int, batch: int, steps: int) -> Config:
-    """The config with absolute paths, other readers and batches, and one save at its end."""
+    """The config with absolute paths, other readers and batches, and one save at the end."""
     volumes = [
         volume.model_copy(update={"path": volume.path if "://" in volume.path else str(Path(volume.path).resolve())})
         for volume in config.data.volumes
@@ -85,7 +85,7 @@ def _short(config: Config, workers: int, batch: int, steps: int) -> Config:
 
 
 def _measure(config: Config, every_s: float) -> Peak:
-    """Run a config in a directory of its own; returns what it held."""
+    """Run a config in its own directory; returns the bytes it held."""
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "bench.yaml"
         source.write_text(dump_config(config), encoding="utf-8")
@@ -95,17 +95,17 @@ def _measure(config: Config, every_s: float) -> Peak:
             process = subprocess.Popen(command, cwd=place, stdout=output, stderr=output)
             watcher = Watcher(process.pid)
             while process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                with contextlib.suppress(ProcessLookupError):  # the process has just ended
                     peak.add(_kinds(watcher.sample(), process.pid))
                 time.sleep(every_s)
             output.seek(0)
             if process.returncode:
-                sys.exit(f"the run must end well; got {process.returncode}:\n{output.read().decode()[-2000:]}")
+                sys.exit(f"the run failed with exit code {process.returncode}:\n{output.read().decode()[-2000:]}")
         return peak
 
 
 def _kinds(found: SystemSample, pid: int) -> dict[str, int]:
-    """The bytes of each kind of process, and of what they share: Ray's object store."""
+    """Bytes of each kind of process, and of shared memory: Ray's object store."""
     sample = dict.fromkeys(KINDS, 0) | {"store": found.shared_bytes}
     for process in found.processes:
         kind = "trainer" if process.pid == pid else "readers" if process.is_reader else "Ray"
@@ -132,8 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=naturals, default=(0, 1, 2), help="readers of each run (default: 0,1,2)")
     parser.add_argument("--batch", type=naturals, default=(), help="micro-batches of each run (default: the config's)")
     parser.add_argument("--steps", type=int, default=30, help="of each run")
-    parser.add_argument("--every", type=float, default=0.25, help="seconds between looks")
-    parser.add_argument("--json", type=lambda path: Path(path).absolute(), help="also write the figures there")
+    parser.add_argument("--every", type=float, default=0.25, help="seconds between samples")
+    parser.add_argument("--json", type=lambda path: Path(path).absolute(), help="also write the figures to this file")
     return parser
 
 

@@ -1,18 +1,17 @@
-"""Step time against the number of ranks, predicted: for GPUs, or beside what `vesuvius bench --ranks` measured here.
+"""Predict step time by number of ranks: for GPUs, or next to measurements of `vesuvius bench --ranks`.
 
     python tools/bench/ranks.py                       # 8, 64 and 512 GPUs, from the figures below or given ones
     python tools/bench/ranks.py --step-s 2.9 --parameters 155e6 --samples 4 --node-gbit 200 --store-gbit 100
     python tools/bench/ranks.py --measured runs/NAME/benches/TIME/benchmark_results.json
-    python tools/bench/ranks.py --through-ray --config C.yaml training.max_steps=30   # what Ray Train costs one rank
+    python tools/bench/ranks.py --through-ray --config C.yaml training.max_steps=30   # overhead of Ray Train
 
-The prediction knows the step of one rank alone and two figures of the machine: how much slower a rank computes beside
-others and beside Ray's own processes (measured: steps of this network in so many processes that exchange nothing, while
-a Ray with as many actors as Ray Train has is at rest), and how long an all-reduce of the gradient's bytes takes (here
-in a loop).
+The prediction uses the step of one rank alone and two figures of the machine: the slowdown of a rank while other ranks
+and Ray's own processes run (measured: steps of this network in N processes without exchange, next to an idle Ray with
+as many actors as Ray Train has), and the time of an all-reduce of the gradient's bytes (here in a loop).
 
     step = compute x crowding + exposed + agreement,  exposed = max(0, all-reduce - overlap x last backward pass)
     all-reduce of a ring = 2 (N - 1) / N x bytes / bandwidth + 2 (N - 1) x latency
-    data: where readers or the store deliver fewer samples/s than this, they set the pace
+    data: if readers or the store deliver fewer samples/s than this, they limit the speed
 
 On CPUs nothing hides the all-reduce, as its sums take the cores of the backward pass.
 """
@@ -53,12 +52,12 @@ from vesuvius.training.step.step import TrainStep
 
 CPU = torch.device("cpu")
 _NODE_GPUS, _COMPUTE_S = 8, 8.0
-_ACTORS = 8  # beside the ranks: Ray Train's controller and its helpers
+_ACTORS = 8  # in addition to the ranks: Ray Train's controller and its helpers
 
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce travels over: bytes/s of each rank's share, and seconds of one hop."""
+    """The link of an all-reduce: bytes/s of each rank's share, and seconds of one hop."""
 
     bytes_s: float
     latency_s: float
@@ -66,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Workload:
-    """One rank's part of a step."""
+    """One rank's share of a step."""
 
     compute_s: float  # of all its micro-batches
     last_backward_s: float  # of these, the backward pass that the all-reduce may hide behind
@@ -86,7 +85,7 @@ def step_s(work: Workload, ranks: int, link: Link, crowding: float = 1.0, agreem
     """Predicted seconds of a step.  Pure.
 
     Args:
-        crowding: how much slower a rank computes beside the others.
+        crowding: slowdown of a rank while the others compute.
         agreement_s: of the exchange before each step.
     """
     hidden_s = work.overlap * work.last_backward_s * crowding
@@ -125,7 +124,7 @@ def _print_row(*cells: object) -> None:
 
 
 def compare(path: Path) -> None:
-    """Print what was measured beside what is predicted from the cell of one rank."""
+    """Print measured and predicted figures; the prediction starts from the cell of one rank."""
     found = json.loads(path.read_text())
     config, cells = parse_stored(found["config"]), [each for each in found["results"] if each["samples_s"]]
     one = cells[0]["figures"]
@@ -165,7 +164,7 @@ class _Idle:
 
 
 def predicted_s(one_step_s: float, one_compute_s: float, crowding: float, together: dict[str, float]) -> float:
-    """Predicted seconds of a step of CPU ranks, from the step of one and what was measured with so many.  Pure."""
+    """Predicted seconds of a step of CPU ranks, from the step of one rank and what was measured with N.  Pure."""
     computed_s = one_compute_s * crowding + one_step_s - one_compute_s
     return computed_s + together["all_reduce_s"] + together["barrier_s"]
 
@@ -184,7 +183,7 @@ def measure_together(ranks: int, config: Config) -> dict[str, float]:
 
 
 def _measure_as_rank(path: Path) -> None:
-    """The part of one rank of `measure_together`; rank 0 writes the result beside the config."""
+    """The part of one rank of `measure_together`; rank 0 writes the result next to the config."""
     config = read_config(path)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -201,7 +200,7 @@ def _measure_as_rank(path: Path) -> None:
         _compute(step, config)
         count += 1
     computed = torch.tensor((time.perf_counter() - began) / count)
-    _compute(step, config)  # so that a slower rank still has company
+    _compute(step, config)  # so that a slower rank does not run alone
     dist.all_reduce(computed, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         seconds = {"all_reduce_s": statistics.median(sums[5:]), "barrier_s": statistics.median(barriers[5:])}
@@ -212,7 +211,7 @@ def _measure_as_rank(path: Path) -> None:
 
 
 def _compute(step: TrainStep, config: Config) -> None:
-    """One step of one rank: made-up data, no exchange."""
+    """One step of one rank: random data, no exchange."""
     batch, patch_size = config.training.micro_batch, config.data.patch_size
     channels = config.condition_channels
     condition = torch.zeros(batch, channels, *patch_size) if channels else None
@@ -240,7 +239,7 @@ sys.exit(launch(Request(read_config(path, sys.argv[2:]), path, False)))
 
 
 def through_ray(config: Path, overrides: Sequence[str], rounds: int) -> None:
-    """Print start and steps of one rank in the process of the command and in a worker of Ray Train, in turn."""
+    """Print start and steps of one rank in the process of the command and in a worker of Ray Train, alternating."""
     figures: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
     for _ in range(rounds):
         for way, launch in _WAYS.items():
@@ -268,7 +267,7 @@ def through_ray(config: Path, overrides: Sequence[str], rounds: int) -> None:
 
 
 def _run_ranks(ranks: int, arguments: list[str]) -> None:
-    """Start them with torchrun, one thread each, and wait for their end."""
+    """Start ranks with torchrun, one thread each, and wait for them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=1800, check=True)
@@ -278,7 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, metavar="JSON", help="of a bench here; compare it instead")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--through-ray", action="store_true", help="measure what Ray Train costs a run of one rank")
+    parser.add_argument("--through-ray", action="store_true", help="measure the overhead of Ray Train with one rank")
     parser.add_argument("--config", type=Path, help="of that run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each of the two ways")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="of that run")

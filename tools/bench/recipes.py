@@ -1,4 +1,4 @@
-"""What a network has learned at each noise level with different recipes of training, on the same held-out patches.
+"""Compare training recipes by the error at each noise level, on the same held-out patches.
 
     python tools/bench/recipes.py --volume volumes/demo.zarr --volume scroll.zarr --seeds 3 --steps 600 \
         --recipe adamw --recipe "muon training.optimizer=muon training.steps_per_epoch=550" --json recipes.json
@@ -47,7 +47,7 @@ from vesuvius.training.validation.validation import Reference
 _FALLING = "training.lr_schedule=inverse_sqrt training.warmup_steps=50"
 RECIPES = [
     "spectral",
-    "cosine_noise diffusion.noise=cosine diffusion.min_snr_gamma=5.0",  # what stood before spectral
+    "cosine_noise diffusion.noise=cosine diffusion.min_snr_gamma=5.0",  # the default before spectral
     f"inverse_sqrt {_FALLING}",
     "muon training.optimizer=muon",
     f"muon_inverse_sqrt training.optimizer=muon {_FALLING}",
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--recipe", action="append", metavar="'NAME [KEY=VALUE ...]'", help="may be given again")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for volume in arguments.volume:
@@ -98,7 +98,7 @@ def measure(volume: Path, seed: int, keys: list[str], steps: int) -> dict[str, A
 
 
 def demo_config(volume: Path, seed: int, steps: int) -> dict[str, Any]:
-    """The demo's config on another volume, without conditions and Ray, with AdamW and cosine decay to begin with."""
+    """The demo's config on another volume, without conditions and Ray, and by default with AdamW and cosine decay."""
     config: dict[str, Any] = yaml.safe_load(DEMO.read_text())
     del config["diffusion"]  # the dropout of conditions
     config["data"] = {"volumes": [{"path": str(volume)}], "patch_size": config["data"]["patch_size"]}
@@ -149,7 +149,7 @@ def level_errors(x_0: Tensor, spectrum: Spectrum, schedule: Schedule, guess: Gue
     """By level: squared error of x_0 over that of the linear denoiser.
 
     Args:
-        guess: what a network makes of x_0, in model values, with this noise at timesteps `t` of the schedule.
+        guess: estimate of x_0, in model values, with this noise at timesteps `t` of the schedule.
     """
     table = noise_in_model_values(schedule)
     errors = []
@@ -168,14 +168,14 @@ def noise_in_model_values(schedule: Schedule) -> NDArray[np.float64]:
 
 
 def geometric_mean(values: list[float]) -> float:
-    """Of positive numbers."""
+    """Geometric mean of positive numbers."""
     return float(np.exp(np.mean(np.log(values))))
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
     """A table: for each recipe the mean error over seeds by volume, and the pairs with the first recipe.
 
-    Of the pairs: how many it won, and its mean relative difference (standard error).
+    For the pairs: the number won, and the mean relative difference (standard error).
     """
     names = list(dict.fromkeys(row["recipe"] for row in rows))
     volumes = list(dict.fromkeys(row["volume"] for row in rows))

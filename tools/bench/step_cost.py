@@ -1,22 +1,22 @@
-"""What a training step costs a GPU, counted without one: operations, bytes that kernels move, launches, a roofline.
+"""Count the cost of a training step on a GPU, without one: operations, bytes that kernels move, launches, a roofline.
 
     python tools/bench/step_cost.py --config configs/exp001_full.yaml [--batch 8] [--compiled] [key.path=value ...]
 
 One micro-batch (noising, forward, backward) and one update (clipping, optimizer, averages) run on fake tensors
 (`training/forecast/memory_plan.py`) in a GPU's dtype and memory order.  Every ATen operation counts as a kernel that
-reads its inputs and writes its outputs once; views are none; a convolution's bias is another, as in cuDNN.  A kernel's
-own copies, such as cuDNN's of another memory order, are not seen.  A CPU's fake tensors: attention and autocast of
-norms differ on CUDA.
+reads its inputs and writes its outputs once; views are free; a convolution's bias is a separate kernel, as in cuDNN.  A
+kernel's own copies, such as cuDNN's of another memory order, are not seen.  A CPU's fake tensors: attention and
+autocast of norms differ on CUDA.
 
 --compiled: the blocks (`training.compile`) count as the kernels that inductor's scheduler makes of them for a GPU, with
-the bytes that it reckons for each (`cuda_kernels.py`); takes a minute.  The rest of the step counts as above.
+the bytes that it estimates for each (`cuda_kernels.py`); takes a minute.  The rest of the step counts as above.
 
 The roofline gives each kernel the larger of operations over the peak and bytes over the bandwidth, from data sheets:
 the least that a step takes; MFU is the share of that time in which the peak would do its convolutions and products.
-No kernel reaches its peak: --peak and --bandwidth set the shares of both that yours do, where you have measured them.
+No kernel reaches its peak: --peak and --bandwidth set the shares of both that you have measured.
 
---host measures what Python and torch's dispatch take: the CPU time of the same step with a network as deep and
-almost without width, on patches of 8x8x8.  Above a third of the least device time, a GPU may have to wait for it.
+--host measures the time of Python and torch's dispatch: the CPU time of the same step with a network of equal depth and
+minimal width, on patches of 8x8x8.  Above a third of the least device time, a GPU may have to wait for it.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _KINDS = {
 }
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "detach")
 _HOST_STEPS = 12
-# What one launch of torch's multi-tensor kernels takes (MultiTensorApply.cuh): tensors, by the number of lists; chunks.
+# Limits of one launch of torch's multi-tensor kernels (MultiTensorApply.cuh): tensors, by the number of lists; chunks.
 _MOST_TENSORS, _MOST_CHUNKS, _CHUNK = (110, 64, 48, 36, 30), 320, 65536
 _SYNCS = ("_local_scalar_dense", "nonzero", "item", "is_nonzero")
 
 
 @dataclass
 class Cost:
-    """Of the kernels of one kind."""
+    """Cost of the kernels of one kind."""
 
     kernels: int = 0
     moved_bytes: int = 0
@@ -96,7 +96,7 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
             kind = next((kind for kind, names in _KINDS.items() if _is_one_of(name, names)), "pointwise")
             flops = of_flops(*args, **kwargs, out_val=out) if of_flops else 0
             self._add(kind, sum(t.nbytes for t in (*read, *written)), flops, _launches(name, args))
-            if self._fused:  # where biases are among the kernels
+            if self._fused:  # if biases are among the kernels
                 return out
             if name == "convolution" and args[2] is not None:
                 self._add("bias", 2 * out.nbytes)
@@ -105,7 +105,7 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         return out
 
     def launch(self, graph: Any, arguments: Sequence[Any], kernels: Iterable[Kernel]) -> Any:
-        """Run a graph whose kernels are these, and its convolutions and products."""
+        """Count these kernels of a graph, and run its convolutions and products."""
         for kernel in kernels:
             self._add(kernel.kind, kernel.moved_bytes)
         self._fused = True
@@ -134,11 +134,11 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
 
     @property
     def other_bytes(self) -> int:
-        """Moved by all but convolutions and products."""
+        """Bytes moved by all kernels except convolutions and products."""
         return sum(cost.moved_bytes for kind, cost in self.kinds.items() if kind not in ("convolution", "product"))
 
     def seconds(self, gpu: str, peak_share: float = 1.0, bandwidth_share: float = 1.0) -> float:
-        """The least that it takes, at these shares of what the data sheet says."""
+        """Least seconds, at these shares of the data sheet's figures."""
         peak, bandwidth = GPUS[gpu]
         return sum(
             max(flops / (peak * peak_share), moved_bytes / (bandwidth * bandwidth_share))
@@ -147,7 +147,7 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
 
 
 def _launches(name: str, args: Any) -> int:
-    """How many kernels an operation launches, as far as is known of it."""
+    """Number of kernels that an operation launches, if known."""
     if name == "convolution_backward":  # one for the input's gradient, one for the weights'
         return sum(args[-1][:2])
     if not name.startswith(("_foreach_", "_fused_")):
@@ -182,7 +182,7 @@ def count(path: Path, overrides: list[str], batch: int | None, compiled: bool = 
 
 @contextmanager
 def _compiled(network: nn.Module, costs: Costs) -> Iterator[None]:
-    """Within, the blocks of a network on fake tensors are compiled regions."""
+    """Context in which the blocks of a network on fake tensors are compiled regions."""
     regions = CompiledRegions(backend(costs.launch))
 
     def call(block: nn.Module, *arguments: Any) -> Tensor:
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--batch", type=int, help="patches of a micro-batch (default: the config's)")
     parser.add_argument("--compiled", action="store_true", help="count compiled blocks")
-    parser.add_argument("--host", action="store_true", help="also measure what the host takes, eagerly")
+    parser.add_argument("--host", action="store_true", help="also measure the host's time, eagerly")
     parser.add_argument("--peak", type=float, default=1.0, help="share of the peak that is reached (default: 1)")
     parser.add_argument("--bandwidth", type=float, default=1.0, help="share of the bandwidth (default: 1)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -248,7 +248,7 @@ def main() -> None:
         for kind, cost in sorted(costs.kinds.items(), key=lambda item: -item[1].moved_bytes):
             print(f"| {kind} | {cost.kernels} | {cost.moved_bytes / 1e9:.3g} | {cost.flops / 1e12:.3g} |")
         print(f"| all | {costs.kernels} | - | {costs.flops / 1e12:.3g} |")
-    print(f"\nbytes besides convolutions and products: {micro_batch.other_bytes / batch / 1e9:.3g} GB a patch")
+    print(f"\nbytes without convolutions and products: {micro_batch.other_bytes / batch / 1e9:.3g} GB a patch")
     print(f"host synchronisations: {pieces * micro_batch.syncs + update.syncs} a step")
     flops, host_s = pieces * micro_batch.flops, None
     if args.host:

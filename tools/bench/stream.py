@@ -1,7 +1,7 @@
-"""The patch stream alone: seconds to the first batch, patches/s, CPU ms a patch of all its processes, readers' memory.
+"""Measure the patch stream alone: seconds to the first batch, patches/s, CPU ms a patch, readers' memory.
 
 Prints one line of JSON, with a hash of two batches: two versions that read the same samples print the same.  To compare
-with another checkout, run both in turn, the other one with `PYTHONPATH=OTHER/src`; to compare with `PatchLoader`, run
+with another checkout, alternate both, the other one with `PYTHONPATH=OTHER/src`; to compare with `PatchLoader`, run
 it with and without --loader:
 
     python tools/bench/stream.py VOLUME.zarr --workers 2 --batches 400
@@ -29,13 +29,13 @@ _BATCH, _PATCH, _WARM_UP = 8, (72, 136, 136), 60
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("volume")
     parser.add_argument("--workers", type=int, default=0, help="readers; 0 = this process (default: %(default)s)")
-    parser.add_argument("--loader", choices=("stored", "normalised"), help="through PatchLoader; what its tensors hold")
-    parser.add_argument("--resident", action="store_true", help="keep the volume in memory, and time after its pass")
-    parser.add_argument("--batches", type=int, default=400, help="that are timed (default: %(default)s)")
+    parser.add_argument("--loader", choices=("stored", "normalised"), help="through PatchLoader; kind of tensors")
+    parser.add_argument("--resident", action="store_true", help="keep the volume in memory, measure after one pass")
+    parser.add_argument("--batches", type=int, default=400, help="timed batches (default: %(default)s)")
     args = parser.parse_args()
     began = time.perf_counter()
     if args.loader:
@@ -45,7 +45,7 @@ def main() -> None:
     job = prepare_data(0, data).job
     resident = Resident(job) if args.resident else None
     warm_up = 2 * job.plan.slots_per_pass * job.plan.patches_per_region // _BATCH if resident else _WARM_UP
-    ring = [np.empty((_BATCH, *_PATCH), job.dtype) for _ in range(3)]  # as a trainer with a GPU has it
+    ring = [np.empty((_BATCH, *_PATCH), job.dtype) for _ in range(3)]  # as for a trainer with a GPU
     with PatchStream(job, StreamOptions(_BATCH, args.workers), buffers=ring, resident=resident) as stream:
         seen = hashlib.sha256(next(stream).patches.tobytes())
         first_s = time.perf_counter() - began
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure_loader(args: argparse.Namespace, began: float) -> None:
-    """The same through `PatchLoader`, on a CPU; what is stored is not mirrored or turned either."""
+    """Measure `PatchLoader` on a CPU; voxels as stored are not mirrored or rotated either."""
     how = {"normalize": False, "augment": False} if args.loader == "stored" else {}
     with PatchLoader(
         args.volume, batch_size=_BATCH, patch_size=_PATCH, workers=args.workers, device="cpu", validation_fraction=0.05,

@@ -1,13 +1,14 @@
-"""Validation loss over training: the default network against a plain full-resolution U-Net of equal compute.
+"""Compare validation losses of the default network and a plain full-resolution U-Net of equal compute.
 
     vesuvius volume synth volumes/bench_training.zarr --shape 128,384,384
     python tools/bench/training.py --volume volumes/bench_training.zarr --steps 600 --json training.json
 
-Both networks see the same patches, noise and timesteps in the same order, in turns of a few steps, so that other
-load on the machine disturbs both alike.  The plain one has three levels of 1 : 2 : 4 channels at full, half and quarter
-resolution, no stem and no full-resolution ends; its width is the one whose forward pass costs most nearly as many
-floating-point operations.  The validation loss is the training loss of the averaged weights on patches of the held-out
-slab, with fixed noise and timesteps that cover all noise levels evenly.  Seconds are those of training steps alone.
+Both networks see the same patches, noise and timesteps in the same order, in turns of a few steps, so that other load
+on the machine disturbs both alike.  The plain one has three levels of 1 : 2 : 4 channels at full, half and quarter
+resolution, no stem and no full-resolution ends; its width is the one whose forward pass has most nearly the same number
+of floating-point operations.  The validation loss is the training loss of the averaged weights on patches of the
+held-out slab, with fixed noise and timesteps that cover all noise levels evenly.  Seconds are those of training steps
+alone.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Contender:
 
 
 def main() -> None:
-    """Train both, print the losses as they come and a table at the end."""
+    """Train both, print the losses during training and a table at the end."""
     arguments = _parser().parse_args()
     torch.set_num_threads(arguments.threads)
     device = choose_device()
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def plain_of_equal_compute(model: ModelConfig, patch_zyx: Triple) -> ModelConfig:
-    """The plain full-resolution U-Net whose forward pass costs most nearly what that of `model` does."""
+    """The plain full-resolution U-Net whose forward pass costs most nearly as much as that of `model`."""
     wanted = forward_flop(model, patch_zyx)
     candidates = [
         model.model_copy(update={"channels": (c, 2 * c, 4 * c), "stem_stride": (1, 1, 1), "full_res_channels": 0})
@@ -167,7 +168,7 @@ def _turn(
 
 
 def device_time(device: torch.device) -> float:
-    """Seconds of a clock, read once a GPU has done all that was launched."""
+    """Seconds of a clock, read after the GPU has finished all launched work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -230,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of both")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the curves there")
+    parser.add_argument("--json", type=Path, help="also write the curves to this file")
     return parser
 
 
