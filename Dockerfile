@@ -6,18 +6,18 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
-# Any user id may run it (docker run --user); torch wants a name and a home for its caches.
+# Any user id may run it (docker run --user); torch needs a name and a home for its caches.
 RUN useradd --uid 1000 --create-home vesuvius \
     && mkdir /data \
     && chmod 1777 /home/vesuvius /data
 ENV HOME=/home/vesuvius \
     LOGNAME=vesuvius
 
-# pip reads these; which package index serves torch is up to who builds.
+# pip reads these; the builder chooses the package index for torch.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 
-# The dependencies are a layer of their own: a change of the sources does not fetch them again.
+# The dependencies are a separate layer: a change of the sources does not download them again.
 WORKDIR /opt/vesuvius
 COPY pyproject.toml constraints.txt ./
 RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: network and optimizer are prepared, the loader is told its rank and saved with the rest.
+"""Hugging Face Accelerate: network and optimizer are prepared; the loader gets its rank, and is saved with them.
 
 accelerate launch examples/accelerate_loop.py SCAN.zarr FOLDER
 """
@@ -14,7 +14,7 @@ import vesuvius
 
 
 def main(scan: str, folder: str, steps: int = 10) -> list[int]:
-    """Train for so many steps, from the state in a folder if there is one; returns the samples of all ranks."""
+    """Train for `steps` steps, from the state in a folder if it exists; returns the samples of all ranks."""
     accelerator = Accelerator()
     network = nn.Sequential(nn.Conv3d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 1, 3, padding=1))
     network, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=1e-3))
@@ -28,7 +28,7 @@ def main(scan: str, folder: str, steps: int = 10) -> list[int]:
         world=accelerator.num_processes,
         length=steps,
     )
-    accelerator.register_for_checkpointing(loader)  # not prepare(): batches come on the device, each rank its own
+    accelerator.register_for_checkpointing(loader)  # not prepare(): batches are on the device already, different ones for each rank
     if Path(folder).exists():
         accelerator.load_state(folder)
     seen = []

@@ -1,4 +1,4 @@
-"""nnU-Net: boxes of the pairs of `vesuvius sample --condition LABELS --out PAIRS` as a raw data set.
+"""nnU-Net: export boxes of the pairs of `vesuvius sample --condition LABELS --out PAIRS` as a raw data set.
 
 python examples/export_nnunet.py PAIRS nnUNet_raw/Dataset501_Pairs 64,128,128 sheet ignore
 """
@@ -15,11 +15,11 @@ import vesuvius
 
 
 def main(pairs: str, out: str, box: str, *classes: str) -> int:
-    """Write boxes that cover all pairs, the last ones along an axis over those before; returns their number.
+    """Write boxes that cover all pairs, the last one along an axis overlapping the one before; returns their number.
 
     Args:
-        box: voxels z,y,x; an axis of a pair that is shorter is taken whole.
-        classes: names of the labels 1, 2, ...; the last one is `ignore` where it stands for unlabelled voxels.
+        box: voxels z,y,x; a shorter axis of a pair is not cut.
+        classes: names of the labels 1, 2, ...; the last one is `ignore` if it marks unlabelled voxels.
     """
     images, targets = Path(out, "imagesTr"), Path(out, "labelsTr")
     images.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ class Patches(lightning.LightningDataModule):
         self.scan, self.loader, self.saved = scan, None, None
 
     def train_dataloader(self) -> vesuvius.PatchLoader:
-        # The loader moves batches to the device itself, and Lightning leaves them there.
+        # The loader has already moved batches to the device.
         self.loader = vesuvius.PatchLoader(self.scan, patch_size=(16, 32, 32), batch_size=4, workers=0, length=10)
         if self.saved is not None:
             self.loader.load_state_dict(self.saved)
@@ -55,7 +55,7 @@ class Denoiser(lightning.LightningModule):
 
 
 def main(scan: str, checkpoint: str | None = None, epochs: int = 2) -> Denoiser:
-    """Train up to so many epochs, from a checkpoint if there is one; leaves `denoiser.ckpt` behind."""
+    """Train up to `epochs` epochs, from a checkpoint if given; writes `denoiser.ckpt`."""
     denoiser = Denoiser()
     trainer = lightning.Trainer(max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.fit(denoiser, datamodule=Patches(scan), ckpt_path=checkpoint, weights_only=False)

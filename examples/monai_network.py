@@ -14,12 +14,12 @@ import vesuvius
 
 
 def main(scan: str, labels: str, steps: int = 20) -> list[float]:
-    """Train for so many steps and return their losses."""
+    """Train and return the loss of each step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     network = UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16, 32), strides=(2, 2)).to(device)
     optimizer, loss_of = torch.optim.AdamW(network.parameters(), lr=3e-3), DiceCELoss(to_onehot_y=True, softmax=True)
-    # Mirrors and turns are the loader's; what changes grey values is MONAI's, patch by patch, on the device.
+    # The loader mirrors and rotates; MONAI changes grey values, patch by patch, on the device.
     changed = Compose(
         [
             ScaleIntensityRanged("image", -1, 1, 0, 1, clip=True),

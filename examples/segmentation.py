@@ -1,4 +1,4 @@
-"""Segmentation in plain PyTorch: scan and labels are cut, mirrored and turned together, and a stop is resumed exactly.
+"""Segmentation in plain PyTorch: scan and labels are cut, mirrored and rotated together; a stopped training resumes exactly.
 
 python examples/segmentation.py SCAN.zarr LABELS.zarr [CHECKPOINT.pt]
 """

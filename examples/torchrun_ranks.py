@@ -1,4 +1,4 @@
-"""Two ranks with torchrun and DistributedDataParallel: each reads its own samples of the one order.
+"""Two ranks with torchrun and DistributedDataParallel: each reads its share of one sample order.
 
 torchrun --nproc-per-node 2 examples/torchrun_ranks.py SCAN.zarr
 """
@@ -14,7 +14,7 @@ import vesuvius
 
 
 def main(scan: str, steps: int = 10) -> None:
-    """Train for so many steps; prints the samples that each rank has read."""
+    """Train, and print the samples that each rank has read."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with this package in it: tools/install.sh PYTHON VENV [EXTRA]; `make install` calls it.
+# Make a virtual environment with this package in it: tools/install.sh PYTHON VENV [EXTRA]; `make install` calls it.
 #
-# uv installs in seconds what takes pip minutes.  Where it is not there it is fetched, and where it fails pip does the
-# work.  It reads none of pip's settings (mirrors, folders of wheels, certificates), so they are handed to it.
+# uv installs in seconds what takes pip minutes.  It is fetched if missing, and pip is the fallback.  It ignores pip's settings
+# (mirrors, folders of wheels, certificates), so they are passed to it.
 set -euo pipefail
 python=$1 venv=$2 package=".${3:+[$3]}"
 
@@ -27,8 +27,8 @@ export VIRTUAL_ENV=$venv
 "$uv" pip install --quiet --constraint constraints.txt --editable "$package" ||
     PIP_CONSTRAINT=constraints.txt pip install --quiet --editable "$package"
 
-# What the program imports is compiled once, for all processes to come: uv does not, and pip compiles all packages.
-# Not below PYTHONDONTWRITEBYTECODE, which would have torch compiled anew by each process.
+# Imports are compiled once for all later processes: uv does not, and pip compiles all packages.
+# PYTHONDONTWRITEBYTECODE would make each process compile torch again.
 unset PYTHONDONTWRITEBYTECODE
 "$venv/bin/python" -c 'import torch._dynamo' &
 "$venv/bin/python" -c 'import vesuvius.commands.train, vesuvius.stream.ray.session'
