@@ -28,7 +28,7 @@ def main(scan: str, folder: str, steps: int = 10) -> list[int]:
         world=accelerator.num_processes,
         length=steps,
     )
-    accelerator.register_for_checkpointing(loader)  # not prepare(): batches are on the device already, different ones for each rank
+    accelerator.register_for_checkpointing(loader)  # not prepare(): each rank gets its own batches, on the device
     if Path(folder).exists():
         accelerator.load_state(folder)
     seen = []

@@ -1,4 +1,4 @@
-"""Segmentation in plain PyTorch: scan and labels are cut, mirrored and rotated together; a stopped training resumes exactly.
+"""Segmentation in plain PyTorch: scan and labels are cut, mirrored and rotated together; a stop is resumed exactly.
 
 python examples/segmentation.py SCAN.zarr LABELS.zarr [CHECKPOINT.pt]
 """
