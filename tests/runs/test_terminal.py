@@ -3,58 +3,41 @@
 from __future__ import annotations
 
 import os
-import pty
-import signal
+import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.support import fork_server
 from tests.support.runs import WriteConfig
+from tests.support.terminal import output_on_a_terminal, screen
+from vesuvius.errors import EXIT_INTERRUPTED
 
 
 def train_command(config: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "vesuvius.train", "--config", str(config), *arguments]
 
 
-def output_on_a_terminal(
-    command: list[str], cwd: Path, interrupt_at: Callable[[str], bool] = lambda shown: False
-) -> str:
-    """Run a command on a terminal of 80 columns, to its end; all it wrote.
-
-    `interrupt_at`: whether it is time for what a terminal sends on Ctrl-C, from what is shown.
-    """
-    environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "NO_COLOR"}}
-    master, slave = pty.openpty()
-    written, interrupted = bytearray(), False
-    with fork_server.Popen(
-        command, cwd=cwd, env=environment | {"TERM": "xterm-256color"}, stdout=slave, stderr=slave
-    ) as process:
-        os.close(slave)
-        try:
-            while block := os.read(master, 4096):
-                written += block
-                if not interrupted and interrupt_at(written.decode("utf-8", "replace")):
-                    process.send_signal(signal.SIGINT)
-                    interrupted = True
-        except OSError:  # Linux: nobody has the terminal open any more
-            pass
-        finally:
-            os.close(master)
-    assert process.returncode == 0, written.decode()
-    return written.decode()
-
-
-def test_on_a_terminal_lines_are_neither_broken_nor_coloured(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    text = output_on_a_terminal(train_command(tiny_config(), "training.max_steps=4"), tmp_path)
+def test_on_a_terminal_steps_are_one_status_line_below_the_log(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    command = train_command(tiny_config(), "training.max_steps=8", "monitor.verdict_every=5")
+    code, output = output_on_a_terminal(command, tmp_path)
+    assert code == 0, output
     log_lines = (tmp_path / "runs/tiny/logs/train_full.log").read_text().splitlines()
-    steps = [line for line in log_lines if "Train step" in line]
-    assert len(steps) == 4
-    assert min(map(len, steps)) > 80, "longer than the terminal is wide, or this test shows nothing"
-    for line in log_lines:
-        assert line + "\r\n" in text, line
-    assert "\x1b" not in text
+    assert sum("Train step" in line for line in log_lines) == 8
+    shown = screen(output, columns=1000)  # of the log lines none wraps
+    assert [line for line in log_lines if "Train step" not in line] == [line for line in shown if line in log_lines]
+    assert not [line for line in shown if "samples/s" in line and line not in log_lines], "left at the end"
+    statuses = re.findall(r"\r\x1b\[K(step [^\r]*)", output)
+    assert re.fullmatch(r"step 1/8 \(12 %\)( \| [\w. ]+ left)? \| loss \d\.\d{4} \| [\d.]+ samples/s", statuses[0])
+    assert max(map(len, statuses)) < 80
+
+
+def test_ctrl_c_leaves_no_status_line(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    command = train_command(tiny_config(), "training.epochs=1000")
+    code, output = output_on_a_terminal(command, tmp_path, lambda shown: " samples/s" in shown)
+    assert code == EXIT_INTERRUPTED
+    log_lines = (tmp_path / "runs/tiny/logs/train_full.log").read_text().splitlines()
+    assert not [line for line in screen(output, 1000) if "samples/s" in line and line not in log_lines]
 
 
 def test_a_reader_that_leaves_gets_no_traceback_and_the_run_goes_on(tiny_config: WriteConfig, tmp_path: Path) -> None:

@@ -66,12 +66,16 @@ class Verdict:
     window: Window  # all figures
 
     @property
+    def bottleneck(self) -> str:
+        """The kind and, if known, its cause."""
+        return self.kind if self.cause is None else f"{self.kind} ({self.cause})"
+
+    @property
     def text(self) -> str:
         """In one line."""
-        kind = self.kind if self.cause is None else f"{self.kind} ({self.cause})"
         return (
-            f"{kind}: {self.evidence}; step p50 {self.window.step_p50_s:.3g} s, p95 {self.window.step_p95_s:.3g} s "
-            f"over {self.window.steps} steps; {self.advice}"
+            f"{self.bottleneck}: {self.evidence}; step p50 {self.window.step_p50_s:.3g} s, p95 "
+            f"{self.window.step_p95_s:.3g} s over {self.window.steps} steps; {self.advice}"
         )
 
     def line(self, step: int, steps: int) -> str:

@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,12 @@ from typing import TextIO
 from vesuvius.runlog.files import AppendFile
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.redact import redact
-from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration
+from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration, format_number
 
 log = logging.getLogger(__name__)
+
+_CLEAR = "\r\x1b[K"  # back to the first column, and erase the line
+_REDRAW_S = 0.1  # least time between two status lines
 
 
 def step_line(record: Record) -> str:
@@ -39,6 +43,19 @@ def step_line(record: Record) -> str:
         f"vram_gib {vram} ram_gib {f.ram_used_bytes / GIB:.1f}/{f.ram_limit_bytes / GIB:.1f} "
         f"workers {workers}{idle} worker_max_gib {worker_max} eta {eta}{ranks}{pause}"
     )
+
+
+def status_line(record: Record, bottleneck: str) -> str:
+    """Return the status line that a terminal shows in place of `step_line`; `bottleneck` is "" until it is known."""
+    f = SimpleNamespace(**record)
+    parts = (
+        f"step {f.step}/{f.steps} ({100 * f.step / f.steps:.0f} %)",
+        "" if f.eta_s is None else f"{format_duration(f.eta_s)} left",
+        f"loss {f.loss:.4f}",
+        f"{format_number(f.samples / (f.step_p50_s or f.step_s))} samples/s",
+        bottleneck,
+    )
+    return " | ".join(filter(None, parts))
 
 
 def open_log(path: Path) -> None:
@@ -72,8 +89,10 @@ def _log_thread_end(failed: threading.ExceptHookArgs) -> None:
 
 
 def close_logs() -> None:
-    """Close the files of `open_log`."""
+    """Close the files of `open_log`, and clear the status line of the terminal."""
     _close(_LogFile)
+    for handler in logging.getLogger("vesuvius").handlers:
+        handler.flush()
 
 
 def close_terminal() -> None:
@@ -90,6 +109,7 @@ def _close(kind: type[logging.Handler]) -> None:
     package = logging.getLogger("vesuvius")
     for handler in [handler for handler in package.handlers if isinstance(handler, kind)]:
         package.removeHandler(handler)
+        handler.flush()
         handler.close()
 
 
@@ -150,20 +170,50 @@ def is_lost_terminal(stream: TextIO) -> bool:
 
 
 class _TerminalHandler(logging.Handler):
-    """Warnings and errors to standard error, the rest to standard output, as they are at that time."""
+    """Warnings and errors to standard error, the rest to standard output, as they are at that time.
+
+    On a terminal, a message with a `status` (`extra=`) is replaced with its status line: the last line of the screen,
+    rewritten in place, with the log above it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._status, self._drawn_s = "", 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
         stream: TextIO | None = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
         if stream is None or stream.closed:  # None: the process was started with it closed
             return
+        status = getattr(record, "status", "")
         try:
             line = self.format(record) + "\n"
+            if status and stream.isatty() and os.environ.get("TERM") != "dumb":
+                if time.monotonic() >= self._drawn_s + _REDRAW_S:
+                    self._draw(status)
+                return
+            status = "" if record.levelno >= logging.ERROR else self._status  # the process may be about to end
+            self._draw("")
             stream.write(line)
             stream.flush()
+            self._draw(status)
         except OSError:  # `| head` has read enough, the terminal is gone: the run continues, with its log file
             silence(stream)
         except RuntimeError:  # "reentrant call": a signal's handler logs while its thread writes to the same stream
             with suppress(OSError, ValueError):
+                line = f"{_CLEAR}{line}" if stream.isatty() else line
                 os.write(stream.fileno(), line.encode(errors="backslashreplace"))
         except Exception:  # as logging's own handlers: a line that cannot be printed must not end the run
             self.handleError(record)
+
+    def flush(self) -> None:
+        """Clear the status line."""
+        with suppress(OSError, ValueError, RuntimeError):
+            self._draw("")
+
+    def _draw(self, status: str) -> None:
+        """Replace the status line, cut to the width of the terminal; "" clears it."""
+        if status or self._status:
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns or 80
+            self._status, self._drawn_s = status, time.monotonic()
+            sys.stdout.write(f"{_CLEAR}{status[: columns - 1]}")
+            sys.stdout.flush()

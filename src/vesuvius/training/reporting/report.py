@@ -18,7 +18,7 @@ from vesuvius.errors import NonFiniteError, one_line
 from vesuvius.monitor.clock import StepClock, StepTimes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.processes import read_process
-from vesuvius.runlog.logfile import step_line
+from vesuvius.runlog.logfile import status_line, step_line
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import quantile
 from vesuvius.stream.reading.quarantine import check_quarantine
@@ -162,7 +162,7 @@ class StepReporter:
             self._work_s.append(times.step_s - times.pause_s)
             run.progress.mark_reported(launched.step)
         record = self._record_of(launched, outcome, times)
-        log.info(step_line(record))
+        log.info(step_line(record), extra={"status": status_line(record, self.verdicts.bottleneck)})
         run.metrics.write("step", **record)
         self.verdicts.add(launched.step, times, self._vram())
         self._telemetry.times = launched.step, times

@@ -57,6 +57,7 @@ class Verdicts:
         self._stream = stream
         self._machine = machine
         self._listener: Callable[[Verdict], None] = lambda verdict: None
+        self.bottleneck = ""  # of the last verdict
         self._options = stream.options
         self._left_out = _AT_START
         self._read_ahead_s: float | None = 0.0  # of steps that what was read before them has fed; None = none is left
@@ -145,6 +146,7 @@ class Verdicts:
         log.info("%s%s", verdict.line(self._step, run.config.stop_step), command)
         run.metrics.write("verdict", step=self._step, **verdict.record())
         self._begin(self._step)
+        self.bottleneck = verdict.bottleneck
         self._listener(verdict)
 
     def _look_at_rates(self) -> None:
