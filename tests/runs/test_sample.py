@@ -26,7 +26,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
-from tests.conftest import TINY_MODEL, textured
+from tests.conftest import TINY_MODEL, textured, write_array
 from tests.support import fork_server
 from tests.support.runs import vesuvius_train
 from tests.support.small_disk import with_small_files
@@ -250,6 +250,29 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
     assert ends("--out", tmp_path / "v.zarr", *volume, "--correction", 2, "--guide", earlier) == 0
     assert ends("--out", tmp_path / "v.zarr", *volume, "--correction", 2) == 2, "another volume, not the same one"
     assert "guide_sha256 null (there: " in capsys.readouterr().err
+
+
+@in_plain
+@pytest.mark.parametrize("inpaint", [False, True], ids=["heun", "inpainting"])
+def test_a_guide_works_with_heun_and_inpainting(tmp_path: Path, inpaint: bool) -> None:
+    """A program that ignored the guide would correct the linear denoiser: a guide of equal weights would then have an
+    effect, and another guide would have none."""
+    earlier, own = (Path("runs/plain/checkpoints") / name for name in ("step_00000005", "step_00000010"))
+    shutil.copytree(own, twin := tmp_path / "twin/step_00000010")
+    known = write_array(tmp_path / "known", textured((8, 16, 32)), chunk=16)
+    (known / "0/0/1").unlink()
+    options = ("--inpaint", known, "--rounds", 2) if inpaint else ("--shape", "8,16,32", "--sampler", "heun")
+    found = []
+    for name, guided in (
+        ("plain", ()),
+        ("twin", ("--correction", 20, "--guide", twin)),
+        ("earlier", ("--correction", 20, "--guide", earlier)),
+    ):
+        out = tmp_path / f"{name}.zarr"
+        assert ends("--out", out, "--workers", 1, *options, *guided) == 0
+        found.append(np.asarray(zarr.open_array(str(out / "0"), mode="r")[...]).astype(float))
+    np.testing.assert_allclose(found[1], found[0], atol=1)
+    assert np.abs(found[2] - found[0]).max() > 1
 
 
 @in_plain

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,11 @@ from tests.support.runs import train_in
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
+from vesuvius.errors import StorageError
 from vesuvius.generate.common import OnProgress, SamplingStoppedError
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.picture import generate_held_out
-from vesuvius.generate.volume.run import VolumeRequest, generate_volume
+from vesuvius.generate.volume.run import VolumeRequest, generate_volume, prepared, state_bytes
 from vesuvius.generate.volume.tasks import TaskRunner
 from vesuvius.loader.patch_loader import PatchLoader
 from vesuvius.training.validation.pictures import GAP, MontageCell, draw_grid
@@ -74,7 +77,7 @@ def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
     out = tmp_path / "big.zarr"
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
     assert re.search(
-        r"wrote .*big.zarr: 12x24x24 uint8, 2 level\(s\), in [\d.]+ s; middle slices: .*big.png\n",
+        r"wrote .*big.zarr: 12x24x24 uint8, 2 levels, in [\d.]+ s; middle slices: .*big.png\n",
         capsys.readouterr().out,
     )
     opened = open_volume(ArrayConfig(path=str(out)))
@@ -266,7 +269,7 @@ def test_a_dry_run_says_disk_and_time_and_writes_nothing(
     assert draws(tmp_path / "big.zarr", *arguments) == 0
     said = capsys.readouterr().out
     assert "volume 200x400x400: 53361 tiles, 106722 network evaluations of a tile" in said
-    for line in (r"disk: [\d.]+ .iB for the state and at most", r"time: about \S+ with 1 worker"):
+    for line in (r"disk: [\d.]+ .iB for the state, at most", r"time: about \S+ with 1 worker"):
         assert re.search(line, said), line
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as full:
@@ -283,6 +286,21 @@ def test_a_dry_run_says_disk_and_time_and_writes_nothing(
     arguments = ("--inpaint", source, "--mask", gaps, "--guidance", 0, "--overlap", 0, "--batch-size", 1, "--dry-run")
     assert draws(tmp_path / "filled.zarr", *arguments) == 0
     assert "volume 8x16x80: 1 tiles, 8 network evaluations of a tile" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_pair_needs_space_for_its_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    """A program that forgot the labels would accept a disk that is too small by up to their size."""
+    labels = InputConfig(condition=ArrayConfig(path="labels.zarr"), box=((0, 0, 0), SHAPE))
+    request = VolumeRequest(Path("shown"), "ema", (), 0, 4, 0, tmp_path / "1.zarr", None, workers=1, inputs=labels,
+                            labels_out=tmp_path / "1_labels.zarr")  # fmt: skip
+    with prepared(request) as volume:
+        every = range(volume.job.tiling.blocks)
+        free = state_bytes(volume.job, every, 1) + 2 * math.prod(SHAPE) - missing
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+        with pytest.raises(StorageError, match="for the labels, but") if missing else nullcontext():
+            assert "for the labels; " in volume.check_space(every)
 
 
 REFUSED = {

@@ -1,21 +1,21 @@
-"""Do labelled pairs make a segmenter better?  Dice on held-out boxes of a phantom, with and without drawn pairs.
+"""Do generated pairs improve a segmenter?  Dice on held-out boxes of a phantom, with and without pairs.
 
-    python tools/bench/synthetic_labels.py --out dice            # 1 to 2 hours of one thread; a stop is resumed
-    python tools/bench/synthetic_labels.py --out dice --table    # of what is there
+    python tools/bench/synthetic_labels.py --out dice            # 1 to 2 hours on one thread; can be resumed
+    python tools/bench/synthetic_labels.py --out dice --table    # table of the results so far
     python tools/bench/synthetic_labels.py --out dice --boxes 4 --arms aug all    # is there anything to gain?
 
-A noisy phantom of low contrast, which with brightness and mottle differs from place to place; labels in N boxes only,
-of one patch each.  A U-Net is trained for the same number of steps with
+The phantom is noisy, and its contrast, brightness and mottle vary in space.  Only N boxes of one patch each have
+labels.  A U-Net is trained for the same number of steps with
 
     boxes    the N boxes
-    aug      the same, with symmetries and jittered grey values
-    warped   aug, and half of the patches from elastically warped copies of the boxes, scan and labels
-    pairs    aug, and half of the patches from pairs: the same warped labels, and scans drawn from them by a diffusion
-             model that was trained on the N boxes with labels and on all of the scan without
-    all      aug, with labels everywhere: what more boxes could give
+    aug      the same, with flips, rotations and jittered grey values
+    warped   aug, with half of the patches from elastically warped copies of the boxes (scan and labels)
+    pairs    aug, with half of the patches from pairs: the same warped labels, and scans generated from them by a
+             diffusion model trained on the N boxes with labels and on the full scan without labels
+    all      aug, with labels everywhere: an upper bound for more boxes
 
-For each N there is one choice of boxes and one diffusion model; the seeds are those of the U-Net, its patches and its
-jitter.  Each step is kept in `--out`: arrays, the model's run, one JSON file a U-Net.
+Each N has one choice of boxes and one diffusion model.  A seed sets the U-Net, its patches and its jitter.  `--out`
+keeps all intermediate results: arrays, the run of the model, and one JSON file per U-Net.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeConfig, ValidationConfig, VolumeConfig
 from vesuvius.volume_tools.phantom import Phantom, _smooth, _white
 
-SHAPE, TRAINED, TESTED = (168, 256, 256), 112, 128  # planes that training sees end, those of the test begin
-# What differs from place to place, mean and deviation: contrast as a share of the phantom's, and in grey values
-# brightness and the deviation of a mottle; and the deviation of white noise.
+SHAPE, TRAINED, TESTED = (168, 256, 256), 112, 128  # training uses planes below TRAINED, the test those from TESTED
+# Mean and standard deviation over space: contrast relative to the phantom's; brightness and amplitude of the mottle in
+# grey values.  Then the standard deviation of the white noise.
 CONTRAST, BRIGHTNESS, MOTTLE, NOISE = (0.45, 0.2), (95.0, 12.0), (9.0, 5.0), 10.0
-REACH = 24  # voxels between the nodes of these fields
+REACH = 24  # correlation length of these fields, voxels
 BOX, TEST_BOX, PATCH = (16, 32, 32), (40, 32, 32), (16, 32, 32)
-GREY = (20.0, 140.0)  # becomes -1 to +1 in all arms
+GREY = (20.0, 140.0)  # mapped to -1 and +1 in all arms
 GAP, UNLABELLED = 0, 2
 COUNTS, ARMS, SEEDS, PAIRS = (4, 2, 8), ("boxes", "aug", "warped", "pairs"), 5, 48
 MODEL_STEPS, STEPS, BATCH = 600, 300, 4
-T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t of 1, 2, ... degrees of freedom
+T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t for 1, 2, ... degrees of freedom
 
 Box = tuple[slice, slice, slice]
 
 
-# ---- the data
+# ---- data
 
 
-def array(path: Path, voxels: NDArray[Any], fill: int = 0) -> None:
-    """Write a zarr array as a whole; a stop leaves none of this name."""
+def write_array(path: Path, voxels: NDArray[Any], fill: int = 0) -> None:
+    """Write a zarr array under a temporary name, then rename it."""
     partial = path.with_name(f".{path.name}")
     chunks = tuple(min(size, 32) for size in voxels.shape)
     target = zarr.create_array(partial, shape=voxels.shape, dtype="u1", chunks=chunks, fill_value=fill, overwrite=True)
@@ -69,7 +69,7 @@ def array(path: Path, voxels: NDArray[Any], fill: int = 0) -> None:
 
 
 def make_volumes(out: Path) -> None:
-    """scan.zarr and truth.zarr of the planes that training may see; the boxes of the test, test.npz."""
+    """Write scan.zarr and truth.zarr with the planes for training, and test.npz with the test boxes."""
     grey, labels = Phantom(0, SHAPE).box((0, 0, 0), SHAPE)
     at = [np.arange(size) for size in SHAPE]
     contrast, brightness, mottle = (
@@ -79,17 +79,17 @@ def make_volumes(out: Path) -> None:
     blobs, white = _smooth((1, 3), (4.0, 4.0, 4.0), *at), _white((1, 4), *at)
     degraded = brightness + contrast.clip(0.1) * (grey - 95.0) + mottle.clip(0) * blobs + NOISE * white
     scan = np.where(grey == 0, 0, np.rint(degraded).clip(1, 255)).astype(np.uint8)
-    array(out / "truth.zarr", labels[:TRAINED])
+    write_array(out / "truth.zarr", labels[:TRAINED])
     np.savez(
         out / "test.npz",
-        *[volume[box] for box in places(TEST_BOX, TESTED, SHAPE[0], 12, scan) for volume in (scan, labels)],
+        *[volume[box] for box in choose_boxes(TEST_BOX, TESTED, SHAPE[0], 12, scan) for volume in (scan, labels)],
     )
-    array(out / "scan.zarr", scan[:TRAINED])
+    write_array(out / "scan.zarr", scan[:TRAINED])
 
 
-def places(size: tuple[int, ...], first: int, stop: int, count: int, scan: NDArray[Any]) -> list[Box]:
-    """Boxes without air that share no voxel, at multiples of a quarter of a patch, where a foreground map has cells."""
-    rng, found = np.random.default_rng(7), list[Box]()
+def choose_boxes(size: tuple[int, ...], first: int, stop: int, count: int, scan: NDArray[Any]) -> list[Box]:
+    """Choose disjoint boxes without air; they start at multiples of 8 voxels, as the cells of a foreground map do."""
+    rng, boxes = np.random.default_rng(7), list[Box]()
     used = scan == 0
     for _ in range(10_000):
         high = (stop, *scan.shape[1:])
@@ -100,30 +100,30 @@ def places(size: tuple[int, ...], first: int, stop: int, count: int, scan: NDArr
         box = tuple(slice(lo, lo + s) for lo, s in zip(start, size, strict=True))
         if not used[box].any():
             used[box] = True
-            found.append(box)  # type: ignore[arg-type]
-        if len(found) == count:
-            return found
-    raise SystemExit(f"only {len(found)} of {count} boxes found")
+            boxes.append(box)  # type: ignore[arg-type]
+        if len(boxes) == count:
+            return boxes
+    raise SystemExit(f"only {len(boxes)} of {count} boxes found")
 
 
 def label_boxes(out: Path, boxes: list[Box]) -> None:
-    """labels.zarr, UNLABELLED outside of the boxes, and mask.zarr, 1 inside."""
+    """Write labels.zarr, UNLABELLED outside the boxes, and mask.zarr, 1 inside them."""
     truth = zarr.open_array(out.parent / "truth.zarr", mode="r")[:]
     mask = np.zeros(truth.shape, np.uint8)
     for box in boxes:
         mask[box] = 1
-    array(out / "labels.zarr", np.where(mask, truth, UNLABELLED).astype(np.uint8), UNLABELLED)
-    array(out / "mask.zarr", mask)
+    write_array(out / "labels.zarr", np.where(mask, truth, UNLABELLED).astype(np.uint8), UNLABELLED)
+    write_array(out / "mask.zarr", mask)
 
 
-# ---- the diffusion model
+# ---- diffusion model
 
 
 def train_model(out: Path) -> Path:
-    """Half of the patches from the boxes, with labels; half from everywhere, without.  Returns the checkpoint."""
-    done = out / "runs" / "model" / "checkpoints" / f"step_{MODEL_STEPS:08}"
-    if done.exists():
-        return done
+    """Train on boxes with labels and on the full scan without, half of the patches each.  Returns the checkpoint."""
+    checkpoint = out / "runs" / "model" / "checkpoints" / f"step_{MODEL_STEPS:08}"
+    if checkpoint.exists():
+        return checkpoint
     volume = {"path": str(out.parent / "scan.zarr"), "condition": {"path": str(out / "labels.zarr")}}
     inside = {"mask": {"path": str(out / "mask.zarr")}, "min_foreground": 0.99}
     demo = yaml.safe_load((Path(vesuvius.__file__).parent / "demo.yaml").read_text())
@@ -139,29 +139,36 @@ def train_model(out: Path) -> Path:
     (out / "model.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "vesuvius.train", "--config", "model.yaml", "--resume"]
     subprocess.run(command, check=True, cwd=out, stdout=subprocess.DEVNULL)
-    return done
+    return checkpoint
 
 
 def warp(volumes: list[NDArray[Any]], rng: np.random.Generator) -> list[NDArray[Any]]:
-    """The same mirroring, turn and smooth displacement (deviation 2 voxels) of a scan and its labels."""
+    """Apply the same flips, rotation and smooth displacement (standard deviation 2 voxels) to a scan and its labels.
+
+    Linear interpolation averages neighbours and so removes part of the white noise; as much is added again.
+    """
     coarse = torch.from_numpy(rng.normal(0, 2, (1, 3, 4, 6, 6)).astype(np.float32))
     shift = functional.interpolate(coarse, BOX, mode="trilinear", align_corners=True)
     axes = [torch.arange(size, dtype=torch.float32) for size in BOX]
-    place = torch.stack(torch.meshgrid(*axes, indexing="ij"))[None] + shift
+    position = torch.stack(torch.meshgrid(*axes, indexing="ij"))[None] + shift
     size = torch.tensor(BOX).view(1, 3, 1, 1, 1)
-    grid = (2 * place / (size - 1) - 1).flip(1).permute(0, 2, 3, 4, 1)
-    flipped, turns, found = [axis for axis in range(3) if rng.random() < 0.5], int(rng.integers(4)), []
-    for voxels, mode in zip(volumes, ("bilinear", "nearest"), strict=True):
+    grid = (2 * position / (size - 1) - 1).flip(1).permute(0, 2, 3, 4, 1)
+    fraction = position - position.floor()
+    kept = ((1 - fraction).square() + fraction.square()).prod(1)[0].numpy()  # share of the noise variance
+    lost = NOISE * np.sqrt(1 - kept) * rng.standard_normal(BOX)
+    flipped, quarter_turns, warped = [axis for axis in range(3) if rng.random() < 0.5], int(rng.integers(4)), []
+    for voxels, mode, noise in zip(volumes, ("bilinear", "nearest"), (lost, 0.0), strict=True):
         moved = functional.grid_sample(
             torch.from_numpy(voxels)[None, None].float(), grid, mode, "reflection", align_corners=True
         )
-        turned = np.rot90(np.flip(moved[0, 0].round().numpy(), flipped), turns, (1, 2))
-        found.append(np.ascontiguousarray(turned).astype(np.uint8))
-    return found
+        values = np.rint(moved[0, 0].numpy() + noise).clip(0, 255)
+        turned = np.rot90(np.flip(values, flipped), quarter_turns, (1, 2))
+        warped.append(np.ascontiguousarray(turned).astype(np.uint8))
+    return warped
 
 
 def make_pairs(out: Path, boxes: list[Box], checkpoint: Path) -> None:
-    """warped/images and warped/labels, and pairs, drawn from these labels."""
+    """Write warped/images and warped/labels, and the pairs generated from these labels."""
     scan, truth = (zarr.open_array(out.parent / name, mode="r")[:] for name in ("scan.zarr", "truth.zarr"))
     for number in range(PAIRS):
         rng, box = np.random.default_rng((len(boxes), number)), boxes[number % len(boxes)]
@@ -170,32 +177,33 @@ def make_pairs(out: Path, boxes: list[Box], checkpoint: Path) -> None:
         labels.parent.mkdir(parents=True, exist_ok=True)
         if not labels.exists():
             warped = warp([scan[box], truth[box]], rng)
-            array(images, warped[0])
-            array(labels, warped[1])
-        about = {
+            write_array(images, warped[0])
+            write_array(labels, warped[1])
+        options = {
             "checkpoint": checkpoint,
             "condition": labels,
             "out": out / "pairs",
             "seed": number,
             "steps": 20,
             "batch-size": 1,
+            "workers": 1,
         }
-        if sample.main([f"--{key}={value}" for key, value in (about | {"workers": 1}).items()]):
-            raise SystemExit("no pair")
+        if sample.main([f"--{key}={value}" for key, value in options.items()]):
+            raise SystemExit(f"pair {number} was not generated")
 
 
-# ---- the segmenter
+# ---- segmenter
 
 
 def block(channels: int, out: int) -> nn.Module:
-    """Two convolutions."""
-    layers = [nn.Conv3d(channels, out, 3, padding=1), nn.InstanceNorm3d(out, affine=True), nn.LeakyReLU(0.01)]
-    more = [nn.Conv3d(out, out, 3, padding=1), nn.InstanceNorm3d(out, affine=True), nn.LeakyReLU(0.01)]
-    return nn.Sequential(*layers, *more)
+    """Return two convolutions, each with norm and activation."""
+    first = [nn.Conv3d(channels, out, 3, padding=1), nn.InstanceNorm3d(out, affine=True), nn.LeakyReLU(0.01)]
+    second = [nn.Conv3d(out, out, 3, padding=1), nn.InstanceNorm3d(out, affine=True), nn.LeakyReLU(0.01)]
+    return nn.Sequential(*first, *second)
 
 
 class UNet(nn.Module):
-    """Three levels; sides that are multiples of 4."""
+    """A U-Net of three levels; the edges of its input are multiples of 4."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -205,46 +213,46 @@ class UNet(nn.Module):
         self.head = nn.Conv3d(width, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
+        skips = []
         for level, down in enumerate(self.down):
             x = down(functional.max_pool3d(x, 2) if level else x)
-            kept.append(x)
-        for up, skipped in zip(self.up, kept[-2::-1], strict=True):
-            x = up(torch.cat([functional.interpolate(x, scale_factor=2.0, mode="trilinear"), skipped], dim=1))
+            skips.append(x)
+        for up, skip in zip(self.up, skips[-2::-1], strict=True):
+            x = up(torch.cat([functional.interpolate(x, scale_factor=2.0, mode="trilinear"), skip], dim=1))
         return self.head(x)  # type: ignore[no-any-return]
 
 
 def entries(out: Path, arm: str) -> list[VolumeConfig]:
-    """The volumes of an arm, their labels as conditions."""
+    """Return the volumes of an arm, with their labels as conditions."""
 
     def volume(images: Path, labels: Path, **more: Any) -> VolumeConfig:
         return VolumeConfig(path=str(images), condition=ArrayConfig(path=str(labels)), **more)
 
     scan = out.parent / "scan.zarr"
-    if arm == "all":
-        return [volume(scan, out.parent / "truth.zarr")]
+    if arm == "all":  # like the boxes, its patches hold no air: the labels would count air as gap
+        return [volume(scan, out.parent / "truth.zarr", mask=ArrayConfig(path=str(scan)), min_foreground=0.99)]
     mask = ArrayConfig(path=str(out / "mask.zarr"))
-    found = [volume(scan, out / "labels.zarr", mask=mask, min_foreground=0.99)]
+    volumes = [volume(scan, out / "labels.zarr", mask=mask, min_foreground=0.99)]
     if arm in ("warped", "pairs"):
         scans = [out / arm / "images" / f"{number}.zarr" for number in range(PAIRS)]
         labels = [out / arm / "labels" / f"{number}_labels.zarr" for number in range(PAIRS)]
-        found += [volume(*both, weight=1 / PAIRS) for both in zip(scans, labels, strict=True)]
-    return found
+        volumes += [volume(*pair, weight=1 / PAIRS) for pair in zip(scans, labels, strict=True)]
+    return volumes
 
 
 def measure(out: Path, arm: str, seed: int) -> dict[str, Any]:
-    """Train a U-Net; the Dice of the gaps between sheets, the thin class, over all boxes of the test."""
+    """Train a U-Net and return the Dice of the gaps between sheets (the thin class) over all test boxes."""
     torch.manual_seed(seed)
-    network, generator, began = UNet(), torch.Generator().manual_seed(seed), time.process_time()
+    network, generator, started = UNet(), torch.Generator().manual_seed(seed), time.process_time()
     optimizer = torch.optim.AdamW(network.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=STEPS)
     normalize = NormalizeConfig(low=GREY[0], high=GREY[1])
-    plain = AugmentConfig(flip=False, rot90=False) if arm == "boxes" else AugmentConfig()
+    augment = AugmentConfig(flip=False, rot90=False) if arm == "boxes" else AugmentConfig()
     data = DataConfig(
         volumes=tuple(entries(out, arm)),
         patch_size=PATCH,
         normalize=normalize,
-        augment=plain,
+        augment=augment,
         validation=ValidationConfig(fraction=0),
     )
     with vesuvius.PatchLoader(data, batch_size=BATCH, workers=0, seed=seed, device="cpu", length=STEPS) as loader:
@@ -264,32 +272,32 @@ def measure(out: Path, arm: str, seed: int) -> dict[str, Any]:
             gap, truth = network(image[None, None]).argmax(1)[0] == GAP, labels == GAP
             counts += [int((gap & truth).sum()), int(gap.sum()), int(truth.sum())]
     dice = 2 * counts[0] / (counts[1] + counts[2])
-    return {"dice": dice, "loss": loss.item(), "cpu_s": time.process_time() - began}
+    return {"dice": dice, "loss": loss.item(), "cpu_s": time.process_time() - started}
 
 
 def jittered(image: Tensor, generator: torch.Generator) -> Tensor:
-    """Other contrast, brightness and noise for each patch."""
+    """Change contrast, brightness and noise of each patch at random."""
     gain, offset, noise = torch.randn((3, len(image), 1, 1, 1, 1), generator=generator)
     white = torch.randn(image.shape, generator=generator)
     return image * (1 + 0.25 * gain) + 0.25 * offset + 0.1 * noise.abs() * white
 
 
 def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy plus soft Dice of the gaps, where there are labels."""
+    """Return cross-entropy plus soft Dice loss of the gaps; unlabelled voxels are ignored."""
     known = (labels != UNLABELLED).float()
     gap, truth = logits.softmax(1)[:, GAP] * known, (labels == GAP).float()
     dice = (2 * (gap * truth).sum() + 1) / (gap.sum() + truth.sum() + 1)
     return functional.cross_entropy(logits, labels, ignore_index=UNLABELLED) + 1 - dice
 
 
-# ---- all of it
+# ---- experiment
 
 
 def run(out: Path, counts: list[int], arms: list[str]) -> None:
-    """Do what is missing."""
+    """Compute all missing results."""
     if not (out / "scan.zarr").exists():
         make_volumes(out)
-    boxes = places(BOX, 0, TRAINED, max(COUNTS), zarr.open_array(out / "scan.zarr", mode="r")[:])
+    boxes = choose_boxes(BOX, 0, TRAINED, max(COUNTS), zarr.open_array(out / "scan.zarr", mode="r")[:])
     for count in counts:
         folder = out / f"n{count}"
         folder.mkdir(exist_ok=True)
@@ -301,27 +309,29 @@ def run(out: Path, counts: list[int], arms: list[str]) -> None:
             for arm in arms:
                 path = out / f"{arm}-n{count}-seed{seed}.json"
                 if not path.exists():
-                    found = measure(folder, arm, seed) | {"arm": arm, "count": count, "seed": seed}
-                    path.write_text(json.dumps(found))
-                    print(json.dumps(found), flush=True)
+                    result = json.dumps(measure(folder, arm, seed) | {"arm": arm, "count": count, "seed": seed})
+                    path.write_text(result)
+                    print(result, flush=True)
 
 
 def table(out: Path) -> list[str]:
-    """Mean Dice and its 95 % interval (t, over the seeds), and the difference to `aug`, seed by seed."""
+    """Return the mean Dice with its 95 % interval (t, over seeds), and the paired difference to `aug`."""
     rows = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
-    lines = ["| N | arm | Dice of gaps | less aug's | seeds |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| N | arm | Dice of gaps | difference to aug | seeds |", "| --- | --- | --- | --- | --- |"]
     dice = {(row["count"], row["arm"], row["seed"]): row["dice"] for row in rows}
     for count in sorted(COUNTS):
         for arm in (*ARMS, "all"):
             own = {seed: 100 * dice[count, arm, seed] for seed in range(SEEDS) if (count, arm, seed) in dice}
-            both = [own[s] - 100 * dice[count, "aug", s] for s in own if (count, "aug", s) in dice]
+            differences = [own[s] - 100 * dice[count, "aug", s] for s in own if (count, "aug", s) in dice]
             if own:
-                lines.append(f"| {count} | {arm} | {interval([*own.values()])} | {interval(both)} | {len(own)} |")
+                lines.append(
+                    f"| {count} | {arm} | {interval([*own.values()])} | {interval(differences)} | {len(own)} |"
+                )
     return lines
 
 
 def interval(values: list[float]) -> str:
-    """`61.2 ± 0.8`."""
+    """Format mean and half-width of the interval: `61.2 ± 0.8`."""
     if len(values) < 2:
         return "-"
     half = T_975[len(values) - 2] * np.std(values, ddof=1) / len(values) ** 0.5

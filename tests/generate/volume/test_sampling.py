@@ -172,7 +172,7 @@ def test_a_stop_leaves_what_is_done_and_the_next_call_goes_on(tmp_path: Path) ->
         return ESTIMATE(x, level)
 
     class Stop:
-        def asked(self) -> tuple[int, str] | None:
+        def pending(self) -> tuple[int, str] | None:
             return (75, "SIGTERM") if calls[0] >= 50 else None
 
     folder = tmp_path / "stopped"

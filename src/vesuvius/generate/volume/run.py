@@ -92,18 +92,18 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
         GpuMemoryError, SamplingStoppedError, NonFiniteError: as they say; what is done stays.
     """
     started = time.monotonic()
-    with _prepared(request) as drawing:
+    with prepared(request) as drawing:
         dtype, plan, out = drawing.dtype, drawing.plan, request.out
         shape = f"{format_sizes(drawing.job.tiling.shape_zyx)} {dtype}"
         with StopRequest(None) as stop, gpu_memory(request.batch_size):
             watch, folder = Watch(stop, on_progress, resumable=True), partial_path(out) / "state"
-            if request.labels_out is not None:
-                drawing.write_labels(request.labels_out, watch)
             if is_finished(out, drawing.record, DRAWING):
+                drawing.write_labels(watch)
                 return f"{out} is already there: {shape}, drawn with the same arguments"
             live = drawing.live(watch, note := folder / "live_blocks")
             if not has_partial(out, DRAWING):
                 drawing.check_space(live)
+            drawing.write_labels(watch)
             with (
                 open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target,
                 storage_errors(
@@ -128,7 +128,7 @@ def forecast_volume(request: VolumeRequest) -> str:
 
     Raises what `generate_volume` does before it writes, StorageError included.
     """
-    with _prepared(request) as drawing, gpu_memory(request.batch_size):
+    with prepared(request) as drawing, gpu_memory(request.batch_size):
         job, live, workers = drawing.job, drawing.live(Watch()), drawing.workers
         disk = drawing.check_space(live)
         network, x = Network(drawing.request), torch.zeros((job.batch_size, 1, *job.tiling.patch_zyx))
@@ -246,12 +246,12 @@ class _Drawing:
 
         return ray_workers(open_work, self.workers, int(self._device.type == "cuda"), request.cluster, watch.check)
 
-    def write_labels(self, out: Path, watch: Watch) -> None:
-        """Write what the network is shown, unless it is there: grid, chunks, levels and record are the drawing's."""
-        condition = self.inputs.condition
-        assert condition is not None
-        if is_finished(out, self.record, DRAWING):
+    def write_labels(self, watch: Watch) -> None:
+        """Write the labels of a pair, unless they are there, with the grid, chunks, levels and record of the scan."""
+        out, condition = self.request.labels_out, self.inputs.condition
+        if out is None or is_finished(out, self.record, DRAWING):
             return
+        assert condition is not None
         halved = halve_labels if self._info.config.data.labels else halve
         with open_partial(out, self.record, self.plan, condition.dtype, 0, DRAWING) as target:
             target.fill(0, lambda box: self.inputs.read(condition, box), lambda _: watch.check())
@@ -292,13 +292,19 @@ class _Drawing:
         self._publish(target)
 
     def check_space(self, live: Blocks) -> str:
-        """The space that it needs, in words.  Raises StorageError where the disk is too small."""
-        out, volume = self.request.out, self.plan.raw_bytes
+        """Describe the disk space needed.  Raises StorageError if the disk is too small."""
+        out, labels_out, volume = self.request.out, self.request.labels_out, self.plan.raw_bytes
         state, free = state_bytes(self.job, live, self.workers), free_disk_bytes(out.parent)
-        need = f"{format_size(state)} for the state and at most {format_size(volume)} for the volume"
-        if state + volume > free:
+        total, need = (
+            state + volume,
+            f"{format_size(state)} for the state, at most {format_size(volume)} for the volume",
+        )
+        if labels_out is not None and self.inputs.condition is not None and not labels_out.exists():
+            labels = replace(self.plan, voxel_bytes=self.inputs.condition.dtype.itemsize).raw_bytes
+            total, need = total + labels, f"{need}, at most {format_size(labels)} for the labels"
+        if total > free:
             raise StorageError(
-                f"The disk is too small for {out}: {need} are needed, and {format_size(free)} are free; free space, "
+                f"The disk is too small for {out}: {need}, but {format_size(free)} is free; free some space, "
                 "lower --overlap or --shape, or choose another --out"
             )
         return f"{need}; {format_size(free)} free"
@@ -318,7 +324,7 @@ def state_bytes(job: VolumeJob, live: Blocks, workers: int) -> int:
 
 
 @contextmanager
-def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
+def prepared(request: VolumeRequest) -> Iterator[_Drawing]:
     """Check the request against the checkpoint and the given volumes.  Writes nothing."""
     info = checked_checkpoint(request)
     check_weights(info.checkpoint, request.weights)
