@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.estimate import mask_condition, predict, split
+from vesuvius.diffusion.estimate import mask_condition, predict, split_signal_noise
 from vesuvius.diffusion.sampler import rho_levels
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import AXES, Spectrum
@@ -64,7 +64,7 @@ def test_what_the_network_is_shown_and_has_to_give_has_variance_1_at_every_level
     """For data of this spectrum; a program that scaled by voxels instead of modes would be far off."""
     schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.full((COUNT,), t)
     eps = noise()
-    shown, v, deviation = split(schedule, *_noised(schedule, x_0, eps, times))
+    shown, v, deviation = split_signal_noise(schedule, *_noised(schedule, x_0, eps, times))
     wanted = (schedule.target("v", x_0, eps, times) - v) / deviation
     # 0.12: at much noise all of it is a handful of modes, of which 600 patches tell the variance to 4 %.
     for part in (shown[:, 0], shown[:, 1], wanted):
@@ -78,7 +78,7 @@ def _noised(schedule: Schedule, x_0: Tensor, eps: Tensor, times: Tensor) -> tupl
 def test_the_two_channels_hold_all_of_x_t(spectrum: Spectrum, x_0: Tensor) -> None:
     schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.full((COUNT,), 200)
     x_t, alpha, sigma = _noised(schedule, x_0, noise(), times)
-    shown, _, _ = split(schedule, x_t, alpha, sigma)
+    shown, _, _ = split_signal_noise(schedule, x_t, alpha, sigma)
     basis = shown.transpose(0, 1).flatten(1)
     weights = torch.linalg.lstsq(basis.T.double(), x_t.flatten().double()[:, None]).solution
     left = x_t.flatten().double() - (basis.T.double() @ weights)[:, 0]
@@ -98,7 +98,7 @@ def test_the_network_is_shown_condition_and_t_and_its_output_is_scaled_and_added
         return torch.full((COUNT, 1, *SHAPE), 2.0, dtype=torch.bfloat16)
 
     found = predict(network, schedule, x_t, times, condition)
-    shown, v, deviation = split(schedule, x_t, *schedule.alpha_and_sigma(times))
+    shown, v, deviation = split_signal_noise(schedule, x_t, *schedule.alpha_and_sigma(times))
     torch.testing.assert_close(found, v + 2 * deviation)
     ((x, t),) = seen
     assert t is times

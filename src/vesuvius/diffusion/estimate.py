@@ -19,16 +19,16 @@ from vesuvius.diffusion.sampler import NoiseLevel, sample, sampling_levels
 from vesuvius.diffusion.schedule import Schedule, x_0_and_eps
 from vesuvius.diffusion.spectrum import AXES
 
-# What the network is shown beside x_t: float32 [B, C, Z, Y, X], joined to x_t by channel; the last channel is the
-# presence flag, 1.  Where a condition is left out, for classifier-free guidance, all channels are 0 (Ho & Salimans
-# 2022: a null token takes its place).  None = the network has none.
+# Input of the network in addition to x_t: float32 [B, C, Z, Y, X], concatenated to x_t by channel.  The last channel is
+# the presence flag, 1.  A masked condition, for classifier-free guidance, is 0 in all channels (the null token of Ho &
+# Salimans 2022).  None = the network has no condition.
 Condition = Tensor | None
 # (x, t) -> output, as `UNet.forward`.
 Network = Callable[[Tensor, Tensor], Tensor]
 
 
 def mask_condition(condition: Tensor, keep: Tensor) -> Tensor:
-    """Return the condition with those samples left out for which `keep`, bool [B] on the device, is false.  Pure."""
+    """Set the condition of the samples whose `keep`, bool [B] on the device, is false to 0.  Pure."""
     return torch.where(keep.view(-1, 1, 1, 1, 1), condition, 0.0)  # a product with 0 would leak NaN
 
 
@@ -36,30 +36,36 @@ def predict(network: Network, schedule: Schedule, x_t: Tensor, t: Tensor, condit
     """Return the prediction for x_t, of the kind `diffusion.prediction`: BCZYX, float32 or the network's dtype.
 
     If the schedule has a spectrum, the result is the v of the linear denoiser plus the network's output times the
-    standard deviation of that v's error.  The network then sees the two channels of `split` instead of x_t.
+    standard deviation of that v's error.  The network then sees the two channels of `split_signal_noise`, not x_t.
 
     Args:
         x_t: BCZYX, C = 1.
         t: int64 [B], or float32 [B] for values between two timesteps.
     """
 
-    def joined(x: Tensor) -> Tensor:
+    def with_condition(x: Tensor) -> Tensor:
         return x if condition is None else torch.cat([x, condition], dim=1)
 
     if schedule.spectrum is None:
-        return network(joined(x_t), t)
-    shown, v, deviation = split(schedule, x_t.float(), *schedule.alpha_and_sigma(t))
-    return v + deviation * network(joined(shown), t).float()
+        return network(with_condition(x_t), t)
+    channels, v, error_std = split_signal_noise(schedule, x_t.float(), *schedule.alpha_and_sigma(t))
+    return v + error_std * network(with_condition(channels), t).float()
 
 
-def split(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_signal_noise(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the network input, the v of the best linear denoiser, and the standard deviation of that v's error.
 
     The denoiser splits x_t into a signal and a noise estimate, the two input channels.  Each is scaled to variance 1,
     so weak noise is as visible as the signal.  At a frequency of power P the variance of x_t is D = alpha^2 P +
     sigma^2; the signal gets the share alpha^2 P / D and the noise sigma^2 / D.  v is alpha sigma (1 - P) / D times x_t,
-    with an error of variance P / D.  Pure.  x_t is float32 [B, 1, Z, Y, X], standardised, alpha and sigma are
-    [B, 1, 1, 1, 1] with alpha^2 + sigma^2 = 1; the results [B, 2, Z, Y, X], [B, 1, Z, Y, X] and [B, 1, 1, 1, 1].
+    with an error of variance P / D.  Pure.
+
+    Args:
+        x_t: standardised, float32 [B, 1, Z, Y, X].
+        alpha, sigma: [B, 1, 1, 1, 1] with alpha^2 + sigma^2 = 1.
+
+    Returns:
+        Tensors [B, 2, Z, Y, X], [B, 1, Z, Y, X] and [B, 1, 1, 1, 1].
     """
     power, mode_weight = schedule.power, schedule.mode_weight
     assert power is not None
@@ -75,13 +81,13 @@ def split(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tupl
         return (values * mode_weight).mean(dim=AXES, keepdim=True)
 
     signal, noise = alpha.square() * power / variance, sigma.square() / variance
-    shown = [filtered(gain) * mean_over_modes(gain.square() * variance).rsqrt() for gain in (signal, noise)]
+    channels = [filtered(gain) * mean_over_modes(gain.square() * variance).rsqrt() for gain in (signal, noise)]
     v = filtered(alpha * sigma * (1 - power) / variance)
-    return torch.cat(shown, dim=1), v, mean_over_modes(power / variance).sqrt()
+    return torch.cat(channels, dim=1), v, mean_over_modes(power / variance).sqrt()
 
 
 # (x_t, t, condition) -> prediction of the kind `diffusion.prediction`, BCZYX like x_t, any float dtype.  t is int64
-# [B], or float32 [B] for values between two timesteps.  Autocast is up to this function.
+# [B], or float32 [B] for values between two timesteps.  This function controls autocast.
 Denoise = Callable[[Tensor, Tensor, Condition], Tensor]
 
 
@@ -95,7 +101,7 @@ class NetworkEstimate:
 
     Args:
         schedule: None = mean 0, std 1, and no linear denoiser to correct.
-        guide: takes the place of the linear denoiser; one more network call an estimate.
+        guide: replaces the linear denoiser; costs one more network call per estimate.
     """
 
     def __init__(
@@ -125,11 +131,10 @@ class NetworkEstimate:
         return x_0_and_eps("x_0", (clipped - self._mean) / self._std, x, level.alpha, level.sigma)
 
     def _corrected(self, prediction: Tensor, x: Tensor, level: NoiseLevel) -> Tensor:
-        """Return the linear denoiser's prediction, or the guide's, plus `sampler_correction` times what the network
-        adds to it.
+        """Scale the difference between the prediction and that of the linear denoiser, or guide, by the correction.
 
-        A network that was trained briefly adds too little: its samples lack what makes them unlike Gaussian noise.  The
-        rule is that of guidance, away from a denoiser that knows less (Karras et al. 2024).
+        A briefly trained network corrects the linear denoiser too little, and its samples look too Gaussian.  This is
+        guidance away from a weaker denoiser (Karras et al. 2024).
         """
         correction = self._config.sampler_correction
         if correction == 1:
@@ -143,7 +148,7 @@ class NetworkEstimate:
         if self._schedule is None or self._schedule.spectrum is None:
             return prediction
         alpha, sigma = (x.new_full((len(x), 1, 1, 1, 1), value) for value in (level.alpha, level.sigma))
-        _, linear, _ = split(self._schedule, x.float(), alpha.float(), sigma.float())
+        _, linear, _ = split_signal_noise(self._schedule, x.float(), alpha.float(), sigma.float())
         return linear + correction * (prediction - linear)
 
     def _guided(self, x: Tensor, level: NoiseLevel) -> Tensor:
@@ -170,7 +175,7 @@ def generate(
     schedule: Schedule,
     config: DiffusionConfig,
     seed: int,
-    numbers: Sequence[int],
+    sample_indices: Sequence[int],
     shape_czyx: tuple[int, int, int, int],
     device: torch.device | str,
     *,
@@ -179,26 +184,29 @@ def generate(
     purpose: Purpose = Purpose.SAMPLE,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Tensor, int]:
-    """Draw the samples with these `numbers` as one batch, with the `sampler_*` keys of the config.
+    """Generate samples as one batch, with the `sampler_*` keys of the config.
 
-    The initial noise of a sample follows from (seed, purpose, number), that of step k from (seed, purpose, number, k).
-    A sample therefore does not depend on the rest of its batch, except where `denoise` rounds differently for another
-    batch size.  Uses no global generator.  The condition has one entry per number, on `device`; on_step(k, x) is called
-    after each sampling step, with the standardised state.
+    The initial noise of a sample follows from (seed, purpose, index), that of step k from (seed, purpose, index, k).  A
+    sample therefore does not depend on the rest of its batch, unless `denoise` rounds differently for another batch
+    size.  Uses no global generator.
+
+    Args:
+        condition: one entry per sample, on `device`.
+        on_step: on_step(k, x) is called after each sampling step, with the standardised state.
 
     Returns:
-        The samples, float32 [len(numbers), C, Z, Y, X] in model values, and the network calls that they took.
+        Samples in model values, float32 [len(sample_indices), C, Z, Y, X], and the number of network calls.
     """
     estimate = NetworkEstimate(denoise, config, condition, schedule, guide)
 
     def step_noise(k: int) -> Tensor:
         step_seed = derive_seed(seed, Purpose.SAMPLER_NOISE, k)
-        return sample_noise(step_seed, numbers, shape_czyx, device, purpose=purpose)
+        return sample_noise(step_seed, sample_indices, shape_czyx, device, purpose=purpose)
 
     standardised = sample(
         estimate,
         sampling_levels(schedule, config),
-        sample_noise(seed, numbers, shape_czyx, device, purpose=purpose),
+        sample_noise(seed, sample_indices, shape_czyx, device, purpose=purpose),
         config.sampler,
         step_noise=step_noise,
         on_step=on_step,

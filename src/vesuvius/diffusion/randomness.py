@@ -1,7 +1,7 @@
 """All randomness of training and sampling, as pure functions of the seed, a purpose and indices.
 
-No global generator is used.  The numbers of sample i do not depend on batch size, accumulation, ranks, workers, device
-or earlier draws, and a checkpoint stores no generator state.
+No global generator is used.  The random numbers of sample i do not depend on batch size, accumulation, ranks, workers,
+device or earlier draws, and a checkpoint stores no generator state.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class Purpose(IntEnum):
-    """The use of random numbers; the same index gives unrelated numbers for different purposes.
+    """Use of random numbers; the same index gives independent numbers for different purposes.
 
-    The values determine the numbers of every run: add new ones, never renumber.
+    The values determine the random numbers of every run: add new ones, never renumber.
     """
 
     NOISE = 1
@@ -35,7 +35,7 @@ class Purpose(IntEnum):
     CONDITION_DROPOUT = 6
     SAMPLE = 7
     SAMPLER_NOISE = 8
-    CONDITION_PLACE = 9
+    CONDITION_POSITION = 9
     VOLUME = 10
 
 
@@ -67,7 +67,7 @@ def draw_noise(
     """Return standard normal noise on the host: float32 [len(sample_indices), *shape_czyx].
 
     Row k follows from (seed, index k).  It is drawn on the CPU (about 3 ms for 72x136x136 on one core), because CUDA's
-    generator depends on the GPU model.  `pinned`: in memory that a GPU copies from asynchronously.
+    generator depends on the GPU model.  With `pinned`, the copy to a GPU can be asynchronous.
     """
     noise = torch.empty((len(sample_indices), *shape_czyx), dtype=torch.float32, pin_memory=pinned)
     for row, index in zip(noise, sample_indices, strict=True):
@@ -90,9 +90,10 @@ def sample_noise(
 
 
 def condition_mask(seed: int, sample_indices: SampleIndices, dropout: float) -> npt.NDArray[np.bool_]:
-    """Return which samples keep their condition in training: bool [len(sample_indices)]; entry k from (seed, index k).
+    """Return which samples keep their condition in training: bool [len(sample_indices)].
 
-    Each condition is dropped with probability `dropout`.  Source: Ho & Salimans 2022, algorithm 1.  Pure.
+    Entry k follows from (seed, index k) and is false with probability `dropout` (Ho & Salimans 2022, algorithm 1).
+    Pure.
     """
     draws = [_sequence(seed, Purpose.CONDITION_DROPOUT, [int(i)]).generate_state(1, np.uint64) for i in sample_indices]
     return np.array([float(draw[0]) / 2.0**64 >= dropout for draw in draws], dtype=np.bool_)
@@ -108,8 +109,8 @@ def stratified_timesteps(seed: int, step: int, global_batch: int, timesteps: int
     Source: the low-discrepancy sampler of Kingma et al. 2021, here with one u per part.
     """
     rng = np.random.default_rng(_sequence(seed, Purpose.TIMESTEPS, [step]))
-    places = rng.permutation(global_batch) + rng.random(global_batch)
-    t = np.floor(timesteps * places / global_batch).astype(np.int64)
+    positions = rng.permutation(global_batch) + rng.random(global_batch)
+    t = np.floor(timesteps * positions / global_batch).astype(np.int64)
     return np.minimum(t, timesteps - 1)  # (G - 1 + u) / G rounds to 1 when u is within half an ulp of 1
 
 
@@ -126,13 +127,13 @@ def validation_timesteps(patches: int, timesteps: int) -> npt.NDArray[np.int64]:
     """Return the validation timesteps of each fixed patch: int64 [patches, bins], one in each timestep bin.
 
     Entry (p, b) depends on p, b and `timesteps` only, not on a seed or the number of patches.  Within a bin the patches
-    follow the van der Corput sequence, with a different shift per bin: the first 2**k patches hit each 2**k-th of the
-    bin once, and over many patches every t occurs equally often.  Pure.
+    follow the van der Corput sequence, with a different shift per bin: the first 2**k patches fall into 2**k equal
+    parts of the bin, one each, and over many patches every t is equally frequent.  Pure.
     """
     edges = np.array(timestep_bins(timesteps))
-    places = np.array([_van_der_corput(patch) for patch in range(patches)]).reshape(patches, 1)
+    fractions = np.array([_van_der_corput(patch) for patch in range(patches)]).reshape(patches, 1)
     shifts = (np.arange(len(edges) - 1) + 0.5) * _GOLDEN_RATIO
-    t: npt.NDArray[np.int64] = edges[:-1] + np.floor(np.diff(edges) * ((places + shifts) % 1.0)).astype(np.int64)
+    t: npt.NDArray[np.int64] = edges[:-1] + np.floor(np.diff(edges) * ((fractions + shifts) % 1.0)).astype(np.int64)
     return t
 
 

@@ -1,7 +1,8 @@
 """Noise -> sample: DDIM, ancestral DDPM, DPM-Solver++(2M) and Heun along any decreasing list of noise levels.
 
 Each method is a table of coefficients, one row per step, computed in float64 on the host; `sample` applies it.  An
-`Estimate` gives x_0 and eps at a level: a network (`estimate.py`), a closed form, or tiles of a larger volume.
+`Estimate` returns x_0 and eps at a level; it may be a network (`estimate.py`), a closed form, or tiles of a larger
+volume.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class NoiseLevel:
 
 
 _RHO = 7.0
-CLEAN = NoiseLevel(t=-1, alpha=1.0, sigma=0.0)  # never evaluated; every table refuses its t
+CLEAN = NoiseLevel(t=-1, alpha=1.0, sigma=0.0)  # never evaluated; its t is outside every table
 
 
 def log_snr_gain(here: NoiseLevel, there: NoiseLevel) -> float:
@@ -93,9 +94,9 @@ Estimate = Callable[[Tensor, NoiseLevel], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Coefficients:
-    """One step: the next state is the weighted sum of five tensors.
+    """Weights of one step: the next state is a weighted sum of five tensors.
 
-    They are the state, the estimates at it, the estimate of x_0 one step earlier, and new standard normal noise.
+    They are the state, the estimates of x_0 and eps, the estimate of x_0 one step earlier, and new Gaussian noise.
     """
 
     x: float = 0.0
@@ -135,7 +136,7 @@ def dpmpp2m_step(before: NoiseLevel | None, here: NoiseLevel, there: NoiseLevel)
 
 
 def heun_correction(here: NoiseLevel, there: NoiseLevel) -> Coefficients:
-    """Return the Heun step; its x_0 and eps multiply the sums of the estimates at both ends.
+    """Return the Heun step; the weights of x_0 and eps apply to the sums of the estimates at both ends.
 
     x' = x + (alpha' - alpha) mean(x_0) + (sigma' - sigma) mean(eps): the trapezoidal rule on the probability-flow
     ODE written as dx = x_0 d alpha + eps d sigma (Song et al. 2021b, eq. 13, for a Gaussian path); its Euler step is
@@ -150,7 +151,7 @@ def step_table(levels: Sequence[NoiseLevel], method: SamplerMethod) -> tuple[Coe
     """Return one row per step between decreasing `levels`; for heun, the predictor's row.  Pure."""
     pairs = list(pairwise(levels))
     assert pairs, "sampling needs at least two noise levels"
-    assert all(a.sigma > b.sigma and a.alpha <= b.alpha for a, b in pairs), f"noise levels must decrease; got {levels}"
+    assert all(a.sigma > b.sigma and a.alpha <= b.alpha for a, b in pairs), f"noise levels do not decrease: {levels}"
     if method == "dpmpp2m":
         return tuple(dpmpp2m_step(before, a, b) for before, (a, b) in zip([None, *levels[:-2]], pairs, strict=True))
     return tuple(ddim_step(a, b, 1.0 if method == "ddpm" else 0.0) for a, b in pairs)
@@ -166,9 +167,9 @@ def sample(
     step_noise: Callable[[int], Tensor] | None = None,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
-    """Take `x` from the first of `levels` to the last: float32 (float64 if x is float64), in the shape of x.
+    """Denoise `x` from the first of `levels` to the last: float32 (float64 if x is float64), in the shape of x.
 
-    Pure apart from the functions passed in; the result does not change inside an autocast region.
+    Pure apart from the functions passed in; the result is the same inside an autocast region.
 
     Args:
         estimate: called once per step, never at a clean sample; by heun twice, except for a step to a clean sample.

@@ -23,7 +23,7 @@ Betas = npt.NDArray[np.float64]
 COSINE_OFFSET = 0.008
 MAX_BETA = 0.999
 LINEAR_FIRST, LINEAR_LAST = 1e-4, 0.02  # for 1000 timesteps
-# Sampling returns a mode of power P with the share sigma_max^2 / (sigma_max^2 + P) of its variance: here at least 0.94.
+# Sampling keeps the share sigma_max^2 / (sigma_max^2 + P) of the variance of a mode of power P; here at least 0.94.
 _SIGMA_MAX_OVER_AMPLITUDE = 4.0
 _POWERS = 256
 
@@ -31,8 +31,8 @@ _POWERS = 256
 def linear_betas(timesteps: int) -> Betas:
     """Return the betas of the linear schedule: float64 [timesteps], each in (0, 0.999].
 
-    Source: Ho et al. 2020, section 4: 1e-4 to 0.02 in 1000 steps.  With fewer steps the betas are scaled up, so that
-    the last t stays as noisy.  Pure.
+    Source: Ho et al. 2020, section 4: 1e-4 to 0.02 in 1000 steps.  With fewer steps the betas are scaled up to keep the
+    last t equally noisy.  Pure.
     """
     scale = 1000 / timesteps
     betas: Betas = np.minimum(np.linspace(scale * LINEAR_FIRST, scale * LINEAR_LAST, timesteps), MAX_BETA)
@@ -50,7 +50,7 @@ def cosine_betas(timesteps: int) -> Betas:
 
 
 def spectral_betas(timesteps: int, sigma_min: float, sigma_max: float | None, spectrum: Spectrum) -> Betas:
-    """Return the betas of noise levels that fit data of this spectrum: float64 [timesteps].
+    """Return the betas of noise levels matched to the spectrum of the data: float64 [timesteps].
 
     sigma = sqrt(1 - alpha_bar) / sqrt(alpha_bar) grows from sigma_min to sigma_max by a constant factor per t, so a
     uniform t is uniform in log-SNR.  Pure.
@@ -69,10 +69,10 @@ def spectrum_weights(alpha_bar: Betas, spectrum: Spectrum) -> Betas:
 
     The error is divided by that of the best linear denoiser, which makes levels comparable, and multiplied by sqrt(N).
     N is the share of independent modes that carry the error: N = (sum e)^2 / (modes sum e^2) with e = P sigma^2 /
-    (P + sigma^2).  At low noise N is 1.  At high noise the error of a patch lies in a few modes, whose gradients carry
-    as little information as those of a few voxels but would dominate.  The linear denoiser has a mean loss of 1.  Pure.
+    (P + sigma^2).  At low noise N is 1.  At high noise the error of a patch is concentrated in a few modes, whose
+    gradients would dominate although they carry little information.  The linear denoiser has a mean loss of 1.  Pure.
     """
-    power, modes = _like_modes(spectrum)
+    power, modes = _power_histogram(spectrum)
     variance = alpha_bar[:, None] * power + (1 - alpha_bar)[:, None]
     error = power / variance  # of v; of x_0 it is this times 1 - alpha_bar
     mean = error @ modes / modes.sum()
@@ -81,14 +81,14 @@ def spectrum_weights(alpha_bar: Betas, spectrum: Spectrum) -> Betas:
     return weights
 
 
-def _like_modes(spectrum: Spectrum) -> tuple[Betas, Betas]:
+def _power_histogram(spectrum: Spectrum) -> tuple[Betas, Betas]:
     """Return a histogram of the modes over power: the mean power and the number of modes of each bin."""
     power, counts = spectrum.modes()
     power = np.maximum(power, LEAST_POWER)
     logs = np.log(power)
-    place = np.digitize(logs, np.linspace(logs.min(), logs.max(), _POWERS))
-    modes: Betas = np.bincount(place, counts).astype(np.float64)
-    sums = np.bincount(place, counts * power).astype(np.float64)
+    bins = np.digitize(logs, np.linspace(logs.min(), logs.max(), _POWERS))
+    modes: Betas = np.bincount(bins, counts).astype(np.float64)
+    sums = np.bincount(bins, counts * power).astype(np.float64)
     return sums[modes > 0] / modes[modes > 0], modes[modes > 0]
 
 
@@ -134,8 +134,8 @@ class Schedule:
     sqrt_alpha_bar: Tensor
     sqrt_one_minus_alpha_bar: Tensor
     snr_table: Tensor
-    # of the data, if the noise levels are fitted to it (spectral); then x_0 is standardised before it is noised. Else
-    # None, like the three that follow.
+    # Spectrum of the data if the noise levels are fitted to it (spectral), in which case x_0 is standardised before it
+    # is noised.  Otherwise this and the next three fields are None.
     spectrum: Spectrum | None = None
     power: Tensor | None = None  # float32 [Z, Y, X // 2 + 1], per frequency of `rfftn`
     # float32 [X // 2 + 1], weight of a frequency in a mean over all modes of a patch
@@ -150,10 +150,10 @@ class Schedule:
         def table(values: npt.NDArray[np.floating]) -> Tensor:
             return torch.from_numpy(values).to(torch.float32)
 
-        of_spectrum = {}
+        spectral_tables = {}
         if spectrum is not None:
             counts = spectrum.counts_x()
-            of_spectrum = {
+            spectral_tables = {
                 "power": table(np.maximum(spectrum.power, LEAST_POWER)),
                 "mode_weight": table(counts / counts.mean()),
                 "loss_weight": table(spectrum_weights(alpha_bar, spectrum)),
@@ -164,7 +164,7 @@ class Schedule:
             sqrt_one_minus_alpha_bar=table(np.sqrt(1 - alpha_bar)),
             snr_table=table(alpha_bar / (1 - alpha_bar)),
             spectrum=spectrum,
-            **of_spectrum,
+            **spectral_tables,
         )
 
     @classmethod
@@ -244,7 +244,7 @@ class Schedule:
                 return eps.float() - self.standardised(x_0)
 
     def x_0_and_eps(self, kind: Prediction, prediction: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert a prediction for x_t to x_0, in model values, and eps; see the function of this name."""
+        """Convert a prediction for x_t to x_0, in model values, and eps, with the function of the same name."""
         x_0, eps = x_0_and_eps(kind, prediction.float(), x_t.float(), *self._levels(t))
         return self.model_values(x_0), eps
 
@@ -281,8 +281,8 @@ class Schedule:
 def min_snr_weight(kind: Prediction, snr: Tensor, gamma: float) -> Tensor:
     """Return the min-SNR-gamma weight of a squared error in this kind of prediction, float32 like `snr`.
 
-    min(snr, gamma) for x_0; the same divided by snr for eps, by snr + 1 for v (without the + 1 it is the bug of
-    diffusers #5654), and by (sqrt(snr) + 1)^2 for flow.  The paper defines the weight for an error in x_0; an error in
+    min(snr, gamma) for x_0; the same divided by snr for eps, by snr + 1 for v (diffusers #5654 is about a missing
+    + 1), and by (sqrt(snr) + 1)^2 for flow.  The paper defines the weight for an error in x_0; an error in
     eps is sqrt(snr) times, one in v sqrt(snr + 1) and one in flow sqrt(snr) + 1 times as large, hence the divisions.
     At snr 0 (pure noise) only the weight of eps is above 0.  Pure.
 
@@ -310,7 +310,7 @@ def loss_per_sample(
 
     Args:
         prediction: network output for `schedule.q_sample(x_0, eps, t)`, BCZYX, any float dtype.
-        x_0, eps: the shape of `prediction`.
+        x_0, eps: in the shape of `prediction`.
         t: int64 [B].
     """
     assert prediction.shape == x_0.shape == eps.shape, (prediction.shape, x_0.shape, eps.shape)

@@ -21,16 +21,16 @@ LEAST_POWER = 1e-6  # lower bound on the power of a frequency; avoids divisions 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Second moments of patches of one size, which are treated as periodic."""
+    """Second moments of patches of one size, treated as periodic."""
 
-    # mean, std: over all voxels of all patches, in model values
+    # over all voxels of all patches, in model values
     mean: float
     std: float
     # float32 [Z, Y, X // 2 + 1], on the host: the expectation of |FFT|^2 / voxels of a standardised patch, at the
     # frequencies of `rfftn`.  White noise of variance 1 has power 1 everywhere; the mean over all frequencies is the
-    # variance, 1.  At frequency 0 it is the variance of the patch means times the voxels of a patch.
+    # variance, 1.  The power at frequency 0 is the variance of the patch means times the number of voxels.
     power: NDArray[np.float32]
-    size_x: int  # X, which does not follow from the last axis of `power`
+    size_x: int  # X; cannot be derived from the last axis of `power`
 
     @classmethod
     def of(cls, patches: Tensor) -> Self:
@@ -43,10 +43,9 @@ class Spectrum:
         return cls(mean, std, (power / patches.numel()).float().numpy(), patches.shape[-1])
 
     def augmented(self, flip: bool, rot90: bool) -> Spectrum:
-        """Return the spectrum of the same patches as `plan.augmentation_of` varies them.  Pure.
+        """Return the spectrum of the same patches with the flips and rotations of `plan.augmentation_of`.  Pure.
 
-        Flips and turns move the patches' periodic covariance about its origin, so their mean over the whole group is
-        taken there.
+        Flips and rotations act on the periodic covariance about its origin, so the mean over the group is taken there.
         """
         covariance = torch.fft.irfftn(torch.from_numpy(self.power).double(), s=(*self.power.shape[:-1], self.size_x))
         if rot90:  # by 180 degrees, then by 90
@@ -74,7 +73,7 @@ class Spectrum:
 
     @property
     def peak(self) -> float:
-        """The largest power of any frequency."""
+        """Largest power of any frequency."""
         return float(self.power.max())
 
     def modes(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -93,8 +92,8 @@ class Spectrum:
     def linear_estimate(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """Return the best linear estimate of standardised x_0 from x_t = alpha x_0 + sigma eps: the Wiener filter.
 
-        It scales each frequency by alpha P / (alpha^2 P + sigma^2).  x_t is float32 [B, C, Z, Y, X], as the result is;
-        alpha and sigma [B, 1, 1, 1, 1].  Pure.
+        It scales each frequency by alpha P / (alpha^2 P + sigma^2).  x_t and the result are float32 [B, C, Z, Y, X];
+        alpha and sigma are [B, 1, 1, 1, 1].  Pure.
         """
         power = _power_on(self, x_t.device)
         gain = alpha * power / (alpha.square() * power + sigma.square())
@@ -104,10 +103,10 @@ class Spectrum:
 
 @lru_cache(maxsize=2)
 def _power_on(spectrum: Spectrum, device: torch.device) -> Tensor:
-    """Return the power on a device, copied once: each copy from pageable memory makes the host wait for the GPU."""
+    """Return the power on a device, copied only once: a copy from pageable memory makes the host wait for the GPU."""
     return torch.from_numpy(spectrum.power).to(device)
 
 
 def _mirrored(covariance: Tensor, axis: int) -> Tensor:
-    """Return the covariance with offsets d along an axis negated, modulo its size."""
+    """Return the covariance with the offsets along an axis negated, modulo its size."""
     return covariance.flip(axis).roll(1, axis)

@@ -231,7 +231,7 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
 
     def start_zyx(self, sample: int) -> Triple:
         """Where the condition of a sample begins, from (seed, sample) alone: every place is equally likely.  Pure."""
-        rng = np.random.default_rng((self._seed, int(Purpose.CONDITION_PLACE), sample))
+        rng = np.random.default_rng((self._seed, int(Purpose.CONDITION_POSITION), sample))
         last = [stop - size for stop, size in zip(self._box[1], self._patch_zyx, strict=True)]
         return triple(rng.integers(self._box[0], last, endpoint=True).tolist())
 

@@ -42,12 +42,12 @@ def _forward_and_gradients(
     x, weight, bias, conv = _parts(rows)
     x, weight, bias = (part.detach().to(dtype).requires_grad_() for part in (x, weight, bias))
     conv = conv.to(dtype)
-    laid_out = x.contiguous(memory_format=layout)
+    canonical_strides = x.contiguous(memory_format=layout)
     if form == "formula":
         scale, shift = (part.view(-1, 8, 1, 1, 1) for part in (weight, bias))
-        out = conv(F.silu(F.group_norm(laid_out, GROUPS) * scale + shift))
+        out = conv(F.silu(F.group_norm(canonical_strides, GROUPS) * scale + shift))
     else:
-        out = norm_silu_conv(laid_out, weight, bias, GROUPS, conv, recompute=form == "recomputed")
+        out = norm_silu_conv(canonical_strides, weight, bias, GROUPS, conv, recompute=form == "recomputed")
     # A gradient that differs from voxel to voxel and does not depend on the output's rounding.
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     out.backward(grad)

@@ -1,7 +1,7 @@
-"""Space-to-depth and back: a box of voxels becomes channels, [sz sy sx, C]; channels last copies runs of sx C numbers.
+"""Space-to-depth and back: a box of voxels becomes channels ordered [sz sy sx, C].
 
-Up to format 2 of checkpoints the order was [C, sz sy sx].  Weights whose channels are boxes had other names then, by
-which they are known, in whatever file they are.
+In channels-last order this copies runs of sx C numbers.  Up to checkpoint format 2 the order was [C, sz sy sx].  The
+weights with such channels had other names then, which identify the format in any file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from vesuvius.config import Triple
 from vesuvius.diffusion.network.layers import memory_format_of
 
-_BEFORE = {"from_boxes.": "stem_in.", "to_boxes.": "stem_out.", "trunk.to_boxes.": "trunk.upsamples."}
-_NOW = {before: now for now, before in _BEFORE.items()}
+_FORMAT_2 = {"from_boxes.": "stem_in.", "to_boxes.": "stem_out.", "trunk.to_boxes.": "trunk.upsamples."}
+_CURRENT = {old: new for new, old in _FORMAT_2.items()}
 
 
 def space_to_depth(x: Tensor, stride_zyx: Triple) -> Tensor:
@@ -47,8 +47,8 @@ def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
     return boxes.permute(0, 4, 5, 1, 6, 2, 7, 3).reshape(b, c, z * sz, y * sy, x_size * sx)
 
 
-class Finer(nn.Conv3d):
-    """A 1x1x1 convolution to boxes and depth-to-space: [B, C, Z, Y, X] -> [B, channels, Z sz, Y sy, X sx]."""
+class Upsample(nn.Conv3d):
+    """1x1x1 convolution, then depth-to-space: [B, C, Z, Y, X] -> [B, channels, Z sz, Y sy, X sx]."""
 
     def __init__(self, channels_in: int, channels: int, stride_zyx: Triple) -> None:
         super().__init__(channels_in, math.prod(stride_zyx) * channels, 1)
@@ -58,48 +58,48 @@ class Finer(nn.Conv3d):
         return depth_to_space(super().forward(x), self.box_zyx)
 
 
-class Boxed(NamedTuple):
-    """Where a weight has the channels of boxes."""
+class BoxChannels(NamedTuple):
+    """Axis of a weight whose channels are boxes, and the number of channels per voxel."""
 
     axis: int
-    channels: int  # of a voxel
+    channels: int
 
     def offsets_first(self, weight: Tensor) -> Tensor:
-        """Return [C, sz sy sx] as [sz sy sx, C] on this axis."""
+        """Reorder [C, sz sy sx] to [sz sy sx, C] along this axis."""
         shape, axis = weight.shape, self.axis
         pairs = weight.reshape(*shape[:axis], self.channels, -1, *shape[axis + 1 :])
         return pairs.transpose(axis, axis + 1).reshape(shape)
 
 
-def boxed_weights(weights: Mapping[str, Tensor]) -> dict[str, Boxed]:
-    """Return which of a U-Net's weights have the channels of boxes, by name.  Pure."""
+def boxed_weights(weights: Mapping[str, Tensor]) -> dict[str, BoxChannels]:
+    """Return the weights of a U-Net whose channels are boxes, by name.  Pure."""
     shape = {name: weight.shape for name, weight in weights.items()}
-    found = {}
+    boxed = {}
     if "full_in.weight" in shape:
         full = shape["full_in.weight"][0]
-        found = {"from_boxes.weight": Boxed(1, full), **_both("to_boxes", full)}
+        boxed = {"from_boxes.weight": BoxChannels(1, full), **_both("to_boxes", full)}
     elif {"conv_out.weight", "from_boxes.weight"} <= shape.keys():
-        found = {"from_boxes.weight": Boxed(1, shape["from_boxes.weight"][1] // shape["conv_out.weight"][0])}
+        boxed = {"from_boxes.weight": BoxChannels(1, shape["from_boxes.weight"][1] // shape["conv_out.weight"][0])}
     levels = sum(name.startswith("trunk.downsamples.") and name.endswith(".weight") for name in shape)
     for level in range(levels):
-        found |= _both(f"trunk.to_boxes.{levels - 1 - level}", shape[f"trunk.downsamples.{level}.weight"][0])
-    return {name: boxed for name, boxed in found.items() if name in shape}
+        boxed |= _both(f"trunk.to_boxes.{levels - 1 - level}", shape[f"trunk.downsamples.{level}.weight"][0])
+    return {name: channels for name, channels in boxed.items() if name in shape}
 
 
-def _both(convolution: str, channels: int) -> dict[str, Boxed]:
-    return {f"{convolution}.{part}": Boxed(0, channels) for part in ("weight", "bias")}
+def _both(convolution: str, channels: int) -> dict[str, BoxChannels]:
+    return {f"{convolution}.{part}": BoxChannels(0, channels) for part in ("weight", "bias")}
 
 
 def format_2_name(name: str) -> str:
-    """Return the name that a weight had up to format 2.  Pure."""
-    return _renamed(name, _BEFORE)
+    """Return the name of a weight in format 2.  Pure."""
+    return _renamed(name, _FORMAT_2)
 
 
 def to_current_format(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a U-Net of any format by the names and in the order of now; others as they are.  Pure."""
-    renamed = {_renamed(name, _NOW): weight for name, weight in weights.items()}
+    """Convert the weights of a U-Net of any format to the current names and order of channels.  Pure."""
+    renamed = {_renamed(name, _CURRENT): weight for name, weight in weights.items()}
     boxed = boxed_weights(renamed) if renamed.keys() != weights.keys() else {}
-    return renamed | {name: place.offsets_first(renamed[name]) for name, place in boxed.items()}
+    return renamed | {name: channels.offsets_first(renamed[name]) for name, channels in boxed.items()}
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

@@ -21,7 +21,7 @@ NORM_EPS = 1e-5
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context that disables autocast."""
-    # Not asked with `is_autocast_available`, which torch.compile cannot trace before torch 2.13.
+    # torch.compile cannot trace `is_autocast_available` before torch 2.13.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
@@ -37,42 +37,41 @@ def norm_silu_conv(
     """Return conv(SiLU(GroupNorm(x) weight + bias)).
 
     Args:
-        x: [B, C, Z, Y, X], contiguous or channels last, as the result is.
+        x: [B, C, Z, Y, X], contiguous or channels last; the result has the same order.
         weight, bias: [C], or [B, C] with one row per sample.
         groups: a divisor of C.
-        recompute: keep only x for the backward pass, which computes norm and SiLU again.  It stops in front of the
-            convolution, whose result it does not need.
-        before: [C], added to x; only in compiled code, where it takes no pass of its own.
+        recompute: keep only x for the backward pass, which computes norm and SiLU again, but not the convolution.
+        before: [C], added to x; only in compiled code, where it takes no extra pass.
     """
 
-    def applied(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        z = group_norm(laid_out(x), weight, bias, groups)
+    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        z = group_norm(canonical_strides(x), weight, bias, groups)
         y = F.silu(z, inplace=not torch.is_grad_enabled())
-        return conv(y.contiguous(memory_format=memory_format_of(x)))  # on CUDA the norm comes out contiguous
+        return conv(y.contiguous(memory_format=memory_format_of(x)))  # on CUDA the norm returns a contiguous tensor
 
     def fused(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         y: Tensor = AffineSiLU.apply(x, scale, shift)  # type: ignore[no-untyped-call]
         return conv(y)
 
-    function: Callable[..., Tensor] = applied
+    function: Callable[..., Tensor] = eager
     arguments: tuple[Tensor, ...] = x, weight, bias
     if torch.compiler.is_compiling():
         rows = (part.expand(len(x), -1) for part in (weight, bias))
-        arguments = x, *AsAffine.apply(x, *rows, before, groups)  # type: ignore[no-untyped-call]
+        arguments = x, *GroupNormAffine.apply(x, *rows, before, groups)  # type: ignore[no-untyped-call]
         function = fused
     if recompute and torch.is_grad_enabled():
-        # Nothing in it is random, so no generator state has to be restored.
+        # Nothing here is random, so no generator state has to be restored.
         out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
         return out
     return function(*arguments)
 
 
-class AsAffine(torch.autograd.Function):
-    """The scale and shift, float32 [B, C, 1, 1, 1], with which GroupNorm(x + before) weight + bias is x scale + shift.
+class GroupNormAffine(torch.autograd.Function):
+    """Scale and shift, float32 [B, C, 1, 1, 1], such that GroupNorm(x + before) weight + bias = x scale + shift.
 
-    With `AffineSiLU` the norm of compiled code, written so that inductor moves the least: forward, x is read for its
-    statistics, and read to write the result; backward, x and the gradient are read for the sums of each channel, and
-    read to write x's gradient.  Statistics are computed once, and no tensor as large as x is float32.
+    With `AffineSiLU` this is the norm in compiled code, written to minimise memory traffic.  Forward reads x once for
+    the statistics and once for the result; backward reads x and the gradient once for the sums per channel and once for
+    the gradient of x.  Statistics are computed once, and no tensor as large as x is float32.
     """
 
     @staticmethod
@@ -83,10 +82,10 @@ class AsAffine(torch.autograd.Function):
             return x.view(*x.shape[:-1], groups, -1)
 
         full = x.to(torch.promote_types(x.dtype, torch.float32))
-        of_channels, means = (by_group(part) for part in torch.var_mean(full, (2, 3, 4), correction=0))
-        moved = means if before is None else means + by_group(before)
-        mean = moved.mean(2, keepdim=True)
-        var = (of_channels + (moved - mean).square()).mean(2, keepdim=True)
+        variances, means = (by_group(part) for part in torch.var_mean(full, (2, 3, 4), correction=0))
+        shifted = means if before is None else means + by_group(before)
+        mean = shifted.mean(2, keepdim=True)
+        var = (variances + (shifted - mean).square()).mean(2, keepdim=True)
         rstd = torch.rsqrt(var + NORM_EPS)
         mean = mean.expand_as(means) if before is None else mean - by_group(before)
         scale = rstd * by_group(weight)
@@ -129,23 +128,24 @@ class AffineSiLU(torch.autograd.Function):
 
 
 def _by_channel(x: Tensor) -> Tensor:
-    """[B, groups, channels of a group] -> [B, channels, 1, 1, 1], by strides: inductor then computes it once, and not
-    for each voxel that needs it.
+    """Reshape [B, groups, channels of a group] to [B, channels, 1, 1, 1].
+
+    Explicit strides make inductor compute the values once instead of for each voxel.
     """
     channels = x.shape[1] * x.shape[2]
     return x.contiguous().as_strided((len(x), channels, 1, 1, 1), (channels, 1, 1, 1, 1))
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
-    """Return GroupNorm(x) weight + bias, with statistics, weight and bias in float32 also where x has 16 bits; but for
-    rows of weights channels last.
+    """Return GroupNorm(x) weight + bias, with statistics, weight and bias in float32 even if x has 16 bits.
 
-    `x` is from `laid_out`, the others as in `norm_silu_conv`.
+    Exception: weights per sample in channels-last order have the dtype of x.  `x` comes from `canonical_strides`; the
+    other arguments are as in `norm_silu_conv`.
     """
     weight, bias = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in (weight, bias))
     if weight.ndim == 1:
         return F.group_norm(x, groups, weight, bias, NORM_EPS)
-    if len(x) == 1 or x.is_contiguous():  # the batch as channels: each sample has its own weights without another pass
+    if len(x) == 1 or x.is_contiguous():  # fold the batch into the channels: weights per sample without another pass
         folded = x.reshape(1, -1, *x.shape[2:])
         return F.group_norm(folded, len(x) * groups, weight.reshape(-1), bias.reshape(-1), NORM_EPS).view(x.shape)
     one, zero = torch.ones_like(weight[0]), torch.zeros_like(bias[0])
@@ -153,11 +153,11 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
     return torch.addcmul(shift, F.group_norm(x, groups, one, zero, NORM_EPS), scale)
 
 
-def laid_out(x: Tensor) -> Tensor:
-    """Return `x` [N, C, Z, Y, X] contiguous or channels last with canonical strides; a view if it already is either.
+def canonical_strides(x: Tensor) -> Tensor:
+    """Return `x` [N, C, Z, Y, X], contiguous or channels last, with canonical strides; without a copy if possible.
 
-    The stride of an axis of size 1 is arbitrary (oneDNN sets its own).  torch then still reports channels last, but the
-    kernel of its GroupNorm rejects the strides.
+    The stride of an axis of size 1 is arbitrary (oneDNN sets its own).  torch still reports channels last, but its
+    GroupNorm kernel rejects the strides.
     """
     if x.is_contiguous():
         return x
@@ -167,9 +167,9 @@ def laid_out(x: Tensor) -> Tensor:
 
 
 def with_channels_last_strides(x: Tensor) -> Tensor:
-    """Return a channels-last `x` [N, C, Z, Y, X] with the canonical strides of that order: itself, or a view of it.
+    """Return a channels-last `x` [N, C, Z, Y, X] with the canonical strides of that order: itself or a view.
 
-    The backward pass of a view by strides fills a tensor with zeros and copies.
+    A view only if needed: the backward pass of `as_strided` fills a tensor with zeros and copies.
     """
     _, c, z, y, x_size = x.shape
     strides = c * z * y * x_size, 1, y * x_size * c, x_size * c, c
@@ -177,7 +177,7 @@ def with_channels_last_strides(x: Tensor) -> Tensor:
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
-    """Return the memory order of `laid_out(x)`: contiguous or channels last."""
+    """Return the memory format of `canonical_strides(x)`: contiguous or channels last."""
     last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
     return torch.channels_last_3d if last else torch.contiguous_format
 
@@ -198,7 +198,7 @@ def group_count(channels: int) -> int:
 
 
 class ZeroConv3d(nn.Conv3d):
-    """A zero-initialised convolution; the branch that ends in it adds nothing at first."""
+    """A zero-initialised convolution; a branch that ends in it initially adds nothing."""
 
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
@@ -206,7 +206,7 @@ class ZeroConv3d(nn.Conv3d):
 
 
 class NormSiLU(nn.Module):
-    """GroupNorm with learned weight and bias, then SiLU, then a given convolution."""
+    """GroupNorm with learned weight and bias, then SiLU, then the convolution passed to `forward`."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class NormSiLU(nn.Module):
 class AdaptiveNormSiLU(nn.Module):
     """GroupNorm with scale and shift from the timestep (AdaGN, Dhariwal & Nichol 2021), then SiLU, then a convolution.
 
-    Only the projection to scale and shift, always in float32, belongs to the module; the convolution is given.
+    The module owns only the projection to scale and shift, which is always float32; the convolution is passed in.
     """
 
     def __init__(self, channels: int, embedding: int) -> None:
@@ -258,7 +258,7 @@ class ResidualBlock(nn.Module):
         """[B, channels_in, Z, Y, X] and [B, embedding] -> [B, channels_out, Z, Y, X]."""
         conv_1: Callable[[Tensor], Tensor] = self.conv_1
         before: Tensor | None = None
-        if torch.compiler.is_compiling():  # the norm takes the bias up
+        if torch.compiler.is_compiling():  # the bias is added by the norm
             conv_1, before = partial(F.conv3d, weight=self.conv_1.weight, padding=1), self.conv_1.bias
         h = self.norm_1(x, conv_1, recompute)
         out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, recompute, before)
@@ -277,7 +277,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, c, *size_zyx = x.shape
-        qkv: Tensor = self.qkv(self.norm(laid_out(x)).flatten(2).transpose(1, 2))
+        qkv: Tensor = self.qkv(self.norm(canonical_strides(x)).flatten(2).transpose(1, 2))
         q, k, v = qkv.reshape(b, -1, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(q, k, v)
         if memory_format_of(x) == torch.channels_last_3d:

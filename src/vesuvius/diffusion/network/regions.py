@@ -1,6 +1,6 @@
-"""Blocks of the network as compiled regions (`training.compile`), in seconds; the whole graph would take minutes.
+"""Blocks of the network as compiled regions (`training.compile`): seconds instead of minutes for the full graph.
 
-torch keeps what it compiled by code and shapes, so blocks that are equal, in equal order of memory, compile once.
+torch caches compiled code by source and shapes, so equal blocks with equal memory formats compile once.
 """
 
 from __future__ import annotations
@@ -16,30 +16,28 @@ from vesuvius.errors import one_line
 
 log = logging.getLogger(__name__)
 
-# Different blocks of a network, again for each micro-batch that it is cut to out of memory.  torch's own limit of 8 is
-# below the default network's 15.
+# Distinct blocks of a network, times the micro-batch sizes tried after running out of memory.  torch's limit of 8 is
+# below the 15 blocks of the default network.
 _MOST_VARIANTS = 256
 
 
 def call_eager(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Call a block, or a function of one."""
+    """Call a block without compiling it."""
     out: Tensor = block(*arguments)
     return out
 
 
 class CompiledRegions:
-    """Calls blocks compiled if a gradient is needed, and eagerly otherwise: sampling and validation have other shapes.
+    """Runs blocks compiled if a gradient is needed, else eagerly: sampling and validation have other shapes.
 
-    If compilation fails, it warns once and continues eagerly.
-
-    The norms that `recompute_norm` computes again are computed again here too: torch's checkpoint marks them for the
-    partitioner, which keeps their input alone.
+    If compilation fails, warns once and continues eagerly.  `recompute_norm` has the same effect as in eager mode:
+    torch's checkpoint tells the partitioner to keep only the input of each norm.
 
     Args:
-        backend: of `torch.compile`.
+        backend: backend of `torch.compile`.
 
     Attributes:
-        failure: Why blocks are no longer compiled; '' as long as they are.
+        failure: reason why blocks are no longer compiled, or ''.
     """
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -48,10 +46,9 @@ class CompiledRegions:
         import torch._inductor.config
 
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
-        # Backward passes compile with their forward pass, where a failure leaves no half of a gradient behind.
+        # Compile backward passes together with their forward pass: a failure then leaves no partial gradients.
         torch._functorch.config.force_non_lazy_backward_lowering = True
-        # Inductor takes channels last for the best order of 2D convolutions and contiguous for that of all others,
-        # whose inputs and weights it then copies.  Without, it keeps the order that they have.
+        # Layout optimization makes inductor copy inputs and weights of 3D convolutions to contiguous order.
         torch._inductor.config.layout_optimization = False
         self._failures = torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
         self._compiled: Any = torch.compile(call_eager, backend=backend, fullgraph=True, dynamic=False)
@@ -65,8 +62,8 @@ class CompiledRegions:
             except self._failures as error:
                 self._compiled, self.failure = None, one_line(error, 300)
                 log.warning(
-                    "torch.compile failed: %s; training goes on without it, in slower steps; training.compile=false "
-                    "does not try it",
+                    "torch.compile failed: %s; training continues without it, with slower steps; set "
+                    "training.compile=false to skip the attempt",
                     self.failure,
                 )
         return call_eager(block, *arguments)

@@ -1,7 +1,7 @@
 """The network: (x_t and condition, t) -> prediction; a 3D U-Net that works mostly at half resolution.
 
-Full-resolution activations fill the memory.  A space-to-depth stem therefore leads to the first level, and only one
-narrow residual block at each end works at full resolution.  The forward pass has no randomness.
+Full-resolution activations dominate the memory.  A space-to-depth stem therefore leads to the first level, and only
+one narrow residual block at each end works at full resolution.  The forward pass has no randomness.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vesuvius.config import ModelConfig, Triple
-from vesuvius.diffusion.network.boxes import Finer, boxed_weights, depth_to_space, format_2_name, space_to_depth
+from vesuvius.diffusion.network.boxes import Upsample, boxed_weights, depth_to_space, format_2_name, space_to_depth
 from vesuvius.diffusion.network.layers import (
     Attention,
     NormSiLU,
@@ -37,9 +37,7 @@ INT32_LIMIT = 2**31
 def check_torch_version(version: str = torch.__version__) -> None:
     """Raise ConfigError for torch 2.9.x, whose Conv3d is slow, needs far more memory and has given wrong results."""
     if version.split(".")[:2] == ["2", "9"]:
-        raise ConfigError(
-            f"torch must not be 2.9, whose Conv3d is broken; got torch {version}; install torch 2.10 or newer"
-        )
+        raise ConfigError(f"torch {version} is not supported: its Conv3d is broken; install torch 2.10 or newer")
 
 
 def largest_activation_elements(config: ModelConfig, batch: int, size_zyx: Triple, in_channels: int = 1) -> int:
@@ -51,19 +49,19 @@ def largest_activation_elements(config: ModelConfig, batch: int, size_zyx: Tripl
         if level > 0:
             voxels //= math.prod(config.level_strides_zyx[level - 1])
         has_attention = config.attention_heads and level == len(config.channels) - 1
-        largest = max(largest, (3 if has_attention else 2) * channels * voxels)  # queries, keys, values; joined skips
+        largest = max(largest, (3 if has_attention else 2) * channels * voxels)  # q, k, v; concatenated skips
     return largest
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a network is computed.  Does not change its weights or, beyond rounding, its results."""
+    """How a network is computed; affects neither its weights nor, except for rounding, its results."""
 
     recompute_norm: bool = True  # recompute norm and SiLU in the backward pass instead of keeping their outputs
     # levels whose blocks are recomputed in the backward pass; 0 = full resolution, 1 = the first of
     # `ModelConfig.channels`, and so on
     checkpoint_levels: tuple[int, ...] = ()
-    call: Callable[..., Tensor] = call_eager  # how a block is called; or `CompiledRegions`
+    call: Callable[..., Tensor] = call_eager  # calls a block; or a `CompiledRegions`
 
     def run(
         self,
@@ -74,23 +72,23 @@ class Execution:
         entry: nn.Module | None = None,
         added: bool = False,
     ) -> Tensor:
-        """Apply a residual block of a level to parts joined by channel, or added.
+        """Apply a residual block of a level to parts that are concatenated by channel or, with `added`, summed.
 
-        The first part comes through `entry`, and is of the level only then.
+        The first part passes through `entry`, if given, which brings it to the level.
         """
 
-        def applied(*parts: Tensor) -> Any:
-            return self.call(_entered, block, entry, added, embedding, self.recompute_norm, *parts)
+        def apply(*parts: Tensor) -> Any:
+            return self.call(_with_entry, block, entry, added, embedding, self.recompute_norm, *parts)
 
-        again = level in self.checkpoint_levels and torch.is_grad_enabled()
+        recompute = level in self.checkpoint_levels and torch.is_grad_enabled()
         # Blocks have no randomness, so no generator state has to be restored.
         out: Tensor = (
-            checkpoint(applied, *parts, use_reentrant=False, preserve_rng_state=False) if again else applied(*parts)
+            checkpoint(apply, *parts, use_reentrant=False, preserve_rng_state=False) if recompute else apply(*parts)
         )
         return out
 
 
-def _entered(
+def _with_entry(
     block: nn.Module,
     entry: nn.Module | None,
     added: bool,
@@ -99,7 +97,7 @@ def _entered(
     first: Tensor,
     *others: Tensor,
 ) -> Tensor:
-    """Return a block's output; all that is compiled as one: what comes before the norm fuses with it."""
+    """Return the output of a block; compiled as one region, so that the operations before the norm fuse with it."""
     h = first if entry is None else entry(first)
     if others:
         h = h + others[0] if added else torch.cat((h, *others), dim=1)
@@ -112,8 +110,8 @@ class Trunk(nn.Module):
 
     Down: `blocks_per_level` residual blocks per level and a strided convolution between levels.  Middle: block,
     attention, block.  Up: `blocks_per_level + 1` blocks per level, each with one skip from the stem, a block or a
-    downsampling (Ho et al. 2020).  Upsampling is a 1x1x1 convolution and depth-to-space, which keeps only the coarse
-    input for the backward pass; nearest-neighbour and a convolution would keep a tensor 8 times larger.
+    downsampling (Ho et al. 2020).  Upsampling by a 1x1x1 convolution and depth-to-space keeps only the coarse input for
+    the backward pass; nearest-neighbour upsampling and a convolution would keep a tensor 8 times larger.
     """
 
     def __init__(self, config: ModelConfig, embedding: int, execution: Execution) -> None:
@@ -140,7 +138,7 @@ class Trunk(nn.Module):
                 c = config.channels[level]
             if level > 0:
                 finer, stride = config.channels[level - 1], self.strides_zyx[level - 1]
-                self.to_boxes.append(Finer(c, finer, stride))
+                self.to_boxes.append(Upsample(c, finer, stride))
                 c = finer
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
@@ -174,9 +172,9 @@ class UNet(nn.Module):
     """The U-Net of `config`; `build_unet` creates one with reproducible weights.
 
     Space-to-depth by `stem_stride` leads to the trunk, depth-to-space back.  With `full_res_channels`, one residual
-    block at each end works at full resolution.  The first is added to the output of the trunk, not concatenated,
-    because these tensors are the largest of all.  `in_channels` is 1 for x_t, or 2 for `preconditioning.split`, plus
-    the channels of the condition.
+    block at each end works at full resolution.  The output of the first is added to that of the trunk, because
+    concatenating these largest tensors would cost too much memory.  `in_channels` is 1 for x_t, or 2 for
+    `estimate.split_signal_noise`, plus the channels of the condition.
     """
 
     def __init__(self, config: ModelConfig, in_channels: int = 1, execution: Execution = Execution()) -> None:
@@ -190,7 +188,7 @@ class UNet(nn.Module):
         if full:
             self.full_in = nn.Conv3d(in_channels, full, 3, padding=1)
             self.full_down = ResidualBlock(full, full, 4 * first)
-            self.to_boxes = Finer(first, full, config.stem_stride)
+            self.to_boxes = Upsample(first, full, config.stem_stride)
             self.full_up = ResidualBlock(full, full, 4 * first)
         self.norm_out = NormSiLU(full or first)
         self.conv_out = ZeroConv3d(full or first, 1 if full else stem_voxels, 3, padding=1)
@@ -209,7 +207,7 @@ class UNet(nn.Module):
         assert channels == self.in_channels, x.shape
         assert t.shape == (batch,), (t.shape, x.shape)
         self.check_size(batch, (z, y, x_size))
-        x = self._laid_out_as_weights(x)
+        x = self._in_memory_format_of_weights(x)
         embedding = self.embed(t)
         stride, run, call = self.config.stem_stride, self.execution.run, self.execution.call
         recompute = self.execution.recompute_norm
@@ -221,10 +219,10 @@ class UNet(nn.Module):
         fine = run(0, self.full_up, embedding, h, fine, entry=self.to_boxes, added=True)
         return call(self.norm_out, fine, self.conv_out, recompute).float()
 
-    def _laid_out_as_weights(self, x: Tensor) -> Tensor:
-        """Return `x` in the memory order of the weights, which the layers then keep.
+    def _in_memory_format_of_weights(self, x: Tensor) -> Tensor:
+        """Return `x` in the memory format of the weights, which the layers preserve.
 
-        A tensor of one channel is in both orders; its strides decide which one convolutions use.
+        A tensor of one channel has both formats; its strides decide which one convolutions use.
         """
         if memory_format_of(self.conv_out.weight) != torch.channels_last_3d:
             return x
@@ -238,8 +236,8 @@ class UNet(nn.Module):
         elements = largest_activation_elements(self.config, batch, size_zyx, self.in_channels)
         if elements >= INT32_LIMIT:
             raise ConfigError(
-                f"no tensor may reach 2^31 = {INT32_LIMIT} elements, because kernels index with 32 bits; "
-                f"got {elements} from {batch} x {list(size_zyx)}; lower training.train_batch_size or data.patch_size"
+                f"A micro-batch of {batch} x {list(size_zyx)} has a tensor of {elements} elements, but kernels with "
+                "32-bit indices support fewer than 2^31; lower training.train_batch_size or data.patch_size"
             )
 
 
@@ -253,8 +251,8 @@ def build_unet(
     """Create a U-Net whose initial weights depend on `seed` only, on every device; float32, in training mode.
 
     Weights are normal with variance 1/fan_in, biases 0, norms 1 and 0, and the last convolution of each branch 0.  Each
-    tensor follows from (seed, its name of format 2), so a new module does not change the others, and a seed is the same
-    function in the order of channels of now.  Uses no global generator.
+    tensor follows from (seed, its name in format 2), so a new module does not change the others, and a seed gives the
+    same function as in format 2.  Uses no global generator.
 
     Raises:
         ConfigError: torch is 2.9.
@@ -266,8 +264,8 @@ def build_unet(
     for prefix, module in model.named_modules():
         _initialise(module, prefix, seed)
     weights = model.state_dict()
-    for name, boxed in boxed_weights(weights).items():
-        weights[name].copy_(boxed.offsets_first(weights[name]))
+    for name, channels in boxed_weights(weights).items():
+        weights[name].copy_(channels.offsets_first(weights[name]))
     return model
 
 
