@@ -81,7 +81,7 @@ def test_what_is_cleared_is_read_again_by_the_next_resume(
     assert quarantine(["tiny", "--clear"]) == 0
     assert "cleared; the next --resume reads them again" in capsys.readouterr().out
     again = run(16, "--resume")
-    assert f"{len(kept)} of {len(kept)} unreadable places are tried again" in capsys.readouterr().out
+    assert f"retrying {len(kept)} of {len(kept)} unreadable regions" in capsys.readouterr().out
     assert {str(each["chunk"]) for each in again} == {"[1, 1, 1]"}, "the resume has met the chunk again"
     assert run(17, "--resume")[: len(again)] == again, "a later resume does not try it once more"
 

@@ -108,20 +108,19 @@ def test_a_volume_may_move_and_a_knob_may_turn_between_stop_and_resume(
     assert vesuvius_train(config, "--resume", *arguments) == 0
     shown = capsys.readouterr()
     assert "changed since the checkpoint: training.lr: was 0.001, is 0.002" in shown.out
-    assert re.search(r"WARNING changed since the checkpoint: learning rate: \S+ in step 1, \S+ in step 2", shown.err)
+    assert re.search(
+        r"WARNING changed since the checkpoint: learning rate: \S+ in step 1, \S+ instead of \S+ in step 2", shown.err
+    )
 
 
 EFFECTS = [
     ("training.workers=7 training.save_every=3 training.max_steps=15 training.keep_last=9", None),
     ("training.accumulate_steps=1 training.train_batch_size=4", None),  # gives the same steps
-    ("training.epochs=2", "learning rate: 0.00065 in step 12, 0.0009 in step 13, where it was to be 0.00055"),
-    ("training.lr=2e-3", "learning rate: 0.00065 in step 12, 0.0011 in step 13, where it was to be 0.00055"),
-    (
-        "training.lr_schedule=constant",
-        "learning rate: 0.00065 in step 12, 0.001 in step 13, where it was to be 0.00055",
-    ),
-    ("training.accumulate_steps=4", "effective batch: 4 samples a step until now, 8 from now on"),
-    ("training.train_batch_size=1", "effective batch: 4 samples a step until now, 2 from now on"),
+    ("training.epochs=2", "learning rate: 0.00065 in step 12, 0.0009 instead of 0.00055 in step 13"),
+    ("training.lr=2e-3", "learning rate: 0.00065 in step 12, 0.0011 instead of 0.00055 in step 13"),
+    ("training.lr_schedule=constant", "learning rate: 0.00065 in step 12, 0.001 instead of 0.00055 in step 13"),
+    ("training.accumulate_steps=4", "effective batch: 4 samples per step until now, 8 from now on"),
+    ("training.train_batch_size=1", "effective batch: 4 samples per step until now, 2 from now on"),
     ("training.ema_decay=0.99", "average of the weights: over about 10 steps until now, over 100 from now on"),
 ]
 
@@ -168,4 +167,4 @@ def test_another_version_of_the_plan_is_refused_as_such_alone_and_allowed_drift_
 def test_another_optimizer_is_refused_with_allow_drift_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--allow-drift"]):
         assert vesuvius_train(config, "--resume", *arguments, "training.optimizer=muon") == 2
-        assert "must keep its optimizer" in capsys.readouterr().err
+        assert "Cannot resume with training.optimizer=" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def test_the_dry_run_says_what_would_happen_and_writes_nothing(
         assert re.search(fact, text), fact
     assert "WARN " not in text
     assert "VRAM" not in text, "no GPU here, and none asked for"
-    time = r"time +([\d.]+) GFLOP a step, about (\w+) to (\w+) on this CPU: (\w+) to (\w+) for (\d+) steps"
+    time = r"time +([\d.]+) GFLOP per step, about (\w+) to (\w+) on this CPU: (\w+) to (\w+) for (\d+) steps"
     found = re.search(time, text)
     assert found
     step_s, steps = float(found[1]) * 1e9 / 1e5, read_config(tiny_config(), ["training.epochs=40"]).stop_step
@@ -50,21 +50,21 @@ def test_the_dry_run_plans_a_gpu_refuses_one_that_is_too_small_and_names_what_fi
 ) -> None:
     planned = ("--dry-run", "--vram-gib", "0.65")
     assert vesuvius_train(tiny_config(), *planned, "training.train_batch_size=512") == EXIT_CONFIG
-    refusal = re.search(r"train_batch_size 512 will not fit: .* set (\S+) and", capsys.readouterr().err)
+    refusal = re.search(r"train_batch_size 512 does not fit: .* set (\S+) and", capsys.readouterr().err)
     assert refusal
     assert vesuvius_train(tiny_config(), *planned, refusal[1]) == EXIT_OK
     text = capsys.readouterr().out
     for fact in (
         r"VRAM 0\.6\d GiB planned of 0.65 GiB \(--vram-gib\): [\d.]+ MiB at the peak of train_batch_size \d+, amp",
-        r"the largest that fits is \d+",
-        r"time +[\d.]+ GFLOP a step; its time on a GPU that is not here is unknown",
+        r"largest micro-batch that fits: \d+",
+        r"time +[\d.]+ GFLOP per step; the time per step cannot be measured without the GPU",
     ):
         assert re.search(fact, text), fact
-    assert "WARN       train_batch_size" not in text
+    assert "WARN       training.train_batch_size" not in text
     assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "0.5") == EXIT_CONFIG
     shown = capsys.readouterr()
-    assert "the largest that fits is 0" in shown.out
-    assert "GiB; add training.checkpoint_levels" in shown.err, "recompute_norm is on already"
+    assert "largest micro-batch that fits: 0" in shown.out
+    assert "GPU memory; add training.checkpoint_levels" in shown.err, "recompute_norm is on already"
 
 
 def test_the_dry_run_refuses_more_memory_than_there_is_and_its_workers_fit(

@@ -143,9 +143,9 @@ def test_what_cannot_be_judged_is_refused_in_one_line_and_nothing_is_written(
         ("shown", "--generated", tmp_path / "none.npy"): (2, "does not exist"),
         ("shown", "--generated", tmp_path / "plain.zarr"): (2, "it holds 0 patches side by side"),
         ("shown", *good, "--training-volume", 1): (2, "--training-volume 1 does not exist"),
-        ("shown", "--weights", "ema_0.7"): (2, "--weights must be one of"),
+        ("shown", "--weights", "ema_0.7"): (2, "has no weights 'ema_0.7'"),
         (tmp_path / "bare",): (6, "manifest.json does not name model.safetensors"),
-        ("nowhere",): (2, "RUN must be a run directory"),
+        ("nowhere",): (2, "RUN=nowhere does not exist"),
     }
     before = sorted(path.name for path in tmp_path.iterdir())
     for arguments, (code, message) in refused.items():

@@ -45,7 +45,7 @@ def test_a_disk_that_fills_up_costs_saves_but_no_step_no_record_and_no_older_che
     with Session(config, tmp_path) as session:
         session.wait_until(lambda: bool(list_checkpoints(run / "checkpoints")), "it saved")
         ballast = fill(disk)
-        session.wait_for("ERROR a checkpoint must fit on the disk", count=3)
+        session.wait_for("ERROR Cannot write checkpoint", count=3)
         session.wait_for("metrics.jsonl must be writable")
         older = newest_of(run)
         ballast.unlink()

@@ -143,7 +143,7 @@ def test_the_dry_run_says_which_micro_batch_a_run_would_take(
     assert vesuvius_train(config, "--dry-run") == 0
     text = capsys.readouterr().out
     assert re.search(r"^memory +micro-batch 8 x 1: [\d.]+ \w+ of [\d.]+ GiB by the memory plan$", text, re.MULTILINE)
-    assert "batch      8 x 1 = 8 samples a step" in text
+    assert "batch      8 x 1 = 8 samples per step" in text
     assert vesuvius_train(config, "--dry-run", "--vram-gib", "0.672") == 0
     text = capsys.readouterr().out
     found = re.search(r"micro-batch (\d) x (\d): 0.6\d GiB of 0.67 GiB by the memory plan$", text, re.MULTILINE)

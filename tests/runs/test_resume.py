@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     damaged = Path("runs/tiny/checkpoints/step_00000002/state.pt")
     damaged.write_bytes(damaged.read_bytes()[:-100])
     assert vesuvius_train(config, "--resume", "training.max_steps=3") == 0
-    assert "step_00000002 is damaged (state.pt" in capsys.readouterr().err
+    assert "step_00000002: the checksum of state.pt" in capsys.readouterr().err
     assert [s["step"] for s in steps_of()] == [1, 2, 2, 3]
     assert_same_weights("straight")
 

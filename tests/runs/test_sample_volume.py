@@ -315,7 +315,7 @@ REFUSED = {
     ),
     "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "do not match: 64x64x64"),
     "no volume": (("--inpaint", "no.zarr"), 6, "Cannot open no.zarr: it does not exist"),
-    "weights": (("--shape", "12,24,24", "--weights", "ema_0.7"), 2, "--weights must be one of"),
+    "weights": (("--shape", "12,24,24", "--weights", "ema_0.7"), 2, "has no weights 'ema_0.7'"),
     "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds has no effect without --inpaint"),
     "a lonely mask": (
         ("--shape", "12,24,24", "--mask", "small.zarr"),

@@ -20,11 +20,11 @@ TRAIN = ("-m", "vesuvius.train")
 def started_ranks(
     config: Path | None, cwd: Path, world: int, *arguments: str, program: Sequence[str] = TRAIN
 ) -> Iterator[list[Any]]:
-    """Start them; at the end none is left.
+    """Start the ranks; kills all at the end.
 
     Args:
-        config: None: the program takes none.
-        program: what Python runs, before `--config`.
+        config: None: the program takes no config.
+        program: arguments of Python before `--config`.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -33,14 +33,14 @@ def started_ranks(
     processes = []
     try:
         for rank in range(world):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             with (cwd / f"rank_{rank}.txt").open("w") as out:
                 processes.append(
                     fork_server.Popen(
                         command,
                         cwd=cwd,
-                        env=os.environ | {name: str(value) for name, value in place.items()},
+                        env=os.environ | {name: str(value) for name, value in variables.items()},
                         stdout=out,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
@@ -54,10 +54,10 @@ def started_ranks(
 
 
 def ends_of(processes: Sequence[Any], timeout_s: float = 300) -> list[int]:
-    """Wait for all, and return their exit codes."""
+    """Exit codes of all ranks, after waiting for them."""
     return [process.wait(timeout=timeout_s) for process in processes]
 
 
 def output_of(cwd: Path, world: int) -> str:
-    """What all have printed."""
+    """Output of all ranks."""
     return "\n".join((cwd / f"rank_{rank}.txt").read_text(errors="replace") for rank in range(world))

@@ -214,7 +214,7 @@ class TrainingLoop:
         order in which they are rounded, which `training.deterministic` does not allow.
         """
         run = self.run
-        halves, alone = run.checked.halves, run.ranks.world == 1
+        halves, alone = run.checked.can_halve, run.ranks.world == 1
         late = halves and not (alone or run.config.training.deterministic) and self._steps_begun <= _FIRST_STEPS
         try:
             for batch, t in batches:

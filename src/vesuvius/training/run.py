@@ -135,7 +135,7 @@ def _begin(
             log_killed_session(directory)
         ranks.send((config, checked, ""))
         return config, checked
-    checked = replace(checked, halves=bool(chosen))
+    checked = replace(checked, can_halve=bool(chosen))
     _check_kernels(config, ranks)
     held.enter_context(_nothing_left_of_a_failed_start(directory))
     if not (resume and existed):

@@ -168,7 +168,7 @@ def test_a_damaged_file_is_found_named_and_its_checkpoint_passed_over(
     with pytest.raises(StorageError, match="step_00000002"):
         load_checkpoint(bad)
     assert newest_checkpoint(tmp_path) == good
-    assert f"step_00000002 is damaged ({damage})" in caplog.text
+    assert f"step_00000002: {damage}" in caplog.text
 
 
 def test_where_none_is_whole_there_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,9 +178,9 @@ def test_where_none_is_whole_there_is_none(tmp_path: Path, caplog: pytest.LogCap
     for step in (1, 2):
         (save(tmp_path / "run/checkpoints", step) / "state.pt").write_bytes(b"")
     (tmp_path / "run/checkpoints/step_00000001").rename(tmp_path / "run/checkpoints/.replaced-step_00000001")
-    with pytest.raises(StorageError, match=r"all checkpoints .* are damaged: .replaced-step_00000001, step_00000002"):
+    with pytest.raises(StorageError, match=r"All checkpoints .* are damaged: .replaced-step_00000001, step_00000002"):
         find_checkpoint(tmp_path / "run")
-    assert caplog.text.count("is damaged (state.pt has another checksum) and is skipped") == 2
+    assert caplog.text.count("the checksum of state.pt is wrong") == 2
 
 
 @pytest.mark.parametrize(("written_by", "age"), [(1, "an earlier"), (4, "a later")])
@@ -203,7 +203,7 @@ def test_what_may_not_be_read_is_an_error_and_not_passed_over() -> None:
         for hidden in (newest / "state.pt", newest, directory):
             mode = hidden.stat().st_mode
             hidden.chmod(0)
-            with pytest.raises(StorageError, match=r"a checkpoint must be readable; got .*change the permissions"):
+            with pytest.raises(StorageError, match=r"Cannot read a checkpoint: .*change the permissions"):
                 newest_checkpoint(directory)
             hidden.chmod(mode)
         assert newest_checkpoint(directory) == newest

@@ -114,7 +114,7 @@ def test_a_small_or_thin_volume_gets_a_patch_that_fits_it_and_the_network(
 
 
 def test_a_volume_without_extent_in_the_plane_is_refused_and_axes_are_the_volumes() -> None:
-    with pytest.raises(ConfigError, match=r"\[100, 7, 100\] is too small: it needs 8 voxels in y and x"):
+    with pytest.raises(ConfigError, match=r"\[100, 7, 100\] is too small: y and x need at least 8 voxels"):
         fit_patch((100, 7, 100), FULL)
     assert module.shape_zyx(volume((64, 256, 3, 300), zyx=(3, 1, 0))) == (300, 256, 64)
 
@@ -137,7 +137,7 @@ def test_a_volume_of_which_no_patch_lies_half_in_stored_chunks_is_drawn_from_eve
     monkeypatch.setattr(module, "_fits", lambda config, data: True)
     text, _ = module.first_config("x", ArrayConfig(path=str(tmp_path / "v.zarr")))
     assert parse_config(text).data.min_foreground == 0
-    assert "data.min_foreground is left at 0: " in caplog.text
+    assert "keeping data.min_foreground at 0: " in caplog.text
 
 
 @pytest.mark.parametrize("um", [2.4, 20.0])

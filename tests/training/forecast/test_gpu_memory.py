@@ -109,7 +109,7 @@ def test_the_text_has_the_value_the_remedy_and_who_held_the_memory() -> None:
         r"A step with train_batch_size 4 does not fit the GPU: out of memory \(Tried to allocate 640.00 MiB\); ",
         first,
     )
-    assert last == "checkpoint: step 12 is saved, and nothing is lost"
+    assert last == "checkpoint: step 12 is saved; no steps are lost"
     assert memory == (
         "memory: 70.00 GiB in tensors (74.00 GiB at the peak), torch held 75.00 GiB, CUDA itself and other processes "
         "4.00 GiB, 1.00 GiB of 80.00 GiB are free"
@@ -173,4 +173,4 @@ def test_an_update_that_was_torn_is_not_saved(
     assert vesuvius_train(config) == 3
     checkpoints = list_checkpoints(Path("runs/tiny/checkpoints"))
     assert load_checkpoint(checkpoints[-1])["step"] == 2
-    assert "none could be saved now" in Path("runs/tiny/logs/train_full.log").read_text()
+    assert "saving failed" in Path("runs/tiny/logs/train_full.log").read_text()

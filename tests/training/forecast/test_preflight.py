@@ -39,7 +39,7 @@ def test_more_readers_than_cores_can_serve_are_doubted(workers: int, address: st
     lines = config_warnings(tiny(workers, address), data, 1, 2.0)
     assert len(lines) == found
     for line in lines:
-        assert "readers share 2 cores" in line
+        assert "readers on 2 cores" in line
         assert "set training.workers=2, or at most 8 for a remote store" in line
 
 
@@ -62,8 +62,8 @@ def test_tasks_that_are_needed_are_what_runs_took_on_two_cores(workers: int, pea
     ("workers", "limit", "others", "says"),
     [
         (1, 400, 10, None),
-        (1, 300, 0, "allows 300 processes and threads, and this run needs about 320.*or set training.workers=0"),
-        (1, 1000, 800, "allows 1000 processes and threads, of which others use 800, and this"),
+        (1, 300, 0, "allows 300 processes and threads, but this run needs about 320.*or set training.workers=0"),
+        (1, 1000, 800, "allows 1000 processes and threads, 800 of them in use, but this"),
         (8, 450, 0, "or set training.workers=4"),
         (0, 20, 0, r"needs about 24; raise it \(`ulimit -u`, docker run --pids-limit\)$"),
     ],
@@ -83,7 +83,7 @@ def test_a_limit_that_is_too_low_is_named_with_what_fits_before_ray_starts(
 def test_a_limit_on_files_below_the_object_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "task_limits", list)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
-    with pytest.raises(ConfigError, match=r"`ulimit -f` allows files of 1 MiB.*one of 0.25 GiB; raise it"):
+    with pytest.raises(ConfigError, match=r"`ulimit -f` limits files to 1 MiB.*needs 0.25 GiB; raise it"):
         check_limits(tiny(1), 1, 2**28)
 
 

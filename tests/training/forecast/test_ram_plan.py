@@ -1,4 +1,4 @@
-"""The prediction of a run's host memory: its terms, and what it warns of."""
+"""Predicted host memory of a run: its items and its warnings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Plan = Callable[..., tuple[Config, PreparedData, RunPlan]]
 
 @pytest.fixture
 def some_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network of 2 MiB, for tests of what is beside it: to plan a real one takes seconds."""
+    """A network of 2 MiB for tests of other memory, as planning a real one takes seconds."""
     monkeypatch.setattr(run_plan, "_network", lambda config, gpu: [RamItem("trainer", "training step", 2 * MIB, STEP)])
 
 
@@ -49,9 +49,9 @@ def planned(tiny_config: WriteConfig) -> Plan:
     return plan
 
 
-def part(plan: RunPlan, name: str) -> int:
-    """Bytes of a part; 0 where the plan has none of the name."""
-    return sum(part.size_bytes for part in plan.parts if part.name == name)
+def item_bytes(plan: RunPlan, name: str) -> int:
+    """Bytes of an item; 0 if the plan lacks it."""
+    return sum(item.size_bytes for item in plan.items if item.name == name)
 
 
 def limit(size_bytes: int, name: str = "the machine") -> MemoryLimit:
@@ -60,10 +60,10 @@ def limit(size_bytes: int, name: str = "the machine") -> MemoryLimit:
 
 @pytest.mark.usefixtures("some_network")
 def test_four_terms_add_up_and_the_line_shows_each(planned: Plan) -> None:
-    plan, terms = planned("training.workers=3")[2], ("readers", "store", "Ray", "trainer")
-    assert plan.ram_bytes == sum(map(plan.owner_bytes, terms)) == sum(part.size_bytes for part in plan.parts)
+    plan, owners = planned("training.workers=3")[2], ("readers", "store", "Ray", "trainer")
+    assert plan.ram_bytes == sum(map(plan.owner_bytes, owners)) == sum(item.size_bytes for item in plan.items)
     (line,) = plan.lines()
-    assert all(f"{term} {format_size(plan.owner_bytes(term))}" in line for term in terms)
+    assert all(f"{owner} {format_size(plan.owner_bytes(owner))}" in line for owner in owners)
 
 
 @pytest.mark.usefixtures("some_network")
@@ -81,19 +81,19 @@ def test_a_worker_more_costs_a_reader_and_its_share_of_the_store(planned: Plan) 
 @pytest.mark.usefixtures("some_network")
 def test_without_workers_there_is_no_ray_and_the_trainer_holds_the_regions_in_flight(planned: Plan) -> None:
     _, data, plan = planned("training.workers=0")
-    assert {part.term for part in plan.parts} == {"trainer"}
-    assert part(plan, "its reader") >= (data.plan.regions_in_flight + 1) * data.job.block_bytes
+    assert {item.owner for item in plan.items} == {"trainer"}
+    assert item_bytes(plan, "reading") >= (data.plan.regions_in_flight + 1) * data.job.block_bytes
     assert "readers" not in plan.lines()[0]
 
 
 @pytest.mark.usefixtures("some_network")
 def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(planned: Plan) -> None:
     """A step needs the regions of one task; Ray's executions overlap beyond 500."""
-    assert part(planned("training.workers=4", "training.max_steps=1")[2], "1 processes")
-    assert part(planned("training.workers=4")[2], "4 processes")
+    assert item_bytes(planned("training.workers=4", "training.max_steps=1")[2], "1 processes")
+    assert item_bytes(planned("training.workers=4")[2], "4 processes")
     config, data, long = planned("training.workers=4", "training.steps_per_epoch=10000")
     options = StreamOptions.from_config(config.training, config.cluster)
-    assert part(long, "8 processes")
+    assert item_bytes(long, "8 processes")
     handing_over = store_peak_bytes(data.job, options) + store_prefetch_bytes(data.job, options)
     assert handing_over <= long.owner_bytes("store") <= store_bytes(data.job, options)
 
@@ -101,30 +101,30 @@ def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(plann
 def test_the_training_step_is_in_host_memory_on_a_cpu_alone(planned: Plan) -> None:
     config, _, on_cpu = planned()
     on_gpu = planned(gpu=True)[2]
-    assert part(on_cpu, "training step") > plan_memory(config, amp="off").peak_bytes
-    assert part(on_cpu, "CUDA (assumed)") == part(on_gpu, "training step") == 0
-    assert part(on_gpu, "CUDA (assumed)") == 2 * GIB
+    assert item_bytes(on_cpu, "training step") > plan_memory(config, amp="off").peak_bytes
+    assert item_bytes(on_cpu, "CUDA (assumed)") == item_bytes(on_gpu, "training step") == 0
+    assert item_bytes(on_gpu, "CUDA (assumed)") == 2 * GIB
 
 
 def test_a_copy_of_a_checkpoint_is_held_and_pinned_where_a_gpu_fills_it(planned: Plan) -> None:
     config, _, plan = planned()
-    copy = part(plan, "copy of a checkpoint")
+    copy = item_bytes(plan, "copy of a checkpoint")
     more = planned("training.extra_ema_decays=[0.99]")[2]
-    assert part(more, "copy of a checkpoint") - copy == 4 * parameter_count(build_meta_network(config))
-    assert copy < part(planned(gpu=True)[2], "copy of a checkpoint") < 2 * copy
+    assert item_bytes(more, "copy of a checkpoint") - copy == 4 * parameter_count(build_meta_network(config))
+    assert copy < item_bytes(planned(gpu=True)[2], "copy of a checkpoint") < 2 * copy
 
 
 @pytest.mark.usefixtures("some_network")
 @pytest.mark.usefixtures("of_two_micro_batches")
 def test_batches_ahead_and_fixed_patches_are_counted_in_their_stored_dtype(planned: Plan, tmp_path: Path) -> None:
     # 2 held, 3 ahead of the only reader, 2 micro-batches of the step in hand; 8 x 16 x 16 voxels, 2 a batch.
-    assert part(planned("training.workers=1", "training.prefetch_factor=3")[2], "batches") == 7 * 2 * 2048
+    assert item_bytes(planned("training.workers=1", "training.prefetch_factor=3")[2], "batches") == 7 * 2 * 2048
     validating = planned("training.validate_every=5", "training.validate_patches=6")[2]
-    assert part(validating, "fixed patches") == 6 * 2048
-    assert part(planned()[2], "fixed patches") == 0
+    assert item_bytes(validating, "fixed patches") == 6 * 2048
+    assert item_bytes(planned()[2], "fixed patches") == 0
     wide = write_array(tmp_path / "wide.zarr", textured((96, 128, 128), dtype="uint16"))
     two_bytes = planned(f"data.volumes=[{{path: {wide}}}]", "training.prefetch_factor=3")[2]
-    assert part(two_bytes, "batches") == 7 * 2 * 4096
+    assert item_bytes(two_bytes, "batches") == 7 * 2 * 4096
 
 
 @pytest.mark.usefixtures("some_network")
@@ -144,12 +144,12 @@ def test_a_plan_above_its_share_of_the_limit_is_warned_of_with_workers_that_fit(
         ("regions in flight and ahead", "lower data.regions_in_flight or data.region_size"),
     ],
 )
-def test_where_fewer_workers_do_not_help_the_warning_names_the_largest_part(
+def test_where_fewer_workers_do_not_help_the_warning_names_the_largest_item(
     planned: Plan, name: str, remedy: str
 ) -> None:
     plan = planned("training.workers=2")[2]
-    parts = [replace(part, size_bytes=9 * GIB) if part.name == name else part for part in plan.parts]
-    large = replace(plan, parts=tuple(parts), limit=limit(64 * MIB))
+    items = [replace(item, size_bytes=9 * GIB) if item.name == name else item for item in plan.items]
+    large = replace(plan, items=tuple(items), limit=limit(64 * MIB))
     (problem,) = large.problems()
     assert problem.refused
     assert f": {name} (9.00 GiB); {remedy}" in problem.text
@@ -159,9 +159,9 @@ def test_where_fewer_workers_do_not_help_the_warning_names_the_largest_part(
 
 def test_ranks_of_one_machine_take_their_memory_each_and_one_copy_of_a_checkpoint(planned: Plan) -> None:
     one, three = planned()[2], planned("training.ranks=3")[2]
-    assert part(three, "its reader") == 3 * part(one, "its reader") > 0
-    assert part(three, "training step") == 3 * part(one, "training step")
-    assert part(three, "copy of a checkpoint") == part(one, "copy of a checkpoint")
+    assert item_bytes(three, "reading") == 3 * item_bytes(one, "reading") > 0
+    assert item_bytes(three, "training step") == 3 * item_bytes(one, "training step")
+    assert item_bytes(three, "copy of a checkpoint") == item_bytes(one, "copy of a checkpoint")
     assert "by 3 ranks on this machine" in three.lines()[0]
     assert "ranks" not in planned("training.ranks=3", "cluster.address=HEAD:6379")[2].lines()[0]
 
@@ -173,17 +173,17 @@ def test_volumes_are_kept_where_they_fit_and_are_passed_over_twice(
     _, data, plan = planned("training.epochs=1000", "training.ranks=2")
     need = Resident.size_bytes(data.job)
     assert need > sum(math.prod(shape_of(split.train)) for split in data.splits)
-    assert part(plan, "decoded") == need, "once for both ranks"
+    assert item_bytes(plan, "decoded") == need, "once for both ranks"
     assert f"volumes {format_size(need)}" in plan.lines()[0]
-    assert part(planned("training.epochs=1000", "data.resident=0")[2], "decoded") == 0
-    assert part(planned("training.epochs=1")[2], "decoded") == 0, "most of it would be read once"
-    assert part(planned("training.epochs=1", "data.resident=1")[2], "decoded") == need
-    assert part(planned("training.epochs=1000", "data.resident=0.0001")[2], "decoded") == 0
+    assert item_bytes(planned("training.epochs=1000", "data.resident=0")[2], "decoded") == 0
+    assert item_bytes(planned("training.epochs=1")[2], "decoded") == 0, "most of it would be read once"
+    assert item_bytes(planned("training.epochs=1", "data.resident=1")[2], "decoded") == need
+    assert item_bytes(planned("training.epochs=1000", "data.resident=0.0001")[2], "decoded") == 0
     kept = {"training.epochs=1000", "training.workers=0"}
-    reading = sum(p.size_bytes for p in planned(*kept)[2].parts if p.name == "its reader")
+    reading = sum(p.size_bytes for p in planned(*kept)[2].parts if p.name == "reading")
     for free, expected in ((2 * (need + reading), need), (2 * (need + reading) - 2, 0)):
         monkeypatch.setattr(run_plan, "ram_limit", lambda _, free=free: replace(limit(free + 5), used_bytes=5))
-        assert part(planned(*kept)[2], "decoded") == expected
+        assert item_bytes(planned(*kept)[2], "decoded") == expected
 
 
 @pytest.mark.usefixtures("some_network")

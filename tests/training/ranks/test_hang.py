@@ -1,4 +1,4 @@
-"""A rank fails in the middle of a step, and the sum that the others have begun never completes, as under NCCL."""
+"""A rank fails in the middle of a step, and the pending sum of the others never completes, as with NCCL."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import WriteConfig
 from vesuvius.runlog.records import read_records
 
-# gloo's sums, but as NCCL does it: what waits for one that another rank never joins waits for ever, also the end of the
-# process group, unless the group is aborted: then it raises or, where it waits for the device, returns with no sum.
-# "deaf": the abort does not help either.
+# gloo's sums with NCCL's behaviour: waiting for a sum that another rank never joins, or the end of the process group,
+# never returns unless the group is aborted: then it raises or, when waiting for the device, returns an invalid sum.
+# "deaf": even the abort does not help.
 HANGS_AS_NCCL_DOES = """
 import os, sys, threading, time
 import torch.distributed as dist
@@ -71,12 +71,11 @@ sys.exit(train.main(sys.argv[1:]))
         (1, "deaf"),
     ],
 )
-def test_all_ranks_are_gone_soon_after_one_has_failed_in_a_step_and_their_records_say_why(
+def test_all_ranks_end_soon_after_one_fails_in_a_step_and_record_the_cause(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, abort: str
 ) -> None:
-    """A program that ends processes without a word, or with the exit code of a kill, ends them in time, too; one that
-    aborts and goes on records a step whose gradient is no sum.
-    """
+    """A program that kills processes silently or with the exit code of a kill would also end them in time; one that
+    aborts and continues would record a step with an invalid gradient."""
     monkeypatch.setenv("TEST_FAILS", str(failing))
     monkeypatch.setenv("TEST_ABORT", abort)
     config = tiny_config(training={"ranks": 2, "epochs": 1000, "workers": 0})

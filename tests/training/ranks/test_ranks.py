@@ -28,7 +28,7 @@ WORLD = 3
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks]]:
-    """Three of them, each with a connection of its own, which look for what the others say."""
+    """Three ranks with a connection each, watching the store."""
     monkeypatch.setattr(module, "_POLL_S", 0.05)
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
     server = store("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -42,7 +42,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks]]:
 
 
 class Counted:
-    """A store that notes the calls of a rank, but for those of the thread that watches."""
+    """A store that records a rank's calls, except those of the watch thread."""
 
     def __init__(self, store: Any) -> None:
         self.store, self.calls = store, list[str]()
@@ -54,7 +54,7 @@ class Counted:
 
 
 def on_all(ranks: list[Ranks], act: Callable[[Ranks], Any]) -> list[Any]:
-    """What each returns or raises, all at once."""
+    """Results or exceptions of all ranks, run concurrently."""
 
     def settled(one: Ranks) -> Any:
         try:
@@ -96,7 +96,7 @@ def test_to_agree_on_a_step_takes_three_calls_of_the_store_however_many_ranks_th
         assert (store.calls[0], set(store.calls[1:-1]), store.calls[-1]) == ("set", {"check"}, "multi_get")
 
 
-def test_hundreds_of_steps_leave_nothing_behind_in_the_store(ranks: list[Ranks]) -> None:
+def test_hundreds_of_steps_leave_no_keys_in_the_store(ranks: list[Ranks]) -> None:
     told = on_all(ranks, lambda one: [one.sync_step(lambda: None, {one.rank: step})[1] for step in range(300)])
     assert told[0] == [[{0: step}, *({str(rank): step} for rank in range(1, WORLD))] for step in range(300)]
     deadline = time.monotonic() + 30
@@ -105,7 +105,7 @@ def test_hundreds_of_steps_leave_nothing_behind_in_the_store(ranks: list[Ranks])
         time.sleep(0.05)
 
 
-def test_the_failure_of_one_reaches_all_with_its_cause_and_exit_code(ranks: list[Ranks]) -> None:
+def test_a_failure_reaches_all_ranks_with_its_cause_and_exit_code(ranks: list[Ranks]) -> None:
     def act(one: Ranks) -> Any:
         if one.rank == 2:
             one.fail(DataError("a volume must be readable; got nothing"))
@@ -119,8 +119,8 @@ def test_the_failure_of_one_reaches_all_with_its_cause_and_exit_code(ranks: list
     assert "got nothing" in str(ranks[1].root_cause(RuntimeError("connection closed by gloo")))
 
 
-def test_a_stop_that_comes_while_the_others_are_awaited_reaches_those_that_wait_for_data(ranks: list[Ranks]) -> None:
-    """Rank 1 has begun to agree on the step, and the others do not come to that while they wait."""
+def test_a_stop_during_synchronization_reaches_ranks_that_wait_for_data(ranks: list[Ranks]) -> None:
+    """Rank 1 has begun to synchronize; the others are still waiting for data."""
     stop: list[tuple[int, str]] = []
 
     def act(one: Ranks) -> Any:
@@ -132,7 +132,7 @@ def test_a_stop_that_comes_while_the_others_are_awaited_reaches_those_that_wait_
     assert on_all(ranks, act) == [(75, "SIGTERM")] * WORLD
 
 
-def test_an_error_of_the_network_without_a_cause_is_a_lost_rank_and_a_defect_stays_one(
+def test_a_network_error_without_a_cause_is_a_lost_rank_and_a_defect_is_not(
     ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = RuntimeError("[../gloo/transport/tcp] connection closed by peer")
@@ -144,14 +144,14 @@ def test_an_error_of_the_network_without_a_cause_is_a_lost_rank_and_a_defect_sta
     found = on_all(ranks, lambda one: one.root_cause(errors[one.rank]))
     assert isinstance(found[0], RankLostError)
     assert found[1] is defect
-    assert isinstance(found[2], RankLostError), "the group was ended under this rank"
+    assert isinstance(found[2], RankLostError), "the group was destroyed under this rank"
 
 
 @pytest.mark.parametrize(("gaps", "is_ended"), [([0.5, 0.5, 400.0, 0.5, 0.5], False), ([0.5] * 800, True)])
-def test_a_stopped_rank_0_ends_a_rank_and_a_stop_of_its_own_does_not(
+def test_a_suspended_rank_0_kills_a_rank_and_its_own_suspension_does_not(
     monkeypatch: pytest.MonkeyPatch, gaps: list[float], is_ended: bool
 ) -> None:
-    """SIGSTOP, or a debugger: the process has not looked at the store either."""
+    """SIGSTOP or a debugger: the process has not polled the store either."""
     now, left, ended = [0.0], iter(gaps), []
 
     class Hanging:
@@ -175,37 +175,36 @@ def test_a_stopped_rank_0_ends_a_rank_and_a_stop_of_its_own_does_not(
     assert ended == ([EXIT_ERROR] if is_ended else [])
 
 
-def test_ranks_close_though_ray_train_has_ended_their_process_group(ranks: list[Ranks]) -> None:
-    """Else an error of that hides the lost rank, for which they are to be started again."""
+def test_ranks_close_after_ray_train_destroyed_their_process_group(ranks: list[Ranks]) -> None:
+    """Otherwise that error would hide the lost rank, after which the ranks are to be restarted."""
     assert not dist.is_initialized()
     assert on_all(ranks, lambda one: one.close()) == [None] * WORLD
 
 
-def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(ranks: list[Ranks]) -> None:
+def test_a_missing_rank_raises_after_the_timeout(ranks: list[Ranks]) -> None:
     ranks[0].timeout_s = 1.0
     with pytest.raises(RankLostError, match=r"rank 1 did not begin the step within 1 s.*rank_timeout_minutes"):
         ranks[0].sync_step(lambda: None, {})
 
 
 class _EndedError(Exception):
-    """Stands for the end of the process."""
+    """Represents the exit of the process."""
 
 
 @pytest.mark.parametrize(
     ("after", "timeout_s", "limit_s"), [("", 7200, 15), ("fail", 60, 1800), ("fail", 7200, 7200), ("close", 7200, 10)]
 )
-def test_a_rank_is_ended_that_does_not_end_by_itself_when_another_has_failed_and_has_time_to_save(
+def test_a_rank_that_hangs_after_a_failure_is_killed_but_has_time_to_save(
     monkeypatch: pytest.MonkeyPatch, after: str, timeout_s: float, limit_s: float
 ) -> None:
-    """Also rank 0 in a save that a dead file system never completes: Ray Train waits for all without end.  And the one
-    that has failed itself, in the end of its connections.
-    """
+    """Also rank 0 in a save that a dead file system never completes, as Ray Train waits for all ranks indefinitely, and
+    the failed rank itself while closing its connections."""
     now = [0.0]
 
     class Clock(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             now[0] += timeout or 0
-            assert now[0] < 10_000, "it waits without end"
+            assert now[0] < 10_000, "it waits forever"
             return False
 
     def end(code: int) -> None:
@@ -227,8 +226,8 @@ def test_a_rank_is_ended_that_does_not_end_by_itself_when_another_has_failed_and
     assert now[0] == pytest.approx(limit_s, abs=1)
 
 
-def test_ranks_that_do_not_all_come_are_told_how_long_they_were_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where nobody listens
+def test_a_rank_that_cannot_join_names_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # nobody listens there
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     said = r"rank 1 of 2 could not join the others within 1.5 s: .* raise cluster.rank_timeout_minutes"
@@ -244,7 +243,7 @@ def test_only_the_environment_of_a_launcher_makes_ranks(monkeypatch: pytest.Monk
     assert launched_world_size() == 4
 
 
-def test_what_is_larger_than_a_value_of_the_store_reaches_all(ranks: list[Ranks]) -> None:
+def test_a_message_larger_than_the_store_limit_reaches_all(ranks: list[Ranks]) -> None:
     value = {"large": bytes(range(256)) * 80_000}  # 20 MB
     ranks[0].send(value)
     assert on_all(ranks[1:], lambda one: one.receive() == value) == [True] * (WORLD - 1)
@@ -272,17 +271,17 @@ SLEEPS, STOPS = "time.sleep(1e6)", "os.kill(os.getpid(), signal.SIGSTOP)"
 
 CASES = [
     (1, SLEEPS, "rank 1 did not begin the step"),
-    (0, STOPS, "rank 0 has not answered"),
+    (0, STOPS, "no answer from rank 0"),
     (0, SLEEPS, "rank 0 did not begin the step"),
     (1, STOPS, "rank 1 did not begin the step"),
 ]
 
 
 @pytest.mark.parametrize("cases", [CASES[:2], pytest.param(CASES[2:], marks=pytest.mark.long)])
-def test_a_rank_that_hangs_or_is_stopped_ends_the_others_by_the_timeout(
+def test_a_hanging_or_suspended_rank_ends_the_others_after_the_timeout(
     tmp_path: Path, cases: list[tuple[int, str, str]]
 ) -> None:
-    with ExitStack() as all_at_once:  # they wait more than they compute
+    with ExitStack() as all_at_once:  # mostly waiting
         started = []
         for number, (rank, hang, _) in enumerate(cases):
             (place := tmp_path / str(number)).mkdir()

@@ -1,4 +1,4 @@
-"""A global batch is the same samples whatever the number of ranks."""
+"""The global batch holds the same samples for any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ def config(batch: int, accumulate: int, ranks: int) -> Config:
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.data())
-def test_the_ranks_at_work_share_each_place_once_in_micro_batches_that_fit(
+def test_ranks_share_each_position_once_in_micro_batches_that_fit(
     batch: int, accumulate: int, ranks: int, data: st.DataObject
 ) -> None:
     asked = config(batch, accumulate, ranks)
     total = asked.global_batch
     world = data.draw(st.sampled_from([count for count in range(1, total + 1) if total % count == 0]))
-    parts = [rank_share(asked, rank, world) for rank in range(world)]
-    assert np.array_equal(np.sort(np.concatenate([part.positions for part in parts])), np.arange(asked.global_batch))
-    assert len({(part.micro_batch, part.accumulate_steps) for part in parts}) == 1
-    assert all(part.micro_batch * part.accumulate_steps == len(part.positions) for part in parts)
-    assert parts[0].micro_batch <= batch
+    shares = [rank_share(asked, rank, world) for rank in range(world)]
+    assert np.array_equal(np.sort(np.concatenate([share.positions for share in shares])), np.arange(asked.global_batch))
+    assert len({(share.micro_batch, share.accumulate_steps) for share in shares}) == 1
+    assert all(share.micro_batch * share.accumulate_steps == len(share.positions) for share in shares)
+    assert shares[0].micro_batch <= batch
 
 
-def test_a_rank_of_the_configured_number_does_what_the_config_says() -> None:
-    part = rank_share(config(3, 5, 4), 2, 4)
-    assert (part.micro_batch, part.accumulate_steps) == (3, 5)
-    assert part.positions[:3].tolist() == [2, 6, 10]
+def test_the_configured_number_of_ranks_uses_the_configured_micro_batch() -> None:
+    share = rank_share(config(3, 5, 4), 2, 4)
+    assert (share.micro_batch, share.accumulate_steps) == (3, 5)
+    assert share.positions[:3].tolist() == [2, 6, 10]
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_numbers_that_do() -> None:
-    with pytest.raises(ConfigError, match="got 12 samples for 5 ranks; use 4 or 6 ranks"):
+def test_an_indivisible_batch_is_refused_with_valid_numbers_of_ranks() -> None:
+    with pytest.raises(ConfigError, match="batch of 12 samples is not divisible by 5 ranks; use 4 or 6 ranks"):
         rank_share(config(3, 1, 4), 0, 5)
 
 
-def test_each_number_of_ranks_that_may_be_left_has_to_share_the_batch() -> None:
+def test_every_allowed_number_of_ranks_must_divide_the_batch() -> None:
     check_ranks(config(3, 1, 4), 2, 4)
-    with pytest.raises(ConfigError, match=r"12 samples does not divide by 5, and cluster.min_ranks=3 lets 3 to 6"):
+    with pytest.raises(ConfigError, match=r"12 samples is not divisible by 5, but cluster.min_ranks=3 allows 3 to 6"):
         check_ranks(config(2, 1, 6), 3, 6)

@@ -1,9 +1,10 @@
-"""Checkpoints: `checkpoints/step_00000500/`, whole or not there.  What they hold, and how they are found and read.
+"""Checkpoints such as `checkpoints/step_00000500/`, complete or absent: their contents, and how they are found and
+read.
 
-    state.pt           all of the state but the averaged weights
-    model.safetensors  weights of the average "ema"; `model_ema_0.999.safetensors` those of a further one
-    config.yaml        config of the run, so that the weights can be used by themselves
-    manifest.json      SHA-256 sums of the others
+    state.pt           the state except the averaged weights
+    model.safetensors  weights of the average "ema"; `model_ema_0.999.safetensors` of another average
+    config.yaml        config of the run, so that the weights can be used on their own
+    manifest.json      SHA-256 sums of the other files
 
 `checkpoints/best` is a link to the best one.  `save.py` writes them.
 """
@@ -38,16 +39,16 @@ STATE = "state.pt"
 CONFIG = "config.yaml"
 BEST = "best"
 REPLACED = ".replaced-"
-"""Before the name of a checkpoint while another of the same step takes its place."""
+"""Prefix of a checkpoint while another of the same step replaces it."""
 FORMAT = 3
-_READ_FORMATS = (2, FORMAT)  # of 2, weights come to the order of now as they are read
-_MOST_LOOKS = 10
+_READ_FORMATS = (2, FORMAT)  # format 2 is converted to the current memory order
+_MAX_TRIES = 10
 
 
 def load_checkpoint(path: Path, *, verified: bool = False) -> dict[str, Any]:
-    """The state of a whole checkpoint, on the CPU.  `verified`: `newest_checkpoint` has just read and found it whole.
+    """State of a complete checkpoint, on the CPU.  `verified`: `newest_checkpoint` has just checked it.
 
-    Raises StorageError: a file is missing, or is not the one that was written.
+    Raises StorageError: a file is missing or was changed.
     """
     if not verified:
         check_files(path)
@@ -58,32 +59,32 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> dict[str, Any]:
 
 
 def load_state(path: Path, mmap: bool = False) -> dict[str, Any]:
-    """Tensors and plain data of a `state.pt`, on the CPU; with `mmap` tensors stay on the disk until they are used.
+    """Tensors and plain data of a `state.pt`, on the CPU; with `mmap` tensors stay on disk until they are used.
 
-    Never runs code out of it.  Raises StorageError: it is missing, damaged, or holds Python objects of other kinds.
+    Never executes code.  Raises StorageError: the file is missing, damaged, or holds other Python objects.
     """
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's own words advise to load it all the same
-        raise unreadable(path, "a file that holds more than tensors and plain data, which is not loaded") from error
+    except pickle.UnpicklingError as error:  # torch's message suggests loading it anyway
+        raise checkpoint_error(path, "it holds more than tensors and plain data and is not loaded") from error
     except (OSError, RuntimeError, EOFError, IndexError) as error:
-        raise unreadable(path, error) from error
+        raise checkpoint_error(path, error) from error
     if "model" in state:
         _bring_up_to_date(state)
     return state
 
 
 def _bring_up_to_date(state: dict[str, Any]) -> None:
-    """Give weights and moments the names and the order of now."""
+    """Convert weights and moments to the current names and memory order."""
     before, state["model"] = state["model"], to_current_format(state["model"])
     if before.keys() == state["model"].keys():
         return
     boxed, optimizer = boxed_weights(state["model"]), state["optimizer"]
     groups = group_weights(state["model"], muon="orthogonal" in optimizer["param_groups"][0])
-    for number, name in enumerate(name for names in groups for name in names):
-        for key, moment in optimizer["state"].get(number, {}).items():
+    for index, name in enumerate(name for names in groups for name in names):
+        for key, moment in optimizer["state"].get(index, {}).items():
             if name in boxed and moment.ndim:
-                optimizer["state"][number][key] = boxed[name].offsets_first(moment)
+                optimizer["state"][index][key] = boxed[name].offsets_first(moment)
 
 
 def load_weights_file(path: Path) -> dict[str, Tensor]:
@@ -91,45 +92,45 @@ def load_weights_file(path: Path) -> dict[str, Tensor]:
     try:
         return to_current_format(load_file(path))
     except (OSError, SafetensorError) as error:
-        raise unreadable(path, error) from error
+        raise checkpoint_error(path, error) from error
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest whole checkpoint, or None where there is none.  Warns of damaged ones that it passes over.
+    """The newest intact checkpoint, or None if there are no checkpoints.  Warns about damaged ones that it skips.
 
     Raises:
-        StorageError: all are damaged, one may not be read or was written by another version, or they change faster than
-            they are read.
+        StorageError: all are damaged, one is not readable or from another version, or they are deleted faster than they
+            can be read.
     """
-    for _ in range(_MOST_LOOKS):
+    for _ in range(_MAX_TRIES):
         listed = list_checkpoints(directory)
         for path in reversed(listed):
-            damage = find_damage(path) and find_damage(path)  # again: a run may have replaced it meanwhile
+            damage = find_damage(path) and find_damage(path)  # twice: a run may just have replaced it
             if damage is None:
                 return path
-            if not path.exists():  # or deleted it
+            if not path.exists():  # deleted meanwhile
                 break
-            log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
+            log.warning("skipping damaged checkpoint %s: %s", path, damage)
         else:
             if not listed:
                 return None
             raise StorageError(
-                f"all checkpoints in {directory} are damaged: {', '.join(path.name for path in listed)}; restore one "
-                "from a backup, or move them away and train again from step 0 with --resume"
+                f"All checkpoints in {directory} are damaged: {', '.join(path.name for path in listed)}; restore one "
+                "from a backup, or move them away and start again at step 0 with --resume"
             )
     raise StorageError(
-        f"checkpoints in {directory} were deleted while they were read, {_MOST_LOOKS} times; raise training.keep_last "
-        "of the run that writes there, or copy one elsewhere"
+        f"Cannot read a checkpoint in {directory}: each was deleted while it was read, {_MAX_TRIES} times; raise "
+        "training.keep_last of the run that writes there, or copy one elsewhere"
     )
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """All finished checkpoints, oldest first, also one that was about to be replaced when the process was killed.
+    """All finished checkpoints, oldest first, including one that a killed process was about to replace.
 
-    What else lies there (a copy that somebody made) is left alone.  Raises StorageError: they may not be read.
+    Other directories, such as copies, are ignored.  Raises StorageError: no read permission.
     """
     name = re.compile(rf"({re.escape(REPLACED)})?step_\d{{8,}}")
-    with readable():
+    with permission_checked():
         try:
             found = [path for path in directory.iterdir() if name.fullmatch(path.name) and path.is_dir()]
         except FileNotFoundError:
@@ -138,96 +139,91 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step after which a checkpoint was saved, from its name."""
+    """Step of a checkpoint, from its name."""
     return int(path.name.rpartition("step_")[2])
 
 
 def find_damage(path: Path, names: Sequence[str] | None = None) -> str | None:
-    """What is wrong with a checkpoint, or with its files of these names; None where nothing is.  Reads them.
+    """What is wrong with a checkpoint, or with its files `names`; None if nothing.  Reads the files.
 
-    Raises StorageError: it may not be read, or was written by another version.
+    Raises StorageError: no read permission, or another version wrote it.
     """
     try:
-        with readable():
+        with permission_checked():
             digests = read_digests(path)
             for name in digests if names is None else names:
                 if digest(path / name) != digests[name]:
-                    return f"{name} has another checksum"
+                    return f"the checksum of {name} is wrong"
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def check_files(checkpoint: Path, *names: str) -> None:
-    """Raises StorageError where a file of these names, by default any, is not as it was written.  Reads them."""
+    """Raises StorageError if one of these files (default: any) was changed.  Reads them."""
     if damage := find_damage(checkpoint, names or None):
-        raise unreadable(checkpoint.joinpath(*names), damage)
+        raise checkpoint_error(checkpoint.joinpath(*names), damage)
 
 
 def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
-    """The checkpoint of a trained model: a run's newest whole one, or the one that is named, whose manifest is whole.
+    """Checkpoint of a trained model: the newest intact one of a run, or the given one if its manifest is intact.
 
     Args:
-        given: a run directory, the name of one in `runs/`, a checkpoint directory (also by the link `best`), or a file
-            with weights in one.
-        asked: the option that it is given to, for messages.
+        given: a run directory, the name of a run in `runs/`, a checkpoint directory (or the link `best`), or a weights
+            file in one.
+        asked: option name for messages.
 
     Raises:
         ConfigError: it is none of these, or the run has no checkpoint yet.
-        StorageError: the run has checkpoints and none is whole, its manifest is damaged, or it may not be read.
+        StorageError: no intact checkpoint, a damaged manifest, or no read permission.
     """
     named = [runs_root() / given] if given.name == str(given) else []
-    with readable():
+    with permission_checked():
         for path in (given, *named):
             holds_weights = path.name == STATE or (path.name.startswith("model") and path.suffix == ".safetensors")
             directory = path.parent if holds_weights and path.is_file() else path
-            # Any part of a checkpoint: a damaged one is reported as such.
+            # Any file of a checkpoint, so that a damaged one is reported as such.
             if any((directory / name).is_file() for name in (MANIFEST, STATE, weights_file("ema"))):
-                # What the link `best` points to now: it may point elsewhere before all is read.
+                # Resolved now: the link `best` may change before all files are read.
                 linked = directory.parent / directory.readlink() if directory.is_symlink() else directory
                 if damage := find_damage(linked, ()):
-                    raise unreadable(linked, damage)
+                    raise checkpoint_error(linked, damage)
                 return linked
             if RunDir(path).checkpoints.is_dir():
                 if newest := newest_checkpoint(RunDir(path).checkpoints):
                     return newest
-                raise ConfigError(f"{path} has no checkpoint yet; wait for its first (training.save_every)")
-        what = "which holds none of these" if given.exists() else "which is not there"
+                raise ConfigError(f"{path} has no checkpoint yet; wait for the first one (training.save_every)")
+        problem = "is none of these" if given.exists() else "does not exist"
     raise ConfigError(
-        f"{asked} must be a run directory, the name of one in runs/, a checkpoint directory, or the model.safetensors "
-        f"or state.pt in one; got {given}, {what}; try runs/NAME or runs/NAME/checkpoints/{BEST}"
+        f"{asked}={given} {problem}; give a run directory, a run's name in runs/, a checkpoint directory, or the "
+        f"model.safetensors or state.pt in one, such as runs/NAME or runs/NAME/checkpoints/{BEST}"
     )
 
 
-def unreadable(path: Path, error: Exception | str) -> StorageError:
-    """The error for a checkpoint, or a file of one, that cannot be used."""
-    got = error if isinstance(error, str) else f"{type(error).__name__}: {one_line(error)}"
-    return StorageError(
-        f"a checkpoint must be unchanged since it was written; got {got} for {path}; use another checkpoint"
-    )
+def checkpoint_error(path: Path, error: Exception | str) -> StorageError:
+    """Error for a checkpoint, or one of its files, that cannot be used."""
+    cause = error if isinstance(error, str) else f"{type(error).__name__}: {one_line(error)}"
+    return StorageError(f"Cannot read {path}: {cause}; use another checkpoint")
 
 
 @contextmanager
-def readable() -> Iterator[None]:
-    """What may not be read is not damaged: an error with a remedy."""
+def permission_checked() -> Iterator[None]:
+    """Turn a missing read permission, which is not damage, into a StorageError with a remedy."""
     try:
         yield
     except PermissionError as error:
-        raise StorageError(
-            f"a checkpoint must be readable; got {error}; change the permissions or run as its owner"
-        ) from error
+        raise StorageError(f"Cannot read a checkpoint: {error}; change the permissions or run as its owner") from error
 
 
 def read_digests(path: Path) -> dict[str, str]:
-    """The manifest's sums by file.  Raises StorageError for another version's, many kinds for a damaged one."""
+    """SHA-256 sums by file name.  Raises StorageError for another version's manifest, others for a damaged one."""
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     digests: dict[str, str] = manifest["files"]
     written_by = manifest.get("format", 1)
     if written_by not in _READ_FORMATS:
         age = "an earlier" if written_by < FORMAT else "a later"
         raise StorageError(
-            f"a checkpoint must be of format {' or '.join(map(str, _READ_FORMATS))}; got {path}, written by {age} "
-            "version of vesuvius; use that version, or start a new run"
+            f"Cannot read {path}: {age} version of vesuvius wrote it; use that version, or start a new run"
         )
     if missing := {STATE, CONFIG, weights_file("ema")} - digests.keys():
         raise ValueError(f"{MANIFEST} does not name {', '.join(sorted(missing))}")
@@ -235,13 +231,13 @@ def read_digests(path: Path) -> dict[str, str]:
 
 
 def stored_averages(path: Path) -> list[str]:
-    """Names of the averages in a checkpoint whose manifest was found whole."""
+    """Names of the averages in a checkpoint with an intact manifest."""
     files = (re.fullmatch(r"model(?:_(.+))?\.safetensors", name) for name in read_digests(path))
     return [found[1] or "ema" for found in files if found]
 
 
 def weights_file(average: str) -> str:
-    """The file with the weights of an average."""
+    """File name of an average's weights."""
     return "model.safetensors" if average == "ema" else f"model_{average}.safetensors"
 
 

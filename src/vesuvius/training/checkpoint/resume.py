@@ -1,4 +1,4 @@
-"""Going on with a run: which checkpoint, and whether the config still means the same experiment."""
+"""Resuming a run: the checkpoint to continue from, and whether the config is still the same experiment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vesuvius.training.step.setup import build_meta_network
 from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
 
 _PLAN_VERSION = "plan.version: "
-_THREADS = "OMP_NUM_THREADS"  # the variable from which torch takes the number of its threads
+_THREADS = "OMP_NUM_THREADS"  # torch's number of threads
 
 
 @dataclass
@@ -33,27 +33,27 @@ class ResumePoint:
     """A checkpoint that a run continues from."""
 
     checkpoint: Path  # its directory
-    step: int  # optimizer steps it has done
-    state: dict[str, Any]  # what it holds; empty once `restore` has taken it over
-    drift: list[str]  # config keys that have changed since and may, a line each, then what that changes
-    accepted: list[str]  # differences that make it another experiment, let through by --allow-drift
+    step: int  # optimizer steps done
+    state: dict[str, Any]  # its contents; emptied by `restore`
+    drift: list[str]  # permitted config changes, one line each, then their effects
+    accepted: list[str]  # differences that make it another experiment, accepted by --allow-drift
 
     @property
     def other_data(self) -> bool:
-        """Whether grey ranges and damaged places are those of other data; another version of the plan has the same."""
+        """Whether grey ranges and quarantine belong to other data; another plan version alone keeps them."""
         of_data = [line for line in self.accepted if line.startswith(("plan.", "data.", "dtype "))]
         return any(not line.startswith(_PLAN_VERSION) for line in of_data)
 
     @property
     def comparable(self) -> bool:
-        """Whether validation losses from before and after the resume compare."""
+        """Whether validation losses before and after the resume are comparable."""
         return not self.accepted and not any(line.startswith("training.validate_patches") for line in self.drift)
 
 
 def run_state(
     config: Config, data: PreparedData, facts: DataFacts, step: TrainStep, progress: Progress
 ) -> dict[str, Any]:
-    """All that a resume needs, and what sampling needs to know of the volumes, as tensors and plain data."""
+    """All that a resume needs, and what sampling needs to know about the volumes, as tensors and plain data."""
     return {
         **step.state_dict(),
         **progress.state_dict(),
@@ -68,7 +68,7 @@ def run_state(
 
 
 def is_finished(checkpoint: Path, config: Config) -> bool:
-    """Whether a whole checkpoint is that of the last step, with nothing left to make up for."""
+    """Whether a complete checkpoint is that of the last step, with no validation or preview outstanding."""
     if step_of(checkpoint) < config.stop_step:
         return False
     progress = Progress.from_state(load_state(checkpoint / STATE, mmap=True))
@@ -76,39 +76,38 @@ def is_finished(checkpoint: Path, config: Config) -> bool:
 
 
 def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drift: bool = False) -> ResumePoint:
-    """Read a checkpoint that was found whole and compare its experiment with the one asked for.
+    """Read a verified checkpoint and compare its experiment with the requested one.
 
     Raises:
-        ConfigError: the order of samples, the model or what the weights mean has changed, and not `allow_drift`; or
-            the weights do not fit the network.  Shows the differences.
+        ConfigError: the order of samples, the model or the meaning of the weights has changed without `allow_drift`, or
+            the weights do not fit the network.  Lists the differences.
     """
     state = load_checkpoint(path, verified=True)
     stored = parse_stored(state["config"], source=str(path / STATE))
     before, now = stored.model_dump(mode="json"), config.model_dump(mode="json")
     if stored.training.optimizer != config.training.optimizer:
         raise ConfigError(
-            "a resumed run must keep its optimizer, whose moments are of no use to another; got training.optimizer="
-            f"{config.training.optimizer}, was {stored.training.optimizer} in {path}; undo it, or start a new run "
-            "under another name with training.init_from"
+            f"Cannot resume with training.optimizer={config.training.optimizer}: {path} holds the moments of "
+            f"{stored.training.optimizer}; undo the change, or start a new run with training.init_from"
         )
     drift = differences(flatten(before), flatten(now))
     refused = [line for line in drift if line.startswith(OTHER_EXPERIMENT) and not line.startswith(DRAWS_SAMPLES)]
     if _without_paths(before["data"]["volumes"]) != _without_paths(now["data"]["volumes"]):
         refused += [line for line in drift if line.startswith("data.volumes")]
-    stored_voxels = _of_voxels(DataFacts.from_state(state, path).volumes, state["condition_dtype"])
-    refused += differences(stored_voxels, _of_voxels(trained_volumes(data), data.job.condition_dtype))
+    stored_voxels = _voxel_properties(DataFacts.from_state(state, path).volumes, state["condition_dtype"])
+    refused += differences(stored_voxels, _voxel_properties(trained_volumes(data), data.job.condition_dtype))
     if state["plan_hash"] != data.plan.hash:
         refused = _plan_changes(state["plan"], data.plan.describe()) + refused
     if refused and not allow_drift:
         raise ConfigError(
-            f"a resumed run must keep its data and its model; got differences to {path}:\n  "
+            f"Cannot resume: data or model differ from {path}:\n  "
             + "\n  ".join(refused)
-            + "\nundo them, start a new run under another name (training.init_from brings the weights along), or "
+            + "\nundo these changes, start a new run under another name (training.init_from keeps the weights), or "
             "continue anyway with --allow-drift"
         )
     if refused and (problems := weight_problems(build_meta_network(config).state_dict(), state["model"])):
         raise ConfigError(
-            f"even with --allow-drift the weights must fit the network; got {problems} in {path}; undo the change of "
+            f"The weights in {path} do not fit the network, even with --allow-drift: {problems}; undo the change of "
             "model.* or data.volumes[].condition"
         )
     drift = [line for line in drift if line not in refused]
@@ -116,9 +115,9 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
 
 
 def drift_effects(before: Config, now: Config, step: int) -> list[str]:
-    """What a changed config does to the training beyond optimizer step `step`, a line each.  Pure.
+    """Effects of a changed config on training after optimizer step `step`, one line each.  Pure.
 
-    Each of EFFECTS may begin a line; a key that changes none of that, as a longer run at a constant rate, has none.
+    Each line starts with one of EFFECTS; harmless changes, such as a longer run at a constant rate, give none.
     """
     old, new, lines = before.training, now.training, []
     horizon = max(before.horizon_steps, now.horizon_steps, step + 1)
@@ -127,11 +126,10 @@ def drift_effects(before: Config, now: Config, step: int) -> list[str]:
     if differs:
         at, last = differs[0], f"{learning_rate(step - 1, old):.2g} in step {step}, " if step else ""
         lines.append(
-            f"{EFFECTS[0]}: {last}{learning_rate(at, new):.2g} in step {at + 1}, where it was to be "
-            f"{learning_rate(at, old):.2g}"
+            f"{EFFECTS[0]}: {last}{learning_rate(at, new):.2g} instead of {learning_rate(at, old):.2g} in step {at + 1}"
         )
     if "auto" not in (old.ranks, new.ranks) and before.global_batch != now.global_batch:
-        lines.append(f"{EFFECTS[1]}: {before.global_batch} samples a step until now, {now.global_batch} from now on")
+        lines.append(f"{EFFECTS[1]}: {before.global_batch} samples per step until now, {now.global_batch} from now on")
     if old.ema_decay != new.ema_decay:
         spans = [1 / (1 - decay) for decay in (old.ema_decay, new.ema_decay)]
         lines.append(f"{EFFECTS[2]}: over about {spans[0]:.3g} steps until now, over {spans[1]:.3g} from now on")
@@ -139,46 +137,46 @@ def drift_effects(before: Config, now: Config, step: int) -> list[str]:
 
 
 def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What of the plan has changed, a line each; two versions of it do not compare key by key.  Pure."""
+    """Differences between two plans, one line each; different plan versions are not compared key by key.  Pure."""
     if before["version"] != now["version"]:
-        other = "of vesuvius draws other samples: use the one that started the run"
-        return [f"{_PLAN_VERSION}was {before['version']}, is {now['version']} (this version {other})"]
+        other = "draws other samples; use the version that started the run"
+        return [f"{_PLAN_VERSION}was {before['version']}, is {now['version']} (this version of vesuvius {other})"]
 
-    why = " (another mask or level, or other chunks are stored than when the run began)"
+    why = " (the mask, its level or the set of stored chunks has changed since the run began)"
     named = [{f"volumes[{n}]": volume for n, volume in enumerate(plan["volumes"])} for plan in (before, now)]
     lines = differences(flatten(before | {"volumes": None} | named[0]), flatten(now | {"volumes": None} | named[1]))
     return [f"plan.{line}{why if '.foreground:' in line else ''}" for line in lines]
 
 
-def restore(found: ResumePoint, step: TrainStep, device: torch.device) -> Progress:
-    """Put the state back into the training step and let go of it.  Returns how far the run was."""
-    state = found.state
+def restore(resumed: ResumePoint, step: TrainStep, device: torch.device) -> Progress:
+    """Load the state into the training step and release it.  Returns the progress of the run."""
+    state = resumed.state
     step.load_state_dict(state)
-    asked = os.environ.get(_THREADS)
-    if device.type == "cpu" and state.get("omp_num_threads", asked) == asked:  # else another number is wanted
-        # The order in which threads add up is part of a CPU result.
+    requested = os.environ.get(_THREADS)
+    if device.type == "cpu" and state.get("omp_num_threads", requested) == requested:
+        # The summation order of threads is part of a CPU result.
         torch.set_num_threads(state["torch_threads"])
     progress = Progress.from_state(state)
-    if found.other_data:
+    if resumed.other_data:
         progress.quarantined = []
-    if not found.comparable:
+    if not resumed.comparable:
         progress.best = None
-    state.clear()  # gigabytes that would stay in memory for the whole session
+    state.clear()  # frees gigabytes for the rest of the session
     return progress
 
 
-def _of_voxels(volumes: Sequence[TrainedVolume], condition_dtype: str | None) -> dict[str, Any]:
-    """What of the stored voxels a run depends on."""
+def _voxel_properties(volumes: Sequence[TrainedVolume], condition_dtype: str | None) -> dict[str, Any]:
+    """Properties of the stored voxels that a run depends on."""
     lie = [f"{format_sizes(v.condition_factors)} at {format_sizes(v.condition_offsets)}" for v in volumes]
     return {
         "dtype of the volumes": ", ".join(volume.dtype.name for volume in volumes),
         "dtype of the conditions": condition_dtype,
-        "place of the conditions in their volumes (factors, offsets)": "; ".join(lie),
+        "alignment of the conditions (factors, offsets)": "; ".join(lie),
     }
 
 
 def _without_paths(tree: Any) -> Any:
-    """A config but for where its volumes lie: they may move."""
+    """A config without paths: volumes may move."""
     if isinstance(tree, dict):
         return {key: _without_paths(value) for key, value in tree.items() if key != "path"}
     return [_without_paths(value) for value in tree] if isinstance(tree, list) else tree

@@ -1,11 +1,13 @@
-"""Writing checkpoints, and which of them stay: a step pays for a copy (on a GPU beside the next), a thread the rest.
+"""Writes checkpoints and prunes old ones: a step pays for one copy (on a GPU overlapped with the next), a thread does
+the rest.
 
-Written under a hidden name, flushed to disk and renamed when whole; only then are older ones deleted.  Killing the
-process at any moment leaves the last whole checkpoint, and `best` points to a whole one as soon as there has been one.
+A checkpoint is written under a hidden name, flushed to disk and renamed when complete; only then are older ones
+deleted.  Killing the process at any time leaves the last complete checkpoint, and `best` points to a complete one as
+soon as one exists.
 
-torch and safetensors let go of the interpreter's lock while they write, so that a thread can do it beside the training.
-Measured: another thread that wants to wake every half millisecond is late by 10 ms at most in 99 of 100 cases (256 MB
-in 64 tensors, 2 loaded cores of an AMD EPYC).
+torch and safetensors release the GIL while writing, so a thread can write during training.  Measured: another thread
+that wakes every half millisecond is at most 10 ms late in 99 of 100 cases (256 MB in 64 tensors, 2 loaded cores of an
+AMD EPYC).
 """
 
 from __future__ import annotations
@@ -48,22 +50,21 @@ from vesuvius.training.checkpoint.format import (
 log = logging.getLogger(__name__)
 
 _REMEDY = (
-    "free some space: a run with steps left saves again, one that has ended continues with --resume; older checkpoints "
-    "are whole"
+    "free some space: a running run saves again later, a finished one needs --resume; older checkpoints are intact"
 )
-_PARTIAL = ".partial-"  # not whole yet
-_PRUNED = ".pruned-"  # on its way out
+_PARTIAL = ".partial-"  # incomplete
+_PRUNED = ".pruned-"  # being deleted
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time on a thread of its own.  A context manager that waits for the last one.
+    """Writes one checkpoint at a time on a background thread.  A context manager that waits for the last one.
 
-    A checkpoint that cannot be copied or written is logged, and the run may continue.  What is a defect of ours is
-    raised by the next call.  Arguments are those of `save_checkpoint`.
+    A checkpoint that cannot be copied or written is logged, and the run may continue; other exceptions are raised by
+    the next call.  Arguments are those of `save_checkpoint`.
 
     Attributes:
-        ended: records of saves, for the caller to take out: step, seconds, bytes, saved_time (since 1970); where one
-            has failed, step and text.
+        ended: records of finished saves, for the caller to remove: step, seconds, bytes, saved_time (since 1970); of
+            failed ones step and text.
     """
 
     def __init__(self, directory: Path, training: TrainingConfig, config_yaml: str) -> None:
@@ -82,13 +83,12 @@ class CheckpointWriter:
         except Exception as defect:
             if error is None:
                 raise
-            log.error("the checkpoint writer has failed as well", exc_info=defect)
+            log.error("the checkpoint writer also failed", exc_info=defect)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copy the state, as `save_checkpoint` takes it, and let it be written.  Waits for the save before.  See
-        `hold_updates`.
+        """Copy the state (as for `save_checkpoint`) and write it in the background.  Waits for the previous save.
 
-        A checkpoint of the same step is replaced.
+        A checkpoint of the same step is replaced.  See `hold_updates`.
         """
         self.wait()
         self._error = None
@@ -97,17 +97,17 @@ class CheckpointWriter:
         except StorageError as error:
             self._note_failure(step, error)
             return
-        # A daemon: a second signal ends the process at once, without waiting for it.
+        # A daemon thread: a second signal ends the process at once.
         self._job = on_thread(self._write, step, name="checkpoint-writer")
 
     def hold_updates(self) -> None:
-        """To be called before the tensors of a state that was handed to `save` change again.  Waits for no disk."""
+        """Call before changing tensors of a state passed to `save`.  Does not wait for the disk."""
         self._snapshot.hold_updates()
 
     def wait(self) -> StorageError | None:
-        """Wait for what is in hand.  Returns what went wrong with the last save, None where nothing did.
+        """Wait for the pending save; returns why the last save failed, or None.
 
-        It takes as long as it takes: a disk that hangs may come back, and the watchdog says what is waited for.
+        There is no timeout: a hanging disk may recover, and the watchdog reports what is waited for.
         """
         job, self._job = self._job, None
         if job is not None:
@@ -115,7 +115,7 @@ class CheckpointWriter:
         return self._error
 
     def _write(self, step: int) -> None:
-        """On the thread."""
+        """Runs on the thread."""
         started = time.monotonic()
         try:
             path = save_checkpoint(self._directory, step, self._snapshot.state(), self._config_yaml, self._training)
@@ -127,16 +127,16 @@ class CheckpointWriter:
             self.ended.append({"step": step, "seconds": seconds, "bytes": size, "saved_time": time.time()})
 
     def _note_failure(self, step: int, error: StorageError) -> None:
-        self._error = StorageError(str(error))  # the error itself would hold on to the memory that its frames know
+        self._error = StorageError(str(error))  # a copy without frames, which would keep memory alive
         self.ended.append({"step": step, "text": str(error)})
         log.error("%s", error)
 
 
 class Snapshot:
-    """Host copies of all tensors of a state, in buffers that are used again from one time to the next.
+    """Host copies of all tensors of a state, in reused buffers.
 
-    The first touch of fresh memory is several times slower than a copy: 2.8 against 15 GB/s, on 2 cores of
-    an AMD EPYC.  Buffers for tensors of a GPU are pinned; torch rounds each up to a power of two.
+    Touching fresh memory is several times slower than copying: 2.8 against 15 GB/s on 2 cores of an AMD EPYC.  Buffers
+    for GPU tensors are pinned; torch rounds their size up to a power of two.
     """
 
     def __init__(self) -> None:
@@ -148,16 +148,15 @@ class Snapshot:
     def take(self, state: dict[str, Any]) -> None:
         """Copy a state: nested dicts, lists and tuples of tensors and plain data.
 
-        What is in the tensors of a GPU at this point of the current stream is copied when the device gets there, on a
-        stream beside it: neither the host nor what is queued later waits, so `hold_updates` must come before the next
-        update.  The previous copy is overwritten.
+        GPU tensors are copied on a side stream, with their values at this point of the current stream.  Neither the
+        host nor later work waits, so `hold_updates` must precede the next update.  The previous copy is overwritten.
 
         Raises:
-            StorageError: the host's memory has no room for it.
+            StorageError: the copy does not fit into host memory.
         """
         tensors = tensors_in(state)
         if [_layout(buffer) for buffer in self._buffers] != [_layout(tensor) for tensor in tensors]:
-            self._buffers, self._state = [], {}  # before others take their place
+            self._buffers, self._state = [], {}  # free the old buffers first
             self._buffers = [_allocate(tensor) for tensor in tensors]
         buffers, self._copied = iter(self._buffers), None
         on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
@@ -166,43 +165,42 @@ class Snapshot:
             self._stream = self._stream or torch.cuda.Stream(on_gpu[0].device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(on_gpu[0].device))
             copying = torch.cuda.stream(self._stream)
-        with torch.no_grad(), copying:  # dicts and lists are new ones: nothing is shared
+        with torch.no_grad(), copying:  # new dicts and lists: nothing is shared
             self._state = tree_map_only(
                 Tensor, lambda tensor: next(buffers).copy_(tensor, non_blocking=tensor.is_cuda), state
             )
         if self._stream is not None and on_gpu:
-            for (
-                tensor
-            ) in on_gpu:  # one that is let go of, as flags are, must not be given to others before it is copied
-                tensor.record_stream(self._stream)
-            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps, does not spin
+            for tensor in on_gpu:
+                tensor.record_stream(self._stream)  # keeps freed memory from being reused before it is copied
+            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps instead of spinning
             self._copied.record(self._stream)
 
     def hold_updates(self) -> None:
-        """Let what is queued from now on on the current stream wait for the copies; the host does not."""
+        """Make work queued on the current stream from now on wait for the copies; the host does not wait."""
         if self._copied is not None:
             self._copied.wait()
 
     def state(self) -> dict[str, Any]:
-        """The state as it was at `take`; waits for the device.  Its tensors are the buffers: until the next `take`."""
+        """The state at the time of `take`; waits for the device.  Its tensors are the buffers, valid until the next
+        `take`."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._state
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
-    """As torch lays out a copy: in the memory order of the original, without its gaps."""
+    """Layout of a torch copy: the memory order of the original without its gaps."""
     return tensor.shape, tensor.dtype, torch.empty_like(tensor, device="meta").stride()
 
 
 def _allocate(tensor: Tensor) -> Tensor:
     try:
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-    except (RuntimeError, MemoryError) as error:  # torch raises the former, whichever kind of memory it is
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError for any kind of memory
         raise StorageError(
-            f"a copy of the training state must fit the host's memory; got {one_line(error)} for a tensor of "
-            f"{tuple(tensor.shape)}, {tensor.dtype}{', pinned' if tensor.is_cuda else ''}; give the run more memory, "
-            "or lower training.workers or training.prefetch_factor"
+            f"Cannot allocate host memory for a checkpoint ({tuple(tensor.shape)}, {tensor.dtype}"
+            f"{', pinned' if tensor.is_cuda else ''}): {one_line(error)}; give the run more memory, or lower "
+            "training.workers or training.prefetch_factor"
         ) from error
 
 
@@ -213,28 +211,28 @@ def save_checkpoint(
     config_yaml: str,
     training: TrainingConfig,
 ) -> Path:
-    """Write checkpoint `step`, then point `best` to the best one and delete what is not to be kept.
+    """Write checkpoint `step`, point `best` to the best one, and prune the others.
 
-    One of the same step that is there already is replaced.
+    An existing checkpoint of the same step is replaced.
 
     Args:
         directory: `runs/<name>/checkpoints`.
-        state: tensors and plain data, as `torch.load(weights_only=True)` can read it; with "averages", by name, of
-            which each has "weights", by name; and "best", of which "step" is that of the best checkpoint, or None.
+        state: tensors and plain data that `torch.load(weights_only=True)` can read; "averages" by name, each with its
+            "weights" by name; "best" with the "step" of the best checkpoint, or None.
         config_yaml: resolved config of the run.
-        training: its `keep_last` and `keep_every` say which others stay.
+        training: `keep_last` and `keep_every` decide which other checkpoints are kept.
 
     Raises:
-        StorageError: the disk is full or cannot be written; older checkpoints are untouched, nothing is left behind.
+        StorageError: the disk is full or not writable; older checkpoints are untouched, and nothing is left behind.
     """
     final = directory / f"step_{step:08d}"
     partial = directory / f"{_PARTIAL}{final.name}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _clean_up(directory)
-        # A tensor's entry in its file takes some hundred bytes; the rest is plain data.
+        # Each tensor's entry takes a few hundred bytes; the rest is plain data.
         needed = sum(tensor.nbytes + 1024 for tensor in tensors_in(state)) + 2**20
-        if needed > (free := shutil.disk_usage(directory).free):  # others write on this disk, too
+        if needed > (free := shutil.disk_usage(directory).free):  # others also write to this disk
             raise OSError(f"{-(-needed // 2**20)} MiB needed and {free // 2**20} MiB free")
         partial.mkdir()
         _write_files(partial, step, state, config_yaml)
@@ -242,16 +240,14 @@ def save_checkpoint(
             final.rename(final.with_name(f"{REPLACED}{final.name}"))
         partial.rename(final)
         flush_to_disk(directory)
-        flush_to_disk(directory.parent)  # which has not flushed the name of a new directory yet
+        flush_to_disk(directory.parent)  # the directory itself may be new
     except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"a checkpoint must fit on the disk; got {type(error).__name__}: {error} writing {final}; {_REMEDY}"
-        ) from error
+        raise StorageError(f"Cannot write checkpoint {final}: {type(error).__name__}: {error}; {_REMEDY}") from error
     finally:
         _clean_up(directory)
     best_step = best["step"] if (best := state.get("best")) else None
     best_path = directory / f"step_{best_step or 0:08d}"
-    if best_path.is_dir() and _linked_best(directory) != best_path.name:  # of an earlier step where a kill fell before
+    if best_path.is_dir() and _linked_best(directory) != best_path.name:  # may lag behind after a kill
         _link_best(best_path)
     _prune(directory, step, training, best_step)
     return final
@@ -273,21 +269,21 @@ def _write_files(partial: Path, step: int, state: dict[str, Any], config_yaml: s
 
 
 def _clean_up(directory: Path) -> None:
-    """Delete what a killed or failed save has left; what was to be replaced comes back where nothing took its place."""
-    with _only_a_warning(f"what earlier saves left in {directory} is kept"):
+    """Delete leftovers of killed or failed saves; restore a checkpoint whose replacement never arrived."""
+    with _only_a_warning(f"cannot clean up {directory} after earlier saves"):
         for path in directory.glob(".*step_*"):
             final = path.with_name(path.name.removeprefix(REPLACED))
             if path.name.startswith(REPLACED) and not final.exists():
                 path.rename(final)
             elif path.name.startswith((REPLACED, _PARTIAL, _PRUNED)):
-                with _only_a_warning(f"{path} could not be deleted; delete it by hand"):
+                with _only_a_warning(f"cannot delete {path}; delete it manually"):
                     shutil.rmtree(path)
 
 
 def _link_best(best: Path) -> None:
-    """Let the link `best` point to a checkpoint; at no moment is the link missing."""
+    """Point the link `best` to a checkpoint; the link exists at all times."""
     directory, link = best.parent, best.with_name(".new-best")
-    with _only_a_warning(f"{directory / BEST} cannot be made a link to the best checkpoint"):
+    with _only_a_warning(f"cannot link {directory / BEST} to the best checkpoint"):
         link.unlink(missing_ok=True)
         link.symlink_to(best.name)
         link.replace(directory / BEST)
@@ -295,29 +291,28 @@ def _link_best(best: Path) -> None:
 
 
 def _linked_best(directory: Path) -> str:
-    """The name of the checkpoint that `best` points to; '' where it is no link."""
+    """Name of the checkpoint that `best` points to; '' if it is not a link."""
     link = directory / BEST
     return link.readlink().name if link.is_symlink() else ""
 
 
 def _prune(directory: Path, step: int, training: TrainingConfig, best_step: int | None) -> None:
-    """Delete what is not to be kept.  What `best` points to is: a better one may have failed to be saved."""
-    with _only_a_warning(f"older checkpoints in {directory} are kept"):
-        # What lies beyond this step was passed over as damaged when the run was resumed: it must not push out whole
-        # ones.
+    """Delete old checkpoints, except the one `best` points to: saving a better one may have failed."""
+    with _only_a_warning(f"cannot prune older checkpoints in {directory}"):
+        # Later checkpoints were skipped as damaged on resume; they must not displace intact ones.
         until_now = [path for path in list_checkpoints(directory) if step_of(path) <= step]
         best = {f"step_{best_step or 0:08d}", _linked_best(directory)}
         for old in until_now[: -training.keep_last]:
             if old.name in best or (training.keep_every and step_of(old) % training.keep_every == 0):
                 continue
-            with _only_a_warning(f"{old} could not be deleted; delete it by hand"):
-                # Renamed first: who reads it (`vesuvius sample`) finds it whole or gone, never half of it.
+            with _only_a_warning(f"cannot delete {old}; delete it manually"):
+                # Renamed first, so that readers (`vesuvius sample`) never find it half deleted.
                 shutil.rmtree(old.rename(old.with_name(f"{_PRUNED}{old.name}")))
 
 
 @contextmanager
 def _only_a_warning(text: str) -> Iterator[None]:
-    """What goes wrong around a checkpoint that is whole is no reason for its save to fail."""
+    """Log a failure instead of raising it: the checkpoint itself is complete."""
     try:
         yield
     except (OSError, StorageError) as error:
@@ -330,7 +325,7 @@ def write_state(path: Path, state: dict[str, Any]) -> str:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # What the disk has said: torch goes on to a complaint about the position in the file, which hides it.
+            # The disk's error: torch hides it behind a complaint about the file position.
             raise error.__context__ or error from None
     flush_to_disk(path)
     return digest(path)
@@ -339,12 +334,12 @@ def write_state(path: Path, state: dict[str, Any]) -> str:
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> str:
     """Write weights as safetensors; returns the SHA-256 sum.  Raises OSError and SafetensorError.
 
-    The same weights give the same bytes: safetensors sorts them, and they go without metadata.
+    Equal weights give equal bytes: safetensors sorts them, and no metadata is written.
     """
     path.touch()
     mode = path.stat().st_mode
     save_file({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, path)
-    path.chmod(mode)  # safetensors puts a temporary file in its place, which nobody else may read
+    path.chmod(mode)  # safetensors replaces it with a temporary file that only the owner can read
     flush_to_disk(path)
     return digest(path)
 

@@ -1,7 +1,7 @@
-"""What a model was trained on, and from a checkpoint to a network that predicts.
+"""The data that a model was trained on, and its network, loaded from a checkpoint.
 
-A checkpoint holds what a run knows of its data, so that sampling needs no volumes.  Of `state.pt`, mapped into memory,
-only what is asked for is read.
+A checkpoint describes the data of its run, so sampling needs no volumes.  `state.pt` is memory-mapped: only what is
+used is read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from vesuvius.training.checkpoint.format import (
     find_checkpoint,
     load_state,
     load_weights_file,
+    permission_checked,
     read_digests,
-    readable,
     stored_averages,
     weights_file,
 )
@@ -42,26 +42,26 @@ from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import FloatTriple
 
 _LAST_WEIGHTS = "model"
-_LIE = ("condition_factors", "condition_offsets")
+_ALIGNMENT = ("condition_factors", "condition_offsets")
 
 
 @dataclass(frozen=True)
 class TrainedVolume:
-    """A volume that a model is trained on."""
+    """A volume that a model was trained on."""
 
     name: str  # path and level
     dtype: np.dtype[Any]  # stored dtype of its voxels
-    voxel_size_um: FloatTriple | None  # edge lengths (z, y, x), or None where unknown
+    voxel_size_um: FloatTriple | None  # edge lengths (z, y, x), or None if unknown
     shape_zyx: Triple | None = None
-    # condition_factors, condition_offsets: how its condition lies in it, as in `Alignment`
+    # condition_factors, condition_offsets: alignment of the condition, as in `Alignment`
     condition_factors: Fractions = ONES
     condition_offsets: Fractions = ZEROS
-    within: Box | None = None  # the part that is split, as in `PreparedData`; None = all
+    within: Box | None = None  # the box that is split, as in `PreparedData`; None = all
 
 
 @dataclass(frozen=True, eq=False)
 class DataFacts:
-    """The data that a model is trained on, one entry per `data.volumes` where plural."""
+    """The data that a model was trained on; one entry per `data.volumes` in the tuples."""
 
     volumes: tuple[TrainedVolume, ...]
     greys: IntensityRanges  # their grey ranges
@@ -76,7 +76,9 @@ class DataFacts:
     def state_dict(self) -> dict[str, Any]:
         """As tensors and plain data."""
         volumes = [
-            vars(volume) | {"dtype": volume.dtype.name} | {key: tuple(map(str, vars(volume)[key])) for key in _LIE}
+            vars(volume)
+            | {"dtype": volume.dtype.name}
+            | {key: tuple(map(str, vars(volume)[key])) for key in _ALIGNMENT}
             for volume in self.volumes
         ]
         greys = {"greys": self.greys.volumes, "condition_greys": self.greys.conditions}
@@ -88,12 +90,13 @@ class DataFacts:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], path: Path) -> Self:
-        """What `state_dict` returned.  Raises StorageError: `path`, where it was, is of a version that said less."""
+        """Inverse of `state_dict`.  Raises StorageError: the state, read from `path`, is from a version that stored
+        less."""
         volumes = []
         try:
             for stored in state["volumes"]:
                 known = {key.name: stored[key.name] for key in fields(TrainedVolume)}
-                known |= {key: triple(map(Fraction, stored[key])) for key in _LIE}
+                known |= {key: triple(map(Fraction, stored[key])) for key in _ALIGNMENT}
                 volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
             greys, conditions = (
                 tuple(IntensityRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys")
@@ -101,23 +104,23 @@ class DataFacts:
             return cls(tuple(volumes), IntensityRanges(greys, conditions), Spectrum.from_state(state["spectrum"]))
         except (KeyError, TypeError, ValueError) as error:
             raise StorageError(
-                f"{path} does not say what it was trained on ({type(error).__name__}: {one_line(error)}): it is from "
+                f"{path} does not describe its training data ({type(error).__name__}: {one_line(error)}): it is from "
                 "an earlier version of vesuvius; use that version, or start a new run"
             ) from error
 
 
 def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
-    """The volumes of prepared data."""
+    """Describe the volumes of prepared data."""
     kind: Kind = "condition" if data.conditions else "volume"
-    lies = [data.array(kind, number)[1] for number in range(len(data.volumes))]
+    alignments = [data.array(kind, number)[1] for number in range(len(data.volumes))]
     return tuple(
         TrainedVolume(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, found.factors, found.offsets, within)
-        for v, found, within in zip(data.volumes, lies, data.within, strict=True)
+        for v, found, within in zip(data.volumes, alignments, data.within, strict=True)
     )
 
 
 def read_facts(path: Path, config: DataConfig) -> DataFacts | None:
-    """What `write_facts` has kept for such a config; None where it is not there or not whole."""
+    """Facts stored by `write_facts` for the same data; None if absent or incomplete."""
     try:
         state = load_state(path)
         return DataFacts.from_state(state, path) if state["config"] == voxel_settings(config) else None
@@ -126,43 +129,43 @@ def read_facts(path: Path, config: DataConfig) -> DataFacts | None:
 
 
 def write_facts(path: Path, config: DataConfig, facts: DataFacts) -> None:
-    """Keep them for other runs on the same data.  Raises OSError."""
+    """Store facts for other runs on the same data.  Raises OSError."""
     write_state(path, facts.state_dict() | {"config": voxel_settings(config)})
 
 
 def voxel_settings(config: DataConfig) -> str:
-    """What of a config the facts follow from; not how voxels are fetched."""
+    """The settings that determine the facts, without those that only affect fetching."""
     return config.model_dump_json(exclude={"store", "resident"})
 
 
 @dataclass(frozen=True, eq=False)
 class CheckpointInfo:
-    """What a checkpoint says beside its weights."""
+    """A checkpoint without its weights."""
 
-    checkpoint: Path  # where it is
-    step: int  # optimizer steps it has been trained for
-    config: Config  # that of the run, with the overrides
-    data: DataFacts  # what it was trained on
+    checkpoint: Path
+    step: int  # optimizer steps
+    config: Config  # of the run, with overrides
+    data: DataFacts  # training data
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """What a new run starts from."""
+    """Weights that a new run starts from."""
 
     weights: dict[str, Tensor]  # by name, float32 on the CPU
-    source: Path  # the file that they are from
+    source: Path  # file
 
 
 class Denoiser:
-    """A network with trained weights, on a device, as a `Denoise`.
+    """A trained network on a device, as a `Denoise`.
 
     Attributes:
-        amp: the dtype it is computed in.
-        parameters: number of its weights.
+        amp: autocast dtype.
+        parameters: number of weights.
     """
 
     def __init__(self, info: CheckpointInfo, weights: str, schedule: Schedule, device: torch.device) -> None:
-        """Reads the weights.  Raises what `load_weights` raises, and StorageError where they are of another network."""
+        """Reads the weights.  Raises like `load_weights`, and StorageError if they belong to another network."""
         self._device, self._schedule = device, schedule
         self.amp: AmpMode = resolve_amp(info.config.training.amp, device)
         self.network = build_network(info.config, device).eval()
@@ -172,26 +175,25 @@ class Denoiser:
             self.network.load_state_dict(found)
         except RuntimeError as error:
             raise StorageError(
-                "a checkpoint's weights must be those of the network in its config; got "
-                f"{one_line(error)} in {info.checkpoint / _file_of(weights)}; use the version of "
-                "vesuvius that trained it"
+                f"The weights in {info.checkpoint / _file_of(weights)} do not fit the network of their config: "
+                f"{one_line(error)}; use the version of vesuvius that trained them"
             ) from error
 
     @torch.no_grad()
     def __call__(self, x_t: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
-        """What the network says about BCZYX at timesteps [B]."""
+        """Prediction of the network for x_t [B, C, Z, Y, X] at timesteps [B]."""
         with autocast(self._device, self.amp):
             return predict(self.network, self._schedule, x_t, t, condition)
 
 
 def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> CheckpointInfo:
-    """What a checkpoint was trained on, and the config to continue with.
+    """Read what a checkpoint was trained on, and its config with overrides.
 
     Args:
-        overrides: `key.path=value`, put on top of the config that the checkpoint holds.
+        overrides: `key.path=value`, applied to the stored config.
 
     Raises:
-        ConfigError: the config and the overrides do not go together.
+        ConfigError: the overrides do not fit the config.
         StorageError: the state cannot be read.
     """
     state = load_state(checkpoint / STATE, mmap=True)
@@ -199,20 +201,19 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
         config = parse_stored(state["config"], overrides, source=str(checkpoint / STATE))
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\n(for a trained model, only keys that have an option of `vesuvius sample` can change: "
-            "set or drop that option)"
+            f"{error}\n(only keys with a `vesuvius sample` option can change for a trained model)"
         ) from error
     return CheckpointInfo(checkpoint, state["step"], config, DataFacts.from_state(state, checkpoint))
 
 
 def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
-    """The weights of an average ("ema", "ema_0.999") or those of the last step ("model"), by name, on the CPU.
+    """Weights of an average ("ema", "ema_0.999") or of the last step ("model"), by name, on the CPU.
 
-    Reads all of the file that they are in.
+    Reads and checks the whole file.
 
     Raises:
         ConfigError: the checkpoint has no such weights.
-        StorageError: the file is missing, cannot be read or is not the one that was written.
+        StorageError: the file is missing, unreadable or was changed.
     """
     check_weights(checkpoint, weights)
     path = checkpoint / _file_of(weights)
@@ -224,27 +225,24 @@ def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
 
 
 def check_weights(checkpoint: Path, weights: str) -> str:
-    """The SHA-256 sum of the file with these weights.  Raises ConfigError where a checkpoint has no such weights."""
-    there = [*stored_averages(checkpoint), _LAST_WEIGHTS]
-    if weights not in there:
-        raise ConfigError(
-            f"--weights must be one of {', '.join(there)}, which the checkpoint holds; got {weights!r} of "
-            f"{checkpoint}; choose another"
-        )
+    """SHA-256 sum of the file with these weights.  Raises ConfigError if the checkpoint lacks them."""
+    available = [*stored_averages(checkpoint), _LAST_WEIGHTS]
+    if weights not in available:
+        raise ConfigError(f"{checkpoint} has no weights {weights!r}; choose --weights from {', '.join(available)}")
     return read_digests(checkpoint)[_file_of(weights)]
 
 
 def read_initial_weights(given: Path) -> InitialWeights:
-    """The averaged weights that `training.init_from` names, in float32 on the CPU.  Reads them, and nothing else.
+    """Averaged weights named by `training.init_from`, in float32 on the CPU.
 
     Args:
-        given: as `find_checkpoint` takes it, or a `.safetensors` file anywhere.
+        given: as for `find_checkpoint`, or any `.safetensors` file.
 
     Raises:
         ConfigError: there are no weights.
-        StorageError: they are damaged.
+        StorageError: the weights are damaged.
     """
-    with readable():
+    with permission_checked():
         alone = given.suffix == ".safetensors" and given.is_file()
     if not alone:
         found = find_checkpoint(given, "training.init_from")

@@ -1,1 +1,1 @@
-"""Before anything runs.  In: a config.  Out: an error, or what the run will do and how much memory it will take."""
+"""Before a run starts.  In: a config.  Out: an error, or the predicted work, time and memory."""

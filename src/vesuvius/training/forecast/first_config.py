@@ -1,4 +1,4 @@
-"""The first config of a volume on this machine: the largest preset that memory and half an hour allow.  Does I/O."""
+"""First config for a volume on this machine: the largest preset that fits memory and half an hour.  Does I/O."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Preset:
-    """A patch and a network that suit each other, for 8 patches a step."""
+    """A patch size and a matching network, for 8 patches per step."""
 
     patch: Triple
     channels: Triple
@@ -68,70 +68,71 @@ PRESETS = {
         Preset((8, 32, 32), (16, 32, 64), 1, 4, 2e-3),
     ),
 }
-"""By device, from the largest."""
+"""Largest first, by device type."""
 _BATCH = 8
-_STEP_S = {"cuda": 4.0, "cpu": 2.0}  # longest step
-_READERS = {"cuda": 6, "cpu": 2}  # at most, and half as many again of a remote store
+_STEP_S = {"cuda": 4.0, "cpu": 2.0}  # longest acceptable step
+_READERS = {"cuda": 6, "cpu": 2}  # maximum; 1.5 times as many for a remote store
 _CORES_WITHOUT_READERS = 2
-_RUN_S = 0.9 * 1800  # of half an hour; validations, previews and checkpoints take the rest
+_RUN_S = 0.9 * 1800  # half an hour minus validations, previews and checkpoints
 _PATCHES: tuple[Triple, ...] = (
     _FULL, (48, 96, 96), (32, 64, 64), (16, 48, 48), (16, 32, 32), (8, 32, 32), (8, 16, 16), (8, 8, 8),
 )  # fmt: skip
-LEAST_WIDTH_UM = 300.0  # of a patch: one or two sheets of a scroll and what lies between them
+LEAST_WIDTH_UM = 300.0  # width of a patch: one or two scroll sheets and their gap
 _LEAST_YX = 8
 _SPARSE = 0.95  # stored share below which patches are drawn from stored chunks
-_COARSE_VOXELS = 32_000_000  # of a level that is small enough to be read as a foreground mask
-_PLACES = 8  # boxes whose grey values are read
-_OUTAGE_MINUTES = 0.5  # an address with a typing error is to be told at once
+_COARSE_VOXELS = 32_000_000  # largest level used as a foreground mask
+_SAMPLED_BOXES = 8  # for intensity statistics
+_OUTAGE_MINUTES = 0.5  # a mistyped address must fail soon
 
 
 def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tuple[str, list[str]]:
-    """The text of a config, and what was found and chosen, a line each.
+    """Return the text of a config, and a summary of findings and choices, one line each.
 
     Args:
-        level_given: the level of `spec` is wanted; else a coarser one is chosen where patches would show too little.
+        level_given: keep the level of `spec`; otherwise choose a coarser one if patches would show too little.
 
-    Raises ConfigError where the volume is too small for any patch, and DataError.
+    Raises ConfigError: the volume is too small for any patch; DataError.
     """
     store, device = StoreConfig(outage_minutes=_OUTAGE_MINUTES), choose_device()
-    volume = describe_volume(spec, store, num_boxes=_PLACES)
+    volume = describe_volume(spec, store, num_boxes=_SAMPLED_BOXES)
     preset, micro, step_s = _choose_preset(shape_zyx(volume), device, resolve_amp("auto", device))
     if not level_given and (level := choose_level(volume, preset.patch)) != spec.level:
         spec = spec.model_copy(update={"level": level})
-        volume = describe_volume(spec, store, num_boxes=_PLACES)
+        volume = describe_volume(spec, store, num_boxes=_SAMPLED_BOXES)
     patch, held_out = fit_patch(shape_zyx(volume), preset.patch)
     training = _training(preset, micro, step_s, held_out, is_remote(spec.path), device)
-    found = _data(volume, patch, held_out)
+    data_config = _data(volume, patch, held_out)
     try:
-        data = prepare_data(0, found.with_store(cache_dir=None))
+        data = prepare_data(0, data_config.with_store(cache_dir=None))
     except DataError as error:
-        if not found.min_foreground:
+        if not data_config.min_foreground:
             raise
-        log.warning("data.min_foreground is left at 0: %s", one_line(error))
-        found = _data(volume, patch, held_out, everywhere=True)
-        data = prepare_data(0, found.with_store(cache_dir=None))
-    config = Config(name=name, seed=0, data=found, training=training, model=_model(preset, patch))
+        log.warning("keeping data.min_foreground at 0: %s", one_line(error))
+        data_config = _data(volume, patch, held_out, everywhere=True)
+        data = prepare_data(0, data_config.with_store(cache_dir=None))
+    config = Config(name=name, seed=0, data=data_config, training=training, model=_model(preset, patch))
     config = config.with_training(workers=_workers(config, data, is_remote(spec.path)))
     gpu = "no GPU"
     if device.type == "cuda":
         gpu = f"{torch.cuda.get_device_name(device)} with {format_gib(torch.cuda.mem_get_info(device)[0])} GiB free"
     memory, steps = f"{format_gib(ram_limit(None).limit_bytes)} GiB of memory", config.horizon_steps
-    said = {
+    summary = {
         "volume": f"{spec.path}, level {spec.level} of {len(volume.levels)}: {format_sizes(volume.chosen.shape)} "
         f"{volume.chosen.dtype}{_stored(volume)[1]}",
         "machine": f"{usable_cores(os.getpid()):g} cores, {memory}, {gpu}",
-        "patch": f"{format_sizes(patch)}; {config.global_batch} a step, {micro} at once; {_width_words(volume, patch)}",
-        "model": f"{parameter_count(build_meta_network(config)) / 1e6:.1f} M parameters, about {step_s:.2g} s a step",
+        "patch": f"{format_sizes(patch)}; {config.global_batch} per step in micro-batches of {micro}; "
+        f"{_width_words(volume, patch)}",
+        "model": f"{parameter_count(build_meta_network(config)) / 1e6:.1f} M parameters, about {step_s:.2g} s per step",
         "run": f"{steps} steps, about {max(round(steps * step_s / 54), 1)} minutes",
     }
     config = config.with_training(train_batch_size="auto", accumulate_steps=_BATCH)
-    return _text(config, said, volume), [f"{key:10} {text}" for key, text in said.items()]
+    return _text(config, summary, volume), [f"{key:10} {text}" for key, text in summary.items()]
 
 
 def _choose_preset(shape: Triple, device: torch.device, amp: AmpMode) -> tuple[Preset, int, float]:
-    """The largest preset whose step fits the memory and takes at most 2 s on a CPU, 4 s on a GPU; else the smallest.
+    """The largest preset whose step fits into memory and takes at most 2 s on a CPU, 4 s on a GPU; else the smallest.
 
-    With the patches that are computed at once, and the seconds of a step, the middle of what a dry run predicts.
+    Also its micro-batch and the predicted seconds per step.
     """
     for preset in PRESETS[device.type]:
         patch, _ = fit_patch(shape, preset.patch)
@@ -155,18 +156,18 @@ def _model(preset: Preset, patch: Triple) -> ModelConfig:
         full_res_channels=preset.channels[0] // 2,
         attention_heads=preset.heads,
     )
-    thin = {"strides": ((1, 2, 2), (1, 2, 2)), "stem_stride": (1, 2, 2)}  # too few slices to be downsampled along z
+    thin = {"strides": ((1, 2, 2), (1, 2, 2)), "stem_stride": (1, 2, 2)}  # too few slices to downsample along z
     return model.model_copy(update=thin) if patch[0] < _LEAST_YX else model
 
 
 def fit_patch(shape: Triple, wanted: Triple) -> tuple[Triple, bool]:
-    """The largest patch up to `wanted` that a volume can give, and whether it can hold out a validation slab too.
+    """Largest patch up to `wanted` that fits the volume, and whether a validation slab fits as well.
 
-    Patches shrink before a run without validation is chosen.  Raises ConfigError.  Pure.
+    Prefers smaller patches to a run without validation.  Raises ConfigError.  Pure.
     """
     if min(shape[1:]) < _LEAST_YX:
         raise ConfigError(
-            f"A volume of {list(shape)} is too small: it needs {_LEAST_YX} voxels in y and x; choose a finer level"
+            f"A volume of {list(shape)} is too small: y and x need at least {_LEAST_YX} voxels; choose a finer level"
         )
     for validation in (ValidationConfig(), ValidationConfig(fraction=0)):
         for z, yx, _ in (patch for patch in _PATCHES if patch <= wanted):
@@ -181,9 +182,9 @@ def fit_patch(shape: Triple, wanted: Triple) -> tuple[Triple, bool]:
 
 
 def choose_level(volume: VolumeFacts, wanted: Triple) -> int:
-    """The finest level, from the chosen one on, of which a patch shows 0.3 mm; else that which shows most.
+    """Finest level, starting at the chosen one, of which a patch covers 0.3 mm; otherwise the level covering most.
 
-    Smaller patches show no sheet from side to side, and samples are fog.
+    Smaller patches do not span a sheet, and samples look like fog.
     """
     widths: dict[int, float] = {}
     for level in (each for each in volume.levels if each.level >= volume.chosen.level):
@@ -195,7 +196,7 @@ def choose_level(volume: VolumeFacts, wanted: Triple) -> int:
 
 
 def _width_um(level: LevelFacts, patch: Triple) -> float | None:
-    """What a patch shows of the object, along the shorter of y and x; None = the size of voxels is not known."""
+    """Physical width of a patch: the shorter of y and x; None = voxel size unknown."""
     size_um = level.voxel_size_um
     return None if size_um is None else min(n * um for n, um in zip(patch[1:], size_um[1:], strict=True))
 
@@ -204,12 +205,12 @@ def _width_words(volume: VolumeFacts, patch: Triple) -> str:
     width = _width_um(volume.chosen, patch)
     if width is None:
         return "voxel size unknown: if samples show too little, choose a coarser --level"
-    few = f", less than the {LEAST_WIDTH_UM / 1000:g} mm that show enough of a sheet" if width < LEAST_WIDTH_UM else ""
+    few = f", less than the {LEAST_WIDTH_UM / 1000:g} mm needed to show a sheet" if width < LEAST_WIDTH_UM else ""
     return f"{width / 1000:.2g} mm wide{few}"
 
 
 def shape_zyx(volume: VolumeFacts, level: LevelFacts | None = None) -> Triple:
-    """Of the chosen level or another."""
+    """Shape (Z, Y, X) of the chosen level or of `level`."""
     z, y, x = ((level or volume.chosen).shape[axis] for axis in volume.zyx)
     return z, y, x
 
@@ -217,7 +218,7 @@ def shape_zyx(volume: VolumeFacts, level: LevelFacts | None = None) -> Triple:
 def _training(
     preset: Preset, micro: int, step_s: float, held_out: bool, remote: bool, device: torch.device
 ) -> TrainingConfig:
-    """For half an hour in four epochs; at least 80 steps, at most 20,000.  Readers leave the trainer a core."""
+    """Half an hour in four epochs, 80 to 20,000 steps in total.  Readers leave the trainer a core."""
     per_epoch = int(float(f"{min(max(_RUN_S / step_s, 80), 20_000) / 4:.1e}"))
     spare = usable_cores(os.getpid()) - (2 if device.type == "cuda" else 1)
     most = _READERS[device.type] * (3 if remote else 2) // 2
@@ -240,7 +241,7 @@ def _training(
 
 
 def _data(volume: VolumeFacts, patch: Triple, held_out: bool, everywhere: bool = False) -> DataConfig:
-    """Of a sparse volume, patches are drawn where something is stored, unless they shall be from `everywhere`."""
+    """Data section; patches of a sparse volume are drawn where chunks are stored, unless `everywhere`."""
     spec, keys = volume.spec, dict[str, Any]()
     if is_remote(spec.path):
         cache_gib = max(min(50, int(shutil.disk_usage(Path.cwd()).free / 4 / GIB)), 1)
@@ -279,16 +280,16 @@ def _fits(config: Config, data: PreparedData) -> bool:
 
 
 def _stored(volume: VolumeFacts) -> tuple[float, str]:
-    """The share of the chunks that are stored, 1 where it is not known, and in words: counted, or of some asked for."""
+    """Share of stored chunks (1 if unknown), and a description: of all chunks or of a random sample."""
     present, total, grey = volume.occupancy.present, max(volume.occupancy.total, 1), volume.grey
     if present is not None:
         return present / total, f", {format_percent(present * 1000 // total / 1000)} of the chunks are stored"
     if grey is None or not grey.tried or grey.found is None:
         return 1.0, ""
-    return grey.found / grey.tried, f", {grey.found} of {grey.tried} chunks asked for at random are stored"
+    return grey.found / grey.tried, f", {grey.found} of {grey.tried} randomly chosen chunks are stored"
 
 
-def _text(config: Config, said: dict[str, str], volume: VolumeFacts) -> str:
+def _text(config: Config, summary: dict[str, str], volume: VolumeFacts) -> str:
     """The config as commented YAML."""
     level, others = volume.chosen, len(volume.levels) - 1
     reasons = {
@@ -297,20 +298,20 @@ def _text(config: Config, said: dict[str, str], volume: VolumeFacts) -> str:
         f"{others} other level{'s' * (others != 1)}",
         "data.patch_size": f"voxels z, y, x: {_width_words(volume, config.data.patch_size)}",
         "data.min_foreground": "at least half of each patch lies in stored chunks",
-        "data.validation": "the volume is too small to hold out a part",
-        "training.train_batch_size": "patches computed at once: as many of those of a step as memory allows",
-        "training.accumulate_steps": f"{config.global_batch} patches a step",
+        "data.validation": "the volume is too small for a validation slab",
+        "training.train_batch_size": "micro-batch: as large as memory allows",
+        "training.accumulate_steps": f"{config.global_batch} patches per step",
         "training.workers": "reader processes; 0 = the trainer reads: best on two cores, for a small volume, and "
-        "where memory or /dev/shm is too small for Ray",
-        "training.epochs": f"{said['run']} here; to continue, raise epochs and add --resume",
-        "training.lr_schedule": "needs no horizon: a longer run continues as if planned from the start",
-        "model": said["model"],
+        "if memory or /dev/shm is too small for Ray",
+        "training.epochs": f"{summary['run']} here; to continue, raise epochs and add --resume",
+        "training.lr_schedule": "independent of the horizon, so the run can be extended at any time",
+        "model": summary["model"],
     }
     share, words = _stored(volume)
     if share < _SPARSE and not config.data.min_foreground:
         reasons["data"] = f"{words[2:]}; run vesuvius volume occupancy, then set min_foreground: 0.5"
     head = [
-        f"# Written by vesuvius init for {to_yaml(volume.spec.path)} on {said['machine']}.",
+        f"# Written by vesuvius init for {to_yaml(volume.spec.path)} on {summary['machine']}.",
         "# All keys and their meanings: docs/config.md, or vesuvius train --config FILE --print-config",
     ]
     return "\n".join([*head, dump_set_keys(config, reasons)])

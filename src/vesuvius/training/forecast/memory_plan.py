@@ -1,13 +1,13 @@
-"""How much GPU memory and how many floating-point operations a training step takes, before there is a GPU; the MFU.
+"""GPU memory and floating-point operations of a training step, planned without a GPU, and its MFU.
 
 One real step (`TrainStep`: noising, network, loss, backward pass, clipping, AdamW, EMA) runs on fake tensors, which
-have a shape, a dtype and no memory, and `Footprint` watches it.  So the plan follows the code, not a table.
+have a shape and a dtype but no memory, while `Footprint` watches.  The plan therefore follows the code.
 
-The fake tensors are those of a CPU: torch without CUDA refuses to compute with fake CUDA tensors, and on meta tensors
-attention would form the whole matrix of scores.  Convolutions, linear maps and attention have the same autocast dtype
-on both.  What differs on CUDA: autocast computes the norm in front of the attention in float32, which here counts in
-bf16: some MiB a patch at the lowest level, and every norm with `recompute_norm: false`.  Beside the step,
-`TrainingFeed` holds 5 bytes a voxel more than the plan has.
+The fake tensors are CPU tensors: without CUDA torch refuses fake CUDA tensors, and on meta tensors attention would form
+the full score matrix.  Convolutions, linear layers and attention have the same autocast dtype on both devices.  CUDA
+differs in one respect: autocast computes the norm before attention in float32, which counts as bf16 here (some MiB per
+patch at the lowest level, and every norm with `recompute_norm: false`).  In addition to the step, `TrainingFeed` holds
+5 bytes per voxel that are not planned.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from vesuvius.training.step.step import TrainStep
 
 log = logging.getLogger(__name__)
 
-CONTEXT_BYTES = int(0.6 * GIB)  # what CUDA itself, cuDNN's and cuBLAS's handles and kernels take of a GPU
-LARGEST_PLANNED_BATCH = 1024  # a larger answer is of no use
-# A CPU's allocator keeps holes between tensors of a step: 1.3 to 1.6 times the plan's bytes were seen in use.
-_CPU_HOLES = 0.5
-# The caching allocator takes segments of 2 MiB and more, and holes in them stay unused.  Assumed, not measured.
+CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context, cuDNN and cuBLAS handles, kernels
+LARGEST_PLANNED_BATCH = 1024  # larger answers are useless
+# Fragmentation of the CPU allocator: 1.3 to 1.6 times the planned bytes were observed.
+_CPU_FRAGMENTATION = 0.5
+# The caching allocator's segments of 2 MiB and more have unused holes.  Assumed, not measured.
 _FRAGMENTATION = 0.05
-# What of `training.*` a step's memory and operations follow from.
-_OF_A_STEP = ("recompute_norm", "checkpoint_levels", "deterministic", "optimizer")
+# `training.*` keys that determine memory and operations of a step.
+_STEP_KEYS = ("recompute_norm", "checkpoint_levels", "deterministic", "optimizer")
 
 _aten = torch.ops.aten
-# torch counts attention in CUDA's kernels only; the CPU's has the same first arguments and the same products.
+# torch counts attention only for CUDA kernels; the CPU kernel has the same first arguments and products.
 FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
     _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
@@ -67,9 +67,9 @@ FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
 }
 
 
-# Dense TFLOP/s at boost clock: fp16 on tensor cores with float32 sums, as torch asks for; bf16 and tf32 likewise, None
-# = no such units; fp32 without tensor cores.  From NVIDIA's data sheets and architecture white papers, those "with
-# sparsity" halved.  Whole names, as CUDA has them: a laptop's, a MIG slice of one or the A10G have other peaks.
+# Dense TFLOP/s at boost clock: fp16 on tensor cores with float32 accumulation, as torch uses; bf16 and tf32 likewise,
+# None = not supported; fp32 without tensor cores.  From NVIDIA's data sheets and architecture white papers, figures
+# "with sparsity" halved.  Full CUDA names: laptop variants, MIG slices and the A10G have other peaks.
 _PEAKS: dict[str, tuple[float, float | None, float | None, float]] = {
     r"(NVIDIA )?A100-(SXM4|PCIE|PCIe)-[48]0GB|NVIDIA A100 80GB PCIe": (312, 312, 156, 19.5),
     r"NVIDIA B200": (2250, 2250, 1125, 75),
@@ -93,49 +93,49 @@ _PEAKS: dict[str, tuple[float, float | None, float | None, float]] = {
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What one rank's training step takes."""
+    """Memory and operations of one rank's training step."""
 
     batch: int  # patches per micro-batch
-    amp: AmpMode  # autocast dtype that was planned for
-    # floating-point operations of an optimizer step, forward and backward, over all its micro-batches; a multiply-add
-    # is 2; blocks that are computed again count again
+    amp: AmpMode  # planned autocast dtype
+    # operations of an optimizer step, forward and backward, over all micro-batches; a multiply-add is 2; recomputed
+    # blocks count again
     flops_per_step: int
-    # what is alive before a step and after each of its allocations, in their order: weights, optimizer and averages too
+    # live memory before a step and after each of its allocations, including weights, optimizer and averages
     live_bytes: tuple[int, ...]
     convolution_bytes: tuple[int, ...]  # input and output of each convolution
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is allocated at once in a step."""
+        """Maximum allocated during a step."""
         return max(self.live_bytes)
 
     @property
     def workspace_bytes(self) -> int:
-        """For kernels that copy the largest convolution's input and output into an order of their own, as oneDNN does
-        (with it, float32 peaks were met to 0.1 %) and cuDNN, which wants 16 bits channels last, is assumed to."""
+        """For kernels that reorder input and output of the largest convolution.  oneDNN does (including it, float32
+        peaks agree to 0.1 %); cuDNN, which prefers 16-bit channels-last, is assumed to."""
         return max(self.convolution_bytes, default=0)
 
     @property
     def vram_bytes(self) -> int:
-        """The memory a GPU must have: the peak and a reserve for what allocated bytes do not show."""
+        """Required GPU memory: peak, workspace, and a reserve for context and fragmentation."""
         return CONTEXT_BYTES + int((1 + _FRAGMENTATION) * (self.peak_bytes + self.workspace_bytes))
 
     @property
     def ram_bytes(self) -> int:
-        """The same for a step on a CPU."""
-        return int((1 + _CPU_HOLES) * (self.peak_bytes + self.workspace_bytes))
+        """Host memory for a step on a CPU."""
+        return int((1 + _CPU_FRAGMENTATION) * (self.peak_bytes + self.workspace_bytes))
 
 
 def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = None) -> MemoryPlan:
     """Trace one training step of `config`.
 
-    Takes a few seconds for a network that was not planned before and no memory, needs no GPU and touches no global
-    generator.  The plan is the eager step's, with `training.compile` too.
+    Takes a few seconds for a new network but no memory; needs no GPU and touches no global generator.  Plans the eager
+    step, also with `training.compile`.
 
     Args:
-        amp: None = that of this machine's GPU; where it has none, that of a large one: `auto` is bf16, channels last.
+        amp: None = that of this machine's GPU; without one, of a large GPU: `auto` is bf16, channels last.
 
-    Raises ConfigError where a tensor would reach 2^31 elements.  No volume is opened.
+    Raises ConfigError: a tensor would reach 2^31 elements.  Opens no volume.
     """
     batch = batch or config.training.micro_batch
     build_meta_network(config).check_size(batch, config.data.patch_size)
@@ -144,10 +144,9 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
 
 
 def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -> int:
-    """Return how many patches per micro-batch a GPU of `vram_bytes` holds, the reserve included; 0 = not even one.
+    """Return the largest micro-batch that fits `vram_bytes`, including the reserve; 0 = not even one patch.
 
-    One more does not fit, or reaches the limit of 2^31 elements a tensor or `LARGEST_PLANNED_BATCH`.
-    `accumulate_steps` stays.
+    Limited by 2^31 elements per tensor and `LARGEST_PLANNED_BATCH`.  `accumulate_steps` is unchanged.
     """
     step = traced_step(config, amp)
     batches = range(1, min(max_indexable_batch(config), LARGEST_PLANNED_BATCH) + 1)
@@ -155,19 +154,19 @@ def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -
 
 
 def max_indexable_batch(config: Config) -> int:
-    """The largest micro-batch without a tensor of 2^31 elements."""
+    """Largest micro-batch without a tensor of 2^31 elements."""
     elements = largest_activation_elements(config.model, 1, config.data.patch_size, config.input_channels)
     return (INT32_LIMIT - 1) // elements
 
 
 def memory_saving_advice(config: Config) -> str:
-    """How one patch takes less memory.  Pure."""
-    lean = "" if config.training.recompute_norm else "set training.recompute_norm=true, "
-    return f"{lean}add training.checkpoint_levels, or lower model.channels"
+    """How to reduce the memory of a single patch.  Pure."""
+    norms = "" if config.training.recompute_norm else "set training.recompute_norm=true, "
+    return f"{norms}add training.checkpoint_levels, or lower model.channels"
 
 
 def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
-    """By what a step's memory and operations follow from, so that equal steps are traced once."""
+    """Traced step for the settings that determine memory and operations, so that equal steps share a trace."""
     training, data, device = config.training, config.data, choose_device()
     planned_for = torch.device("cuda") if amp is None else device
     if amp is None:
@@ -175,7 +174,7 @@ def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
     channels_last = uses_channels_last(training.model_copy(update={"amp": amp}), planned_for)
     condition = ArrayConfig(path="any") if config.has_condition else None
     of_data = {key: getattr(data, key) for key in ("patch_size", "condition_classes", "augment")}
-    of_training = {key: getattr(training, key) for key in _OF_A_STEP} | {
+    of_training = {key: getattr(training, key) for key in _STEP_KEYS} | {
         "accumulate_steps": min(training.accumulate_steps, 2),
         "extra_ema_decays": tuple(0.1 / (n + 1) for n in range(len(training.extra_ema_decays))),  # as many
     }
@@ -189,23 +188,23 @@ def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
     return TracedStep(of_step)
 
 
-@lru_cache(maxsize=8)  # a dry run, a tune or a first config asks for the same step again and again
+@lru_cache(maxsize=8)  # dry run, tune and init request the same step repeatedly
 class TracedStep:
-    """A step on fake tensors that takes micro-batches of any size."""
+    """A step on fake tensors, for micro-batches of any size."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        # Schedule tables and timesteps are real tensors among fake ones.
+        # Schedule tables and timesteps are real tensors.
         self._fake, self._footprint = FakeTensorMode(allow_non_fake_inputs=True), Footprint()
         with self._fake, self._footprint:
             self._step = _step_with_state(config)
         self.trace = cache(self._trace)
 
     def plan(self, batch: int) -> MemoryPlan:
-        """Of one micro-batch of so many patches; beyond three nothing is traced.
+        """Plan of a micro-batch; sizes above three are extrapolated.
 
-        The same operations follow each other, and each figure, as well as what is alive at each of them, lies on a
-        straight line through those of two and of three patches.
+        The sequence of operations does not depend on the size, so every figure, including the live memory at each
+        operation, is linear in it and follows from the traces of two and three patches.
         """
         if batch <= 3:
             return self.trace(batch)
@@ -225,26 +224,28 @@ class TracedStep:
         )
 
     def _trace(self, batch: int) -> MemoryPlan:
-        """The plan of one micro-batch, with the operations of this one alone."""
+        """Plan of one micro-batch, counting its own operations only."""
         footprint = self._footprint
         with self.entered() as step:
-            if self._config.training.accumulate_steps > 1:  # earlier gradients live through the forward pass
+            if (
+                self._config.training.accumulate_steps > 1
+            ):  # gradients of earlier micro-batches are live during the forward pass
                 _give_gradients(step)
             footprint.restart()
             self.accumulate(batch)
-            # Before the update: Muon's products, below 3 % for a large model, come once a step, not once a micro-batch.
+            # Without the update: Muon's products (below 3 % for a large model) occur once per step only.
             flops = footprint.flops
             step.apply(self._config.training.lr)
         return MemoryPlan(batch, step.amp, flops, tuple(footprint.history), tuple(footprint.convolution_bytes))
 
     @contextmanager
     def entered(self) -> Iterator[TrainStep]:
-        """Within: what is done with the step is followed, and computes nothing."""
+        """Context in which operations on the step are traced instead of computed."""
         with self._fake, self._footprint:
             yield self._step
 
     def accumulate(self, batch: int) -> None:
-        """Noising, forward and backward pass of a batch as `TrainingFeed` delivers it; within `entered`."""
+        """Noising, forward and backward pass of a batch as delivered by `TrainingFeed`; within `entered`."""
         patch_size, channels = self._config.data.patch_size, self._config.condition_channels
         condition = torch.empty(batch, channels, *patch_size) if channels else None
         x_0 = torch.empty(batch, 1, *patch_size)
@@ -252,21 +253,21 @@ class TracedStep:
 
 
 class _FakeUNet(UNet):
-    """A network of fake weights, which is where it belongs and cannot be moved."""
+    """A network of fake weights, which must not be moved."""
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:  # torch moves fake weights by swapping, which their memo forbids
+    def to(self, *args: Any, **kwargs: Any) -> Self:  # torch moves fake weights by swapping, which fails for them
         return self
 
 
 def _step_with_state(config: Config) -> TrainStep:
-    """A step as it is after the first update: with moments and without gradients.  Call it under FakeTensorMode."""
+    """A step after the first update: with moments, without gradients.  Call it under FakeTensorMode."""
     network = _FakeUNet(config.model, config.input_channels, execution(config.training))
     if config.training.channels_last:
         for weight in network.parameters():
             if weight.ndim == 5:
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
     step = TrainStep(config, network, Schedule.from_config(config.diffusion), torch.device("cpu"))
-    step.scaler.scale(torch.zeros(()))  # the scaler makes its state when it first sees a loss
+    step.scaler.scale(torch.zeros(()))  # the scaler creates its state at the first loss
     _give_gradients(step)
     step.apply(config.training.lr)
     return step
@@ -278,16 +279,16 @@ def _give_gradients(step: TrainStep) -> None:
 
 
 class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Follows every operation while it is entered, those of the backward pass and of custom functions among them.
+    """Tracks every operation while entered, including backward passes and custom functions.
 
-    Knows nothing of the step.  On real tensors its figures are measurements.  Memory counts from the operation that
-    made it until the last tensor, view or graph that holds it is gone; views of one storage count once.  What a kernel
-    allocates for itself is not seen.
+    Independent of the step; on real tensors its figures are measurements.  Memory counts from the operation that
+    allocated it until the last tensor, view or graph holding it is gone; views share a storage and count once.
+    Kernel-internal allocations are invisible.
 
     Attributes:
-        live_bytes: of all storages that were made since entering and are still held.
+        live_bytes: all storages made since entering that are still held.
         history: `live_bytes` at `restart` and after each allocation since.
-        flops: floating-point operations of matrix products and convolutions since `restart`; a multiply-add is 2.
+        flops: operations of matrix products and convolutions since `restart`; a multiply-add is 2.
         convolution_bytes: input and output of each convolution since `restart`.
     """
 
@@ -298,14 +299,14 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self.restart()
 
     def restart(self) -> None:
-        """Count from here on; what is alive stays."""
+        """Reset the counts; live storages remain."""
         self.history, self.flops = [self.live_bytes], 0
         self.convolution_bytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func is torch.ops.prim.device.default:  # two of three calls, by each look at where a fake tensor lies
+        if func is torch.ops.prim.device.default:  # two thirds of all calls: every device query of a fake tensor
             return out
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
@@ -318,7 +319,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key: int = storage._cdata  # equal for tensors that share memory, fake ones too, whose data pointers are all 0
+        key: int = storage._cdata  # equal for tensors that share memory, unlike the data pointers of fake ones (0)
         if key in self._live:
             return
         storage_bytes = storage.nbytes()
@@ -327,14 +328,14 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             del self._live[key]
             self.live_bytes -= storage_bytes
 
-        # A storage keeps one Python object for as long as anything in C++ holds it: its end is the memory's end.
+        # A storage keeps one Python object while anything in C++ holds it, so its end is the memory's end.
         self._live[key] = weakref.ref(storage, freed)
         self.live_bytes += storage_bytes
         self.history.append(self.live_bytes)
 
 
 def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
-    """Dense peak of a GPU, by the name that CUDA has for it; None where it is not in the table.  Pure.
+    """Dense peak of a GPU by its CUDA name; None if unknown.  Pure.
 
     `tf32`: whether float32 convolutions may use tensor cores.
     """
@@ -346,23 +347,23 @@ def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
     return None if peak is None else 1e12 * peak
 
 
-def seconds_at_peak(config: Config, device: torch.device, part: RankShare) -> float | None:
-    """How long a rank's part of a step would take at the device's peak; None where that is not known.
+def seconds_at_peak(config: Config, device: torch.device, share: RankShare) -> float | None:
+    """Duration of a rank's share of a step at the device's peak; None if the peak is unknown.
 
-    What memory is saved with is no work of the model: blocks that are computed again count once, an optimizer's matrix
-    products not at all.  Takes seconds where the step has not been traced before.
+    Only the model's own work counts: recomputed blocks count once, the optimizer's matrix products not at all.  Takes
+    seconds if the step has not been traced before.
     """
     if device.type != "cuda":
         return None
     name, amp = torch.cuda.get_device_name(device), resolve_amp(config.training.amp, device)
     peak = peak_flops_s(name, amp, torch.backends.cudnn.allow_tf32)
     if peak is None:
-        log.info("no mfu_pct: the peak of %s in amp %s is unknown", name, amp)
+        log.info("mfu_pct is not reported: the peak of %s with amp %s is unknown", name, amp)
         return None
     try:
         model = config.with_training(checkpoint_levels=(), optimizer="adamw", accumulate_steps=1)
         per_sample = plan_memory(model, amp=amp).flops_per_step / config.training.micro_batch
-        return per_sample * part.global_batch / part.world / peak
+        return per_sample * share.global_batch / share.world / peak
     except Exception as error:  # a figure must not end a run
-        log.warning("no mfu_pct: a step could not be traced: %s", one_line(error))
+        log.warning("mfu_pct is not reported: a step could not be traced: %s", one_line(error))
         return None

@@ -1,4 +1,4 @@
-"""`training.train_batch_size: auto`: as many patches at once as the memory plan fits.  Nothing but speed follows."""
+"""`training.train_batch_size: auto`: the largest micro-batch that fits the memory plan.  Affects speed only."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vesuvius.training.forecast.run_plan import num_local_ranks, ram_limit
 from vesuvius.training.step.setup import choose_device, resolve_amp
 
 VRAM_SHARE = 0.92
-"""Of a GPU's memory, what is planned with; kernels, fragments and validations differ from the plan."""
-_RAM_SHARE = 0.4  # of the host's memory, which readers and volumes share, for steps on a CPU
+"""Share of GPU memory to plan with, as kernels, fragmentation and validations are not planned exactly."""
+_RAM_SHARE = 0.4  # share of host memory for steps on a CPU; readers and volumes use the rest
 
 
 @dataclass(frozen=True)
 class MicroBatchFit:
-    """A choice, and the memory that it was made by."""
+    """A chosen micro-batch and its planned memory."""
 
-    config: Config  # with numbers in the place of `auto`
+    config: Config  # `auto` replaced by numbers
     step: MemoryPlan
     need_bytes: int
     available_bytes: int
@@ -29,27 +29,27 @@ class MicroBatchFit:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """Log line."""
         training, room = self.config.training, format_size(self.available_bytes)
         sizes = f"{training.train_batch_size} x {training.accumulate_steps}"
-        none = "" if self.fits else ", where not even one patch fits"
+        none = "" if self.fits else ", too little for even one patch"
         return f"micro-batch {sizes}: {format_size(self.need_bytes)} of {room} by the memory plan{none}"
 
 
 def fit_micro_batch(config: Config, available_bytes: int, gpu: bool) -> MicroBatchFit:
-    """Choose the largest divisor of a rank's part of the effective batch whose step fits; 1 where none does.
+    """Choose the largest divisor of a rank's share of the effective batch whose step fits; 1 if none does.
 
-    Takes seconds for a network that was not planned before.  Raises ConfigError: one patch has 2^31 elements.
+    Takes seconds for a new network.  Raises ConfigError: a tensor of one patch has 2^31 elements.
 
     Args:
-        available_bytes: of memory that this rank may use, as `device_memory_bytes` says.
-        gpu: it is a GPU's, of this machine or of another.
+        available_bytes: memory that this rank may use, as from `device_memory_bytes`.
+        gpu: whether this is GPU memory, here or elsewhere.
     """
     patches = config.training.micro_batch * config.training.accumulate_steps
-    most = max(min(patches, max_indexable_batch(config)), 1)
-    for size in (size for size in range(most, 0, -1) if patches % size == 0):
+    largest = max(min(patches, max_indexable_batch(config)), 1)
+    for size in (size for size in range(largest, 0, -1) if patches % size == 0):
         chosen = config.with_micro_batch(size)
-        # The buckets in which several ranks sum their gradients stay, as gradients do where a step has several parts.
+        # DDP's gradient buckets stay allocated, like the gradients of accumulated micro-batches.
         planned = chosen if config.training.ranks == 1 else chosen.with_training(accumulate_steps=2)
         step = plan_memory(planned, amp=None if gpu else resolve_amp(config.training.amp, torch.device("cpu")))
         need_bytes = step.vram_bytes if gpu else step.ram_bytes
@@ -59,8 +59,8 @@ def fit_micro_batch(config: Config, available_bytes: int, gpu: bool) -> MicroBat
 
 
 def device_memory_bytes(config: Config, device: torch.device) -> int:
-    """What of the memory of a device other programs leave to a rank, CUDA's own share included: of the GPU's, which
-    this begins to use, or of the host's limit."""
+    """Device memory available to a rank, including CUDA's own share: what other programs leave of its GPU, or its share
+    of the host's limit."""
     if device.type == "cpu":
         return ram_limit(config.monitor.ram_limit_gib).limit_bytes // num_local_ranks(config)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -70,10 +70,10 @@ def device_memory_bytes(config: Config, device: torch.device) -> int:
 def resolve_micro_batch(
     config: Config, available_bytes: int | None = None, gpu: bool | None = None
 ) -> tuple[Config, list[str]]:
-    """Put numbers in the place of `auto`, and say which in a line; a config without it stays as it is.
+    """Replace `auto` by numbers and return a log line; a config without `auto` is returned unchanged.
 
     Args:
-        available_bytes, gpu: as of `fit_micro_batch`; None = of this machine's device.
+        available_bytes, gpu: as for `fit_micro_batch`; None = this machine's device.
     """
     if config.training.train_batch_size != "auto":
         return config, []

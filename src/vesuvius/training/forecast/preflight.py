@@ -1,4 +1,4 @@
-"""What is checked before a run writes anything: `train` continues from here, `--dry-run` prints it and stops."""
+"""Checks before a run writes anything: `train` continues from here, `--dry-run` prints the results and stops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vesuvius.monitor.probes.cores import task_limits
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.trackers import check_trackers
-from vesuvius.runlog.units import GIB, format_size, format_sizes
+from vesuvius.runlog.units import format_size, format_sizes
 from vesuvius.stream.options import StreamOptions, check_cluster, check_store, is_ray_connected, store_bytes
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
@@ -35,39 +35,39 @@ from vesuvius.training.validation.validation import measure_spectrum
 from vesuvius.volumes.store.cache import open_cache
 
 READERS_PER_CORE = 4
-"""Readers of a remote store mostly wait, so more of them than cores are useful, but not more than these."""
+"""Upper limit for remote stores, whose readers mostly wait."""
 
-# Tasks (processes and threads), rounded up from the peaks of pids cgroups on two cores: 20 without readers, 305, 335
-# and 407 with 1, 2 and 4 of them.  Ray's daemons have 156, and each process that they start ahead, one a core, 22.
+# Tasks (processes and threads), rounded up from peaks of pids cgroups on two cores: 20 without readers; 305, 335 and
+# 407 with 1, 2 and 4 readers.  Ray's daemons have 156 tasks, each prestarted worker (one per core) 22.
 _ALONE, _ALONE_PER_CORE = 20, 2
 _TRAINER = 75
 _DAEMONS = 160
 _PER_CORE = 25
 _PER_READER = 35
-_RANK = 110  # another trainer, in a process of Ray's
+_RANK = 110  # another trainer, in a Ray worker
 
-_SMALL_BYTES = 2**28  # decoded: a volume that costs little however it is read
+_SMALL_BYTES = 2**28  # decoded size of a volume whose read amplification does not matter
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """A run that may start."""
+    """A checked run, ready to start."""
 
-    directory: RunDir  # where it will write; exists only when it is resumed
+    directory: RunDir  # exists only for a resumed run
     data: PreparedData
-    facts: DataFacts  # what the run knows of its data; of a resumed one, what it began with
-    resumed: ResumePoint | None  # the checkpoint it continues from, or None to start at step 0
-    initial: InitialWeights | None  # the weights it starts from, for `training.init_from` at step 0
-    fixed: FixedPatches | None  # patches for validation and previews, or None where the config wants neither
+    facts: DataFacts  # measured facts about the data; of a resumed run, those it began with
+    resumed: ResumePoint | None  # None = start at step 0
+    initial: InitialWeights | None  # for `training.init_from` at step 0
+    fixed: FixedPatches | None  # for validation and previews; None = neither is configured
     parameters: int  # trainable weights of the network
     checkpoint_bytes: int  # size of one checkpoint on disk, estimated
-    free_bytes: int  # free space where the run directory is or will be
-    resident_bytes: int = 0  # of the volumes, where they are kept decoded in memory
-    halves: bool = False  # out of memory, a smaller micro-batch is tried, as the config had `auto` in its place
+    free_bytes: int  # free space at the run directory
+    resident_bytes: int = 0  # decoded volumes kept in memory
+    can_halve: bool = False  # with `train_batch_size: auto` a smaller micro-batch is tried after an OOM
 
 
 def for_other_ranks(checked: Preflight) -> Preflight:
-    """Return what other ranks need: no open volumes, and no tensors, which `of_rank` reads again."""
+    """Return what other ranks need: without open volumes and tensors, which `of_rank` reads again."""
     resumed = replace(checked.resumed, state={}) if checked.resumed else None
     initial = replace(checked.initial, weights={}) if checked.initial else None
     data = replace(checked.data, volumes=(), conditions=())
@@ -75,7 +75,7 @@ def for_other_ranks(checked: Preflight) -> Preflight:
 
 
 def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
-    """Return the same for one rank: its directory, its samples, and the state that it continues from."""
+    """Return the preflight of one rank: its directory, its samples, and the state that it continues from."""
     resumed = checked.resumed
     if resumed is not None and not resumed.state:
         resumed = replace(resumed, state=load_checkpoint(resumed.checkpoint, verified=True))
@@ -95,22 +95,22 @@ def preflight(
     ranks_here: int = 1,
     known: DataFacts | None = None,
 ) -> Preflight:
-    """Check config, torch, volumes, split, plan, grey values, memory sizes and disk space.
+    """Check config, torch, volumes, split, plan, intensities, memory and disk space.
 
-    Writes nothing, but for chunks that it reads into the disk cache.
+    Writes nothing except chunks into the disk cache.
 
     Args:
         resume: the run may exist.
-        checkpoint: the whole one to continue from, if there is one.
-        caches: read by way of the disk cache, where one is configured, and read the fixed patches; a dry run does not.
+        checkpoint: verified checkpoint to continue from, if any.
+        caches: use the configured disk cache and read the fixed patches; a dry run does neither.
         ranks_here: ranks on this machine, each with its readers.
-        known: what another run has measured of these data; not used where they differ.
+        known: facts that another run measured; ignored if the data differ.
 
     Raises:
-        ConfigError: the run exists and `resume` is false, it was another experiment and not `allow_drift`, sizes do
-            not fit, `training.init_from` names weights of another network, or the package of a tracker is missing.
+        ConfigError: the run exists and `resume` is false, it was another experiment and not `allow_drift`, sizes do not
+            fit, `training.init_from` names weights of another network, or a tracker's package is missing.
         DataError: a volume cannot be used.
-        StorageError: the place is not writable or too small, or weights to start from are damaged.
+        StorageError: the run directory is not writable, the disk is too small, or initial weights are damaged.
     """
     check_torch_version()
     check_trackers(config.monitor.trackers)
@@ -134,7 +134,7 @@ def preflight(
         facts = None if resumed.other_data else DataFacts.from_state(resumed.state, resumed.checkpoint)
     greys = facts.greys if facts else data.intensity_ranges(config.data)
     spectrum = facts.spectrum if facts else measure_spectrum(data, config.data, greys)
-    # Read once, before a run starts, so that nothing fails weeks later.  A dry run says where they would lie.
+    # Read before the run starts, so that nothing fails weeks later.  A dry run only plans their positions.
     count = fixed_count(config.training, data)
     fixed = read_fixed_patches(data, config.data, count if caches else 0) if count else None
     initial = None
@@ -153,36 +153,36 @@ def checkpoint_sizes(config: Config) -> list[int]:
 
 
 def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
-    """How many patches validations and previews use.  Pure."""
+    """Number of patches that validations and previews use.  Pure."""
     validates = training.validate_every > 0 and any(split.validation for split in data.splits)
     return max(training.validate_patches if validates else 0, PREVIEWED if training.preview_every else 0)
 
 
 def config_warnings(config: Config, data: PreparedData, world: int, cores: float) -> list[str]:
-    """What is allowed and seldom meant, a line each, for `world` ranks.  Pure.
+    """Permitted but probably unintended settings, one line each, for `world` ranks.  Pure.
 
     Args:
-        cores: that the readers may use, if they run on this machine.
+        cores: cores available to readers on this machine.
     """
     diffusion, plan, workers, found = config.diffusion, data.plan, config.training.workers, []
     if config.cluster.address is None and workers > READERS_PER_CORE * cores:
         found.append(
-            f"training.workers {workers} readers share {cores:g} cores and read no faster than a few; set "
+            f"training.workers={workers} readers on {cores:g} cores read no faster than a few; set "
             f"training.workers={math.ceil(cores)}, or at most {math.floor(READERS_PER_CORE * cores)} for a remote store"
         )
     if diffusion.prediction == "eps" and diffusion.sampler_clip is None:
         found.append(
-            "diffusion.prediction eps without diffusion.sampler_clip: near pure noise x_0 is what eps leaves over, "
-            "divided by almost 0, and samples may be useless; set diffusion.sampler_clip=1.5"
+            "diffusion.prediction=eps without diffusion.sampler_clip: near pure noise, small errors of eps become "
+            "large errors of x_0, and samples may be useless; set diffusion.sampler_clip=1.5"
         )
-    for number, (volume, planned) in enumerate(zip(data.volumes, plan.volumes, strict=True)):
-        amplification = plan.read_amplification(number, world)
-        # A small volume is in the page cache soon.
+    for index, (volume, planned) in enumerate(zip(data.volumes, plan.volumes, strict=True)):
+        amplification = plan.read_amplification(index, world)
+        # A small volume soon fits into the page cache.
         if amplification > 1 and math.prod(volume.shape_zyx) * planned.voxel_bytes > _SMALL_BYTES:
             found.append(
                 f"the read amplification of {volume.name} is {amplification:.2f}: chunks of "
                 f"{format_sizes(volume.chunk_zyx)}, each read by {plan.reads_per_region(world):.1f} ranks; raise "
-                f"data.patches_per_region (now {plan.patches_per_region}) in a new run, or write smaller chunks"
+                f"data.patches_per_region (now {plan.patches_per_region}) in a new run, or use smaller chunks"
             )
     if plan.repeats_cells:
         found.append(
@@ -193,49 +193,49 @@ def config_warnings(config: Config, data: PreparedData, world: int, cores: float
 
 
 def tasks_needed(workers: int, ranks: int, cores: int) -> int:
-    """Tasks of a run of `ranks` on this machine, each with `workers`, and a private Ray; fewer would end it.  Pure."""
+    """Processes and threads of a run with a private Ray: `ranks` on this machine, each with `workers`.  Pure."""
     if workers == 0 and ranks == 1:
         return _ALONE + _ALONE_PER_CORE * cores
     return _TRAINER + _DAEMONS + _PER_CORE * cores + ranks * workers * _PER_READER + (ranks - 1) * _RANK
 
 
 def check_limits(config: Config, ranks: int, store_bytes: int, cores: int | None = None) -> None:
-    """Raises ConfigError where Ray would hang or die of a limit, without a word.
+    """Raises ConfigError if a process or file size limit would make Ray hang or die silently.
 
     Args:
-        ranks: on this machine.
-        store_bytes: of the object store that is yet to be made; 0 = none.
-        cores: of this machine; None = look.
+        ranks: ranks on this machine.
+        store_bytes: size of the object store to create; 0 = none.
+        cores: of this machine; None = detect.
     """
     cores = cores or os.cpu_count() or 1
     workers = config.training.workers if config.cluster.address is None else 0  # a cluster is there already
     need, limits = tasks_needed(workers, ranks, cores), task_limits()
     if limits and limits[0].left < need:
         tightest = limits[0]
-        others = f", of which others use {tightest.others}" if tightest.others > 0 else ""
+        others = f", {tightest.others} of them in use" if tightest.others > 0 else ""
         fewer = next((n for n in range(workers - 1, -1, -1) if tasks_needed(n, ranks, cores) <= tightest.left), None)
         raise ConfigError(
-            f"{tightest.name} allows {tightest.limit} processes and threads{others}, and this run needs about {need}; "
+            f"{tightest.name} allows {tightest.limit} processes and threads{others}, but this run needs about {need}; "
             "raise it (`ulimit -u`, docker run --pids-limit)"
             + ("" if fewer is None else f" or set training.workers={fewer}")
         )
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest != resource.RLIM_INFINITY and largest < store_bytes:
         raise ConfigError(
-            f"`ulimit -f` allows files of {format_size(largest)}, and Ray's object store in /dev/shm is one of "
+            f"`ulimit -f` limits files to {format_size(largest)}, but Ray's object store in /dev/shm needs "
             f"{format_size(store_bytes)}; raise it (`ulimit -f unlimited`) or set training.workers=0"
         )
 
 
 def _check_disk(path: Path, checkpoint_bytes: int) -> int:
-    """Free bytes where the run directory is or will be."""
+    """Free bytes at the location of the run directory.  Raises StorageError."""
     there = nearest_existing(path)
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise StorageError(f"the run directory must be writable; got {path}, but {there} is not; choose another place")
+        raise StorageError(f"Cannot write to {there} to create {path}; choose another directory")
     free = free_disk_bytes(there)
     if checkpoint_bytes > free:
         raise StorageError(
-            f"one checkpoint must fit on the disk; got {checkpoint_bytes / GIB:.2f} GiB needed and {free / GIB:.2f} "
-            f"GiB free for {path}; free some space, lower model.channels or link runs/ to a larger disk"
+            f"A checkpoint of {format_size(checkpoint_bytes)} does not fit on the disk of {path} "
+            f"({format_size(free)} free); free some space, lower model.channels or link runs/ to a larger disk"
         )
     return free

@@ -1,4 +1,4 @@
-"""What is said before the first step, by a run in its log and by its dry run, which stops there."""
+"""The start-up lines of a run's log, and its dry run, which ends after them."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from vesuvius.volumes.box import format_box
 
 log = logging.getLogger(__name__)
 
-_TIME_RANGE = (0.6, 2.5)  # of what its operations predict, for a step
-# What a whole training step reaches of a convolution's rate: norms, attention, optimizer and memory take the rest.
+_TIME_RANGE = (0.6, 2.5)  # relative to the time predicted from operations
+# Rate of a full training step (norms, attention, optimizer, memory traffic) relative to a convolution's.
 _SHARE_OF_CONVOLUTION = 0.5
 _MEASURED_S = 0.5
 
 
 def startup_lines(config: Config, checked: Preflight, world: int, lost: bool) -> list[tuple[int, str]]:
-    """The checkpoint, what has changed since, the data as `world` ranks read them, and the network: levels and lines.
+    """Log level and text of each line: checkpoint, changes since, warnings, data as read by `world` ranks, and network.
 
-    `lost`: the run existed, so there should be a checkpoint.
+    `lost`: the run existed, so a checkpoint is expected.
     """
     info, warning, resumed, data = logging.INFO, logging.WARNING, checked.resumed, checked.data
     training, device, lines = config.training, choose_device(), list[tuple[int, str]]()
     if resumed is not None:
-        finished = ", which is the end: nothing to do" if resumed.step >= config.stop_step else ""
+        finished = ", the last step: nothing to do" if resumed.step >= config.stop_step else ""
         progress, epochs = Progress.from_state(resumed.state), training.epochs
         epoch = min(progress.step // training.steps_per_epoch + 1, epochs)
         done = f"step {progress.step} of {config.stop_step}, {progress.sample_index} samples, epoch {epoch} of {epochs}"
-        before = f"{format_duration(progress.trained_s)} of training before session {progress.sessions}"
+        before = f"session {progress.sessions} after {format_duration(progress.trained_s)} of training"
         lines.append((info, f"continuing from {resumed.checkpoint}: {done}; {before}{finished}"))
         drift = ((warning if line.startswith(CHANGES_TRAINING) else info, line) for line in resumed.drift)
         lines += [(level, f"changed since the checkpoint: {line}") for level, line in drift]
-        accepted = "accepted by --allow-drift, so the run is no longer one experiment"
+        accepted = "accepted by --allow-drift (results before and after are not comparable)"
         lines += [(warning, f"{accepted}: {line}") for line in resumed.accepted]
     elif lost:
         lines.append((warning, f"no complete checkpoint in {checked.directory.checkpoints}: starting at step 0"))
@@ -67,42 +67,41 @@ def startup_lines(config: Config, checked: Preflight, world: int, lost: bool) ->
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
     computed = f"device {device}, amp {resolve_amp(training.amp, device)}"
     lines.append((info, f"model      {checked.parameters / 1e6:.1f} M parameters, {computed}"))
-    lines.append((info, f"batch      {sizes} = {config.global_batch} samples a step"))
+    lines.append((info, f"batch      {sizes} = {config.global_batch} samples per step"))
     if training.validate_every and not any(split.validation for split in data.splits):
         lines.append((info, "no validation: data.validation.fraction is 0"))
     return lines
 
 
 def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
-    """Volumes, their split, grey values and regions, the plan and the noise, as `world` ranks read them."""
+    """Volumes with their split, intensity range and regions, sampling and noise, as read by `world` ranks."""
     data, plan, spectrum, lines = checked.data, checked.data.plan, checked.facts.spectrum, list[str]()
     facts = zip(data.volumes, data.splits, checked.facts.greys.volumes, plan.volumes, strict=True)
-    for number, (volume, split, grey, planned) in enumerate(facts):
+    for index, (volume, split, grey, planned) in enumerate(facts):
         stored = f"{format_sizes(volume.shape_zyx)} {volume.dtype}, chunks {format_sizes(volume.chunk_zyx)}"
         held_out = format_box(split.validation) if split.validation else "none"
         region = format_sizes(planned.cells.region_zyx(plan.patch_zyx))
         lines += [
-            f"volume     {volume.name}: {stored}, greys {grey.low:g} to {grey.high:g}",
+            f"volume     {volume.name}: {stored}, intensities {grey.low:g} to {grey.high:g} map to -1 to 1",
             f"  split    training {format_box(split.train)}; validation {held_out}",
-            f"  regions  {region}, read amplification {plan.read_amplification(number, world):.2f}",
+            f"  regions  {region}, read amplification {plan.read_amplification(index, world):.2f}",
         ]
     memory = format_size(plan.regions_in_flight * data.job.block_bytes)
     table = Schedule.from_config(config.diffusion, spectrum).alpha_bar_64
     sigmas = " to ".join(f"{math.sqrt(1 / alpha_bar - 1):.3g}" for alpha_bar in table[[0, -1]])
     spread = f"standard deviation {spectrum.std:.3g}"
     if not spectrum.peak:
-        spread = "constant in all patches measured, which leaves nothing to learn"
+        spread = "constant in all patches measured: nothing to learn"
     return [
         *lines,
-        f"plan       {plan.hash}, {plan.regions_in_flight} regions in flight ({memory}), {plan.patches_per_region} "
-        "patches from each",
+        f"sampling   {plan.regions_in_flight} regions in flight ({memory}) of {plan.patches_per_region} patches",
         *_resident_lines(config, checked),
-        f"diffusion  noise {config.diffusion.noise}: sigma {sigmas}; the data: mean {spectrum.mean:.3g}, {spread}",
+        f"noise      {config.diffusion.noise}, sigma {sigmas}; data: mean {spectrum.mean:.3g}, {spread}",
     ]
 
 
 def _resident_lines(config: Config, checked: Preflight) -> list[str]:
-    """Whether the volumes are kept in memory, and from when on they are not read any more."""
+    """Whether decoded volumes are kept in memory, and from which step on nothing is read."""
     wanted, need = config.data.resident, Resident.size_bytes(checked.data.job)
     size, first_pass = format_size(need), first_pass_samples(config, checked.data)
     if wanted == 0:
@@ -110,32 +109,32 @@ def _resident_lines(config: Config, checked: Preflight) -> list[str]:
     if checked.resident_bytes:
         begins = checked.resumed.step if checked.resumed else 0
         step = begins + math.ceil(first_pass / config.global_batch)
-        return [f"  resident {size} of decoded volumes after about step {step}: from then on nothing is read"]
+        return [f"  resident {size} of decoded volumes in memory after about step {step}; nothing is read from then on"]
     if wanted != "auto":
-        why = f"{size} of decoded volumes are more than data.resident={wanted:g} (GiB)"
+        why = f"{size} of decoded volumes exceed data.resident={wanted:g} (GiB)"
     elif config.stop_step * config.global_batch < 2 * first_pass:
-        why = f"the volumes are read twice by step {math.ceil(2 * first_pass / config.global_batch)} only"
+        why = f"the second pass over the volumes ends only at step {math.ceil(2 * first_pass / config.global_batch)}"
     else:
-        why = f"{size} of decoded volumes, and what reads them, take more than half of the free memory"
+        why = f"{size} of decoded volumes and their readers would take more than half of the free memory"
     return [f"  resident no: {why}"]
 
 
-def log_ranks(config: Config, part: RankShare) -> None:
-    """Say where fewer or more ranks than the config asks for share a step."""
-    if part.world != config.training.ranks:
-        batch = f"the effective batch stays {part.global_batch}, each accumulates {part.accumulate_steps} micro-batches"
-        log.warning("training.ranks is %s and %d are running: %s", config.training.ranks, part.world, batch)
+def log_ranks(config: Config, share: RankShare) -> None:
+    """Warn if the number of running ranks differs from the config."""
+    if share.world != config.training.ranks:
+        batch = f"the effective batch stays {share.global_batch}, with {share.accumulate_steps} micro-batches per rank"
+        log.warning("training.ranks is %s but %d are running: %s", config.training.ranks, share.world, batch)
 
 
 def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_drift: bool = False) -> Iterator[str]:
-    """What would happen, a line each: what a run says at its start, then its time, memory and disk.  Writes nothing.
+    """Start-up lines of a run, then its predicted time, memory and disk space, line by line.  Writes nothing.
 
     Args:
-        vram_gib: GPU memory to plan for; None = this machine's GPU, if it has one.
+        vram_gib: GPU memory to plan for; None = this machine's GPU, if any.
 
     Raises:
-        ConfigError: after all lines, where the run would not fit this machine or the GPU that was asked for.
-        VesuviusError: what `preflight` raises.
+        ConfigError: after all lines, if the run does not fit this machine or the given GPU.
+        VesuviusError: as from `preflight`.
     """
     available_bytes, gpu = (None, None) if vram_gib is None else (int(vram_gib * GIB), True)
     config, chosen = resolve_micro_batch(config, available_bytes, gpu)
@@ -152,8 +151,8 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     plan, done = plan_run(config, checked.data, vram_gib), checked.resumed.step if checked.resumed else 0
     yield _time_line(config, plan, max(config.stop_step - done, 0))
     yield from (f"memory     {line}" for line in [*chosen, *plan.lines()])
-    for_ever = config.horizon_steps // training.keep_every if training.keep_every else 0
-    count = training.keep_last + 2 + for_ever  # with the last, and the best
+    permanent = config.horizon_steps // training.keep_every if training.keep_every else 0
+    count = training.keep_last + 2 + permanent  # including the last and the best
     need = count * checked.checkpoint_bytes
     yield (
         f"disk       {format_size(need)} for up to {count} checkpoints of {format_size(checked.checkpoint_bytes)}, "
@@ -161,44 +160,42 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     )
     warned = [line for level, line in lines if level == logging.WARNING]
     if need > checked.free_bytes:
-        warned.append("the checkpoints will not fit on the disk: lower training.keep_last or raise training.keep_every")
+        warned.append("checkpoints will not fit on the disk; lower training.keep_last or raise training.keep_every")
     problems = plan.problems()
     warned += [problem.text for problem in problems if not problem.refused]
     yield from (f"WARN       {line}" for line in warned)
     if refused := [problem.text for problem in problems if problem.refused]:
         raise ConfigError("\n".join(refused))
     passed = f"passed with {len(warned)} warning{'s' * (len(warned) > 1)}" if warned else "all checks passed"
-    yield f"dry run: {passed}, nothing was written; `vesuvius volume verify` reads all chunks"
+    yield f"dry run: {passed}, nothing was written; `vesuvius volume verify` checks all chunks"
 
 
 def _time_line(config: Config, plan: RunPlan, steps: int) -> str:
-    """Predicted time of a step, and of so many."""
+    """Predicted time per step and for `steps` steps."""
     device = choose_device()
     amp = resolve_amp(config.training.amp, device)
     flops = (plan.step or plan_memory(config, amp=amp)).flops_per_step
-    compute = (f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP") + " a step"
+    compute = (f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP") + " per step"
     if plan.step and device.type == "cpu":
-        return f"time       {compute}; its time on a GPU that is not here is unknown"
+        return f"time       {compute}; the time per step cannot be measured without the GPU"
     step_s = step_range_s(flops, device, amp)
     of_step = " to ".join(format_duration(s) for s in step_s)
     of_run = " to ".join(format_duration(s * steps) for s in step_s)
     place = "GPU" if device.type == "cuda" else "CPU"
-    return f"time       {compute}, about {of_step} on this {place}: {of_run} for {steps} steps, if data never waits"
+    return f"time       {compute}, about {of_step} on this {place}: {of_run} for {steps} steps if data loading keeps up"
 
 
 def step_range_s(flops: int, device: torch.device, amp: AmpMode) -> tuple[float, float]:
-    """The least and the most that a step of so many operations will take; times a convolution for half a second.
-
-    On a CPU what it would take if nothing else ran.
-    """
+    """Minimum and maximum seconds per step with so many operations, assuming an idle machine; times a convolution for
+    half a second."""
     step_s = flops / (_SHARE_OF_CONVOLUTION * convolution_flops_s(device, amp))
     return _TIME_RANGE[0] * step_s, _TIME_RANGE[1] * step_s
 
 
 def convolution_flops_s(device: torch.device, amp: AmpMode) -> float:
-    """The best rate of forward and backward passes of a 3x3x3 convolution; a multiply-add is 2 operations.
+    """Best forward-backward rate of a 3x3x3 convolution; a multiply-add counts as 2 operations.
 
-    On a CPU, CPU time counts instead of wall time: other programs may run.
+    On a CPU processor time is measured, not wall time, as other programs may be running.
     """
     on_cpu, size = device.type == "cpu", 32
     channels = 32 if on_cpu else 128

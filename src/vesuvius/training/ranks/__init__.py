@@ -1,1 +1,1 @@
-"""The trainer processes of one run.  In: the environment of torchrun or Ray Train.  Out: `Ranks`, how they agree."""
+"""The trainer processes (ranks) of a run.  In: the environment of torchrun or Ray Train.  Out: `Ranks`."""

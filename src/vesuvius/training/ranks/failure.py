@@ -1,4 +1,4 @@
-"""Why the ranks of a run end: the errors that they raise for each other, and whether to start them again helps."""
+"""Errors with which ranks end each other, and whether a restart may help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vesuvius.errors import EXIT_ERROR, VesuviusError
 
 
 class RankError(VesuviusError):
-    """Another rank failed, or did not answer.  Ends this process with the exit code of that rank."""
+    """Another rank failed or did not respond.  Ends this process with that rank's exit code."""
 
     def __init__(self, message: str, exit_code: int = EXIT_ERROR) -> None:
         super().__init__(message)
@@ -16,10 +16,10 @@ class RankError(VesuviusError):
 
 
 class RankLostError(RankError):
-    """Another rank ended without a message, as a killed process does: a restart may help."""
+    """Another rank ended without a message, for example because it was killed: a restart may help."""
 
 
-# What CUDA says (`cudaGetErrorString`) of a card or a link that fails, and not of a kernel, which would fail again.
+# CUDA's messages (`cudaGetErrorString`) for a failing card or link, as opposed to a kernel, which would fail again.
 _FAILING_GPU = (
     "uncorrectable ECC error",
     "uncorrectable NVLink error",
@@ -30,8 +30,8 @@ _FAILING_GPU = (
     "system not yet initialized",
     "unknown error",
 )
-# What fails again, though NCCL says it.
-_FAILS_AGAIN = (
+# NCCL's messages for errors that recur.
+_RECURRING = (
     "device-side assert",
     "illegal memory access",
     "misaligned address",
@@ -43,7 +43,7 @@ _FAILS_AGAIN = (
 
 
 def is_restartable(error: Exception) -> bool:
-    """Whether an error is of another rank that is gone, the network or a failing GPU, and may not come again.  Pure."""
+    """Whether an error comes from a lost rank, the network or a failing GPU and may not recur.  Pure."""
     if isinstance(error, VesuviusError):
         return isinstance(error, RankLostError)
     failing_gpu = "CUDA" in str(error) and any(text in str(error) for text in _FAILING_GPU)
@@ -51,12 +51,14 @@ def is_restartable(error: Exception) -> bool:
 
 
 def is_network_error(error: Exception) -> bool:
-    """Whether it is of a connection between ranks, and may not come again.  Pure."""
+    """Whether an error concerns a connection between ranks and may not recur.  Pure."""
     text = str(error)
-    named = isinstance(error, dist.DistError) or "gloo" in text or "NCCL error" in text or "NCCL communicator" in text
-    return named and not any(again in text for again in _FAILS_AGAIN)
+    is_connection = (
+        isinstance(error, dist.DistError) or "gloo" in text or "NCCL error" in text or "NCCL communicator" in text
+    )
+    return is_connection and not any(words in text for words in _RECURRING)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """With which a rank ends that it ends.  Pure."""
+    """Exit code of a rank that ends with this error.  Pure."""
     return error.exit_code if isinstance(error, VesuviusError) else EXIT_ERROR
