@@ -85,7 +85,7 @@ def test_drift_that_changes_the_shapes_of_weights_is_refused_all_the_same(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_train(config, "--resume", "--allow-drift", "model.blocks_per_level=2") == 2
-    assert "even with --allow-drift the weights must fit" in capsys.readouterr().err
+    assert "do not fit the network, even with --allow-drift" in capsys.readouterr().err
 
 
 def test_other_grey_values_are_estimated_anew_only_where_the_data_have_changed(config: Path, volume: Path) -> None:

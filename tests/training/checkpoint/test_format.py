@@ -192,7 +192,7 @@ def test_one_of_another_version_is_refused_and_not_called_damaged(tmp_path: Path
         manifest["files"] = {"state.pt": manifest["files"]["state.pt"], "ema.safetensors": ""}
     (path / "manifest.json").write_text(json.dumps(manifest))
     for read in (newest_checkpoint, lambda directory: load_checkpoint(directory / path.name)):
-        with pytest.raises(StorageError, match=f"step_00000001, written by {age} version of vesuvius"):
+        with pytest.raises(StorageError, match=f"step_00000001: {age} version of vesuvius wrote it"):
             read(tmp_path)
 
 
@@ -260,6 +260,6 @@ def test_the_search_ends_where_checkpoints_are_deleted_faster_than_they_are_read
         return "another"
 
     monkeypatch.setattr("vesuvius.training.checkpoint.format.digest", next_step_meanwhile)
-    with pytest.raises(StorageError, match=r"deleted while they were read, 10 times.*keep_last"):
+    with pytest.raises(StorageError, match=r"deleted while it was read, 10 times.*keep_last"):
         newest_checkpoint(tmp_path)
     assert caplog.text == ""
