@@ -30,8 +30,11 @@ FEW_STEPS = {
 # Of an option that is given twice the last one counts.
 FEWER = f"""#!/bin/bash
 case "$1" in
-sample) few="--steps 1 --overlap 0 --workers 1"; [[ "$*" =~ --shape ]] && few+=" --shape 16,64,64" ;;
-evaluate) few="--count 8 --steps 1 --classifier-steps 2" ;;
+sample)
+    few="--steps 1"
+    [[ "$*" =~ --(shape|condition|inpaint) ]] && few+=" --overlap 0 --workers 1"
+    [[ "$*" =~ --shape ]] && few+=" --shape 16,64,64" ;;
+evaluate) few="--count 16 --steps 1 --classifier-steps 2" ;;
 tune) few="--budget 60s" ;;
 bench) few="--rounds 1 --seconds 1" ;;
 profile) few="--steps 5" ;;
