@@ -88,7 +88,7 @@ def test_what_is_cleared_is_read_again_by_the_next_resume(
     (tmp_path / "whole").rename(volume / "1/1/1")
     assert quarantine(["tiny", "--clear"]) == 0
     assert quarantine(["tiny"]) == 0
-    assert "run tiny: 0 places in quarantine" in capsys.readouterr().out
+    assert "run tiny: 0 boxes in quarantine" in capsys.readouterr().out
     assert run(18, "--resume") == []
 
 

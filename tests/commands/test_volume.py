@@ -91,15 +91,15 @@ def test_ctrl_c_exits_130_and_the_same_command_continues(tmp_path):
 
 USAGES = [
     *(
-        (["synth", "v.zarr", f"--shape={shape}"], "three whole numbers z,y,x of at least 16")
+        (["synth", "v.zarr", f"--shape={shape}"], "three integers z,y,x of at least 16")
         for shape in ("256,512", "64,64,15", "a,b,c", "")
     ),
-    (["copy", "v.zarr", "c.zarr", "--size", "8,16"], "'8,16' is not three whole numbers z,y,x of at least 1"),
+    (["copy", "v.zarr", "c.zarr", "--size", "8,16"], "'8,16' is not three integers z,y,x of at least 1"),
     (["info", "v.zarr", "--places", "many"], "a whole number of at least 0"),
-    (["info", "v.zarr", "--select", "0,x"], "'x' is not a whole number of at least 0"),
+    (["info", "v.zarr", "--select", "0,x"], "'x' is not an integer of at least 0"),
     (["copy", "v.zarr"], "OUT.zarr"),
-    (["copy", "v.zarr", "c.zarr", "--start=-1,0,0"], "is not three whole numbers z,y,x of at least 0"),
-    (["copy", "v.zarr", "c.zarr", "--requests", "0"], "'0' is not a whole number of at least 1"),
+    (["copy", "v.zarr", "c.zarr", "--start=-1,0,0"], "is not three integers z,y,x of at least 0"),
+    (["copy", "v.zarr", "c.zarr", "--requests", "0"], "'0' is not an integer of at least 1"),
     (["occupancy"], "PATH"),
     (["measure"], "invalid choice: 'measure'"),
     ([], "COMMAND"),
@@ -220,5 +220,5 @@ def test_an_output_that_cannot_be_written_exits_6(tmp_path, option):
     with open("/dev/full", "w") as full:
         done = fork_server.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert done.returncode == 6
-    assert "the output must be writable; got [Errno 28]" in done.stderr
+    assert "Cannot write the output: [Errno 28]" in done.stderr
     assert "Traceback" not in done.stderr

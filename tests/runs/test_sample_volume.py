@@ -325,7 +325,7 @@ REFUSED = {
     "options of patches": (
         ("--shape", "12,24,24", "--overwrite"),
         2,
-        "--overwrite applies to samples of the size of a patch only",
+        "--overwrite applies to patches only",
     ),
 }
 

@@ -1,12 +1,10 @@
-"""`vesuvius bench --config FILE --sweep KEY=A,B --compare KEY=A,B`: which setting is faster here, and by how much?"""
+"""`vesuvius bench --config FILE --sweep KEY=A,B --compare KEY=A,B`: compare the speed of settings."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
-from pathlib import Path
 
-from vesuvius.commands.cli import as_command, positive, positive_number, say
+from vesuvius.commands.cli import Parser, add_config, as_command, positive, positive_number, say
 from vesuvius.commands.tune import duration
 from vesuvius.config.load import take_variables
 
@@ -19,7 +17,7 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     if args.ranks and (args.sweep or args.compare):
-        parser.error("--ranks excludes other axes: each number of ranks is compared with the first, all else equal")
+        parser.error("--ranks cannot be combined with --sweep or --compare; run two benches")
     from vesuvius.experiments.bench.results import make_cells, parse_axis
     from vesuvius.experiments.bench.session import PAGE, BenchRequest, bench
 
@@ -43,31 +41,46 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="vesuvius bench",
-        description="Measure settings of a config side by side: a process for each, in rounds, so that drift of the "
+        description="Compare the speed of settings, each in a process of its own, in rounds, so that drift of the "
         "machine cancels.  The first value of each key is the baseline.  Writes a page and JSON to "
-        "runs/NAME/benches/; an existing run is not touched.",
+        "runs/NAME/benches/.",
+        common=("config", "sweep", "compare", "ranks", "rounds"),
+        examples=(
+            "vesuvius bench --config configs/demo.yaml --sweep training.workers=0,1,2,4",
+            "vesuvius bench --config configs/demo.yaml --compare training.compile=false,true",
+            "vesuvius bench --config configs/demo.yaml --ranks 1,2,4,8",
+        ),
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    add_config(parser)
     parser.add_argument(
-        "--sweep", action="append", default=[], metavar="KEY=A,B,...", help="values, crossed with those of other sweeps"
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,...",
+        help="values of a key; several sweeps are crossed",
     )
     parser.add_argument(
         "--compare",
         action="append",
         default=[],
         metavar="KEY=A,B,...",
-        help="values to change alone, all other keys as in the baseline",
+        help="values of a key, all other keys as in the baseline",
     )
-    parser.add_argument("--ranks", metavar="1,2,4,8", help="numbers of ranks: speed-up, efficiency, memory of each")
-    parser.add_argument("--rounds", type=positive, default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}")
+    parser.add_argument("--ranks", metavar="1,2,4,8", help="numbers of ranks to compare")
     parser.add_argument(
-        "--seconds", type=positive_number, default=10.0, metavar="S", help="of the steady state in each; 10"
+        "--rounds", type=positive, default=_ROUNDS, metavar="N", help=f"rounds over all settings (default: {_ROUNDS})"
     )
     parser.add_argument(
-        "--limit", type=duration, default=1200.0, metavar="TIME", help="longest time of one measurement; 20m"
+        "--seconds",
+        type=positive_number,
+        default=10.0,
+        metavar="S",
+        help="steady-state seconds per measurement (default: 10)",
+    )
+    parser.add_argument(
+        "--limit", type=duration, default=1200.0, metavar="TIME", help="longest time of one measurement (default: 20m)"
     )
     return parser

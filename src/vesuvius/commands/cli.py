@@ -1,7 +1,7 @@
-"""`vesuvius <command> ...`: finds the command and runs it: log on the terminal, errors as one message and an exit code.
+"""`vesuvius <command> ...`: runs the command, logs to the terminal, turns errors into a message and an exit code.
 
-Also what all commands share: printing, and types of arguments.  Imports nothing heavy, so `vesuvius --help` answers at
-once.
+Also shared by all commands: their argument parser, printing, and argument types.  Imports nothing heavy, so that
+`vesuvius --help` answers at once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
 
 from vesuvius import __version__
 from vesuvius.errors import (
@@ -43,15 +45,15 @@ COMMANDS = {
     "init": "write a first config for a volume on this machine",
     "train": "train a model from a config file, or resume training",
     "tune": "find the fastest settings of a config on this machine",
-    "sample": "draw samples from a trained model",
-    "evaluate": "compare samples of a trained model with real patches",
-    "volume": "import, describe, copy, list, verify or make volumes",
-    "quarantine": "list what a run could not read, or clear it",
-    "doctor": "check whether this machine is fit for a run, and say how to fix it",
-    "profile": "train some steps; say where their time goes and what to try",
-    "bench": "measure settings, loaders or numbers of ranks side by side",
-    "report": "write what runs recorded as a page with curves",
-    "memcheck": "show a run's memory, its limits and how close it is to being killed; also of dead runs",
+    "sample": "generate patches or whole volumes with a trained model",
+    "evaluate": "compare generated patches with real ones",
+    "volume": "import, inspect, copy, list, verify or synthesize volumes",
+    "quarantine": "list the chunks that a run could not read, or clear the list",
+    "doctor": "check whether this machine can train, with a remedy for each problem",
+    "profile": "show where the time of a training step goes, and what to try",
+    "bench": "compare the speed of settings or numbers of ranks",
+    "report": "write an HTML page with the curves and events of runs",
+    "memcheck": "show the memory of a run, its limits, and how close it is to them",
 }
 
 
@@ -59,15 +61,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command.  Returns the exit code.
 
     Args:
-        argv: arguments; None = those of this process, which is then about to end.
+        argv: arguments; None = those of this process, which then ends.
     """
-    with suppress(RuntimeError, ValueError):  # no standard error, or none with a descriptor
-        faulthandler.enable(all_threads=False)  # a codec or a driver that crashes says where
+    with suppress(RuntimeError, ValueError):  # standard error is closed or has no descriptor
+        faulthandler.enable(all_threads=False)  # a crash in a codec or driver leaves a stack
     return _ended(_main, argv)
 
 
 def _main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in {"-h", "--help"}:
+    if not arguments or arguments[0] in {"-h", "--help", "--help-all"}:
         print(_help())
         return EXIT_OK if arguments else EXIT_CONFIG
     if arguments[0] == "--version":
@@ -75,7 +77,7 @@ def _main(arguments: list[str]) -> int:
         return EXIT_OK
     command, *rest = arguments
     if command not in COMMANDS:
-        print(f"{command!r} is none of the commands {', '.join(COMMANDS)}; see `vesuvius --help`", file=sys.stderr)
+        print(f"unknown command {command!r}; `vesuvius --help` lists the commands", file=sys.stderr)
         return EXIT_CONFIG
     shared = command in ("quarantine", "report")
     module = importlib.import_module(f"vesuvius.commands.{'runs' if shared else command}")
@@ -85,17 +87,19 @@ def _main(arguments: list[str]) -> int:
 
 def _help() -> str:
     lines = "\n".join(f"  {name:10} {meaning}" for name, meaning in COMMANDS.items())
-    return f"usage: vesuvius <command> [options]\n\ncommands:\n{lines}\n\nvesuvius <command> --help says more"
+    return (
+        f"usage: vesuvius <command> [options]\n\ncommands:\n{lines}\n\n`vesuvius <command> --help` explains a command"
+    )
 
 
 # ---- a command
 
 
 def as_command(body: Callable[[list[str]], int]) -> Callable[..., int]:
-    """Make a `main` of it: the log on the terminal, errors as one message and their exit code.
+    """Return the `main` of a command: logs to the terminal, and turns errors into one message and an exit code.
 
     Args:
-        body: takes the arguments; where `main` is called without, those of this process, which is then about to end.
+        body: takes the arguments; if `main` is called without any, it gets those of this process, which then ends.
     """
 
     @functools.wraps(body)
@@ -113,11 +117,10 @@ def _ended(body: Callable[[list[str]], int], argv: list[str] | None) -> int:
 
 
 def end_soon(exit_code: int) -> None:
-    """End the process with this code even if threads or exit handlers block; at once after a stop, and where one of
-    several ranks has failed: its GPU may not come to an end.
+    """End the process with this code even if threads or exit handlers block.
 
-    Python waits for threads at exit, and one that reads from a store may block for minutes: it gets half a second.
-    Once Python frees its modules no other thread runs, so that part cannot be cut short.
+    Python waits for threads at exit, and one that reads from a store may block for minutes: they get half a second.
+    After a stop, or if one of several ranks has failed (its GPU may hang), the process ends at once.
     """
 
     def end() -> None:
@@ -129,7 +132,7 @@ def end_soon(exit_code: int) -> None:
             try:
                 stream.flush()
             except (OSError, ValueError):
-                silence(stream)  # else Python tries again at exit, and ends with 120
+                silence(stream)  # otherwise Python tries again at exit and returns 120
     if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD) or (exit_code and "RANK" in os.environ):
         os._exit(exit_code)
     threading.Thread(target=end, name="end-soon", daemon=True).start()
@@ -137,14 +140,14 @@ def end_soon(exit_code: int) -> None:
 
 def _run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     log_to_terminal()
-    # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
-    # docs/performance.md has the figures.
+    # Before torch loads OpenMP: spinning threads take the core that the thread they wait for needs
+    # (docs/performance.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         try:
             return main(argv)
         finally:
-            say("", end="")  # flushes what argparse has printed
+            say("", end="")  # flushes the output of argparse
     except VesuviusError as error:
         log.error("%s", error)
         return error.exit_code
@@ -152,18 +155,17 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
         log.error("interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
-        log.exception("a bug in vesuvius, please report it: %s: %s", type(error).__name__, error)
+        log.exception("Bug in vesuvius, please report it: %s: %s", type(error).__name__, error)
         return EXIT_ERROR
     finally:
         close_logs()
 
 
 def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
-    """Print a command's output, without secrets.  A reader that closes the pipe early, as `| head`, or a
-    terminal that has closed, is not an error.
+    """Print a command's output without secrets.  A closed pipe (`| head`) or terminal is not an error.
 
     Args:
-        exact: print secrets too: what is read back needs them.
+        exact: keep secrets, for output that is read back.
 
     Raises:
         StorageError: the output is a file on a full disk.
@@ -174,23 +176,84 @@ def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
         print(text if exact else redact(text), end=end, flush=True)
     except OSError as error:
         lost = isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and is_lost_terminal(sys.stdout))
-        silence(sys.stdout)  # else Python tries to flush it again at exit
+        silence(sys.stdout)  # otherwise Python flushes it again at exit
         if lost:
             return
-        raise StorageError(
-            f"the output must be writable; got {error}; free some space or write it elsewhere"
-        ) from error
+        raise StorageError(f"Cannot write the output: {error}; free some space or write it elsewhere") from error
 
 
-# ---- types of arguments: each raises argparse's error with the value and what is needed
+# ---- arguments
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command: `--help` lists the common options, `--help-all` all of them; both end with examples.
+
+    Args:
+        examples: command lines, each with a comment.
+        common: destinations of the options that `--help` lists; None = all.
+    """
+
+    def __init__(self, *, examples: Sequence[str], common: Sequence[str] | None = None, **options: Any) -> None:
+        super().__init__(**options, formatter_class=_Formatter)
+        self._examples, self._common = examples, common
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options and exit")
+
+    def format_help(self, *, full: bool = False) -> str:
+        """Return the help text; `full` includes the options that are not common."""
+        common = {"help", "help_all", *self._common} if self._common else {a.dest for a in self._actions} - {"help_all"}
+        options = [] if full else [action for action in self._actions if action.option_strings]
+        hidden = {action: action.help for action in options if action.dest not in common}
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        self.usage = " ".join([self.prog, *self._required(), "[options]"])
+        text = super().format_help()
+        for action, meaning in hidden.items():
+            action.help = meaning
+        return f"{text}\nexamples:\n" + "".join(f"  {line}\n" for line in self._examples)
+
+    def _required(self) -> Iterator[str]:
+        """Yield the required options, and the positional arguments."""
+        repeats = {"?": "[{0}]", "*": "[{0} ...]", "+": "{0} [{0} ...]"}
+        for action in self._actions:
+            if action.option_strings and action.required:
+                yield f"{action.option_strings[0]} {action.metavar}"
+            elif not action.option_strings:
+                # While `parse_intermixed_args` parses the options, the number of values is in `save_nargs`.
+                nargs: Any = getattr(action, "save_nargs", action.nargs)
+                yield repeats.get(nargs, "{0}").format(action.metavar)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2 and one line: the usage of many options would hide it."""
+        self.exit(EXIT_CONFIG, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26)
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.format_help(full=True), end="")
+        parser.exit()
+
+
+def add_config(parser: Parser, *, required: bool = True) -> None:
+    """Add `--config FILE key.path=value ...`."""
+    parser.add_argument("--config", type=Path, metavar="FILE", required=required, help="YAML file of the experiment")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+
+
+# Types of arguments: each raises argparse's error with the value and what is needed.
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """A whole number of at least so much."""
+    """Return the type of an integer of at least `least`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
         return int(text)
 
     return parse
@@ -200,19 +263,17 @@ natural, positive = whole(0), whole(1)
 
 
 def naturals(text: str) -> tuple[int, ...]:
-    """Whole numbers, separated by commas."""
+    """Parse integers of at least 0, separated by commas."""
     return tuple(natural(part.strip()) for part in text.split(","))
 
 
 def triple(least: int, example: str) -> Callable[[str], tuple[int, int, int]]:
-    """Three whole numbers z,y,x of at least so much."""
+    """Return the type of three integers z,y,x of at least `least`."""
 
     def parse(text: str) -> tuple[int, int, int]:
         sizes = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
         if len(sizes) != 3 or min(sizes) < least:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not three whole numbers z,y,x of at least {least}; try {example}"
-            )
+            raise argparse.ArgumentTypeError(f"{text!r} is not three integers z,y,x of at least {least}; try {example}")
         z, y, x = sizes
         return z, y, x
 
@@ -220,7 +281,7 @@ def triple(least: int, example: str) -> Callable[[str], tuple[int, int, int]]:
 
 
 def lengths(text: str) -> tuple[float, float, float]:
-    """Three numbers z,y,x above 0."""
+    """Parse three numbers z,y,x above 0."""
     try:
         z, y, x = (positive_number(part.strip()) for part in text.split(","))
     except ValueError:
@@ -229,14 +290,14 @@ def lengths(text: str) -> tuple[float, float, float]:
 
 
 def positive_number(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0."""
     if (number := number_from_0(text)) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 
 def number_from_0(text: str) -> float:
-    """A number of at least 0."""
+    """Parse a number of at least 0."""
     try:
         number = float(text)
     except ValueError:

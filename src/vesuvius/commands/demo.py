@@ -1,15 +1,14 @@
-"""`vesuvius demo [key.path=value ...]`: write a synthetic scroll, train on it, generate a part that was held out."""
+"""`vesuvius demo [key.path=value ...]`: write a synthetic scroll, train on it, generate a volume."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 from importlib.resources import files
 from pathlib import Path
 
 from vesuvius.commands import train, volume
-from vesuvius.commands.cli import as_command, say
+from vesuvius.commands.cli import Parser, as_command, say
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -20,12 +19,13 @@ VOLUME = Path("volumes/demo.zarr")
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line, write the scroll if it is not there, train, and generate.  Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    """Parse the command line, write the scroll if it is missing, train and generate.  Returns the exit code."""
+    parser = Parser(
         prog="vesuvius demo",
-        description=f"Write a synthetic scroll to {VOLUME}, unless it is there, train a tiny model on it, and generate "
-        "64x128x128 voxels from held-out labels: about five minutes on two cores.  The run of an earlier demo "
-        "is replaced.",
+        description=f"Write a synthetic scroll to {VOLUME} (unless it exists), train a tiny model on it, and generate "
+        "64x128x128 voxels from held-out labels: about five minutes on two cores.  Replaces the run of an earlier "
+        "demo.",
+        examples=("vesuvius demo", "vesuvius demo training.max_steps=100"),
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     args = parser.parse_args(argv)

@@ -1,33 +1,29 @@
-"""`vesuvius doctor [--config FILE [key.path=value ...]]`: is this machine fit for a run?"""
+"""`vesuvius doctor [--config FILE [key.path=value ...]]`: check whether this machine can train."""
 
 from __future__ import annotations
 
-import argparse
 import logging
-from pathlib import Path
 
-from vesuvius.commands.cli import as_command, say
+from vesuvius.commands.cli import Parser, add_config, as_command, say
 from vesuvius.config import Config
 from vesuvius.config.load import take_config
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, ConfigError, one_line
 
-_EPILOG = "exit codes: 0 = every line is ok or warn, 1 = a line is fail, 2 = usage"
-
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and examine.  Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    """Parse the command line and run the checks.  Returns the exit code."""
+    parser = Parser(
         prog="vesuvius doctor",
-        description="Examine this machine, and with --config what that config needs of it.  Each line is ok, warn or "
-        "fail, with what was found and what to do.  Takes at most 30 s and leaves nothing behind.",
-        epilog=_EPILOG,
+        description="Check this machine, and with --config the needs of that config.  Each line is ok, warn or fail, "
+        "with a finding and a remedy.  Takes at most 30 s and leaves nothing behind.",
+        epilog="exit codes: 0 = no line is fail, 1 = a line is fail, 2 = usage",
+        examples=("vesuvius doctor", "vesuvius doctor --config configs/demo.yaml"),
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the experiment")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    add_config(parser, required=False)
     args = parser.parse_intermixed_args(argv)
     if args.overrides and args.config is None:
-        parser.error("key.path=value changes a config; use it with --config")
+        parser.error("key.path=value needs a config; add --config FILE")
     failed = False
     config: Config | None = None
     if args.config is not None:
@@ -36,8 +32,8 @@ def main(argv: list[str]) -> int:
             say(line("ok", "config", f"{args.config}: {config.name}", ""))
         except ConfigError as error:
             failed = True
-            say(line("fail", "config", one_line(error, 400), "correct it; the machine alone is examined now"))
-    # The checks say in their lines what the package would log: an outage, a slow disk.
+            say(line("fail", "config", one_line(error, 400), "correct it; only the machine is checked now"))
+    # The checks report what the package would log, such as an outage or a slow disk.
     logging.getLogger("vesuvius").setLevel(logging.CRITICAL)
     from vesuvius.doctor.examination import examination
 
@@ -51,5 +47,5 @@ def main(argv: list[str]) -> int:
 
 
 def line(level: str, name: str, value: str, remedy: str) -> str:
-    """`warn  cores  2 of 2 cores; do this`."""
+    """Return a line such as `warn  cores  2 of 2 cores; do this`."""
     return f"{level:5} {name:12} {value}" + (f"; {remedy}" if remedy else "")

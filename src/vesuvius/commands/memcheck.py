@@ -1,6 +1,6 @@
 """`vesuvius memcheck [RUN]`, also `tools/memcheck.py`.
 
-Looks from outside and changes nothing.  Needs psutil and rich alone, so that it runs where a run is dying.
+Reads only, from outside the run.  Needs only psutil and rich, so that it works while a run is dying.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from vesuvius.commands.cli import as_command, positive_number, say
+from vesuvius.commands.cli import Parser, as_command, positive_number, say
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_OK
 from vesuvius.monitor.memcheck.inspection import Inspection, RunInspector, machine_inspector
 from vesuvius.monitor.post_mortem import death_lines, deaths_of, is_of_session
@@ -23,21 +23,17 @@ from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.runlog.find_run import find_run, runs_root
 
 _EVERY_S = 2.0
-_EPILOG = """exit codes: 0 ok, 10 warn, 11 critical, or ended by the memory guard, 12 a kill was seen, 13 run not found,
-2 usage
-
-without a run: the machine's own state"""
 
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and look.  Returns the exit code."""
+    """Parse the command line and show the memory.  Returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     run = find_run(args.run) if args.run is not None else None
     if args.post_mortem:
         if run is None:
-            parser.error("--post-mortem is about a run; give its directory or its name")
+            parser.error("--post-mortem needs a run; name its directory")
         return _post_mortem(run, args.json)
     with Gpus(within_s=5.0) as gpus:
         if run is not None:
@@ -45,31 +41,34 @@ def main(argv: list[str]) -> int:
         return watch(machine_inspector(gpus, _runs_at_work()), args)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="vesuvius memcheck",
-        description="Show a run's memory, its limits and how near a kill is.  Only reads; the run may be dead.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Show the memory of a run, its limits, and how close it is to them; without a run, those of the "
+        "machine.  Reads only; the run may be dead.",
+        epilog="exit codes: 0 ok, 10 warn, 11 critical or stopped by the memory guard, 12 killed, 13 run not found",
+        examples=("vesuvius memcheck demo --watch 2", "vesuvius memcheck demo --post-mortem"),
     )
-    parser.add_argument("run", nargs="?", metavar="RUN", help="a run directory, or the name of one below runs/")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="run directory, or the name of a run below runs/")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="sample once; the default where the output is not a terminal")
-    how.add_argument("--watch", type=positive_number, metavar="S", help="sample every S seconds; 2 on a terminal")
-    parser.add_argument("--json", action="store_true", help="one JSON object; with --watch one per line")
-    parser.add_argument("--post-mortem", action="store_true", help="show what died in this run, and why")
+    how.add_argument("--once", action="store_true", help="sample once (default unless on a terminal)")
+    how.add_argument(
+        "--watch", type=positive_number, metavar="S", help="sample every S seconds (default on a terminal: 2)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object, with --watch one per line")
+    parser.add_argument("--post-mortem", action="store_true", help="show which processes of the run died, and why")
     return parser
 
 
 def _runs_at_work() -> tuple[str, ...]:
-    """A line that names the living runs below `runs/`; empty where there is none."""
+    """Return a line that names the active runs below `runs/`; empty if there are none."""
     sessions = [(path.parent.name, read_session(path)) for path in sorted(runs_root().glob("*/session.json"))]
     names = [name for name, session in sessions if session and session.end_time is None and is_alive(session)]
     return (f"running below runs/: {', '.join(names)}; try `vesuvius memcheck {names[0]}`",) if names else ()
 
 
 def watch(inspect: Callable[[], Inspection], args: argparse.Namespace) -> int:
-    """Look once or again and again, show it, and return the exit code of the last look."""
+    """Show one or more inspections, and return the exit code of the last one."""
     on_terminal = sys.stdout is not None and sys.stdout.isatty() and not args.json
     goes_on = not args.once and (args.watch is not None or on_terminal)
     found: Inspection | None = None
@@ -90,7 +89,7 @@ def watch(inspect: Callable[[], Inspection], args: argparse.Namespace) -> int:
 
 @contextmanager
 def _screen(as_lines_of_json: bool, live: bool) -> Iterator[Callable[[Inspection], None]]:
-    """Yields what shows an inspection: a line of JSON, a table in the place of the last one, or one below the other."""
+    """Yield a function that shows an inspection: as a line of JSON, as a live table, or as tables one below another."""
     if as_lines_of_json:
         yield lambda found: say(json.dumps(found.as_json()))
         return
@@ -101,12 +100,12 @@ def _screen(as_lines_of_json: bool, live: bool) -> Iterator[Callable[[Inspection
 
     console = Console(highlight=False)
     if live:
-        with Live(console=console, auto_refresh=False) as place:
-            yield lambda found: place.update(memory_table(found), refresh=True)
+        with Live(console=console, auto_refresh=False) as live_table:
+            yield lambda found: live_table.update(memory_table(found), refresh=True)
         return
 
     def show(found: Inspection) -> None:
-        """With an empty line below; by way of `say`, which knows of pipes whose reader has left."""
+        """Print by `say`, which handles closed pipes."""
         with console.capture() as captured:
             console.print(memory_table(found))
         say("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n")

@@ -1,28 +1,29 @@
-"""`vesuvius report RUN [RUN ...]` and `vesuvius quarantine RUN`: what runs have recorded."""
+"""`vesuvius report RUN [RUN ...]` and `vesuvius quarantine RUN`: the records of runs."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.cli import as_command, say
+from vesuvius.commands.cli import Parser, as_command, say
 from vesuvius.errors import EXIT_OK, storage_errors
 from vesuvius.runlog.find_run import find_run
+from vesuvius.runlog.units import format_count
 
 
 @as_command
 def report(argv: list[str]) -> int:
     """Parse the command line and write the report.  Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vesuvius report",
-        description="Write what one or several runs recorded as a page (HTML that needs nothing else): "
-        "verdict, where the time went, losses, memory, events, previews, config.  The runs may be running.",
+        description="Write the records of one or more runs, also of running ones, as a self-contained HTML page: "
+        "verdict, time, losses, memory, events, previews, config.",
+        examples=("vesuvius report demo", "vesuvius report demo other-run --out comparison"),
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, or the name of one below runs/")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or the name of a run below runs/")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder to write to; by default a new one in the first run's reports/"
+        "--out", type=Path, metavar="DIR", help="folder to write (default: a new one in the first run's reports/)"
     )
     args = parser.parse_args(argv)
     runs = [find_run(text) for text in args.runs]
@@ -35,15 +36,16 @@ def report(argv: list[str]) -> int:
 
 @as_command
 def quarantine(argv: list[str]) -> int:
-    """List what a run could not read, or clear it.  Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    """List the chunks that a run could not read, or clear the list.  Returns the exit code."""
+    parser = Parser(
         prog="vesuvius quarantine",
-        description="List what a run could not read and replaced by other patches.  The next --resume reads cleared "
-        "places again, and those that are still damaged come back; a chunk that is not stored any more is air then.",
+        description="List the chunks that a run could not read and replaced with other patches.  The next --resume "
+        "reads cleared chunks again: those still damaged return to the list, and those no longer stored count as air.",
+        examples=("vesuvius quarantine demo", "vesuvius quarantine demo --clear"),
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory, or the name of one below runs/")
+    parser.add_argument("run", metavar="RUN", help="run directory, or the name of a run below runs/")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--clear", action="store_true", help="have the next --resume read all of them again")
+    what.add_argument("--clear", action="store_true", help="let the next --resume read all of them again")
     what.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     run = find_run(args.run)
@@ -53,14 +55,14 @@ def quarantine(argv: list[str]) -> int:
 
     path = run / "quarantine.jsonl"
     records = read_quarantine(path)
-    count = "1 place" if len(records) == 1 else f"{len(records)} places"
+    count = format_count(len(records), "box")
     if args.json:
         say(json.dumps(records, indent=2))
     elif args.clear:
         if records:
             with storage_errors(f"the run directory {run}", "free some space"):
                 clear_quarantine(path)
-                remove_logs(run / "reading", crashes=True)  # else readers would not try what has crashed them
+                remove_logs(run / "reading", crashes=True)  # otherwise readers would skip what crashed them
         say(f"run {run.name}: {count} cleared; the next --resume reads them again")
     else:
         say(f"run {run.name}: {count} in quarantine")

@@ -1,4 +1,4 @@
-"""`vesuvius sample --checkpoint RUN_OR_FILE`, also `python -m vesuvius.sample`: draw from a trained model."""
+"""`vesuvius sample --checkpoint RUN_OR_FILE`, also `python -m vesuvius.sample`: generate with a trained model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vesuvius.commands.cli import as_command, natural, positive, say, triple
+from vesuvius.commands.cli import Parser, as_command, natural, positive, say, triple
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 KEYS = {
     "sampler": ("diffusion.sampler", "ddim, ddpm (ancestral), dpmpp2m or heun"),
     "steps": ("diffusion.sampler_steps", "sampling steps"),
-    "clip": ("diffusion.sampler_clip", "limit of |x_0| in each step, model values; null = none"),
-    "guidance": ("diffusion.sampler_guidance", "1 = the condition as it is, more = stronger, 0 = none"),
-    "correction": ("diffusion.sampler_correction", "1 = the network as it is, more = sharper"),
+    "clip": ("diffusion.sampler_clip", "limit of |x_0| in each step, in model values; null = none"),
+    "guidance": ("diffusion.sampler_guidance", "classifier-free guidance: 1 = plain condition, 0 = none"),
+    "correction": (
+        "diffusion.sampler_correction",
+        "factor on the network's correction: 1 = as trained, more = sharper",
+    ),
     "amp": ("training.amp", "auto, off, bf16 or fp16"),
 }
-"""Of each option, the config key that it sets, and its meaning."""
+"""The config key that each option sets, and its meaning."""
 _OF_VOLUMES = ("overlap", "workers", "cluster", "rounds")
 _OF_PATCHES = ("count", "overwrite")
 
@@ -37,42 +40,42 @@ def main(argv: list[str]) -> int:
     volume = bool((out is not None and out.suffix == ".zarr") or arguments.shape or arguments.inpaint)
     volume |= arguments.condition is not None
     if volume and out is None:
-        parser.error("--out is missing; add --out NAME.zarr, or with --condition --out FOLDER for pairs")
+        parser.error("--out is missing; add --out NAME.zarr, or --out FOLDER for pairs of scan and labels")
     others = _OF_PATCHES if volume else (*_OF_VOLUMES, "condition", "box", "mask", "dry_run")
     if given := [name for name in others if getattr(arguments, name)]:
-        of, remedy = (
-            ("samples of the size of a patch", "") if volume else ("volumes", ", or add --shape or --out NAME.zarr")
-        )
+        of, remedy = ("patches", "") if volume else ("volumes", ", or add --shape or --out NAME.zarr")
         parser.error(f"--{given[0].replace('_', '-')} applies to {of} only; remove it{remedy}")
     common = {name: getattr(arguments, name) for name in ("checkpoint", "weights", "seed", "batch_size")}
     common |= {"volume_index": arguments.volume, "overrides": overrides_of(arguments), "guide": guide_of(arguments)}
     return _volume(arguments, common) if volume else _patches(arguments, common)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="vesuvius sample",
-        description="Draw from a trained model: samples of the size of a patch, or with --shape, --inpaint or an --out "
-        "that ends in .zarr a volume of any size; with --condition and another --out a scan and its labels, in "
-        "OUT/images and OUT/labels.  Samples: samples.zarr (OME-Zarr, one chunk a sample, in the grey "
-        "values of the training volume), montage.png and, for a conditional model, conditions.zarr.  Sample n depends "
-        "on the seed and n only, bit for bit at equal batch size.",
+        description="Generate patches with a trained model, or a volume of any size (--shape, or an --out that ends in "
+        ".zarr).  Patches come as samples.zarr with montage.png; a given seed always gives the same samples.",
+        common=("checkpoint", "count", "seed", "out", "shape", "condition", "dry_run"),
+        examples=(
+            "vesuvius sample --checkpoint demo --count 8",
+            "vesuvius sample --checkpoint demo --shape 256,512,512 --out big.zarr",
+            "vesuvius sample --checkpoint demo --condition labels.zarr --out pairs",
+        ),
     )
     parser.add_argument(
         "--checkpoint",
         type=Path,
         required=True,
         metavar="RUN_OR_FILE",
-        help="run directory (its newest checkpoint), name of a run in runs/, checkpoint directory, or a file in one; "
-        "runs/NAME/checkpoints/best is the one with the lowest validation loss",
+        help="name or directory of a run (its newest checkpoint), or a checkpoint, such as runs/NAME/checkpoints/best",
     )
-    parser.add_argument("--count", type=positive, help="samples to draw (default: 16)")
-    parser.add_argument("--seed", type=natural, default=0, help="another seed gives other samples (default: 0)")
+    parser.add_argument("--count", type=positive, help="number of patches (default: 16)")
+    parser.add_argument("--seed", type=natural, default=0, help="seed of the samples (default: 0)")
     parser.add_argument(
         "--batch-size",
         type=positive,
         default=4,
-        help="samples, at most --count, or tiles computed at once; a last batch of tiles is filled up (default: 4)",
+        help="patches or tiles computed at once; samples are reproducible bit for bit at equal batch size (default: 4)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: below the run's samples/)")
     parser.add_argument("--overwrite", action="store_true", help="replace existing samples")
@@ -80,31 +83,34 @@ def _parser() -> argparse.ArgumentParser:
         "--weights",
         default="ema",
         metavar="NAME",
-        help="ema for the averaged weights (default), model for those of the last step, ema_0.999 and the like for one "
-        "of training.extra_ema_decays",
+        help="ema (averaged weights; default), model (the last step's), or ema_0.999 and the like for "
+        "training.extra_ema_decays",
     )
     parser.add_argument(
         "--volume",
         type=natural,
         default=0,
         metavar="N",
-        help="training volume whose grey values and condition are used (default: 0, the first)",
+        help="index of the training volume that gives grey values and condition (default: 0)",
     )
-    volumes = parser.add_argument_group("volumes of any size", "docs/sampling.md explains them")
+    volumes = parser.add_argument_group("volumes of any size (docs/sampling.md)")
     volumes.add_argument(
         "--shape",
         type=triple(1, "256,512,512"),
         metavar="Z,Y,X",
-        help="voxels (default: of the given volumes, or of --box)",
+        help="voxels (default: those of --condition or --box)",
     )
     volumes.add_argument(
-        "--condition", type=array, metavar="VOLUME", help="zarr volume that conditions the network, PATH or PATH@LEVEL"
+        "--condition",
+        type=array,
+        metavar="VOLUME",
+        help="zarr volume of labels, PATH or PATH@LEVEL",
     )
     volumes.add_argument(
         "--box",
         type=_box,
         metavar="Z0:Z1,Y0:Y1,X0:X1",
-        help="part of --condition, --inpaint and --mask that is used (default: all of them)",
+        help="part of --condition, --inpaint and --mask to use (default: all)",
     )
     volumes.add_argument(
         "--inpaint",
@@ -116,60 +122,62 @@ def _parser() -> argparse.ArgumentParser:
         "--mask",
         type=array,
         metavar="VOLUME",
-        help="where --inpaint is to be filled: nonzero voxels (default: chunks that are not stored)",
+        help="voxels of --inpaint to fill are nonzero here (default: fill missing chunks)",
     )
     volumes.add_argument(
         "--rounds",
         type=positive,
-        help="network calls per step of --inpaint; more give better borders (default: 4)",
+        help="network calls per step of --inpaint; more improve the borders (default: 4)",
     )
     volumes.add_argument(
         "--overlap",
         type=float,
         metavar="SHARE",
-        help="least overlap of neighbouring tiles, 0 to 0.75 and at least 4 voxels, unless 0 (default: 0.25)",
+        help="overlap of neighbouring tiles, 0 to 0.75; at least 4 voxels unless 0 (default: 0.25)",
     )
     volumes.add_argument(
-        "--workers", type=positive, help="a GPU or a core each; 1 = this process (default: all of this machine)"
+        "--workers",
+        type=positive,
+        help="processes, each with a GPU or core; 1 = this process (default: all of this machine)",
     )
     volumes.add_argument(
-        "--cluster", metavar="ADDRESS", help="Ray cluster whose nodes share the folder of --out; needs --workers"
+        "--cluster",
+        metavar="ADDRESS",
+        help="address of a Ray cluster whose nodes share the folder of --out; needs --workers",
     )
-    volumes.add_argument(
-        "--dry-run", action="store_true", help="print the disk space and the time that it takes; write nothing"
-    )
+    volumes.add_argument("--dry-run", action="store_true", help="print the disk space and time needed; write nothing")
     add_keys(parser)
     return parser
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
-    """Add the options that set keys of the config, and --guide."""
+    """Add --guide and the options that set config keys."""
     parser.add_argument(
         "--guide",
         type=Path,
         metavar="CHECKPOINT",
-        help="an earlier checkpoint of the run: --correction multiplies what has been learned since",
+        help="earlier checkpoint of the run; --correction amplifies what was learned since",
     )
-    keys = parser.add_argument_group("keys of the config", "default: as in the checkpoint's config")
+    keys = parser.add_argument_group("config keys (default: as in the checkpoint)")
     for option, (key, meaning) in KEYS.items():
         keys.add_argument(f"--{option}", metavar="VALUE", help=f"{key}: {meaning}")
 
 
 def overrides_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """What those options say, as `key.path=value`."""
+    """Return the values of those options as `key.path=value`."""
     values = {key: getattr(arguments, option) for option, (key, _) in KEYS.items()}
     return tuple(f"{key}={value}" for key, value in values.items() if value is not None)
 
 
 def guide_of(arguments: argparse.Namespace) -> Path | None:
-    """The checkpoint of --guide.  Raises ConfigError if there is none."""
+    """Return the checkpoint of --guide, if given; raises ConfigError if it does not exist."""
     from vesuvius.training.checkpoint.format import find_checkpoint  # imports torch
 
     return arguments.guide and find_checkpoint(arguments.guide, "--guide").resolve()
 
 
 def array(text: str) -> ArrayConfig:
-    """PATH or PATH@LEVEL."""
+    """Parse PATH or PATH@LEVEL."""
     at = re.search(r"@(\d+)$", text)
     return ArrayConfig(path=text[: at.start()] if at else text, level=int(at[1]) if at else 0)
 

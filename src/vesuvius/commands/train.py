@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-from vesuvius.commands.cli import as_command, natural, positive_number, say
+from vesuvius.commands.cli import Parser, add_config, as_command, natural, positive_number, say
 from vesuvius.config.load import dump_config, read_config, take_config
 from vesuvius.errors import EXIT_OK
-
-log = logging.getLogger(__name__)
 
 
 @as_command
 def main(argv: list[str]) -> int:
     """Parse the command line and train.  Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="vesuvius train", description="Train a 3D diffusion model.")
-    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    parser = Parser(
+        prog="vesuvius train",
+        description="Train a 3D diffusion model.  On a terminal the last line shows progress, time left, loss, speed "
+        "and bottleneck; the log of the run has every step.",
+        common=("config", "resume", "dry_run", "print_config"),
+        examples=(
+            "vesuvius train --config configs/demo.yaml --dry-run",
+            "vesuvius train --config configs/demo.yaml training.lr=2e-4 training.workers=4",
+            "vesuvius train --config configs/demo.yaml --resume",
+        ),
+    )
+    add_config(parser)
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run, if any")
     parser.add_argument(
-        "--allow-drift", action="store_true", help="with --resume: continue although the data or the model have changed"
+        "--allow-drift", action="store_true", help="with --resume: continue although the data or the model changed"
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would happen, write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="run all checks and print the plan; write nothing")
     parser.add_argument(
-        "--vram-gib", type=positive_number, metavar="N", help="with --dry-run: GPU memory to plan for, GiB"
+        "--vram-gib", type=positive_number, metavar="N", help="with --dry-run: GPU memory to plan for, in GiB"
     )
-    parser.add_argument("--print-config", action="store_true", help="print every key with its value and its meaning")
+    parser.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
     parser.add_argument(
         "--replay",
         type=natural,
         metavar="STEP",
-        help="only compute a step again, from a checkpoint and the volumes",
+        help="recompute one step from a checkpoint and the volumes, and train nothing",
     )
-    # Of the trainer that `vesuvius tune` starts: it takes commands on standard input, and ends with that.
+    # The trainer that `vesuvius tune` starts; it takes commands on standard input.
     parser.add_argument("--tune-worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.vram_gib is not None and not args.dry_run:
-        parser.error("--vram-gib only plans; use it with --dry-run")
+        parser.error("--vram-gib works only with --dry-run; add it or remove --vram-gib")
     if args.replay is not None and any((args.resume, args.allow_drift, args.dry_run, args.print_config)):
-        parser.error("--replay trains nothing; it takes --config and overrides only")
+        parser.error("--replay cannot be combined with other options; keep only --config and overrides")
     if args.print_config:
         config = read_config(args.config, args.overrides, os.environ)
         say(dump_config(config, with_meanings=True).rstrip("\n"), exact=True)
@@ -57,8 +62,8 @@ def main(argv: list[str]) -> int:
         return int(exit_code)
     resume = args.resume or config.training.resume == "auto"
     if args.allow_drift and not resume:
-        parser.error("--allow-drift is about resuming; use it with --resume")
-    # torch takes seconds to import: not needed for what came before
+        parser.error("--allow-drift works only with --resume; add it or remove --allow-drift")
+    # The imports below load torch, which takes seconds.
     if args.dry_run:
         from vesuvius.training.forecast.start_log import dry_run
 
@@ -73,7 +78,7 @@ def main(argv: list[str]) -> int:
         from vesuvius.training.ranks.share import single_rank_config
         from vesuvius.training.run import train
 
-        facts = args.config.with_name("data_facts.pt")  # reading what they are made of takes long on a slow store
+        facts = args.config.with_name("data_facts.pt")  # computing them takes long on a slow store
         worker = partial(TuneWorker, CommandPipe())
         return train(replace(request, config=single_rank_config(config), make_tuner=worker, facts=facts))
     from vesuvius.launch.launch import launch

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from pathlib import Path
 from typing import get_args
 
-from vesuvius.commands.cli import as_command, say
+from vesuvius.commands.cli import Parser, add_config, as_command, say
 from vesuvius.config.load import read_config, take_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.experiments.tune.measurement import Knob, key_of
@@ -21,19 +20,23 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\
 @as_command
 def main(argv: list[str]) -> int:
     """Parse the command line and tune.  Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vesuvius tune",
-        description="Find by short measurements the workers, prefetch and micro-batch with which a config is fastest "
-        "on this machine within its memory limits.  Writes FILE.tuned.yaml, which extends FILE, and a report.",
+        description="Find the fastest workers, prefetch and micro-batch for this machine by short measurements, within "
+        "its memory limits.  Writes FILE.tuned.yaml, which extends FILE, and a report.",
+        examples=(
+            "vesuvius tune --config configs/demo.yaml --dry-run",
+            "vesuvius tune --config configs/demo.yaml --budget 15m",
+            "vesuvius tune --config configs/demo.yaml --keep compile,workers",
+        ),
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    add_config(parser)
     parser.add_argument(
         "--budget",
         type=duration,
         default=1800.0,
         metavar="TIME",
-        help="time for all measurements together: 90s, 30m (default), 1h30m",
+        help="total measuring time: 90s, 30m (default), 1h30m",
     )
     parser.add_argument(
         "--keep",
@@ -41,9 +44,11 @@ def main(argv: list[str]) -> int:
         action="extend",
         default=[],
         metavar="KNOB,...",
-        help=f"leave these knobs as the config has them; any of {', '.join(KEEPABLE)}",
+        help=f"do not change these settings; any of {', '.join(KEEPABLE)}",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the limits and what may be tried; write nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the limits and the settings to try; write nothing"
+    )
     args = parser.parse_intermixed_args(argv)
     written, config = read_config(args.config), take_config(args.config, args.overrides)
     from vesuvius.experiments.tune.session import TuneRequest, plan, tune  # imports torch
@@ -64,19 +69,19 @@ def main(argv: list[str]) -> int:
 
 
 def knobs(text: str) -> tuple[Knob, ...]:
-    """Knobs of `compile,channels_last`; an argument of argparse."""
+    """Parse knobs such as `compile,channels_last`."""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if not any(name in (knob, key_of(knob)) for knob in KEEPABLE)]
     if unknown:
-        raise argparse.ArgumentTypeError(f"must be among {', '.join(KEEPABLE)}; got {unknown[0]!r}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(KEEPABLE)}")
     return tuple(knob for knob in KEEPABLE if knob in names or key_of(knob) in names)
 
 
 def duration(text: str) -> float:
-    """Seconds of `90s`, `30m`, `1h30m`; an argument of argparse."""
+    """Parse a time such as `90s`, `30m` or `1h30m` into seconds."""
     found = _DURATION.fullmatch(text)
     hours, minutes, seconds = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
     total_s = 3600 * hours + 60 * minutes + seconds
     if total_s < _LEAST_S:
-        raise argparse.ArgumentTypeError(f"must be a time such as 90s, 30m or 1h30m, a minute at least; got {text}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of at least a minute, such as 90s, 30m or 1h30m")
     return total_s

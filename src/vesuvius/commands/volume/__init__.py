@@ -1,19 +1,19 @@
-"""`vesuvius volume`: make, import, look at, copy, list and verify volumes."""
+"""`vesuvius volume`: import, inspect, copy, list, verify and synthesize volumes."""
 
 from __future__ import annotations
 
-import argparse
-
-from vesuvius.commands.cli import as_command
+from vesuvius.commands.cli import Parser, as_command
 from vesuvius.commands.volume.look import add_info, add_occupancy, add_verify
 from vesuvius.commands.volume.make import add_copy, add_import, add_synth
 
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Run `vesuvius volume ARGV`; the exit code.  A wrong command line raises SystemExit(2), as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="vesuvius volume", description="Make, import, look at, copy, list and verify volumes."
+    """Parse the command line and run its subcommand.  Returns the exit code."""
+    parser = Parser(
+        prog="vesuvius volume",
+        description="Import, inspect, copy, list, verify and synthesize volumes.",
+        examples=("vesuvius volume info scroll.zarr", "vesuvius volume import --help"),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (add_synth, add_info, add_copy, add_import, add_occupancy, add_verify):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from vesuvius.commands.cli import natural, naturals, number_from_0, positive
+from vesuvius.commands.cli import Parser, natural, naturals, number_from_0, positive
 from vesuvius.config import ArrayConfig, StoreConfig
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # argparse has no public name for it
+    Commands = argparse._SubParsersAction[Parser]  # argparse has no public name for it
 
 _STORE = StoreConfig()
 
 
-def add_source(parser: argparse.ArgumentParser, metavar: str, meaning: str) -> None:
-    """Add what names a level of a volume."""
+def add_source(parser: Parser, metavar: str, meaning: str) -> None:
+    """Add the arguments that name a level of a volume."""
     parser.add_argument("path", metavar=metavar, help=meaning)
     parser.add_argument("--level", type=natural, default=0, help="level of the pyramid, 0 = finest (default: 0)")
     parser.add_argument(
@@ -23,29 +23,29 @@ def add_source(parser: argparse.ArgumentParser, metavar: str, meaning: str) -> N
         type=naturals,
         default=(),
         metavar="I,...",
-        help="indices that fix the other axes than z, y, x",
+        help="index for each axis other than z, y, x",
     )
 
 
 def source_of(arguments: argparse.Namespace) -> ArrayConfig:
-    """The level that was named."""
+    """Return the level that the arguments name."""
     return ArrayConfig(path=arguments.path, level=arguments.level, select=arguments.select)
 
 
-def add_store(parser: argparse.ArgumentParser) -> None:
-    """Add how a store is asked."""
+def add_store(parser: Parser) -> None:
+    """Add the options for reading from stores."""
     parser.add_argument(
         "--requests",
         type=positive,
         default=_STORE.requests,
-        help=f"at a time, of each process (default: {_STORE.requests})",
+        help=f"requests in flight per process (default: {_STORE.requests})",
     )
     parser.add_argument(
         "--outage-minutes",
         type=number_from_0,
         default=_STORE.outage_minutes,
         metavar="M",
-        help=f"how long to wait for a network or server that does not answer (default: {_STORE.outage_minutes:g})",
+        help=f"retry for so long if network or server is down (default: {_STORE.outage_minutes:g})",
     )
     parser.add_argument(
         "--forbidden-is-absent",
@@ -55,7 +55,7 @@ def add_store(parser: argparse.ArgumentParser) -> None:
 
 
 def store_of(arguments: argparse.Namespace) -> StoreConfig:
-    """How its store is asked."""
+    """Return the options for reading from stores."""
     return StoreConfig(
         requests=arguments.requests,
         outage_minutes=arguments.outage_minutes,

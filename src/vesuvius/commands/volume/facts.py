@@ -16,7 +16,7 @@ from vesuvius.volumes.box import format_box
 
 
 def print_facts(facts: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """As JSON, where null is unknown; or a fact a line, sections indented, lists of sections as tables."""
+    """Print facts as JSON (null = unknown), or one per line with indented sections and tables."""
     if getattr(arguments, "json", False):
         say(json.dumps(facts, indent=2, default=_plain))
     else:
@@ -24,7 +24,7 @@ def print_facts(facts: Mapping[str, Any], arguments: argparse.Namespace) -> None
 
 
 def facts_text(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Lines with a fact each, for a person."""
+    """Yield lines with one fact each."""
     width = max(map(len, facts), default=0)
     for name, value in facts.items():
         value = _plain(value) if isinstance(value, BaseModel) else value
@@ -61,7 +61,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _plain(value: object) -> object:
-    """What JSON does not know: parts of configs, paths, ratios."""
+    """Convert config sections, paths and ratios for JSON."""
     if isinstance(value, BaseModel):
         return value.model_dump()
     return str(value) if isinstance(value, Path) else float(value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`vesuvius volume info`, `occupancy` and `verify`: what reads a volume."""
+"""`vesuvius volume info`, `occupancy` and `verify`: commands that read a volume."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def add_info(commands: Commands) -> None:
     """Add `vesuvius volume info`."""
     info = commands.add_parser(
         "info",
-        help="say what a volume is, or how another lies in it",
-        description="Say what a volume is: levels, chunks, codec, stored chunks, grey values of random stored boxes.  "
-        "How patches of it would be read is said by `vesuvius train --dry-run`.",
+        help="describe a volume, or its alignment with another array",
+        description="Describe a volume: levels, chunks, codec, stored chunks, grey values of random boxes.  "
+        "(`vesuvius train --dry-run` describes how patches are read.)",
+        examples=("vesuvius volume info scroll.zarr --level 1", "vesuvius volume info scroll.zarr labels.zarr"),
     )
     add_source(info, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
     info.add_argument(
@@ -42,14 +43,20 @@ def add_info(commands: Commands) -> None:
         type=array,
         nargs="?",
         metavar="OTHER",
-        help="say only how this array, e.g. labels, lies in PATH: PATH or PATH@LEVEL; exit code 6 if it does not",
+        help="show only how this array (PATH or PATH@LEVEL), e.g. labels, aligns with PATH; exit code 6 if it does not",
     )
     size = ",".join(map(str, BOX_ZYX))
     info.add_argument(
-        "--patch", type=triple(1, size), default=BOX_ZYX, metavar="Z,Y,X", help=f"voxels of a box (default: {size})"
+        "--patch",
+        type=triple(1, size),
+        default=BOX_ZYX,
+        metavar="Z,Y,X",
+        help=f"size of a box in voxels (default: {size})",
     )
-    info.add_argument("--places", type=natural, default=16, help="boxes to sample grey values from (default: 16)")
-    info.add_argument("--list", action="store_true", help="list the store to count its chunks, however long that takes")
+    info.add_argument(
+        "--places", type=natural, default=16, help="boxes that grey values are sampled from (default: 16)"
+    )
+    info.add_argument("--list", action="store_true", help="count the stored chunks by listing the store; may take long")
     info.add_argument("--json", action="store_true", help="print JSON; null = unknown")
     info.set_defaults(run=_info)
 
@@ -67,13 +74,13 @@ def _info(arguments: argparse.Namespace) -> int:
                 "covered": found.covered,  # where both exist
             }
     else:
-        with redirect_stdout(sys.stderr):  # log lines about a listing; stdout holds the result alone
+        with redirect_stdout(sys.stderr):  # only the result goes to stdout
             found_facts = describe_volume(
                 source_of(arguments), listing=arguments.list, num_boxes=arguments.places, box_zyx=arguments.patch
             )
         facts = asdict(found_facts)
         if not arguments.json:
-            del facts["chosen"]  # it is among the levels
+            del facts["chosen"]  # also listed among the levels
     print_facts(facts, arguments)
     return EXIT_OK
 
@@ -82,13 +89,14 @@ def add_occupancy(commands: Commands) -> None:
     """Add `vesuvius volume occupancy`."""
     occupancy = commands.add_parser(
         "occupancy",
-        help="list the stored chunks of a level once, and keep the result beside it",
-        description="List the stored chunks of a level and write .chunk_occupancy.npz beside it, where training "
-        "(data.min_foreground) and `info` find it.",
+        help="list the stored chunks of a level, and save the list next to it",
+        description="List the stored chunks of a level and write .chunk_occupancy.npz next to it, for training "
+        "(data.min_foreground) and `vesuvius volume info`.",
+        examples=("vesuvius volume occupancy scroll.zarr", "vesuvius volume occupancy s3://b/s.zarr --out s.npz"),
     )
     add_source(occupancy, "PATH", "zarr group or array: a folder, or an address s3://, gs:// or az://")
     occupancy.set_defaults(run=_occupancy)
-    occupancy.add_argument("--out", type=Path, metavar="FILE", help="write it here instead; needed for an address")
+    occupancy.add_argument("--out", type=Path, metavar="FILE", help="file to write instead; required for an address")
 
 
 def _occupancy(arguments: argparse.Namespace) -> int:
@@ -102,11 +110,12 @@ def add_verify(commands: Commands) -> None:
     """Add `vesuvius volume verify`."""
     verify = commands.add_parser(
         "verify",
-        help="read every stored chunk once and list those that are broken; continues where it stopped",
-        description="Read every stored chunk of a level once and list those that are broken.  However it ends, the "
-        "same command continues where it stopped.  Where the list of stored chunks is kept beside the level "
-        "(.chunk_occupancy.npz, of `vesuvius volume occupancy`), a chunk that it lists but that is missing "
-        "counts as broken.  Exit code 6: some are broken.",
+        help="read every stored chunk and list the broken ones; resumable",
+        description="Read every stored chunk of a level and list the broken ones, including chunks that "
+        "`vesuvius volume occupancy` listed and that are now missing.  An interrupted command continues where it "
+        "stopped.  Exit code 6: broken chunks were found.",
+        common=("level", "processes", "json"),
+        examples=("vesuvius volume verify scroll.zarr --processes 8",),
     )
     add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
     verify.add_argument(
@@ -114,7 +123,7 @@ def add_verify(commands: Commands) -> None:
         type=positive,
         default=min(4, os.cpu_count() or 1),
         metavar="N",
-        help="that read and decode at once (default: the cores, at most 4)",
+        help="processes that read and decode (default: number of cores, at most 4)",
     )
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
@@ -130,9 +139,9 @@ def _verify(arguments: argparse.Namespace) -> int:
         with redirect_stdout(sys.stderr), Progress("verifying") as progress:
             figures = verify_volume(source_of(arguments), store_of(arguments), arguments.processes, tell)
     except KeyboardInterrupt:
-        log.warning("what was read is kept; the same command continues")
+        log.warning("interrupted; the same command continues from here")
         raise
     print_facts(asdict(figures), arguments)
     if not arguments.json:
-        say("restore what is broken from its source" if figures.broken else "all are intact")
+        say("restore the broken chunks from their source" if figures.broken else "all chunks are intact")
     return EXIT_DATA if figures.broken else EXIT_OK

@@ -1,4 +1,4 @@
-"""`vesuvius volume synth`, `copy` and `import`: what writes a volume."""
+"""`vesuvius volume synth`, `copy` and `import`: commands that write a volume."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def add_synth(commands: Commands) -> None:
     synth = commands.add_parser(
         "synth",
         help="write a synthetic papyrus scroll",
-        description="Write a synthetic papyrus scroll as OME-Zarr 0.4, laid out and about as compressible as a real "
-        "one, and the labels of its sheets beside it (OUT.labels.zarr; 1 = papyrus).  The same seed and shape give the "
-        "same voxels whatever the chunk size.",
+        description="Write a synthetic papyrus scroll as OME-Zarr 0.4, about as compressible as a real one, and its "
+        "sheet labels (OUT.labels.zarr; 1 = papyrus).  Voxels depend only on seed and shape.",
+        examples=("vesuvius volume synth volumes/scroll.zarr --shape 256,512,512 --seed 1",),
     )
     synth.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
     synth.add_argument(
@@ -45,10 +45,10 @@ def add_synth(commands: Commands) -> None:
         type=triple(MIN_SIZE_VOXELS, "256,512,512"),
         default=(256, 512, 512),
         metavar="Z,Y,X",
-        help="voxels (default: 256,512,512)",
+        help="size in voxels (default: 256,512,512)",
     )
-    synth.add_argument("--seed", type=natural, default=0, help="which scroll (default: 0)")
-    synth.add_argument("--chunk", type=natural, default=128, help="edge of a chunk in voxels, even (default: 128)")
+    synth.add_argument("--seed", type=natural, default=0, help="seed of the scroll (default: 0)")
+    synth.add_argument("--chunk", type=natural, default=128, help="chunk size in voxels, even (default: 128)")
     synth.set_defaults(run=_synth)
 
 
@@ -65,12 +65,14 @@ def add_copy(commands: Commands) -> None:
     """Add `vesuvius volume copy`."""
     copy = commands.add_parser(
         "copy",
-        help="copy a box of a volume, remote or not, to a disk; continues where it stopped",
-        description="Copy a box of one level to an OME-Zarr 0.4 on a disk (blosc-zstd, the chunks of the source).  "
-        "Missing chunks stay missing.  However it ends, the same command continues where it stopped; until it is "
-        "complete, the copy lies in OUT.zarr.partial.  Exit code 6: chunks could not be read.",
+        help="copy a box of a local or remote volume to a disk; resumable",
+        description="Copy a box of one level to an OME-Zarr 0.4 on a disk (blosc-zstd, chunks as in the source).  An "
+        "interrupted copy continues where it stopped; until complete, it is OUT.zarr.partial.  Exit code 6: "
+        "chunks could not be read.",
+        common=("level", "start", "size", "levels"),
+        examples=("vesuvius volume copy https://host/scroll.zarr scroll.zarr --level 2",),
     )
-    add_source(copy, "SOURCE", "what to copy from: a folder, or an address https://, s3://, gs://, az:// or hf://")
+    add_source(copy, "SOURCE", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
     copy.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
     copy.add_argument(
         "--start",
@@ -80,9 +82,9 @@ def add_copy(commands: Commands) -> None:
         help="first voxel (default: 0,0,0)",
     )
     size = triple(1, "72,136,136")
-    copy.add_argument("--size", type=size, metavar="Z,Y,X", help="voxels of the box (default: to the end)")
+    copy.add_argument("--size", type=size, metavar="Z,Y,X", help="size of the box in voxels (default: to the end)")
     copy.add_argument(
-        "--levels", type=natural, default=1, help="levels of the copy, each the mean of 2x2x2 voxels (default: 1)"
+        "--levels", type=natural, default=1, help="levels to write, each averaging 2x2x2 voxels (default: 1)"
     )
     add_store(copy)
     copy.set_defaults(run=_copy)
@@ -113,17 +115,19 @@ def add_import(commands: Commands) -> None:
     """Add `vesuvius volume import`."""
     importer = commands.add_parser(
         "import",
-        help="make an OME-Zarr of TIFF or PNG slices, TIFF, HDF5, NIfTI, NRRD, npy, N5; continues where it stopped",
-        description="Make an OME-Zarr 0.5 (zarr v3, chunks of 128^3 in shards of 512^3, blosc-zstd), all levels, of "
-        "a scan in another format.  Dtype and voxel size are kept, and the axes put in the order z, y, x.  However it "
-        "ends, the same command continues where it stopped; until it is complete, the volume lies in "
-        "OUT.zarr.partial.  Exit code 6: the source cannot be read.",
+        help="convert TIFF or PNG slices, TIFF, HDF5, NIfTI, NRRD, npy or N5 to OME-Zarr; resumable",
+        description="Convert a scan to OME-Zarr 0.5 (zarr v3, 128^3 chunks in 512^3 shards, blosc-zstd) with all "
+        "levels, keeping dtype and voxel size.  An interrupted import continues where it stopped; until complete, it "
+        "is OUT.zarr.partial.",
+        common=("shape", "dtype", "voxel_size_um", "levels"),
+        epilog="exit code 6: the source cannot be read",
+        examples=("vesuvius volume import slices/ scroll.zarr --voxel-size-um 7.91,7.91,7.91",),
     )
     importer.add_argument(
         "source",
         metavar="SOURCE",
-        help="a folder of TIFF or PNG slices; a file .tif, .nii, .nii.gz, .nrrd, .nhdr, .npy, .h5:/DATASET; a folder "
-        ".n5:/DATASET; or raw voxels, with --shape and --dtype",
+        help="folder of TIFF or PNG slices; .tif, .nii(.gz), .nrrd, .nhdr, .npy, .h5:/DATASET, .n5:/DATASET; or raw "
+        "voxels with --shape and --dtype",
     )
     importer.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
     importer.add_argument(
@@ -131,18 +135,22 @@ def add_import(commands: Commands) -> None:
         type=naturals,
         default=(),
         metavar="I,...",
-        help="indices that fix the axes (longer than 1) other than z, y, x, such as channels, times and colours",
-    )
-    importer.add_argument("--shape", type=triple(1, "1024,2048,2048"), metavar="Z,Y,X", help="voxels of a raw file")
-    importer.add_argument("--dtype", type=np.dtype, metavar="T", help="of a raw file, e.g. uint8, >u2, float32")
-    importer.add_argument(
-        "--voxel-size-um", type=lengths, metavar="Z,Y,X", help="edges of a voxel (default: as the source says)"
+        help="index for each axis (longer than 1) other than z, y, x, such as channel, time and colour",
     )
     importer.add_argument(
-        "--levels", type=natural, help="each the mean of 2x2x2 voxels (default: down to one that fits into a chunk)"
+        "--shape", type=triple(1, "1024,2048,2048"), metavar="Z,Y,X", help="size of a raw file in voxels"
+    )
+    importer.add_argument("--dtype", type=np.dtype, metavar="T", help="dtype of a raw file, e.g. uint8, >u2, float32")
+    importer.add_argument(
+        "--voxel-size-um", type=lengths, metavar="Z,Y,X", help="voxel size (default: from the source)"
     )
     importer.add_argument(
-        "--v2", action="store_true", help="write OME-Zarr 0.4 instead (zarr v2, each chunk a file), for older programs"
+        "--levels",
+        type=natural,
+        help="levels to write, each averaging 2x2x2 voxels (default: until one fits into a chunk)",
+    )
+    importer.add_argument(
+        "--v2", action="store_true", help="write OME-Zarr 0.4 (zarr v2, one file per chunk) for older programs"
     )
     importer.set_defaults(run=_import)
 
@@ -167,10 +175,10 @@ def _speed(figures: CopyFigures) -> str:
 
 @contextmanager
 def _kept(out: Path) -> Iterator[None]:
-    """Where Ctrl-C ends a copy, says that it can be continued."""
+    """Log on Ctrl-C that the command can be continued."""
     try:
         yield
     except KeyboardInterrupt:
         if partial_path(out).exists():
-            log.warning("what is done is kept in %s; the same command continues", partial_path(out))
+            log.warning("interrupted; %s is kept, and the same command continues from there", partial_path(out))
         raise
