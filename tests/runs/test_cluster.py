@@ -85,7 +85,7 @@ def ranks_at_work(run: Path) -> int:
 
 
 @pytest.mark.long
-def test_ten_nodes_are_killed_and_come_back_and_the_run_shrinks_and_grows_with_them(
+def test_the_run_shrinks_and_grows_while_ten_nodes_are_killed_and_return(
     tiny_config: WriteConfig, tmp_path: Path, cluster: Cluster
 ) -> None:
     plain = {"train_batch_size": 2, "epochs": 1000, "save_every": 5, "workers": 1}
@@ -140,7 +140,7 @@ def raylets_of(pids: Iterable[int]) -> set[int]:
 
 
 @pytest.mark.long
-def test_readers_of_two_ranks_run_on_a_node_beside_them_and_deliver_what_one_rank_gets(
+def test_readers_of_two_ranks_on_another_node_deliver_what_one_rank_gets(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     """Each node has two cores: the ranks take those of one of them, and their readers have to take the other's."""

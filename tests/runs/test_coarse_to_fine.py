@@ -60,7 +60,7 @@ def voxels(path: str) -> np.ndarray[Any, Any]:
     return np.asarray(zarr.open_array(path, mode="r")[...])
 
 
-def test_a_drawn_coarse_volume_is_the_condition_of_the_fine_one() -> None:
+def test_a_generated_coarse_volume_conditions_the_fine_one() -> None:
     assert_same_weights("fine", "explicit")
     assert draws("coarse", "coarse.zarr", "--shape", ",".join(map(str, COARSE))) == 0
     coarse = voxels("coarse.zarr/0")
@@ -73,7 +73,7 @@ def test_a_drawn_coarse_volume_is_the_condition_of_the_fine_one() -> None:
     assert (fine != voxels("other.zarr/0")).any(), "the condition matters"
 
 
-def test_samples_of_the_size_of_a_patch_are_shown_the_same_places() -> None:
+def test_patch_sized_samples_get_conditions_of_the_same_positions() -> None:
     for run in ("fine", "explicit"):
         assert sample.main(f"--checkpoint {run} --count 2 --steps 2 --out samples/{run}".split()) == 0
     for name in ("samples", "conditions"):
@@ -102,7 +102,7 @@ def test_a_condition_of_another_scale_than_in_training_is_refused(capsys: pytest
     assert not list(Path().glob("none*"))
 
 
-def test_a_drawing_lies_where_its_coarser_condition_does() -> None:
+def test_a_generated_volume_is_aligned_with_its_coarser_condition() -> None:
     """Scaled twice, or not at all, a place that is not the origin would move."""
     placed = multiscale("placed", 1, [16.0] * 3, ["micrometer"] * 3, (32.0, 0.0, 64.0))
     zarr.create_group("placed.zarr", zarr_format=2, attributes={"multiscales": [placed]})

@@ -22,7 +22,7 @@ from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, s
 
 
 @pytest.mark.long
-def test_a_readers_death_is_kept_and_shown_again_and_a_sigterm_to_all_processes_still_saves(
+def test_a_readers_death_is_recorded_and_reported_and_a_sigterm_to_all_processes_still_saves(
     tmp_path: Path, tiny_config: WriteConfig
 ) -> None:
     config = tiny_config(
@@ -70,7 +70,7 @@ def config_of(tiny_config: WriteConfig, path: Path, **data: Any) -> Path:
 
 
 @pytest.mark.long
-def test_a_run_with_readers_goes_on_and_says_what_killed_them(
+def test_a_run_continues_after_reader_deaths_and_reports_their_cause(
     tiny_config: WriteConfig, sharded: Path, tmp_path: Path
 ) -> None:
     config = config_of(tiny_config, sharded)
@@ -94,4 +94,4 @@ def test_a_run_with_readers_goes_on_and_says_what_killed_them(
     assert f"it crashed with Aborted, as its own note says, while it read {sharded}" in death["evidence"]
     quarantined = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
     assert {tuple(record["chunk"]) for record in quarantined} == {(1, 1, 1)}
-    assert "damaged places in quarantine: 1; list them with `vesuvius quarantine tiny`" in done.stderr
+    assert "damaged regions in quarantine: 1; list them with `vesuvius quarantine tiny`" in done.stderr

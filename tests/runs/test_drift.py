@@ -47,7 +47,7 @@ def config(one_step: Path, tiny_config: WriteConfig) -> Path:
         ("model.blocks_per_level=2", "model.blocks_per_level: was 1, is 2"),
     ],
 )
-def test_a_resume_that_would_be_another_experiment_is_refused_with_the_difference(
+def test_resuming_another_experiment_is_refused_with_the_differences(
     config: Path, capsys: pytest.CaptureFixture[str], override: str, shown: str
 ) -> None:
     before = Path("runs/tiny/config.resolved.yaml").read_bytes()
@@ -56,18 +56,14 @@ def test_a_resume_that_would_be_another_experiment_is_refused_with_the_differenc
     assert Path("runs/tiny/config.resolved.yaml").read_bytes() == before
 
 
-def test_a_resume_on_voxels_of_another_kind_is_refused(
-    config: Path, volume: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resuming_on_another_dtype_is_refused(config: Path, volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
     volume.rename(volume.with_name("old.zarr"))
     write_array(volume, textured((96, 128, 128), dtype="uint16"))
     assert vesuvius_train(config, "--resume") == 2
     assert "plan.volumes" in capsys.readouterr().err
 
 
-def test_allowed_drift_goes_on_and_is_written_down(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accepted_drift_continues_and_is_recorded(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     training = {"validate_every": 1, "validate_patches": 1}
     config = tiny_config(training=training, diffusion={"noise": "cosine"})
     assert vesuvius_train(config, "training.max_steps=1") == 0
@@ -81,14 +77,12 @@ def test_allowed_drift_goes_on_and_is_written_down(
     assert [v["best_step"] for v in records_of("validation")] == [1, 2], "losses before and behind do not compare"
 
 
-def test_drift_that_changes_the_shapes_of_weights_is_refused_all_the_same(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drift_that_changes_weight_shapes_is_always_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert vesuvius_train(config, "--resume", "--allow-drift", "model.blocks_per_level=2") == 2
     assert "do not fit the network, even with --allow-drift" in capsys.readouterr().err
 
 
-def test_other_grey_values_are_estimated_anew_only_where_the_data_have_changed(config: Path, volume: Path) -> None:
+def test_intensity_ranges_are_estimated_again_only_if_the_data_changed(config: Path, volume: Path) -> None:
     newest = lambda: load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])  # noqa: E731
     greys = newest()["greys"]
     write_array(volume.with_name("new.zarr"), textured((96, 128, 128), dtype="uint8") // 2)
@@ -100,7 +94,7 @@ def test_other_grey_values_are_estimated_anew_only_where_the_data_have_changed(c
     assert newest()["greys"] != greys
 
 
-def test_a_volume_may_move_and_a_knob_may_turn_between_stop_and_resume(
+def test_a_volume_may_move_and_a_setting_may_change_between_stop_and_resume(
     config: Path, volume: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moved = volume.rename(volume.with_name("moved.zarr"))
@@ -126,7 +120,7 @@ EFFECTS = [
 
 
 @pytest.mark.parametrize(("overrides", "effect"), EFFECTS)
-def test_what_a_change_does_to_the_steps_to_come_is_told_with_its_figures(
+def test_the_effect_of_a_change_on_further_steps_is_reported_with_figures(
     tiny_config: WriteConfig, overrides: str, effect: str | None
 ) -> None:
     training = {"lr": 1e-3, "lr_schedule": "cosine", "warmup_steps": 5, "epochs": 1, "steps_per_epoch": 20}
@@ -134,14 +128,14 @@ def test_what_a_change_does_to_the_steps_to_come_is_told_with_its_figures(
     assert drift_effects(read_config(path), read_config(path, overrides.split()), 12) == ([effect] if effect else [])
 
 
-def test_drift_is_allowed_to_a_resume_only(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_allow_drift_requires_resume(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         vesuvius_train(tiny_config(), "--allow-drift")
     assert exit_info.value.code == 2
     assert "--resume" in capsys.readouterr().err
 
 
-def test_another_version_of_the_plan_is_refused_as_such_alone_and_allowed_drift_keeps_the_grey_values(
+def test_another_plan_version_is_named_as_the_only_difference_and_accepted_drift_keeps_the_intensity_ranges(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The data are the same, so the weights mean what they meant; which voxels sample i is, no longer."""
@@ -164,7 +158,7 @@ def test_another_version_of_the_plan_is_refused_as_such_alone_and_allowed_drift_
     assert re.match(r"plan\.version: was \d, is \d ", records_of("run_start")[1]["accepted"][0])
 
 
-def test_another_optimizer_is_refused_with_allow_drift_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_optimizer_is_refused_even_with_allow_drift(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--allow-drift"]):
         assert vesuvius_train(config, "--resume", *arguments, "training.optimizer=muon") == 2
         assert "Cannot resume with training.optimizer=" in capsys.readouterr().err

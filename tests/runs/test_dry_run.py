@@ -16,7 +16,7 @@ from vesuvius.training.forecast import start_log
 from vesuvius.volumes.store.cache import DiskCache
 
 
-def test_the_dry_run_says_what_would_happen_and_writes_nothing(
+def test_the_dry_run_describes_the_run_and_writes_nothing(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start_log, "convolution_flops_s", lambda device, amp: 2e5)
@@ -45,7 +45,7 @@ def test_the_dry_run_says_what_would_happen_and_writes_nothing(
         assert of_run[:3] == format_duration(factor * step_s * steps)[:3]
 
 
-def test_the_dry_run_plans_a_gpu_refuses_one_that_is_too_small_and_names_what_fits(
+def test_the_dry_run_refuses_a_gpu_that_is_too_small_and_names_what_fits(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = ("--dry-run", "--vram-gib", "0.65")
@@ -67,7 +67,7 @@ def test_the_dry_run_plans_a_gpu_refuses_one_that_is_too_small_and_names_what_fi
     assert "GPU memory; add training.checkpoint_levels" in shown.err, "recompute_norm is on already"
 
 
-def test_the_dry_run_refuses_more_memory_than_there_is_and_its_workers_fit(
+def test_the_dry_run_refuses_too_much_memory_and_its_suggested_workers_fit(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--dry-run", "monitor.ram_limit_gib=1.3", "training.epochs=9")
@@ -85,7 +85,7 @@ def test_the_dry_run_refuses_more_memory_than_there_is_and_its_workers_fit(
 @pytest.mark.parametrize(
     "arguments", [["--vram-gib", "80"], *(["--dry-run", "--vram-gib", n] for n in ("0", "x", "inf"))]
 )
-def test_vram_is_a_positive_number_that_goes_with_a_dry_run(
+def test_vram_gib_is_positive_and_requires_a_dry_run(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_info:
@@ -95,7 +95,7 @@ def test_vram_is_a_positive_number_that_goes_with_a_dry_run(
     assert not Path("runs").exists()
 
 
-def test_a_dry_run_leaves_the_chunk_cache_as_it_is(
+def test_a_dry_run_does_not_change_the_chunk_cache(
     tiny_config: WriteConfig, volume: Path, server: ChunkServer, tmp_path: Path
 ) -> None:
     """Neither a folder is made, nor one of a larger limit shrunk to that of the config, nor a chunk kept."""

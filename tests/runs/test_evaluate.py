@@ -45,7 +45,7 @@ def evaluates(*arguments: object) -> int:
     return evaluate.main([str(argument) for argument in command])
 
 
-def test_samples_are_drawn_once_and_judged_with_figures_floors_and_a_page(
+def test_samples_are_generated_once_and_evaluated_with_figures_floors_and_a_page(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluates("shown", "--out", tmp_path / "first") == 0
@@ -79,7 +79,7 @@ def test_samples_are_drawn_once_and_judged_with_figures_floors_and_a_page(
     assert again["figures"] == found["figures"], "the same samples, the same figures"
 
 
-def test_patches_of_a_drawn_volume_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_patches_of_a_generated_volume_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     box = "8:24,0:32,64:128"
     volume = ["--checkpoint", "shown", "--condition", str(Path("labels.zarr").resolve()), "--box", box, "--steps", "1",
               "--overlap", "0", "--workers", "1"]  # fmt: skip
@@ -92,7 +92,7 @@ def test_patches_of_a_drawn_volume_are_judged(tmp_path: Path, capsys: pytest.Cap
     assert "it holds 4 patches side by side" in capsys.readouterr().err
 
 
-def test_places_in_another_condition_are_not_taken_for_held_out_ones(tmp_path: Path) -> None:
+def test_positions_in_another_condition_do_not_count_as_held_out(tmp_path: Path) -> None:
     starts = [(0, 0, 16 * n) for n in range(16)]
     for condition, known in (("mine", True), ("another", False)):
         folder = tmp_path / condition
@@ -104,7 +104,7 @@ def test_places_in_another_condition_are_not_taken_for_held_out_ones(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", [pytest.param("array", marks=pytest.mark.long), "float"])
-def test_samples_of_any_program_are_judged_in_grey_values(tmp_path: Path, kind: str) -> None:
+def test_samples_of_other_programs_are_evaluated_in_grey_values(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(0)
     patches = rng.integers(1, 200, (20, *PATCH)).astype(np.uint8)
     path = tmp_path / ("samples.zarr" if kind == "array" else "samples.npy")
@@ -118,7 +118,7 @@ def test_samples_of_any_program_are_judged_in_grey_values(tmp_path: Path, kind: 
     assert not metric["beyond"], "real voxels are uniform from 1 to 199, too, and floats are rounded as they are"
 
 
-def test_what_cannot_be_judged_is_refused_in_one_line_and_nothing_is_written(
+def test_invalid_input_is_refused_in_one_line_and_nothing_is_written(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "other.npy", np.ones((20, 8, 16, 15), np.uint8))

@@ -29,18 +29,18 @@ FAILURES = [
     (
         PermissionError(errno.EACCES, "Permission denied", "runs/tiny/metrics.jsonl"),
         EXIT_DATA,
-        "the run directory must be.*free some space",
+        "Cannot write .*free some space",
     ),
     (
         OSError("AF_UNIX path length cannot exceed 107 bytes"),
         EXIT_ERROR,
-        "The system refused .*AF_UNIX path.*py:[0-9]+",
+        "System error: .*AF_UNIX path.*py:[0-9]+",
     ),
     (ConfigError("Conv3d is wrong on this machine: weight gradient off by 0.3"), EXIT_CONFIG, "Conv3d is wrong"),
 ]
 
 
-def test_a_start_that_fails_leaves_nothing_and_a_run_that_is_there_as_it_was(
+def test_a_failed_start_leaves_nothing_and_does_not_change_an_existing_run(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An error of the system is one of the run directory only there.  The same command works afterwards."""
@@ -70,7 +70,7 @@ def test_a_start_that_fails_leaves_nothing_and_a_run_that_is_there_as_it_was(
 
 
 @pytest.mark.long
-def test_a_ray_that_cannot_start_here_leaves_no_run_behind(
+def test_a_failing_start_of_ray_leaves_no_run_directory(
     tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a temporary folder whose path is too long for a socket, in a process of its own, where no Ray runs."""

@@ -34,7 +34,7 @@ def newest_of(run: Path) -> Path:
     return paths[-1]
 
 
-def test_a_disk_that_fills_up_costs_saves_but_no_step_no_record_and_no_older_checkpoint(
+def test_a_full_disk_loses_saves_but_no_step_record_or_older_checkpoint(
     tiny_config: WriteConfig, tmp_path: Path, disk: Path
 ) -> None:
     config = tiny_config(

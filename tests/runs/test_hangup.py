@@ -70,7 +70,7 @@ def run_end(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_terminal_that_closes_stops_a_run_with_ray_readers_as_sigterm_does(
+def test_closing_the_terminal_stops_a_run_with_ray_readers_like_sigterm(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     """The kernel's SIGHUP reaches the trainer, its readers and Ray's daemons, and its output fails from then on."""
@@ -88,7 +88,7 @@ def test_a_terminal_that_closes_stops_a_run_with_ray_readers_as_sigterm_does(
 
 
 @pytest.mark.parametrize("first", [f"{OWN_TERMINAL}; {NOHUP}", pytest.param("", marks=pytest.mark.long)])
-def test_with_nohup_it_goes_on_and_so_it_does_where_only_its_output_fails(
+def test_with_nohup_or_only_failing_output_the_run_continues(
     tiny_config: WriteConfig, tmp_path: Path, first: str
 ) -> None:
     """The second as after `setsid` or `disown`.  The progress bar, the log and the end each meet an EIO."""
@@ -98,9 +98,7 @@ def test_with_nohup_it_goes_on_and_so_it_does_where_only_its_output_fails(
     assert run_end(tmp_path / "runs/tiny")["step"] == 12
 
 
-def test_signals_that_come_together_when_a_session_ends_are_one_request(
-    tiny_config: WriteConfig, tmp_path: Path
-) -> None:
+def test_simultaneous_signals_at_the_end_of_a_session_are_one_request(tiny_config: WriteConfig, tmp_path: Path) -> None:
     """The kernel and the shell, then systemd."""
     signals = (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
     with Session(tiny_config(training={"epochs": 1000}), tmp_path) as session:
@@ -125,15 +123,13 @@ print("writes its last line")
 """
 
 
-def test_one_that_comes_late_does_not_end_what_is_left_to_do_after_the_stop() -> None:
+def test_a_late_signal_does_not_interrupt_the_work_after_the_stop() -> None:
     done = fork_server.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "writes its last line\n"), done.stderr
 
 
 @pytest.mark.long
-def test_ranks_save_where_torchrun_passes_the_signal_on_also_under_nohup(
-    tiny_config: WriteConfig, tmp_path: Path
-) -> None:
+def test_ranks_save_if_torchrun_forwards_the_signal_even_with_nohup(tiny_config: WriteConfig, tmp_path: Path) -> None:
     """torchrun listens to SIGHUP whatever it inherits, and would kill ranks that go on."""
     config = tiny_config(training={"epochs": 1000, "ranks": 1})
     torchrun = ("nohup", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "vesuvius.train")

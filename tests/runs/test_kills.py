@@ -53,7 +53,7 @@ def kill_and_compare(config: WriteConfig, cwd: Path, kills: int, seed: int, save
 
 
 @pytest.mark.long
-def test_fifty_kills_at_random_moments_change_no_bit_and_leave_no_unreadable_checkpoint(
+def test_fifty_random_kills_change_no_bit_and_leave_no_unreadable_checkpoint(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     figures = kill_and_compare(tiny_config, tmp_path, kills=50, seed=1, save_every=2)
@@ -62,7 +62,7 @@ def test_fifty_kills_at_random_moments_change_no_bit_and_leave_no_unreadable_che
 
 
 @pytest.mark.long
-def test_a_run_killed_inside_a_save_goes_on_from_the_checkpoint_before(
+def test_a_run_killed_during_a_save_continues_from_the_previous_checkpoint(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     saving = _TRAINING | {"save_every": 1, "epochs": 1000, "validate_every": 0}
@@ -72,7 +72,7 @@ def test_a_run_killed_inside_a_save_goes_on_from_the_checkpoint_before(
 
 
 @pytest.mark.long
-def test_kills_with_ray_readers_and_another_number_of_them_each_time_change_no_bit_and_leave_no_process(
+def test_kills_with_changing_numbers_of_ray_readers_change_no_bit_and_leave_no_process(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     kills, marker = 5, f"marker-{os.getpid()}-{time.time_ns()}"

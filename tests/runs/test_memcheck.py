@@ -40,7 +40,7 @@ def death(**figures: Any) -> Death:
     return Death(**known | {"evidence": ("Ray says so",), "moments": (), "remedy": "training.workers=1"} | figures)
 
 
-def test_a_living_run_is_found_by_name_and_by_directory_and_its_memory_is_right(tmp_path: Path) -> None:
+def test_a_live_run_is_found_by_name_and_directory_with_correct_memory(tmp_path: Path) -> None:
     with trainer(tmp_path / "runs/tiny") as process:
         found = found_in(run_memcheck("tiny", "--once", "--json", cwd=tmp_path))
         table = run_memcheck("runs/tiny", cwd=tmp_path)
@@ -57,7 +57,7 @@ def test_a_living_run_is_found_by_name_and_by_directory_and_its_memory_is_right(
     assert not HYGIENE.search(json.dumps(found))
 
 
-def test_a_run_that_is_not_there_is_13_and_the_message_names_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_run_is_13_and_the_message_names_existing_runs(tmp_path: Path) -> None:
     (tmp_path / "runs/demo").mkdir(parents=True)
     (tmp_path / "runs/demo/metrics.jsonl").touch()
     done = run_memcheck("dmeo", cwd=tmp_path)
@@ -80,7 +80,7 @@ def test_a_watch_of_a_leaking_run_turns_critical_and_ends_with_the_run(tmp_path:
     assert (last["state"], watching.returncode) == ("killed", 12)
 
 
-def test_a_killed_run_is_recognised_with_its_last_minute(tmp_path: Path) -> None:
+def test_a_killed_run_is_recognised_and_its_last_minute_shown(tmp_path: Path) -> None:
     directory = tmp_path / "runs/tiny"
     with trainer(directory) as process:
         begin = time.time()
@@ -106,7 +106,7 @@ def test_a_killed_run_is_recognised_with_its_last_minute(tmp_path: Path) -> None
     assert not (directory / "post_mortem.jsonl").exists(), "memcheck only reads"
 
 
-def test_a_run_that_has_ended_as_it_should_is_no_kill(tmp_path: Path) -> None:
+def test_a_run_that_ended_normally_is_not_a_kill(tmp_path: Path) -> None:
     directory = tmp_path / "runs/tiny"
     directory.mkdir(parents=True)
     record = begin_session(directory / "session.json", "tiny", 0, MemoryPolicy())
@@ -118,7 +118,7 @@ def test_a_run_that_has_ended_as_it_should_is_no_kill(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "run tiny: no deaths recorded\n")
 
 
-def test_a_reader_that_died_in_this_session_is_12_and_one_of_an_earlier_session_is_not(tmp_path: Path) -> None:
+def test_a_reader_death_in_this_session_is_12_and_one_in_an_earlier_session_is_not(tmp_path: Path) -> None:
     directory = tmp_path / "runs/tiny"
     directory.mkdir(parents=True)
     append_death(directory / "post_mortem.jsonl", death(time=time.time() - 1000))
@@ -133,7 +133,7 @@ def test_a_reader_that_died_in_this_session_is_12_and_one_of_an_earlier_session_
     assert [each["pid"] for each in json.loads(shown.stdout)] == [77, 78]
 
 
-def test_a_kill_that_the_kernel_has_counted_since_the_session_began_is_12(tmp_path: Path) -> None:
+def test_an_oom_kill_counted_by_the_kernel_during_the_session_is_12(tmp_path: Path) -> None:
     with trainer(tmp_path / "runs/tiny"):
         path = tmp_path / "runs/tiny/session.json"
         record = read_session(path)
@@ -151,7 +151,7 @@ def test_a_kill_that_the_kernel_has_counted_since_the_session_began_is_12(tmp_pa
     assert HYGIENE.search(found["kills"][0])
 
 
-def test_a_hung_run_is_told_from_a_slow_one_and_from_one_that_validates(tmp_path: Path) -> None:
+def test_a_hung_run_differs_from_a_slow_and_a_validating_one(tmp_path: Path) -> None:
     directory = tmp_path / "runs/tiny"
     with trainer(directory) as process:
         path = directory / "session.json"
@@ -190,7 +190,7 @@ def test_a_hung_run_is_told_from_a_slow_one_and_from_one_that_validates(tmp_path
         assert "it is stopped (SIGSTOP)" in stopped["state_text"]
 
 
-def test_a_run_on_another_machine_and_one_without_a_session_show_what_their_files_say(tmp_path: Path) -> None:
+def test_runs_on_another_machine_or_without_a_session_are_shown_from_their_files(tmp_path: Path) -> None:
     directory = tmp_path / "runs/tiny"
     directory.mkdir(parents=True)
     write_metrics(directory, {"kind": "step", "time": 5.0, "step": 3})

@@ -133,7 +133,7 @@ def seconds_ahead(mib_s: float) -> float:
     return float(left_bytes / (mib_s * 2**20) + nearest["time"] - warned)
 
 
-def test_a_leaking_trainer_is_ended_with_a_whole_checkpoint_and_goes_on() -> None:
+def test_a_leaking_trainer_is_stopped_with_an_intact_checkpoint_and_resumes() -> None:
     write_config(workers=0, limit_gib=1.2)
     # Whether it is in time depends on what else this machine does: the drill of a reader asks for that.
     assert train_with_a_leak("trainer", minutes=3, mib_s=40, after_s=2) == EXIT_GUARD
@@ -142,7 +142,7 @@ def test_a_leaking_trainer_is_ended_with_a_whole_checkpoint_and_goes_on() -> Non
     assert goes_on()
 
 
-def test_a_leaking_reader_is_started_anew_before_the_run_is_ended() -> None:
+def test_a_leaking_reader_is_restarted_before_the_run_is_stopped() -> None:
     """A leak must last 105 s to be told 60 s ahead."""
     write_config(workers=2, limit_gib=8)
     assert train_with_a_leak("reader", minutes=15, mib_s=50, after_s=20) == EXIT_GUARD
@@ -154,7 +154,7 @@ def test_a_leaking_reader_is_started_anew_before_the_run_is_ended() -> None:
     assert goes_on()
 
 
-def test_a_healthy_run_that_fills_the_page_cache_gives_no_alarm() -> None:
+def test_a_healthy_run_that_fills_the_page_cache_raises_no_alarm() -> None:
     write_config(workers=2, limit_gib=None)
     with ExitStack() as held:
         group = held.enter_context(memory_cgroup_or_skip(4 * GIB))

@@ -72,7 +72,7 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
         (2, 1, 6, [(2, 1)]),  # in the second micro-batch of the second step
     ],
 )
-def test_a_micro_batch_that_finds_no_memory_is_halved_and_the_run_is_that_of_the_half(
+def test_a_micro_batch_that_runs_out_of_memory_is_halved_and_the_run_equals_one_with_half(
     tiny_config: WriteConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -100,11 +100,11 @@ def test_a_micro_batch_that_finds_no_memory_is_halved_and_the_run_is_that_of_the
     events = [record for record in records_of("event") if record["event"] == "micro_batch"]
     assert [(event["before"], event["now"]) for event in events] == tried
     log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
-    assert log.count("patches at once (CUDA out of memory. Tried to allocate 640.00 MiB") == len(tried)
+    assert log.count(" (CUDA out of memory. Tried to allocate 640.00 MiB") == len(tried)
     assert f"micro-batch {planned} x {8 // planned}: " in log
 
 
-def test_one_patch_that_finds_no_memory_ends_the_run_as_ever(
+def test_a_single_patch_that_runs_out_of_memory_ends_the_run(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -114,7 +114,7 @@ def test_one_patch_that_finds_no_memory_ends_the_run_as_ever(
     assert "train_batch_size 1 does not fit the GPU: out of memory" in records_of("run_end")[-1]["cause"]
 
 
-def test_a_number_of_the_config_is_not_halved(
+def test_a_configured_micro_batch_is_not_halved(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,7 @@ def test_a_number_of_the_config_is_not_halved(
     assert "train_batch_size 8 does not fit the GPU" in records_of("run_end")[-1]["cause"]
 
 
-def test_a_resume_chooses_again_and_goes_on_at_the_next_sample(
+def test_a_resume_chooses_the_micro_batch_again_and_continues_at_the_next_sample(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_a_resume_chooses_again_and_goes_on_at_the_next_sample(
     assert "changed since the checkpoint: training.train_batch_size: was 2, is 8" in log
 
 
-def test_the_dry_run_says_which_micro_batch_a_run_would_take(
+def test_the_dry_run_names_the_micro_batch_of_the_run(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(training=EIGHT)
@@ -173,7 +173,7 @@ def events_of(run: Path) -> list[tuple[int, int, int]]:
     return [(each["step"], each["before"], each["now"]) for each in found]
 
 
-def test_a_rank_that_finds_no_memory_in_the_first_steps_halves_alone_while_the_others_wait(
+def test_a_rank_that_runs_out_of_memory_in_the_first_steps_halves_alone_while_the_others_wait(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong would be a sum that was begun before the failure: others would add half of a gradient, or hang."""
@@ -190,7 +190,7 @@ def test_a_rank_that_finds_no_memory_in_the_first_steps_halves_alone_while_the_o
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def test_later_it_ends_all_ranks_as_ever(
+def test_running_out_of_memory_later_ends_all_ranks(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums are under way in the backward pass then, which no rank can take back."""

@@ -31,7 +31,7 @@ def drawn(name: str, out: str) -> np.ndarray:  # type: ignore[type-arg]
     return np.asarray(zarr.open_array(f"{out}/samples.zarr/0", mode="r"))
 
 
-def test_a_run_measures_its_data_once_and_goes_on_and_is_sampled_with_what_it_found(
+def test_a_run_measures_its_data_once_and_reuses_the_facts_for_resume_and_sampling(
     tiny_config: WriteConfig, volume: Path
 ) -> None:
     """The levels must not move with data that changed, or without the volume."""

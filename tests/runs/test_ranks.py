@@ -84,7 +84,7 @@ FOUR |= {"validate_every": 2, "validate_patches": 3}
         pytest.param([(4, 12), (2, 25), (3, 38), (4, 50)], "muon", marks=pytest.mark.long),
     ],
 )
-def test_any_number_of_ranks_over_resumes_trains_on_the_same_numbers_as_one(
+def test_any_number_of_ranks_with_resumes_trains_on_the_same_data_as_one(
     tiny_config: WriteConfig,
     tmp_path: Path,
     worlds: list[tuple[int, int]],
@@ -160,7 +160,7 @@ def test_a_signal_to_one_rank_stops_all_while_another_waits_for_data(
 
 
 @pytest.mark.usefixtures("of_two_micro_batches")
-def test_rank_0_saves_while_its_data_do_not_come_when_another_rank_fails(
+def test_rank_0_saves_while_waiting_for_data_when_another_rank_fails(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would be ended half a minute later, as if it hung in a collective, and lose all since the last save."""
@@ -174,7 +174,7 @@ def test_rank_0_saves_while_its_data_do_not_come_when_another_rank_fails(
     assert "hangs in a collective" not in output_of(tmp_path, 2)
 
 
-def test_the_error_of_one_rank_ends_all_with_its_cause_and_keeps_the_steps_before(
+def test_the_error_of_one_rank_ends_all_with_its_cause_and_keeps_earlier_steps(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(training={"ranks": 2})
@@ -186,7 +186,7 @@ def test_the_error_of_one_rank_ends_all_with_its_cause_and_keeps_the_steps_befor
     assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == [2]
 
 
-def test_a_config_that_rank_0_refuses_ends_all_with_its_exit_code(tiny_config: WriteConfig, tmp_path: Path) -> None:
+def test_a_config_rejected_by_rank_0_ends_all_with_its_exit_code(tiny_config: WriteConfig, tmp_path: Path) -> None:
     config = tiny_config(training={"ranks": 2}, data={"volumes": [{"path": "nowhere.zarr"}]})
     with started_ranks(config, tmp_path, 2) as ranks:
         assert ends_of(ranks, 120) == [6, 6]
@@ -222,7 +222,7 @@ def assert_trained_as_one_rank(tiny_config: WriteConfig, tmp_path: Path, run: Pa
 
 
 @pytest.mark.long
-def test_a_signal_to_the_command_stops_the_ranks_of_ray_train_with_a_checkpoint_and_one_to_a_rank_ends_nothing(
+def test_a_signal_to_the_command_saves_and_stops_ray_trains_ranks_and_one_to_a_rank_does_not(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     config = tiny_config("stopped", training=PLAIN | {"epochs": 1000, "accumulate_steps": 1, "ranks": 2})
@@ -242,7 +242,7 @@ def test_a_signal_to_the_command_stops_the_ranks_of_ray_train_with_a_checkpoint_
 
 
 @pytest.mark.long
-def test_ten_kills_of_ranks_lose_nothing_past_the_last_checkpoint(tiny_config: WriteConfig, tmp_path: Path) -> None:
+def test_ten_killed_ranks_lose_nothing_before_the_last_checkpoint(tiny_config: WriteConfig, tmp_path: Path) -> None:
     config = tiny_config("killed", training=PLAIN | {"epochs": 20, "accumulate_steps": 1, "ranks": 2})
     run, marker, lost = tmp_path / "runs/killed", f"TEST_OF_VESUVIUS={tmp_path}", []
     with Session(config, tmp_path, environment=dict([marker.split("=", 1)])) as session:
@@ -259,7 +259,7 @@ def test_ten_kills_of_ranks_lose_nothing_past_the_last_checkpoint(tiny_config: W
 
 
 @pytest.mark.long
-def test_the_end_of_ray_trains_own_process_ends_all_ranks_and_says_how_to_go_on(
+def test_the_end_of_ray_trains_controller_ends_all_ranks_with_a_remedy(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     config = tiny_config("killed", training=PLAIN | {"epochs": 1000, "accumulate_steps": 1, "ranks": 2})
@@ -293,7 +293,7 @@ def test_all_ranks_train_with_the_config_of_rank_0(tiny_config: WriteConfig, tmp
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_that_is_left_alone_of_several_waits_for_the_rank_0_of_before_and_a_run_of_one_rank_does_not(
+def test_the_only_remaining_rank_waits_for_the_previous_rank_0_and_a_single_rank_does_not(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """With `cluster.min_ranks: 1` it is started again while its predecessor may still hold the run's lock."""

@@ -22,7 +22,7 @@ from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoin
 from vesuvius.training.step.step import TrainStep
 
 
-def test_three_steps_and_one_resumed_are_four_bit_by_bit(
+def test_three_steps_and_one_resumed_equal_four_bit_by_bit(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also with another number of threads, whose order of adding up is part of a result: it stays that of the start."""
@@ -52,7 +52,7 @@ def test_three_steps_and_one_resumed_are_four_bit_by_bit(
 
 
 @pytest.mark.usefixtures("of_two_micro_batches")
-def test_a_resume_with_another_batch_goes_on_at_the_next_sample(
+def test_a_resume_with_another_batch_continues_at_the_next_sample(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[int] = []
@@ -80,7 +80,7 @@ def test_on_a_gpu_deterministic_kernels_make_a_resume_exact(tiny_config: WriteCo
     assert_same_weights("straight", "parts")
 
 
-def test_a_finished_run_resumes_to_exit_0_without_its_volumes_and_an_existing_one_is_not_overwritten(
+def test_a_finished_run_resumes_with_exit_0_without_its_volumes_and_an_existing_run_is_not_overwritten(
     tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config()
@@ -94,7 +94,7 @@ def test_a_finished_run_resumes_to_exit_0_without_its_volumes_and_an_existing_on
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
 
 
-def test_resume_without_a_checkpoint_starts_at_0_and_says_so(
+def test_resume_without_a_checkpoint_starts_at_0_with_a_warning(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("runs/tiny").mkdir(parents=True)  # as a run that was killed before its first save leaves it
@@ -104,7 +104,7 @@ def test_resume_without_a_checkpoint_starts_at_0_and_says_so(
     assert [s["step"] for s in steps_of()] == [1]
 
 
-def test_training_resume_auto_is_resume_also_from_the_copy_of_the_config(
+def test_training_resume_auto_resumes_also_from_the_copied_config(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(training={"resume": "auto"})
@@ -114,7 +114,7 @@ def test_training_resume_auto_is_resume_also_from_the_copy_of_the_config(
     assert [s["step"] for s in steps_of()] == [1, 2, 3, 4]
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(training={"save_every": 1})
@@ -192,7 +192,7 @@ def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["validation", pytest.param("preview", marks=pytest.mark.long)])
-def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
+def test_tasks_interrupted_after_the_last_step_are_repeated(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     training = {"validate_every": 1, "validate_patches": 1, "preview_every": 1}
@@ -214,7 +214,7 @@ def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_of_a_config_that_extends_another_goes_on_without_that_one(tiny_config: WriteConfig) -> None:
+def test_a_run_of_an_extending_config_resumes_without_the_base_config(tiny_config: WriteConfig) -> None:
     base, config = tiny_config(), Path("deep/own.yaml")
     config.parent.mkdir()
     config.write_text(f"extends: ../{base.name}\ntraining: {{lr: 2e-3}}\n")
@@ -236,16 +236,16 @@ def test_a_time_limit_stops_saves_and_exits_75(tiny_config: WriteConfig, monkeyp
     monkeypatch.setattr(TrainStep, "accumulate", half_an_hour)
     monkeypatch.setattr(stop_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     assert vesuvius_train(config) == 75
-    assert "training.max_hours=1 is reached" in Path("runs/tiny/logs/train_full.log").read_text()
+    assert "training.max_hours=1 reached" in Path("runs/tiny/logs/train_full.log").read_text()
     (saved,) = list_checkpoints(Path("runs/tiny/checkpoints"))
     assert load_checkpoint(saved)["step"] == steps_of()[-1]["step"] >= 1
 
 
-def test_a_time_limit_that_ends_before_the_run_begins_leaves_nothing(
+def test_a_time_limit_reached_before_the_run_begins_leaves_nothing(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_train(tiny_config(training={"epochs": 1000, "max_hours": 1e-6})) == 75
-    assert "training.max_hours=1e-06 is reached" in capsys.readouterr().out
+    assert "training.max_hours=1e-06 reached" in capsys.readouterr().out
     assert not Path("runs/tiny").exists()
 
 

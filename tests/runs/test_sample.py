@@ -150,7 +150,7 @@ def ends(*arguments: object, checkpoint: object = "plain") -> int:
 
 
 @in_plain
-def test_samples_are_an_ome_zarr_of_what_the_averaged_weights_draw_with_a_record_and_a_picture(tmp_path: Path) -> None:
+def test_samples_are_an_ome_zarr_with_a_record_and_a_picture(tmp_path: Path) -> None:
     samples = drawn(tmp_path / "out", "--count", 5, "--seed", 7)
     array = zarr.open_array(str(samples.path / "samples.zarr/0"), mode="r")
     assert array.metadata.zarr_format == 2
@@ -276,7 +276,7 @@ def test_a_guide_works_with_heun_and_inpainting(tmp_path: Path, inpaint: bool) -
 
 
 @in_plain
-def test_a_sample_follows_from_seed_and_number_and_batches_begin_at_multiples_of_their_size(
+def test_a_sample_depends_on_seed_and_index_and_batches_start_at_multiples_of_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = []
@@ -295,7 +295,7 @@ def test_a_sample_follows_from_seed_and_number_and_batches_begin_at_multiples_of
 
 
 @in_plain
-def test_averaged_weights_and_the_first_volume_are_the_default_and_others_a_choice(
+def test_averaged_weights_and_the_first_volume_are_the_default(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     default = drawn(tmp_path / "default", "--count", 1)
@@ -314,7 +314,7 @@ def test_averaged_weights_and_the_first_volume_are_the_default_and_others_a_choi
 
 
 @in_plain
-def test_each_sampler_draws_and_says_what_it_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_sampler_generates_and_reports_its_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluations = {"ddim": 3, "ddpm": 3, "dpmpp2m": 3, "heun": 5}
     found = {}
     for method, count in evaluations.items():
@@ -360,7 +360,7 @@ def test_each_way_to_name_a_checkpoint_finds_it(plain: Path, tmp_path: Path, mon
 
 
 @in_plain
-def test_existing_output_is_refused_and_replaced_where_it_is_samples(
+def test_existing_output_is_refused_and_replaced_only_if_it_holds_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -387,7 +387,7 @@ REFUSALS = {
 
 
 @in_plain
-def test_what_does_not_fit_or_is_no_checkpoint_is_refused_in_one_line(
+def test_invalid_arguments_and_checkpoints_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in REFUSALS.items():
@@ -408,7 +408,7 @@ def test_what_does_not_fit_or_is_no_checkpoint_is_refused_in_one_line(
     assert "young has no checkpoint yet; wait for the first" in capsys.readouterr().err
 
 
-def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
+def test_a_damaged_file_is_refused_and_an_intact_one_next_to_it_is_used(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(plain / "runs/plain/checkpoints", tmp_path / "run/checkpoints")
@@ -444,7 +444,7 @@ def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
 
 
 @in_plain
-def test_what_fails_names_the_remedy_and_leaves_nothing(
+def test_a_failure_names_the_remedy_and_leaves_nothing(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A GPU without room, a file in the way, and a network that returns NaN."""
@@ -484,7 +484,7 @@ def test_a_full_disk_ends_with_exit_6_and_leaves_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)])
-def test_a_process_that_ends_in_the_middle_leaves_nothing_that_looks_finished(
+def test_an_interrupted_process_leaves_nothing_that_looks_finished(
     plain: Path, tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:
     command = [sys.executable, "-m", "vesuvius.sample", "--checkpoint", "plain", "--out", str(tmp_path / "out")]
@@ -503,7 +503,7 @@ def test_a_process_that_ends_in_the_middle_leaves_nothing_that_looks_finished(
         assert f"{number.name} stopped sampling after" in error
 
 
-def test_a_conditional_model_is_shown_the_held_out_condition_and_both_are_written(
+def test_a_conditional_model_uses_the_held_out_condition_and_both_are_written(
     conditional: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(conditional)

@@ -70,7 +70,7 @@ def voxels(out: Path, level: int = 0) -> np.ndarray[Any, Any]:
     return np.asarray(zarr.open_array(str(out / str(level)), mode="r")[...])
 
 
-def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
+def test_a_volume_is_a_pyramid_in_the_training_intensities(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vesuvius.generate.volume.run._CHUNK", 16)
@@ -100,7 +100,7 @@ def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
     assert voxels(out).tobytes() == before
 
 
-def test_a_condition_of_any_size_is_shown_tile_by_tile_and_a_box_keeps_its_place(tmp_path: Path) -> None:
+def test_a_condition_of_any_size_is_used_tile_by_tile_and_a_box_keeps_its_position(tmp_path: Path) -> None:
     boxed, moved = tmp_path / "boxed.zarr", tmp_path / "moved.zarr"
     assert draws(boxed, "--condition", "labels.zarr", "--box", "4:16,0:24,8:32", "--batch-size", 3) == 0
     geometry = open_volume(ArrayConfig(path=str(boxed))).geometry
@@ -115,7 +115,7 @@ def test_a_condition_of_any_size_is_shown_tile_by_tile_and_a_box_keeps_its_place
     assert (voxels(boxed) != voxels(tmp_path / "another.zarr")).mean() > 0.1
 
 
-def test_a_pair_is_a_scan_and_its_labels_on_one_grid_and_says_what_it_was_drawn_with(
+def test_a_pair_holds_scan_and_labels_on_one_grid_with_its_provenance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vesuvius.generate.volume.run._CHUNK", 16)
@@ -152,7 +152,7 @@ def test_a_pair_is_a_scan_and_its_labels_on_one_grid_and_says_what_it_was_drawn_
     assert draws(pairs, *box[:2], "--box", "4:16,0:24,0:24", "--seed", 3) == 2, "the seed names a pair"
 
 
-def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled_and_what_is_not_finite_is_read_as_training_does(
+def test_known_voxels_are_kept_bit_by_bit_gaps_filled_and_non_finite_voxels_read_as_in_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, gaps, mask = hole(tmp_path, dtype="float32")
@@ -167,7 +167,7 @@ def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled_and_what_is_not_finite
     assert found[mask != 0].mean() > 20, "what is filled is not the zeros that were there"
 
 
-def test_chunks_that_are_not_stored_are_filled(tmp_path: Path) -> None:
+def test_missing_chunks_are_filled(tmp_path: Path) -> None:
     scan = voxels(Path("scan.zarr"))[:16, :32, :32]
     source = write_array(tmp_path / "gone.zarr", scan, chunk=16)
     (source / "0/0/1").unlink()
@@ -187,7 +187,7 @@ def hole(place: Path, *, dtype: str = "uint8") -> tuple[Path, Path, np.ndarray[A
     return write_array(place / "holed.zarr", holed), write_array(place / "mask.zarr", mask), mask
 
 
-def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
+def test_a_signal_ends_each_phase_at_once_and_the_next_call_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vesuvius.generate.volume.run._CHUNK", 8)
@@ -218,7 +218,7 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
     assert "out.zarr: 12x24x24 uint8, " in generate_volume(request, told_of(""))
 
 
-def test_another_network_or_another_mask_is_not_taken_for_the_same(
+def test_another_network_or_mask_does_not_continue_the_volume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, gaps, mask = hole(tmp_path)
@@ -244,7 +244,7 @@ def test_another_network_or_another_mask_is_not_taken_for_the_same(
     assert re.search(r"other arguments: weights_sha256 \S+ \(there: ", capsys.readouterr().err)
 
 
-def test_a_gpu_or_a_disk_that_is_too_small_names_the_remedy(
+def test_a_too_small_gpu_or_disk_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for error, code, message in (
@@ -262,7 +262,7 @@ def test_a_gpu_or_a_disk_that_is_too_small_names_the_remedy(
         assert "Traceback" not in said
 
 
-def test_a_dry_run_says_disk_and_time_and_writes_nothing(
+def test_a_dry_run_reports_disk_and_time_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("--shape", "200,400,400", "--guidance", 0, "--dry-run")
@@ -330,7 +330,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_drawn_is_refused_in_one_line_and_nothing_is_written(
+def test_invalid_requests_are_refused_in_one_line_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_array(Path("small.zarr"), np.ones(PATCH, np.uint8))

@@ -41,7 +41,7 @@ def one_step_done(config: Path, cwd: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [3, 4])
-def test_a_sigterm_in_the_last_step_stops_nothing_and_in_the_one_before_it_the_run(
+def test_a_sigterm_stops_the_run_before_the_last_step_but_not_in_it(
     tiny_config: WriteConfig, tmp_path: Path, steps: int
 ) -> None:
     config = tiny_config(training={"max_steps": steps})
@@ -59,7 +59,7 @@ def test_a_sigterm_in_the_last_step_stops_nothing_and_in_the_one_before_it_the_r
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_whole(
+def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_intact(
     tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals
 ) -> None:
     config = tiny_config(training={"epochs": 1000}, monitor={"sample_every_s": 0.5})

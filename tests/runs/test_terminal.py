@@ -40,7 +40,7 @@ def test_ctrl_c_leaves_no_status_line(tiny_config: WriteConfig, tmp_path: Path) 
     assert not [line for line in screen(output, 1000) if "samples/s" in line and line not in log_lines]
 
 
-def test_a_reader_that_leaves_gets_no_traceback_and_the_run_goes_on(tiny_config: WriteConfig, tmp_path: Path) -> None:
+def test_a_closed_pipe_gives_no_traceback_and_the_run_continues(tiny_config: WriteConfig, tmp_path: Path) -> None:
     command = train_command(tiny_config(), "training.max_steps=4")
     with fork_server.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -53,7 +53,7 @@ def test_a_reader_that_leaves_gets_no_traceback_and_the_run_goes_on(tiny_config:
     assert "done: step 4" in (tmp_path / "runs/tiny/logs/train_full.log").read_text()
 
 
-def test_a_printed_config_whose_reader_leaves_is_no_error(tiny_config: WriteConfig, tmp_path: Path) -> None:
+def test_a_closed_pipe_while_printing_the_config_is_not_an_error(tiny_config: WriteConfig, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer) as pipe:

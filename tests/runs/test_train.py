@@ -51,7 +51,7 @@ def in_whole_run(whole_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_whole_run")
-def test_a_run_leaves_what_the_conventions_say() -> None:
+def test_a_run_leaves_the_documented_files() -> None:
     config, run = Path("tiny.yaml"), Path("runs/tiny")
     for name in (
         "config.source.yaml",
@@ -87,7 +87,7 @@ def test_a_run_leaves_what_the_conventions_say() -> None:
 
 
 @pytest.mark.usefixtures("in_whole_run")
-def test_the_parts_of_every_step_add_up_and_records_are_unrounded() -> None:
+def test_the_times_of_every_step_add_up_and_records_are_unrounded() -> None:
     steps = steps_of()
     assert [s["step"] for s in steps] == list(range(1, 21))
     for s in steps:
@@ -110,7 +110,7 @@ def test_the_parts_of_every_step_add_up_and_records_are_unrounded() -> None:
 
 
 @pytest.mark.usefixtures("in_whole_run")
-def test_a_healthy_log_does_not_alarm() -> None:
+def test_a_healthy_run_logs_no_alarming_words() -> None:
     log = Path("runs/tiny/logs/train_full.log").read_text()
     assert "Verdict step 10/20" in log
     assert not re.search(r"killed|oom|out of memory|error|warn|\x1b", log, re.IGNORECASE)
@@ -126,7 +126,7 @@ def test_ray_readers_train_the_same_weights_as_none(tiny_config: WriteConfig) ->
     assert re.search(r"workers [0-2] (\(\d with work\) )?worker_max_gib \d\.\d", log)
 
 
-def test_the_order_of_samples_does_not_depend_on_how_a_step_is_cut(tiny_config: WriteConfig) -> None:
+def test_the_order_of_samples_does_not_depend_on_the_micro_batch(tiny_config: WriteConfig) -> None:
     for name, cut in {"1x4": (1, 4), "2x2": (2, 2), "4x1": (4, 1)}.items():
         training = {"train_batch_size": cut[0], "accumulate_steps": cut[1], "max_steps": 2}
         assert vesuvius_train(tiny_config(name, training=training)) == 0
@@ -135,7 +135,7 @@ def test_the_order_of_samples_does_not_depend_on_how_a_step_is_cut(tiny_config: 
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
 
 
-def test_a_run_validates_previews_and_keeps_what_it_was_asked_to_keep(tiny_config: WriteConfig) -> None:
+def test_a_run_validates_previews_and_keeps_the_configured_checkpoints(tiny_config: WriteConfig) -> None:
     training = {"validate_every": 3, "validate_patches": 2, "preview_every": 4}
     keep = {"save_every": 2, "keep_last": 1, "keep_every": 8, "extra_ema_decays": [0.5]}
     config = tiny_config(training=training | keep | {"steps_per_epoch": 5}, monitor={"tensorboard": True})
@@ -195,7 +195,7 @@ def test_an_unreadable_chunk_ends_a_run_with_exit_6_and_one_line(
     assert not Path("runs/tiny").exists()
 
 
-def test_saves_that_fail_leave_the_older_checkpoint_whole_and_the_run_goes_on_to_exit_6(
+def test_failed_saves_leave_the_older_checkpoint_intact_and_the_run_continues_to_exit_6(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(training={"save_every": 1})
@@ -221,7 +221,7 @@ def test_saves_that_fail_leave_the_older_checkpoint_whole_and_the_run_goes_on_to
     assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0
 
 
-def test_the_full_experiment_says_how_to_get_data_on_a_fresh_clone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_full_experiment_explains_how_to_get_data_on_a_fresh_clone(capsys: pytest.CaptureFixture[str]) -> None:
     assert vesuvius_train(REPOSITORY / "configs/exp001_full.yaml") == 6
     error = capsys.readouterr().err
     assert "vesuvius volume synth" in error
@@ -229,7 +229,7 @@ def test_the_full_experiment_says_how_to_get_data_on_a_fresh_clone(capsys: pytes
     assert "data.volumes=" in error
 
 
-def test_the_module_and_the_command_are_the_same_door(tiny_config: WriteConfig, tmp_path: Path) -> None:
+def test_the_module_and_the_command_are_equivalent(tiny_config: WriteConfig, tmp_path: Path) -> None:
     result = run_vesuvius("train", "--config", tiny_config(), "training.max_steps=1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
@@ -251,7 +251,7 @@ print(sorted({"torch", "ray", "zarr", "numpy"} & set(sys.modules)))
 """
 
 
-def test_help_needs_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     result = subprocess.run([sys.executable, "-c", HELP_THEN_HEAVY_MODULES], text=True, capture_output=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
     assert cli.main(["no-such-command"]) == 2

@@ -33,7 +33,7 @@ def conditional_config(tmp_path: Path, tiny_config: WriteConfig) -> Path:
     )
 
 
-def test_a_conditional_run_trains_draws_and_resumes_bit_by_bit(tmp_path: Path, conditional_config: Path) -> None:
+def test_a_conditional_run_trains_samples_and_resumes_bit_by_bit(tmp_path: Path, conditional_config: Path) -> None:
     assert vesuvius_train(conditional_config, "name=straight") == 0
     assert (tmp_path / "runs/straight/samples/step_00000002.png").is_file()
     assert vesuvius_train(conditional_config, "name=parts", "training.max_steps=1") == 0
@@ -52,7 +52,7 @@ def test_a_conditional_run_trains_draws_and_resumes_bit_by_bit(tmp_path: Path, c
     assert [x for x in losses[0] if x is not None] == [x for x in losses[1] if x is not None]
 
 
-def test_how_samples_are_drawn_and_the_scale_may_change_on_resume_and_network_labels_and_their_place_may_not(
+def test_sampler_settings_and_scale_may_change_on_resume_but_network_labels_and_alignment_may_not(
     tmp_path: Path, conditional_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_train(conditional_config, "training.max_steps=1") == 0
@@ -90,7 +90,7 @@ def test_labels_can_be_drawn_from_scans(tmp_path: Path, conditional_config: Path
     assert set(np.unique(np.asarray(drawn[:]))) <= {0, 1, 2}, "grey values of the labels, a little beyond at most"
 
 
-def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(tmp_path: Path, tiny_config: WriteConfig) -> None:
+def test_keys_newer_than_a_checkpoint_have_their_defaults(tmp_path: Path, tiny_config: WriteConfig) -> None:
     config = tiny_config()
     assert vesuvius_train(config, "training.max_steps=1") == 0
     checkpoint = tmp_path / "runs/tiny/checkpoints/step_00000001"

@@ -116,7 +116,7 @@ def test_the_dry_run_names_blocks_with_memory_and_time_and_writes_nothing(
 
 
 @pytest.mark.long
-def test_a_second_tune_is_kept_out_while_it_measures(
+def test_a_second_tune_is_refused_while_one_is_measuring(
     tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(training=LONG)
@@ -134,13 +134,13 @@ def test_a_second_tune_is_kept_out_while_it_measures(
     assert psutil.wait_procs(orphans, timeout=60)[1] == [], "a trainer ends with its tune"
 
 
-def test_a_config_whose_data_are_missing_is_refused_at_once(tiny_config: WriteConfig) -> None:
+def test_a_config_with_missing_data_is_refused_at_once(tiny_config: WriteConfig) -> None:
     config = tiny_config()
     assert vesuvius_tune(config, "data.volumes=[{path: nowhere.zarr}]") == EXIT_DATA
     assert not TUNE.exists()
 
 
-def test_a_tuned_config_that_could_not_be_written_is_said_before_the_first_block(
+def test_an_unwritable_tuned_config_is_refused_before_the_first_block(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config()
@@ -150,7 +150,7 @@ def test_a_tuned_config_that_could_not_be_written_is_said_before_the_first_block
     assert not TUNE.exists()
 
 
-def test_where_nothing_can_be_measured_nothing_is_recommended(
+def test_without_measurements_nothing_is_recommended(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The guard's limit is below what torch alone takes."""
@@ -170,7 +170,7 @@ def check_nothing_stale(config: Path, said: str, verdict: str) -> None:
     assert report()["recommendation"]["certainty"] == verdict
 
 
-def test_an_interrupted_tune_says_what_is_known_and_leaves_nothing_of_an_earlier_one(
+def test_an_interrupted_tune_reports_its_results_and_leaves_nothing_of_an_earlier_one(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "TrialRunner", SimulatedTrainers)
@@ -219,7 +219,7 @@ def test_knobs_to_keep_are_named_as_in_the_config(text: str, kept: tuple[str, ..
         ["--keep", "data.workers"],
     ],
 )
-def test_what_cannot_be_meant_is_refused(tiny_config: WriteConfig, arguments: list[str]) -> None:
+def test_contradictory_arguments_are_refused(tiny_config: WriteConfig, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         vesuvius_tune(tiny_config(), *arguments)
     assert ended.value.code == EXIT_CONFIG

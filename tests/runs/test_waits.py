@@ -49,7 +49,7 @@ def seconds_to_end(session: Session, number: signal.Signals = signal.SIGTERM) ->
 
 
 @pytest.mark.usefixtures("of_two_micro_batches")
-def test_a_step_given_up_in_its_second_micro_batch_leaves_no_trace(
+def test_a_step_dropped_in_its_second_micro_batch_leaves_no_trace(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first micro-batch is in the gradient by then; a program that saved that, or its samples, would differ."""
@@ -86,7 +86,7 @@ def test_a_stop_is_obeyed_before_the_run_begins(
     assert not (tmp_path / "runs/tiny").exists()
 
 
-def test_the_memory_guard_ends_a_run_that_waits_for_a_batch(
+def test_the_memory_guard_stops_a_run_that_waits_for_a_batch(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
 ) -> None:
     """A limit far below what a trainer takes: the guard orders its exit as soon as it looks."""
@@ -100,7 +100,7 @@ def test_the_memory_guard_ends_a_run_that_waits_for_a_batch(
 
 
 @pytest.mark.long
-def test_a_stop_is_obeyed_while_readers_are_stopped(tiny_config: WriteConfig, tmp_path: Path) -> None:
+def test_a_stop_is_obeyed_while_readers_are_suspended(tiny_config: WriteConfig, tmp_path: Path) -> None:
     """SIGSTOP, as of a debugger or a frozen cgroup: the readers live and answer nobody."""
     config = tiny_config(training={"epochs": 1000, "save_every": 10_000, "workers": 2})
     with Session(config, tmp_path) as session:
@@ -129,7 +129,7 @@ def memcheck(run: Path) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_a_run_that_hangs_says_so_and_so_does_memcheck_until_it_goes_on(
+def test_a_hanging_run_is_reported_by_its_log_and_memcheck_until_it_continues(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
 ) -> None:
     """Requests end, and are tried again, after 7 s: by then it has hung for more than three."""
@@ -160,7 +160,7 @@ def test_a_run_that_hangs_says_so_and_so_does_memcheck_until_it_goes_on(
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_long_validation_is_no_hang_and_one_without_progress_is(
+def test_a_long_validation_is_not_a_hang_but_one_without_progress_is(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     config = tiny_config(

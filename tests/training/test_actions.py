@@ -157,7 +157,7 @@ def loop(tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixt
         ({"workers": 0, "prefetch_factor": 1}, None),
     ],
 )
-def test_shrinking_is_half_the_prefetch_and_a_reader_fewer_but_never_the_last(
+def test_shrinking_halves_the_prefetch_and_stops_a_reader_but_never_the_last(
     loop: Callable[..., Loop], training: dict[str, int], changes: dict[str, int] | None
 ) -> None:
     run = loop(**training)
@@ -173,7 +173,7 @@ def test_shrinking_is_half_the_prefetch_and_a_reader_fewer_but_never_the_last(
 
 
 @pytest.mark.parametrize(("workers", "prefetch", "advised"), [(3, 2, 2), (2, 1, 1), (1, 2, 1), (0, 2, 0)])
-def test_the_advice_after_an_exit_takes_no_last_reader(
+def test_the_advice_after_an_exit_keeps_the_last_reader(
     loop: Callable[..., Loop], workers: int, prefetch: int, advised: int
 ) -> None:
     """The trainer would read then, and leak what the reader did."""
@@ -185,17 +185,17 @@ def test_the_advice_after_an_exit_takes_no_last_reader(
     assert "raise monitor.ram_limit_gib" in run.guard.ended("monitor.ram_limit_gib")[1]
 
 
-def test_readers_that_leak_are_started_anew_as_they_are(loop: Callable[..., Loop]) -> None:
+def test_leaking_readers_are_restarted_unchanged(loop: Callable[..., Loop]) -> None:
     run = loop(workers=1, prefetch_factor=1)
     assert not run.step(Order("restart", "near out of memory"))
     assert run.feed.changes == [{"workers": 1, "prefetch_factor": 1}]
     run.guard.exit(Order("exit", "near out of memory"))
     remedy = run.guard.ended("the machine")[1]
-    assert "training.workers=1 and training.prefetch_factor=1 are already the least" in remedy
+    assert "training.workers=1 and training.prefetch_factor=1 are already minimal" in remedy
     assert [event["rung"] for event in run.events] == ["restart", "exit"]
 
 
-def test_volumes_in_memory_are_dropped_and_the_readers_start_again(loop: Callable[..., Loop]) -> None:
+def test_resident_volumes_are_dropped_and_readers_restarted(loop: Callable[..., Loop]) -> None:
     """Also for the session after an exit: else it would fill the memory again."""
     run = loop(workers=3, prefetch_factor=4)
     run.feed.options, run.feed.ended_readers = replace(run.feed.options, workers=0), 3  # as it was full
@@ -211,14 +211,14 @@ def test_volumes_in_memory_are_dropped_and_the_readers_start_again(loop: Callabl
     assert run.guard.ended("the machine") == ("near out of memory", remedy)
 
 
-def test_volumes_that_take_less_than_reading_them_are_not_dropped(loop: Callable[..., Loop]) -> None:
+def test_resident_volumes_smaller_than_their_readers_are_not_dropped(loop: Callable[..., Loop]) -> None:
     run = loop(workers=3)
     run.feed.has_resident = True
     run.step()
     assert not run.monitor.loop_status.can_drop
 
 
-def test_for_the_growth_of_others_a_checkpoint_is_saved_and_nothing_else_is_done(loop: Callable[..., Loop]) -> None:
+def test_growth_of_other_processes_only_saves_a_checkpoint(loop: Callable[..., Loop]) -> None:
     run = loop()
     assert run.step(Order("save", "near out of memory"))
     assert not run.step()
@@ -228,7 +228,7 @@ def test_for_the_growth_of_others_a_checkpoint_is_saved_and_nothing_else_is_done
 
 
 @pytest.mark.parametrize("signal_first", [True, False])
-def test_an_exit_order_stops_at_once_and_who_asked_first_says_how_the_run_ends(
+def test_an_exit_order_stops_at_once_and_the_first_request_sets_the_exit_code(
     loop: Callable[..., Loop], signal_first: bool
 ) -> None:
     run = loop(workers=0)
@@ -246,7 +246,7 @@ def test_an_exit_order_stops_at_once_and_who_asked_first_says_how_the_run_ends(
     assert run.feed.changes == []
 
 
-def test_a_real_stream_that_is_made_smaller_delivers_the_same_batches(tmp_path: Path, tiny_config: WriteConfig) -> None:
+def test_a_shrunk_real_stream_delivers_the_same_batches(tmp_path: Path, tiny_config: WriteConfig) -> None:
     """The guard's orders through a real monitor: memory stands above shrink_at, and later above exit_at."""
     config = read_config(tiny_config(training={"prefetch_factor": 4}), ())
     job, options = prepare_data(0, config.data).job, StreamOptions.from_config(config.training, config.cluster)
@@ -291,7 +291,7 @@ class Full(Watcher):
         return replace(real, processes=(root,), shared_bytes=0)
 
 
-def test_a_run_that_saves_for_the_growth_of_others_goes_on_to_its_end(
+def test_a_run_that_saves_for_the_growth_of_others_continues_to_its_end(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The guard orders it after the third step; no other checkpoint is due but the last."""
@@ -309,7 +309,7 @@ def test_a_run_that_saves_for_the_growth_of_others_goes_on_to_its_end(
     assert (event["rung"], event["step"]) == ("save", 4)
 
 
-def test_a_verdict_is_applied_once_and_the_event_says_why(
+def test_a_verdict_is_applied_once_and_recorded_with_its_reason(
     loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = loop()
@@ -329,13 +329,13 @@ def test_a_verdict_is_applied_once_and_the_event_says_why(
     assert off.feed.changes == []
 
 
-def test_what_a_running_stream_cannot_change_is_left_alone() -> None:
+def test_settings_a_running_stream_cannot_change_are_left_alone() -> None:
     two, none = StreamOptions(2, 2), StreamOptions(2, 0)
     assert changes_of(("training.workers=2",), none) == {}, "Ray is not started while a run trains"
     assert changes_of(("training.train_batch_size=2", "training.accumulate_steps=1"), two) == {}
 
 
-def test_what_would_bring_the_guard_in_is_refused_and_said_once(
+def test_changes_that_would_trigger_the_guard_are_refused_and_reported_once(
     loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A reader counts as the largest there is, twice, with its part of the object store; ranks of a node share."""
@@ -346,7 +346,7 @@ def test_what_would_bring_the_guard_in_is_refused_and_said_once(
     run.hears(FEW_WORKERS, FEW_WORKERS)
     assert run.feed.changes == []
     (event,) = run.events
-    assert f"it would take {format_size(need)} more" in event["refused"]
+    assert f"it needs {format_size(need)} more" in event["refused"]
     assert "autotune skipped training.workers=4" in caplog.messages[0]
     other = loop()
     other.tuner._run = replace(other.tuner._run, ranks=Ranks(1, 8, local_rank=1, local_world=2))
@@ -359,7 +359,7 @@ def test_what_would_bring_the_guard_in_is_refused_and_said_once(
     assert third.feed.changes == [{"workers": 4}]
 
 
-def test_a_change_that_cannot_be_had_is_said_and_not_tried_again(loop: Callable[..., Loop]) -> None:
+def test_an_impossible_change_is_reported_and_not_retried(loop: Callable[..., Loop]) -> None:
     run = loop()
     run.feed.refuses = "the object store must fit in /dev/shm"
     run.hears(FEW_WORKERS, FEW_WORKERS)

@@ -14,7 +14,7 @@ from vesuvius.training.stop import StopRequest
 
 
 @pytest.mark.parametrize(("world", "gives_up"), [(1, [False, True, True]), (2, [False, False, True])])
-def test_a_stop_gives_data_a_minute_where_other_ranks_are_in_the_same_step(
+def test_a_stop_waits_a_minute_for_data_if_other_ranks_are_in_the_same_step(
     monkeypatch: pytest.MonkeyPatch, world: int, gives_up: list[bool]
 ) -> None:
     now = [1000.0]
@@ -31,7 +31,7 @@ def test_a_stop_gives_data_a_minute_where_other_ranks_are_in_the_same_step(
     assert seen == gives_up
 
 
-def test_before_a_step_the_stop_of_another_rank_ends_the_wait_for_data() -> None:
+def test_another_ranks_stop_ends_the_wait_for_data_before_a_step() -> None:
     ranks = Ranks(world=2)
     loop: Any = SimpleNamespace(run=SimpleNamespace(stop=StopRequest(None), ranks=ranks), _in_step=False)
     assert not TrainingLoop._gives_up(loop)

@@ -75,7 +75,7 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_run_names_the_sample_and_the_layer_at_once_and_a_replay_is_the_same_step_bit_by_bit(
+def test_a_run_names_sample_and_layer_and_a_replay_equals_the_step_bit_by_bit(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A model value of 3e5: more than fp16 holds, whose largest number is 65504, and little for float32.
@@ -91,8 +91,8 @@ def test_a_run_names_the_sample_and_the_layer_at_once_and_a_replay_is_the_same_s
     assert event["layer"] in dict(build_network(config, CPU).named_modules())
     assert 0 < event["input_max"] < math.inf
     assert len(event["gradients"]) > 0
-    assert f"samples 4 to 7, not finite in 6 (t {timesteps[2]})" in said
-    assert f"first output that is not finite: {event['layer']}, sample 6; largest finite |x|" in said
+    assert f"samples 4 to 7, loss not finite for 6 (t {timesteps[2]})" in said
+    assert f"first non-finite output: {event['layer']}, sample 6; largest finite |x|" in said
     assert "--replay 2" in said
     assert load_checkpoint(list_checkpoints(run / "checkpoints")[-1])["step"] == 2
 
@@ -114,18 +114,18 @@ def test_a_run_names_the_sample_and_the_layer_at_once_and_a_replay_is_the_same_s
         train.main(["--config", "tiny.yaml", "--replay", "2", "--resume"])
 
 
-def test_a_gradient_that_is_not_finite_is_told_from_a_loss_and_named(tiny_config: WriteConfig) -> None:
+def test_a_non_finite_gradient_is_distinguished_from_a_loss_and_named(tiny_config: WriteConfig) -> None:
     session = Session(read_config(tiny_config()), Path.cwd())
     name, weight = next(iter(session.step.network.named_parameters()))
     weight.register_hook(lambda gradient: gradient * math.inf)
-    with pytest.raises(NonFiniteError, match="samples 0 to 3, each with a finite loss"):
+    with pytest.raises(NonFiniteError, match="samples 0 to 3, all losses finite"):
         session.run(1)
     (event,) = session.records("event")
     assert (event["cause"], event["offending"], event["grad_norm"]) == ("gradient", [], None)
     assert (event["layer"], event["gradients"]) == (None, [name])
 
 
-def test_steps_launched_before_a_bad_one_is_noticed_are_as_if_they_had_not_been(tiny_config: WriteConfig) -> None:
+def test_steps_launched_before_a_bad_one_is_noticed_are_rolled_back(tiny_config: WriteConfig) -> None:
     """Nor does computing it again leave anything behind."""
     config = spoiled_config(tiny_config)
     session = Session(config, Path.cwd(), LateClock())
@@ -143,7 +143,7 @@ def _lasting(step: TrainStep) -> list[Any]:
     return [state["model"], state["optimizer"]["state"], state["averages"]]
 
 
-def test_a_run_that_goes_on_after_a_bad_step_trains_as_if_that_had_not_been_computed_again(
+def test_diagnosis_does_not_change_the_training(
     tiny_config: WriteConfig,
 ) -> None:
     config = spoiled_config(tiny_config, training={"max_nonfinite": 2})
@@ -156,7 +156,7 @@ def test_a_run_that_goes_on_after_a_bad_step_trains_as_if_that_had_not_been_comp
     assert [session.records("event")[0]["layer"] is None for session in sessions] == [False, True]
 
 
-def test_batches_are_let_go_once_their_step_is_reported(tiny_config: WriteConfig) -> None:
+def test_batches_are_released_once_their_step_is_reported(tiny_config: WriteConfig) -> None:
     session = Session(read_config(tiny_config()), Path.cwd(), LateClock())
     session.run(4)
     assert [batch() for batch in session.kept] == [None] * 8

@@ -49,7 +49,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_ray_starts_stops_the_run_as_any_other(
+def test_a_signal_while_ray_starts_stops_the_run(
     tiny_config: Callable[..., Path], tmp_path: Path, number: signal.Signals
 ) -> None:
     with start(tiny_config(training=LONG_RUN), tmp_path) as process:
@@ -65,7 +65,7 @@ def test_a_signal_while_ray_starts_stops_the_run_as_any_other(
     assert read_records(tmp_path / "runs/tiny/metrics.jsonl")[-1]["exit_code"] == expected
 
 
-def test_the_first_signal_behind_the_time_limit_is_no_second_one(tmp_path: Path) -> None:
+def test_the_first_signal_after_the_time_limit_is_not_a_second_one(tmp_path: Path) -> None:
     def act() -> None:
         with StopRequest(max_hours=0) as stop:
             assert stop.is_requested()

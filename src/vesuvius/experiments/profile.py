@@ -108,7 +108,7 @@ class Observer:
             yield
         self._reporter.report(wait=True)
         self._counting = True
-        self._reporter.verdicts.finish(least=1)
+        self._reporter.verdicts.finish(min_steps=1)
         self._counting = False
         if self._trace is not None:
             yield from self._look_closer(self._trace)

@@ -1,9 +1,9 @@
-"""What changes the readers between two steps: the memory guard and, with `training.autotune: act`, a verdict.
+"""Changes to the readers between two steps, by the memory guard or, with `training.autotune: act`, by a verdict.
 
-The stream is closed and reopened at the next sample: no batch changes.  When memory gets short, the run lets go
-of the volumes that it keeps in memory, then halves the prefetch and drops a reader once, then saves and exits with code
-4; readers that leak are started anew; where it is others whose memory grows, it saves and goes on.  No verdict raises
-anything while memory is short, or where memory for it is not left before the guard would take it back.
+The stream is closed and reopened at the next sample, so no batch changes.  When memory runs short, the run first drops
+the volumes kept in memory, then once halves the prefetch and stops a reader, then saves and exits with code 4.  Leaking
+readers are restarted; if other processes are growing, the run saves and continues.  No verdict adds readers or prefetch
+while memory is short, or beyond what the guard would leave.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from vesuvius.training.request import RunContext
 
 log = logging.getLogger(__name__)
 
-# As many readers again live while one execution of Ray Data hands over to the next.
+# The readers of two Ray Data executions overlap during the handover.
 _READERS_AT_ONCE = 2
 
 
 class GuardActions:
-    """Carries out the orders of the memory guard.
+    """Executes the orders of the memory guard.
 
     Attributes:
-        reason: why the guard ended the run; None while it has not.
+        reason: why the guard ended the run, or None.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -51,14 +51,14 @@ class GuardActions:
         self.reason: str | None = None
 
     def exit(self, order: Order) -> None:
-        """Request a stop; called in the monitor's thread, so that it also cuts a validation short."""
+        """Request a stop; called in the monitor's thread, so that it also interrupts a validation."""
         self.reason = order.reason
         self._run.stop.request(EXIT_GUARD, f"memory guard: {order.reason}", logging.ERROR)
 
     def execute(self, feed: DeviceFeed, monitor: Monitor, longest_step_s: float) -> bool:
-        """Carry out the guard's present order, and tell the monitor how far the run is; returns whether to save now.
+        """Execute the guard's pending order, and report the loop's status to the monitor; returns whether to save now.
 
-        `longest_step_s` is of the recent steps, without their pauses.
+        `longest_step_s`: of recent steps, without pauses.
         """
         order, self._options = monitor.order, feed.stream.options
         self._kept, self._readers_again = (
@@ -67,7 +67,7 @@ class GuardActions:
         )
         saves = order is not None and order.rung == "save"
         if order is not None and saves:
-            log.warning("memory guard: saves a checkpoint, and the run goes on: %s", order.reason)
+            log.warning("memory guard: saving a checkpoint; training continues: %s", order.reason)
             self._record(order.rung, order.reason)
             monitor.saved()
         elif order is not None and order.rung != "exit":
@@ -95,13 +95,13 @@ class GuardActions:
         if not kept and workers == self._options.workers and self._options.prefetch_factor == 1:
             remedy = (
                 "continue with --resume once more memory is free, or with a smaller data.regions_in_flight; "
-                f"training.workers={workers} and training.prefetch_factor=1 are already the least"
+                f"training.workers={workers} and training.prefetch_factor=1 are already minimal"
             )
         raised = ", or raise monitor.ram_limit_gib if the machine has more" if killer == CONFIGURED_NAME else ""
         return self.reason, remedy + raised
 
     def _smaller(self) -> StreamOptions:
-        """Half the prefetch and a reader fewer; never without readers: what they leak, or hold, the trainer would."""
+        """Half the prefetch and one reader less, but at least one, because its memory would move to the trainer."""
         workers = max(self._options.workers - 1, min(self._options.workers, 1))
         return replace(self._options, workers=workers, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
 
@@ -110,11 +110,11 @@ class GuardActions:
         changes: StreamChanges = {"workers": options.workers, "prefetch_factor": options.prefetch_factor}
         text = ", ".join(f"training.{key}={value}" for key, value in changes.items())
         if order.rung == "restart":
-            text = "restarts the readers, which leak"
+            text = "restarting leaking readers"
         if order.rung == "drop":
             changes = {"workers": self._readers_again, "resident": False}
-            text = "lets go of the volumes in memory and reads them again (data.resident=0)"
-        log.warning("memory guard: before memory runs out: %s: %s", text, order.reason)
+            text = "dropping the volumes kept in memory; they are read again (data.resident=0)"
+        log.warning("memory guard: %s: %s", text, order.reason)
         self._record(order.rung, order.reason, **changes)
         began = time.monotonic()
         feed.reconfigure(**changes)
@@ -126,22 +126,21 @@ class GuardActions:
 
 
 class Autotuner:
-    """Applies what the verdicts of one session advise, as far as a running stream can.  A session starts from the
-    config."""
+    """Applies the advice of a session's verdicts, as far as a running stream can."""
 
     def __init__(self, run: RunContext, job: ReaderJob) -> None:
         self._run = run
         self._acts = run.config.training.autotune == "act"
         self._job = job
         self._verdict: Verdict | None = None
-        self._refused: set[tuple[str, ...]] = set()  # overrides that were refused, and are not tried again
+        self._refused: set[tuple[str, ...]] = set()  # overrides that were refused and are not retried
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Keep a verdict for the next `act`."""
+        """Keep a verdict for the next `apply`."""
         self._verdict = verdict
 
     def apply(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
-        """Make the change that the last verdict calls for; none without a new verdict."""
+        """Apply the last verdict, if there is a new one."""
         verdict, self._verdict = self._verdict, None
         if verdict is None or not self._acts:
             return
@@ -155,7 +154,7 @@ class Autotuner:
                 feed.reconfigure(**changes)
                 monitor.readers_changed()
             except ConfigError as error:
-                if stream.options is not before:  # it is not as it was
+                if stream.options is not before:  # already changed
                     raise
                 refused = str(error)
         override = " ".join(verdict.overrides)
@@ -168,24 +167,24 @@ class Autotuner:
         self._run.metrics.write("event", event="autotune", step=self._run.progress.step, text=text, **fields)
 
     def _refusal(self, options: StreamOptions, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> str:
-        """Why there is no memory for the options; '' where there is."""
+        """Why memory does not suffice for the options; '' if it does."""
         now = stream.options
         peaks = [figures.rss_anon_peak_bytes or 0 for figures in list(stream.readers.values())]
         readers = max(options.workers - now.workers, 0) * max(peaks, default=0)
         store = max(store_peak_bytes(self._job, options) - store_peak_bytes(self._job, now), 0)
         batches = batches_ahead(options) - batches_ahead(now)
         need_bytes = _READERS_AT_ONCE * (readers + store) + max(batches, 0) * feed.batch_bytes
-        # All ranks of a node may act at once.
+        # All ranks of a node may act at the same time.
         left = left_bytes(monitor.risk.limits, self._run.session.limits) // self._run.ranks.local_world
         if need_bytes <= max(left, 0):
             return ""
-        return f"it would take {format_size(need_bytes)} more, and {format_size(max(left, 0))} are left for it"
+        return f"it needs {format_size(need_bytes)} more, but only {format_size(max(left, 0))} are free"
 
 
 def changes_of(overrides: Sequence[str], options: StreamOptions) -> StreamChanges:
-    """What a running stream can change of a verdict's overrides; empty where it can change nothing.  Pure.
+    """The overrides of a verdict that a running stream can apply; may be empty.  Pure.
 
-    Readers are not started where the trainer reads itself: Ray does not run.
+    No readers are started if the trainer reads itself, because Ray is not running.
     """
     changes: StreamChanges = {}
     for key, _, value in (override.partition("=") for override in overrides):

@@ -39,24 +39,24 @@ from vesuvius.training.validation.validation import Reference
 log = logging.getLogger(__name__)
 
 _GRACE_S = 60.0
-_FIRST_STEPS = 3  # of a session, in which memory comes to its peak: the second step has moments beside its activations
+_FIRST_STEPS = 3  # steps until memory peaks: from the second step on, moments add to activations
 
 
 class Tuner(Protocol):
     """Changes the readers between two steps."""
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Take note of a verdict."""
+        """Receive a verdict."""
 
     def apply(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor, /) -> None:
-        """Change what is to be changed now."""
+        """Apply pending changes."""
 
 
 class TrainingLoop:
-    """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due.
+    """Runs optimizer steps; between steps it executes memory-guard orders, tunes the readers and runs periodic tasks.
 
-    `feed` delivers the patches of `job` to the device, `batches` what is trained on, which is computed `micro_batch`
-    patches at once.
+    `feed` delivers the patches of `job` to the device, `batches` adds noise and conditions; `micro_batch` patches are
+    computed at a time.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class TrainingLoop:
 
         Raises:
             NonFiniteError: too many steps in a row were not finite.
-            DataError, ConfigError: as `PatchStream`.
+            DataError, ConfigError: as from `PatchStream`.
         """
         config, progress, stop, watchdog = self.run.config, self.run.progress, self.run.stop, self.run.watchdog
-        self.periodic.run_scheduled()  # what the stop of the previous session cut short
+        self.periodic.run_scheduled()  # tasks interrupted by the previous session's stop
         if progress.step >= config.stop_step:
             return
         watchdog.expects("batch", "the readers to start")
@@ -97,7 +97,7 @@ class TrainingLoop:
             first=progress.sample_index,
             stop=progress.sample_index + (config.stop_step - progress.step) * config.global_batch,
             quarantined=progress.quarantined,
-            interrupted=self._gives_up,
+            interrupted=self._stops_waiting,
             resident=self._open_resident(),
         ) as stream:
             clock, telemetry = make_clock(self.run.device), RankTelemetry(self.run)
@@ -122,16 +122,16 @@ class TrainingLoop:
                             if saves:
                                 self.periodic.save()
                 reporter.finish()
-                self.periodic.save()  # written while the readers end: a scheduler may not allow time for both in turn
+                self.periodic.save()  # overlaps with ending the readers: a scheduler may not allow time for both
             except Exception as error:
-                self._settle(reporter, error)
+                self._flush_after_error(reporter, error)
                 raise
             finally:
                 self._record_events(stream)
                 watchdog.expects("end of the readers", "them to end")
 
     def _open_resident(self) -> Resident | None:
-        """The copy of the volumes that the ranks of this machine share; None where none is kept."""
+        """Copy of the volumes in memory, shared by the ranks of this machine; None if none is kept."""
         if not self.run.checked.resident_bytes:
             return None
         ranks = self.run.ranks
@@ -141,22 +141,22 @@ class TrainingLoop:
             resident = Resident(self.job, sharers=ranks.local_world)
             ranks.send_local(resident.address)
         except OSError as error:
-            log.warning("the volumes are not kept in memory: %s", one_line(error))
+            log.warning("cannot keep the volumes in memory, reading them instead: %s", one_line(error))
             ranks.send_local("")
             return None
         return resident
 
     def _next_step(self, clock: StepClock, telemetry: RankTelemetry, reporter: StepReporter) -> bool:
-        """Make one step, unless the run is to end before it; returns whether it was made.  Raises RankError."""
+        """Run one step, unless the run ends before it; returns whether it was run.  Raises RankError."""
         ranks, stop, progress = self.run.ranks, self.run.stop, self.run.progress
-        given_up = f"step {progress.step + 1} was waiting for data and is abandoned; --resume does it"
+        dropped = f"step {progress.step + 1} was waiting for data and was dropped; --resume repeats it"
         first = None
         try:
-            # Awaited before the ranks agree on the step: where data do not come, all can still stop together.
+            # Before the ranks synchronize: without data, all can still stop together.
             if not stop.is_requested():
                 first = self._next_batch(clock)
         except StreamInterrupted:
-            log.info("%s", given_up)
+            log.info("%s", dropped)
         if self._stops(clock, telemetry):
             return False
         if first is None:
@@ -165,9 +165,9 @@ class TrainingLoop:
         try:
             self._one_step(clock, reporter, first)
         except StreamInterrupted:
-            if ranks.world > 1:  # the others are in the middle of the step
-                raise ranks.failure or stop.as_error(given_up) from None
-            log.info("%s", given_up)
+            if ranks.world > 1:  # the other ranks are in the middle of the step
+                raise ranks.failure or stop.as_error(dropped) from None
+            log.info("%s", dropped)
             return False
         return True
 
@@ -178,44 +178,44 @@ class TrainingLoop:
         return batch
 
     def _one_step(self, clock: StepClock, reporter: StepReporter, batch: TrainingBatch) -> None:
-        """Run one optimizer step over all micro-batches of its global batch, and report the steps that are finished.
+        """Run one optimizer step over all micro-batches of its global batch, and report finished steps.
 
-        Raises StreamInterrupted: a stop came while a further micro-batch was awaited; the step counts as not begun.
+        Raises StreamInterrupted: a stop came while waiting for a further micro-batch; the step counts as not begun.
         """
         config, progress = self.run.config, self.run.progress
         lr = learning_rate(progress.step, config.training)
-        part = self.run.share
+        share = self.run.share
         timesteps = stratified_timesteps(config.seed, progress.step, config.global_batch, config.diffusion.timesteps)
         delivered: list[MicroBatch] = []
         self._steps_begun += 1
-        for t in np.split(timesteps[part.positions], part.accumulate_steps):
+        for t in np.split(timesteps[share.positions], share.accumulate_steps):
             if delivered:
                 self._in_step = True
                 batch = self._next_batch(clock)
                 self._in_step = False
             delivered.append((batch.stored, t))
-            todo: Iterable[tuple[TrainingBatch, NDArray[np.int64]]] = [(batch, t)]
-            while not self._computes(todo, last=len(delivered) == part.accumulate_steps):
-                todo = ((self.batches.to_device(stored), t) for stored, t in delivered)
+            pending: Iterable[tuple[TrainingBatch, NDArray[np.int64]]] = [(batch, t)]
+            while not self._accumulate(pending, last=len(delivered) == share.accumulate_steps):
+                pending = ((self.batches.to_device(stored), t) for stored, t in delivered)
         batches = [(stored.rows(of), t[of]) for stored, t in delivered for of in self._pieces(t)]
         result = self.train_step.apply(lr)
         clock.step_done()
         reporter.add_launched(LaunchedStep(progress.step + 1, progress.sample_index, lr, result, batches))
         progress.advance(config.global_batch)
-        self.run.watchdog.expects("step", "what is done between two steps")
+        self.run.watchdog.expects("step", "the tasks between two steps")
         reporter.report()
 
-    def _computes(self, batches: Iterable[tuple[TrainingBatch, NDArray[np.int64]]], last: bool) -> bool:
-        """Add the gradients of batches and their timesteps; returns False where they found no memory: then the step has
-        to begin again, in the smaller pieces that `micro_batch` allows now.
+    def _accumulate(self, batches: Iterable[tuple[TrainingBatch, NDArray[np.int64]]], last: bool) -> bool:
+        """Add the gradients of batches and their timesteps; returns False if memory ran out: then the step must be
+        repeated with the smaller `micro_batch`.
 
-        Where other ranks count on this one, it may only as long as it has exchanged nothing.  So in the first steps of
-        a session gradients are exchanged after the backward pass, not during it: the sums are the same but for the
-        order in which they are rounded, which `training.deterministic` does not allow.
+        With several ranks a repetition is possible only before anything was exchanged.  So in the first steps of a
+        session gradients are exchanged after the backward pass instead of during it.  The sums differ only in their
+        rounding order, which `training.deterministic` does not allow.
         """
         run = self.run
-        halves, alone = run.checked.can_halve, run.ranks.world == 1
-        late = halves and not (alone or run.config.training.deterministic) and self._steps_begun <= _FIRST_STEPS
+        can_halve, alone = run.checked.can_halve, run.ranks.world == 1
+        late = can_halve and not (alone or run.config.training.deterministic) and self._steps_begun <= _FIRST_STEPS
         try:
             for batch, t in batches:
                 for of in self._pieces(t):
@@ -224,18 +224,18 @@ class TrainingLoop:
                     self.train_step.accumulate(piece.x_0, piece.indices, t[of], piece.condition, exchanges, piece.eps)
             return True
         except Exception as error:
-            if not (halves and (alone or late) and self.micro_batch > 1 and is_gpu_memory_error(error)):
+            if not (can_halve and (alone or late) and self.micro_batch > 1 and is_gpu_memory_error(error)):
                 raise
             why = one_line(error, 100)
-        self._halve(why)  # here, where nothing holds the activations any more
+        self._halve(why)  # outside the handler, which keeps the activations alive
         return False
 
     def _pieces(self, t: NDArray[np.int64]) -> list[slice]:
-        """Of a batch as it was delivered."""
+        """Slices of a delivered batch."""
         return [slice(first, first + self.micro_batch) for first in range(0, len(t), self.micro_batch)]
 
     def _halve(self, why: str) -> None:
-        """From here on compute the next smaller divisor of a micro-batch at once."""
+        """Reduce the micro-batch to its next smaller divisor."""
         run, before = self.run, self.micro_batch
         self.micro_batch = now = next(size for size in range(before - 1, 0, -1) if before % size == 0)
         self.train_step.drop()
@@ -243,15 +243,14 @@ class TrainingLoop:
             torch.cuda.empty_cache()
         step = run.progress.step
         text = (
-            f"out of memory in step {step + 1} with {before} patches at once ({why}); the step is repeated and the run "
-            f"goes on with {now}: same effective batch and samples, more micro-batches"
+            f"out of memory in step {step + 1} with micro-batch {before} ({why}); repeating the step and continuing "
+            f"with micro-batch {now}: the effective batch and its samples stay the same"
         )
         log.warning("%s", text)
         run.metrics.write("event", event="micro_batch", step=step, text=text, before=before, now=now)
 
-    def _gives_up(self) -> bool:
-        """Whether to wait no longer for data.  In the middle of a step, where other ranks count on this one, data get
-        some time to come."""
+    def _stops_waiting(self) -> bool:
+        """Whether to stop waiting for data.  In the middle of a step of several ranks, data get some more time."""
         ranks, stop = self.run.ranks, self.run.stop
         if ranks.stopping is not None:
             stop.request(*ranks.stopping)
@@ -260,40 +259,40 @@ class TrainingLoop:
         return stop.is_requested() and not (self._in_step and ranks.world > 1 and stop.requested_for_s() <= _GRACE_S)
 
     def _stops(self, clock: StepClock, telemetry: RankTelemetry) -> bool:
-        """Whether the run is to end before the next step: all ranks come to the same answer.  Raises RankError."""
+        """Whether the run ends before the next step: the same answer on all ranks.  Raises RankError."""
         ranks, stop = self.run.ranks, self.run.stop
         if ranks.world == 1:
             return stop.is_requested()
         self.run.watchdog.expects("ranks", "another rank to begin the step")
         with clock.computing("comm"):
-            agreed, told = ranks.sync_step(stop.pending, telemetry.collect())
-        telemetry.record(told)
+            agreed, messages = ranks.sync_step(stop.pending, telemetry.collect())
+        telemetry.record(messages)
         if agreed:
             stop.request(*agreed)
         return agreed is not None
 
-    def _settle(self, reporter: StepReporter, error: Exception) -> None:
-        """After an error, log the steps that a GPU still has in hand, and take back those that were not applied.
+    def _flush_after_error(self, reporter: StepReporter, error: Exception) -> None:
+        """After an error, log steps that a GPU has yet to finish, and roll back those that were not applied.
 
-        Raises NonFiniteError: one of those steps was not finite; that is then what ends the run.
+        Raises NonFiniteError: one of them was not finite, which then ends the run.
         """
         nonfinite = error if isinstance(error, NonFiniteError) else None
-        hangs = isinstance(error, RankError) and self.run.device.type == "cuda"  # after a sum that never completes
+        hangs = isinstance(error, RankError) and self.run.device.type == "cuda"  # a sum may never complete
         if nonfinite is None and not hangs:
             try:
                 reporter.report(wait=True)
             except NonFiniteError as late:
                 nonfinite = late
         if nonfinite is not None:
-            # Steps launched before this one was noticed have not been applied.
+            # Steps launched before this one was noticed were not applied.
             self.run.progress.rewind_to(nonfinite.step, self.run.config.global_batch)
             raise nonfinite
 
     def _record_events(self, stream: PatchStream) -> None:
-        """Write down the events of the stream, which has logged them."""
+        """Record events of the stream, which has logged them."""
         while stream.events:
             event = stream.events.popleft()
-            step = self.run.progress.step  # whose checkpoint knows of it
+            step = self.run.progress.step  # its checkpoint includes the event
             self.run.metrics.write("event", event=event.kind, step=step, text=event.text, **event.fields)
             if event.kind == "quarantine":
                 self.run.progress.quarantine(self.run.directory.quarantine, [event.fields])

@@ -1,6 +1,6 @@
-"""What happens between two steps: validation, preview and checkpoint, each at the steps where it is due.
+"""Validation, preview and checkpoint: the tasks that run after certain steps.
 
-What a stop cuts short is due again on resume, so an interrupted run leaves the same records as one that was not.
+A task interrupted by a stop is repeated on resume, so an interrupted run leaves the same records as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 class PeriodicTasks:
-    """Validates, on all ranks together, and on rank 0 draws previews and saves, after the steps where they are due.
+    """Validates on all ranks together, and on rank 0 makes previews and saves.
 
-    `reference` is None where the config asks for neither validation nor previews.
+    `reference` is None if the config has neither validation nor previews.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PeriodicTasks:
         self._train_step = train_step
         self._reference = reference
         self._writer = writer
-        self._handed = self._done()  # to the writer, in this session or the one before
+        self._saved = self._done()  # last state passed to the writer, also in an earlier session
 
     def is_scheduled(self) -> bool:
         """Whether `run_scheduled` has something to do."""
@@ -45,12 +45,12 @@ class PeriodicTasks:
         return alone or progress.validation_due(config)
 
     def run_scheduled(self) -> None:
-        """Validate, draw and save after the present step, whose figures must have been reported."""
+        """Validate, preview and save as scheduled after the current step, which must have been reported."""
         progress, config, stop, improved = self._progress, self._run.config, self._run.stop, False
         if not self.is_scheduled():
             return
         ranks = self._run.ranks
-        # A rank that is to stop takes part where there are others, and tells them there.
+        # With several ranks, a rank that is to stop still takes part and announces the stop.
         if progress.validation_due(config) and (ranks.world > 1 or not stop.is_requested()):
             improved = self._validate()
         if not ranks.is_main:
@@ -61,7 +61,7 @@ class PeriodicTasks:
             self.save()
 
     def rehearse(self) -> None:
-        """Validate and save, due or not, so that memory peaks as it will.
+        """Validate and save regardless of the schedule, so that memory reaches its peak.
 
         Raises StorageError: the checkpoint cannot be written.
         """
@@ -71,16 +71,16 @@ class PeriodicTasks:
             raise failure
 
     def save(self) -> None:
-        """Hand a checkpoint to the writer, unless it has this one.  Does not wait for the disk."""
+        """Pass a checkpoint to the writer unless it already has this one.  Does not wait for the disk."""
         run, progress = self._run, self._progress
-        if self._handed != self._done() and run.ranks.is_main:
-            self._handed = self._done()
+        if self._saved != self._done() and run.ranks.is_main:
+            self._saved = self._done()
             run.watchdog.expects("checkpoint", "the disk")
             state = run_state(run.config, run.checked.data, run.checked.facts, self._train_step, progress)
             self._writer.save(progress.step, state)
 
     def save_last(self) -> StorageError | None:
-        """Save the present step, unless that has been done, and wait for the disk; returns why the last save failed."""
+        """Save the current step unless already saved, and wait for the disk; returns why the last save failed."""
         self.save()
         if self._run.ranks.is_main:
             self._run.watchdog.expects("checkpoint", "the disk")
@@ -89,38 +89,38 @@ class PeriodicTasks:
         return failure
 
     def save_after_error(self) -> int | None:
-        """Save what there is, and return its step; the error on its way out is the one to report."""
+        """Save after an error, which stays the one to report; returns the saved step."""
         if not self._run.ranks.is_main:
             return None
         try:
             return None if self.save_last() else self._progress.step
         except Exception:
-            log.exception("no checkpoint could be saved after step %d", self._progress.step)
+            log.exception("could not save a checkpoint after step %d", self._progress.step)
             return None
 
     def record_saves(self) -> None:
-        """Record which checkpoints were saved, and which could not be; the writer has logged them."""
+        """Record finished and failed saves, which the writer has logged."""
         while self._writer.ended:
             ended = self._writer.ended.popleft()
             failed = {"event": "save_failed"} if "text" in ended else {}
             self._run.metrics.write("event" if failed else "checkpoint", **failed, **ended)
 
     def _save_due(self) -> bool:
-        """At multiples of `save_every`, and where this step's checkpoint lacks a validation or preview made since."""
+        """At multiples of `save_every`, and if a validation or preview was made since this step's checkpoint."""
         step = self._progress.step
-        at_its_time = step % self._run.config.training.save_every == 0
-        return self._handed != self._done() and (at_its_time or self._handed[0] == step)
+        is_multiple = step % self._run.config.training.save_every == 0
+        return self._saved != self._done() and (is_multiple or self._saved[0] == step)
 
     def _done(self) -> tuple[int, int, int]:
-        """What tells one checkpoint from another."""
+        """Identity of a checkpoint."""
         return self._progress.step, self._progress.validated_step, self._progress.previewed_step
 
     def _stops(self, awaited: str) -> bool:
-        """Whether to cut a validation or preview short; asked before each piece of it, the next of which is awaited."""
+        """Whether to interrupt a validation or preview; polled before each part of it."""
         run = self._run
         run.watchdog.expects(awaited, "the network")
-        if (asked := run.stop.pending()) is not None:
-            run.ranks.announce_stop(asked)
+        if (stop := run.stop.pending()) is not None:
+            run.ranks.announce_stop(stop)
         return run.stop.is_requested() or run.ranks.stopping is not None or run.ranks.failure is not None
 
     def _validate(self) -> bool:
@@ -167,8 +167,10 @@ class PeriodicTasks:
                 run.checked.facts.voxel_size_um,
                 partial(self._stops, "sampling step of a preview"),
             )
-        except OSError as error:  # a full disk: no reason to end a run
-            log.error("the run goes on without the preview of step %d: %s; free some space", progress.step, error)
+        except OSError as error:  # such as a full disk
+            log.error(
+                "cannot write the preview of step %d: %s; free some space; training continues", progress.step, error
+            )
             run.metrics.write("event", event="preview_failed", step=progress.step, text=str(error))
             progress.previewed_step = progress.step
             return

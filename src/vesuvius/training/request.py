@@ -1,4 +1,4 @@
-"""What `vesuvius train` was asked for, and what every part of a session works with.
+"""The request to `vesuvius train`, and the shared state of a session.
 
 Imports no torch: Ray starts while torch is imported.
 """
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What `vesuvius train` was asked for."""
+    """Arguments of `vesuvius train`."""
 
     config: Config  # the experiment
-    source: Path  # the YAML file it came from, kept with the run
-    resume: bool  # continue from the newest whole checkpoint of `runs/<name>`, if there is one
-    allow_drift: bool = False  # continue although the data or what the weights mean have changed
-    # makes a `loop.Tuner` of the loop and its reporter; None = `training.autotune`
+    source: Path  # YAML file, copied into the run directory
+    resume: bool  # continue from the newest intact checkpoint, if any
+    allow_drift: bool = False  # resume although data or model changed
+    # makes a `loop.Tuner` from the loop and its reporter; None = `training.autotune`
     make_tuner: Callable[..., Any] | None = None
-    facts: Path | None = None  # a file in which runs on the same data share what they measure of these beforehand
+    facts: Path | None = None  # file in which runs on the same data share measured facts
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class RunContext:
     """One session of a run."""
 
     request: Request
-    checked: Preflight  # the data, and where everything is written
-    device: torch.device  # where the network is
-    session: SessionRecord  # what `session.json` says of it, with the memory limits
-    metrics: JsonLines  # writes `metrics.jsonl`
-    progress: Progress  # how far the run is; changed by the loop and by validations
-    stop: StopRequest  # the request to stop
-    watchdog: Watchdog  # is told what the loop waits for
-    share: RankShare  # what this rank computes of each step
-    ranks: Ranks  # the trainer processes of the run
+    checked: Preflight  # data and run directory
+    device: torch.device  # of the network
+    session: SessionRecord  # contents of `session.json`, with the memory limits
+    metrics: JsonLines  # `metrics.jsonl`
+    progress: Progress  # updated by the loop and by validations
+    stop: StopRequest
+    watchdog: Watchdog  # knows what the loop waits for
+    share: RankShare  # this rank's share of each step
+    ranks: Ranks  # trainer processes of the run
 
     @property
     def config(self) -> Config:
@@ -61,5 +61,5 @@ class RunContext:
 
     @property
     def directory(self) -> RunDir:
-        """Where everything is written."""
+        """Run directory."""
         return self.checked.directory

@@ -1,4 +1,4 @@
-"""A training run from its directory to its last checkpoint, in the order of time.  `loop.py` holds the loop."""
+"""A training run in chronological order, from its directory to its last checkpoint.  `loop.py` contains the loop."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ from vesuvius.volumes.store.cache import open_cache
 
 log = logging.getLogger(__name__)
 
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
-# Where ranks are started again, the rank 0 of before may not have ended, or its node's lock not yet.
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+# After a restart of ranks, the previous rank 0 may still be running, or its node may still hold the lock.
 _LOCK_WAIT_S = 120.0
 
 
@@ -65,16 +65,16 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
     """Train, or continue training, until the last step or a request to stop.
 
     Args:
-        ranks: the trainer processes of the run, of which this is one.
-        stop: a request that the caller may make; by default one that listens to signals and `training.max_hours`.
+        ranks: trainer processes of the run, including this one.
+        stop: stop request to use; by default a new one for signals and `training.max_hours`.
 
     Returns:
-        EXIT_OK, or the exit code of what stopped it (75 for SIGTERM and time, 130 for Ctrl-C).
+        EXIT_OK, or the exit code of a stop (75 for SIGTERM and time, 130 for Ctrl-C).
 
     Raises:
         ConfigError: the run exists and `resume` is false, or it was another experiment.
         DataError: a volume cannot be read.
-        NonFiniteError, GpuMemoryError, StorageError: as they say.  The last checkpoint is whole.
+        NonFiniteError, GpuMemoryError, StorageError: see their docstrings.  The last checkpoint is intact.
     """
     with stop or StopRequest(request.config.training.max_hours) as stop, contextlib.ExitStack() as held:
         if ranks.is_main:
@@ -84,20 +84,23 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
             ranks.reduce_min(device_memory_bytes(request.config, choose_device(ranks.local_rank)))
             config, checked = _begin_other_rank(ranks)
             request = replace(request, config=without_listeners(config), make_tuner=None)
-        if isinstance(checked, int):  # an exit code: there is nothing to train
+        if isinstance(checked, int):  # an exit code: nothing to train
             return checked
         return _train_session(request, of_rank(checked, ranks.rank, ranks.world), stop, ranks)
 
 
 def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
-    """Train as the rank that the environment says this process is, the only one without it.  As `train` otherwise."""
-    several = launched_world_size() not in (None, 1)  # a single one asks later, when Ctrl-C ends a driver that hangs
+    """Train as the rank given by the environment, or as a single rank.  Otherwise like `train`."""
+    several = launched_world_size() not in (
+        None,
+        1,
+    )  # a single rank checks later, when Ctrl-C works even if the driver hangs
     device_type = "cuda" if several and torch.cuda.is_available() else "cpu"
     with open_ranks(device_type, 60 * request.config.cluster.rank_timeout_minutes) as ranks:
         try:
             exit_code = train(request, ranks=ranks, stop=stop)
         except Exception as error:
-            cause = ranks.root_cause(error)  # also of the first collectives, and of those of the last checkpoint
+            cause = ranks.root_cause(error)  # also for errors in the first and last collectives
             ranks.fail(cause)
             ranks.finish(cause.exit_code if isinstance(cause, VesuviusError) else EXIT_ERROR)
             if cause is error:
@@ -110,17 +113,16 @@ def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
 def _begin(
     request: Request, stop: StopRequest, ranks: Ranks, held: contextlib.ExitStack
 ) -> tuple[Config, Preflight | int]:
-    """Check everything, lock the run directory, begin to write in it and tell the other ranks what was found.
+    """Check everything, lock and initialize the run directory, and send the results to the other ranks.
 
-    Returns the config, with numbers in the place of `auto` for the micro-batch; and an exit code where the run is
-    finished, or was stopped before it began.
+    Returns the config with `auto` replaced by numbers, and an exit code if the run is finished or was stopped early.
     """
     config, resume, chosen = request.config, request.resume, list[str]()
     directory = run_dir(config)
-    # A rank that is left alone of several waits, too, for what holds the lock of the start before.
+    # The only rank left of several also waits for the previous session's lock.
     lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 or config.training.ranks != 1 else 0.0
     existed = directory.exists()
-    if resume and existed:  # first of all: another process may be writing the checkpoint to continue from
+    if resume and existed:  # first: another process may still be writing the checkpoint
         held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
     try:
         config, chosen = run_unless_stopped(lambda: _with_micro_batch(request.config, ranks), stop.is_requested)
@@ -137,7 +139,7 @@ def _begin(
         return config, checked
     checked = replace(checked, can_halve=bool(chosen))
     _check_kernels(config, ranks)
-    held.enter_context(_nothing_left_of_a_failed_start(directory))
+    held.enter_context(_removed_if_start_fails(directory))
     if not (resume and existed):
         held.enter_context(directory.locked(new=not resume))
     directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
@@ -155,7 +157,7 @@ def _begin(
 
 
 def _begin_other_rank(ranks: Ranks) -> tuple[Config, Preflight | int]:
-    """As `_begin` on the other ranks, which wait for what rank 0 has found, and take its config."""
+    """Like `_begin` on the other ranks, which receive config and results from rank 0."""
     config, checked, mark = ranks.receive()
     if isinstance(checked, int):
         return config, checked
@@ -165,7 +167,7 @@ def _begin_other_rank(ranks: Ranks) -> tuple[Config, Preflight | int]:
     with _run_is_writable(directory):
         directory.make_folders()
         open_log(directory.log)
-    close_terminal()  # rank 0 says what there is to say
+    close_terminal()  # only rank 0 prints
     log_killed_session(directory)
     if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
         cache.prepare()
@@ -173,24 +175,29 @@ def _begin_other_rank(ranks: Ranks) -> tuple[Config, Preflight | int]:
 
 
 def _with_micro_batch(config: Config, ranks: Ranks) -> tuple[Config, list[str]]:
-    """On rank 0, the config with a micro-batch that fits the device of each rank, and a line that says so."""
+    """On rank 0, the config with a micro-batch that fits the device of every rank, and a log line."""
     if config.training.train_batch_size != "auto":
         return config, []
     return resolve_micro_batch(config, ranks.reduce_min(device_memory_bytes(config, choose_device(ranks.local_rank))))
 
 
 def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | int:
-    """What the run continues from and needs; EXIT_OK where it is finished.  Raises as `train`."""
+    """Checkpoint and requirements of the run, or EXIT_OK if it is finished.  Raises like `train`."""
     config, facts = request.config, request.facts
     checkpoint = newest_checkpoint(directory.checkpoints) if request.resume else None
     if checkpoint is not None and is_finished(checkpoint, config):
-        log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
+        log.info(
+            "%s is already finished: %s reaches the requested step %d",
+            directory.path,
+            checkpoint.name,
+            config.stop_step,
+        )
         return EXIT_OK
     known = None if facts is None else read_facts(facts, config.data)
     checked = preflight(config, request.resume, checkpoint, request.allow_drift, ranks_here=ranks_here, known=known)
     checked = replace(checked, resident_bytes=resident_bytes(config, checked.data))
     if facts is not None and (known is None or known.volumes != checked.facts.volumes):
-        with contextlib.suppress(OSError):  # they save time, no more
+        with contextlib.suppress(OSError):  # only an optimization
             write_facts(facts, config.data, checked.facts)
     if cache := open_cache(config.data.store):
         cache.prepare()
@@ -198,7 +205,7 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
 
 
 def _check_kernels(config: Config, ranks: Ranks) -> None:
-    """Choose the kernels of this device and test them, before anything of the run is written.  Raises ConfigError."""
+    """Choose and test this device's kernels before anything is written.  Raises ConfigError."""
     device = choose_device(ranks.local_rank)
     configure_kernels(device, config.training)
     micro_batch = rank_share(config, ranks.rank, ranks.world).micro_batch
@@ -206,8 +213,8 @@ def _check_kernels(config: Config, ranks: Ranks) -> None:
 
 
 @contextlib.contextmanager
-def _nothing_left_of_a_failed_start(directory: RunDir) -> Iterator[None]:
-    """Remove the run directory again, if it is new and its first session fails before it has begun."""
+def _removed_if_start_fails(directory: RunDir) -> Iterator[None]:
+    """Remove a new run directory if its first session fails before it has begun."""
     new = not directory.path.exists()
     try:
         yield
@@ -219,12 +226,12 @@ def _nothing_left_of_a_failed_start(directory: RunDir) -> Iterator[None]:
 
 
 def _run_is_writable(directory: RunDir) -> contextlib.AbstractContextManager[None]:
-    """Within: a file of the run that cannot be made is a StorageError."""
+    """Turn failures to create files of the run into StorageError."""
     return storage_errors(f"the run directory {directory.path}", "free some space or choose another folder")
 
 
 def _train_session(request: Request, checked: Preflight, stop: StopRequest, ranks: Ranks) -> int:
-    """Run one session, and record how it began and how it ended, however it ends."""
+    """Run one session, and record its start and its end in any case."""
     config, directory, device = request.config, checked.directory, choose_device(ranks.local_rank)
     part = rank_share(config, ranks.rank, ranks.world)
     log_ranks(config, part)
@@ -234,11 +241,11 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
         def record_end(exit_code: int, cause: str) -> None:
             metrics.write("run_end", exit_code=exit_code, cause=cause, step=progress.step, total_s=progress.total_s)
 
-        def on_kill(failure: RankError) -> None:
+        def record_kill(failure: RankError) -> None:
             record_end(failure.exit_code, one_line(failure))
             end_session(directory.session, session.record, failure.exit_code)
 
-        ranks.abort.on_kill = on_kill
+        ranks.abort.on_kill = record_kill
         try:
             train_step = build_step(config, checked, device, part, ranks)
             if checked.resumed:
@@ -257,13 +264,13 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
             _record_start(run)
             session.exit_code = _train(run, train_step)
         except Exception as error:
-            told = _told(error, directory)
-            if is_gpu_memory_error(error):  # while the network was built
-                told = gpu_memory_error(config, device, error, None)
-            session.exit_code = told.exit_code if isinstance(told, VesuviusError) else EXIT_ERROR
-            if told is error:
+            reported = _reported_error(error, directory)
+            if is_gpu_memory_error(error):  # while building the network
+                reported = gpu_memory_error(config, device, error, None)
+            session.exit_code = reported.exit_code if isinstance(reported, VesuviusError) else EXIT_ERROR
+            if reported is error:
                 raise
-            raise told from error
+            raise reported from error
         finally:
             raised = sys.exception()
             cause = one_line(raised) if raised else "done" if session.exit_code == EXIT_OK else stop.reason or ""
@@ -273,14 +280,14 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
 
 
 def build_step(config: Config, checked: Preflight, device: torch.device, part: RankShare, ranks: Ranks) -> TrainStep:
-    """The network and its optimizer on the device."""
+    """Build the network and its optimizer on the device."""
     network = build_network(config, device)
     schedule = Schedule.from_config(config.diffusion, checked.facts.spectrum)
     return TrainStep(config, network, schedule, device, part, ranks)
 
 
 def _record_start(run: RunContext) -> None:
-    """Record where this session begins: what was recorded beyond that is void."""
+    """Record the step at which this session begins; later records of earlier sessions become void."""
     progress, resumed = run.progress, run.checked.resumed
     run.metrics.write(
         "run_start",
@@ -306,17 +313,17 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
         loop = TrainingLoop(run, train_step, writer, monitor, guard)
         periodic = loop.periodic
         try:
-            if not stop.is_requested() or run.ranks.world > 1:  # several stop together, which they do in the loop
+            if not stop.is_requested() or run.ranks.world > 1:  # several ranks stop together in the loop
                 loop.run_steps()
         except Exception as error:
             out_of_memory = is_gpu_memory_error(error)
-            cause = _told(run.ranks.root_cause(error), run.directory)
-            # Also after non-finite steps: they were not applied, and a resume continues after them.
-            # On a GPU not where another rank failed: a step may be queued after a sum that is not complete.
+            cause = _reported_error(run.ranks.root_cause(error), run.directory)
+            # Also saves after non-finite steps, which were not applied: a resume continues after them.
+            # Not on a GPU if another rank failed: a step may be queued behind an incomplete sum.
             behind_sum = isinstance(cause, RankError) and run.device.type == "cuda"
             config = config.with_micro_batch(loop.micro_batch) if loop.micro_batch < run.share.micro_batch else config
-            told = gpu_memory_error(config, run.device, error, None) if out_of_memory else cause
-            run.ranks.fail(told, saves=not behind_sum)
+            reported = gpu_memory_error(config, run.device, error, None) if out_of_memory else cause
+            run.ranks.fail(reported, saves=not behind_sum)
             saved = None if train_step.updating or behind_sum else periodic.save_after_error()
             if out_of_memory:
                 short = gpu_memory_error(config, run.device, error, saved)
@@ -326,7 +333,7 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
                 raise
             raise cause from error
         failure = periodic.save_last()
-        # A stop requested in the last step, or while the last checkpoint is written, has nothing left to stop.
+        # A stop during the last step or its save has no effect.
         finished = progress.step >= config.stop_step and not periodic.is_scheduled()
         if guard.reason is not None and not finished:
             run_died(run, monitor, "guard", *guard.ended(monitor.risk.limits[0].name))
@@ -335,27 +342,28 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
     if stop.exit_code is None or finished:
         log.info("done: step %d", progress.step)
         if count := len(progress.quarantined):
-            log.warning("damaged places in quarantine: %d; list them with `vesuvius quarantine %s`", count, config.name)
+            log.warning(
+                "damaged regions in quarantine: %d; list them with `vesuvius quarantine %s`", count, config.name
+            )
         return EXIT_OK
-    if stop.exit_code == EXIT_OK:  # a profile, which is over
+    if stop.exit_code == EXIT_OK:  # a completed profile
         log.info("ended after step %d: %s", progress.step, stop.reason)
     else:
         log.info("stopped at step %d of %d; continue with --resume", progress.step, config.stop_step)
     return stop.exit_code
 
 
-def _told(error: Exception, directory: RunDir) -> Exception:
-    """The error that a user is told of: that of a file of the run names its remedy, that of another one its place."""
-    if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError):  # of the network
+def _reported_error(error: Exception, directory: RunDir) -> Exception:
+    """The error to report: for a file of the run with its remedy, for another OSError with its code location."""
+    if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError):  # network errors
         return error
     named = error.filename if isinstance(error.filename, str) else ""
-    # A write names no file: it is taken for one of the run's if it fails for the disk.
-    of_run = error.errno in _OF_DISKS if not named else Path(named).absolute().is_relative_to(directory.path.absolute())
+    # A failed write names no file: with a disk error it is assumed to be one of the run's.
+    of_run = (
+        error.errno in _DISK_ERRNOS if not named else Path(named).absolute().is_relative_to(directory.path.absolute())
+    )
     if of_run:
-        return StorageError(
-            f"the run directory must be writable; got {error} in {directory.path}; free some space and continue with "
-            "--resume"
-        )
+        return StorageError(f"Cannot write to {directory.path}: {error}; free some space and continue with --resume")
     place = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in place)
-    return VesuviusError(f"The system refused what the run needs: {error}{where}")
+    return VesuviusError(f"System error: {error}{where}")

@@ -1,4 +1,4 @@
-"""Why a run ends before its last step: a signal, its time is up, or memory is short.
+"""Requests to end a run before its last step: signals, the time limit, the memory guard.
 
 The current step is always finished.
 """
@@ -31,7 +31,7 @@ class StoppedError(Exception):
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that ask a long command to end: SIGTERM, Ctrl-C, and the end of its terminal, unless `nohup` ignores it."""
+    """Signals that end a long command: SIGTERM, Ctrl-C, and SIGHUP unless ignored (`nohup`)."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if ignores_hangup else [signal.SIGHUP])]
 
@@ -45,9 +45,9 @@ def restore_handlers(before: Mapping[signal.Signals, Any], hung_up: bool) -> Non
 class StopRequest:
     """Turns SIGTERM, SIGHUP, Ctrl-C and a time limit into a request that the loop checks after each step.
 
-    A second signal ends the process at once; the last checkpoint stays whole.  SIGHUP never counts as one of the two:
-    when a terminal closes, the kernel, the shell and systemd send it several times, and SIGTERM with it.  A context
-    manager, which restores the signal handlers.
+    A second signal ends the process at once; the last checkpoint stays intact.  SIGHUP is not counted: when a terminal
+    closes, the kernel, the shell and systemd send it several times, along with SIGTERM.  A context manager, which
+    restores the signal handlers.
     """
 
     def __init__(self, max_hours: float | None) -> None:
@@ -60,7 +60,7 @@ class StopRequest:
         self._before = {number: signal.getsignal(number) for number in stop_signals()}
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # not in a worker of Ray Train
+        if threading.current_thread() is threading.main_thread():  # not in a Ray Train worker
             for number in self._before:
                 signal.signal(number, self._on_signal)
         return self
@@ -74,30 +74,30 @@ class StopRequest:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def is_requested(self) -> bool:
-        """Whether the run should save and end now; `exit_code` then says how."""
+        """Whether the run should save and end now, with `exit_code`."""
         if self.exit_code is None and self._deadline is not None and time.monotonic() >= self._deadline:
-            self.request(EXIT_STOPPED, f"training.max_hours={self._max_hours:g} is reached")
+            self.request(EXIT_STOPPED, f"training.max_hours={self._max_hours:g} reached")
         return self.exit_code is not None
 
     def request(self, exit_code: int, reason: str, level: int = logging.INFO) -> None:
-        """Request a stop, also as another rank was asked to; any thread may.  The first sets the exit code."""
+        """Request a stop, from any thread or on behalf of another rank.  The first request sets the exit code."""
         if self.exit_code is None:
             self.exit_code, self.reason = exit_code, reason
             log.log(level, "%s: stopping after the current step", reason)
 
     def requested_for_s(self) -> float:
-        """Seconds since a stop was first seen to be wanted; 0 where it is not."""
+        """Seconds since a stop was first noticed; 0 without one."""
         if not self.is_requested():
             return 0.0
         self._since_s = self._since_s or time.monotonic()
         return time.monotonic() - self._since_s
 
     def pending(self) -> tuple[int, str] | None:
-        """Exit code and reason of a stop that is wanted; None where none is."""
+        """Exit code and reason of a requested stop, or None."""
         return (self.exit_code, self.reason or "") if self.is_requested() and self.exit_code is not None else None
 
     def as_error(self, text: str) -> VesuviusError:
-        """What ends the run where it cannot stop as it was asked to, with the same exit code."""
+        """Error with the same exit code, for a run that cannot stop as requested."""
         assert self.exit_code is not None
         error = VesuviusError(f"{self.reason}: {text}")
         error.exit_code = self.exit_code
@@ -117,16 +117,16 @@ class StopRequest:
             self.reason = name
         elif hangup:
             return
-        again = "" if hangup else "; send the signal again to exit now"
-        log.info("%s: stopping after the current step%s", name, again)
+        hint = "" if hangup else "; send the signal again to exit now"
+        log.info("%s: stopping after the current step%s", name, hint)
 
 
 def run_unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:
     """Return or raise what `work` does, unless a stop is requested first.
 
-    It runs on a thread of its own: Python handles signals in the main thread, and not while that reads from a store
-    which does not answer.  After a stop the thread is left to its read; `command.end_soon` does not wait for it.
-    Raises StoppedError: `stopping()` came true first.
+    Runs on its own thread, because Python handles signals only in the main thread, and not while it reads from an
+    unresponsive store.  After a stop the thread is abandoned; `command.end_soon` does not wait for it. Raises
+    StoppedError: `stopping()` became true first.
     """
     done = on_thread(work, name="before-the-run")
     while not stopping():

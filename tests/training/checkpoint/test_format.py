@@ -150,7 +150,7 @@ def test_a_checkpoint_comes_back_bit_by_bit(tmp_path: Path) -> None:
         ("remove", "manifest.json"),
     ],
 )
-def test_a_damaged_file_is_found_named_and_its_checkpoint_passed_over(
+def test_a_damaged_file_is_named_and_its_checkpoint_skipped(
     tmp_path: Path, harm: str, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
@@ -171,7 +171,7 @@ def test_a_damaged_file_is_found_named_and_its_checkpoint_passed_over(
     assert f"step_00000002: {damage}" in caplog.text
 
 
-def test_where_none_is_whole_there_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_an_intact_checkpoint_none_is_returned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert newest_checkpoint(tmp_path / "none") is None
     assert newest_checkpoint(tmp_path) is None
     assert caplog.text == ""
@@ -184,7 +184,9 @@ def test_where_none_is_whole_there_is_none(tmp_path: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize(("written_by", "age"), [(1, "an earlier"), (4, "a later")])
-def test_one_of_another_version_is_refused_and_not_called_damaged(tmp_path: Path, written_by: int, age: str) -> None:
+def test_a_checkpoint_of_another_version_is_refused_but_not_called_damaged(
+    tmp_path: Path, written_by: int, age: str
+) -> None:
     path = save(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text()) | {"format": written_by}
     if written_by == 1:
@@ -196,7 +198,7 @@ def test_one_of_another_version_is_refused_and_not_called_damaged(tmp_path: Path
             read(tmp_path)
 
 
-def test_what_may_not_be_read_is_an_error_and_not_passed_over() -> None:
+def test_missing_read_permission_is_an_error_and_not_damage() -> None:
     with as_nobody() as directory:
         save(directory, 1)
         newest = save(directory, 2)
@@ -209,7 +211,7 @@ def test_what_may_not_be_read_is_an_error_and_not_passed_over() -> None:
         assert newest_checkpoint(directory) == newest
 
 
-def test_a_manifest_that_leaves_a_file_out_is_damaged(tmp_path: Path) -> None:
+def test_a_manifest_without_a_required_file_is_damaged(tmp_path: Path) -> None:
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
     manifest = json.loads((bad / "manifest.json").read_text())
     del manifest["files"]["model.safetensors"]
@@ -218,7 +220,7 @@ def test_a_manifest_that_leaves_a_file_out_is_damaged(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == good
 
 
-def test_one_that_was_about_to_be_replaced_at_a_kill_is_found_and_only_looked_at(tmp_path: Path) -> None:
+def test_a_checkpoint_being_replaced_at_a_kill_is_found_and_left_unchanged(tmp_path: Path) -> None:
     save(tmp_path, 1)
     replaced = save(tmp_path, 2).rename(tmp_path / ".replaced-step_00000002")
     assert newest_checkpoint(tmp_path) == replaced, "a reader beside the run must not rename it"
@@ -231,7 +233,7 @@ def test_one_that_was_about_to_be_replaced_at_a_kill_is_found_and_only_looked_at
     assert newest_checkpoint(tmp_path) == tmp_path / "step_00000003"
 
 
-def test_one_that_is_replaced_while_it_is_read_is_not_called_damaged(
+def test_a_checkpoint_replaced_while_read_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save(tmp_path, 1)
@@ -250,7 +252,7 @@ def test_one_that_is_replaced_while_it_is_read_is_not_called_damaged(
     assert caplog.text == ""
 
 
-def test_the_search_ends_where_checkpoints_are_deleted_faster_than_they_are_read(
+def test_the_search_ends_if_checkpoints_are_deleted_faster_than_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1)

@@ -70,7 +70,7 @@ def prediction(step: TrainStep, weights: str) -> Tensor:
 @pytest.mark.parametrize(
     ("optimizer", "full", "conditional"), [("adamw", 4, False), ("muon", 4, False), ("muon", 0, True)]
 )
-def test_one_of_format_2_predicts_and_trains_on_as_it_would_have_done(
+def test_a_format_2_checkpoint_predicts_and_continues_as_before(
     optimizer: str, full: int, conditional: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three widths and unequal strides: the wrong level's channels, or moments that stay behind, would show."""

@@ -11,7 +11,7 @@ from vesuvius.config import Config, DataConfig, TrainingConfig, VolumeConfig
 from vesuvius.training.checkpoint.progress import FIRST_PREVIEW_S, Best, Progress
 
 
-def test_progress_comes_back_from_its_state_with_one_session_more() -> None:
+def test_progress_is_restored_with_one_more_session() -> None:
     progress = Progress(quarantined=[{"region": 1}], best=Best(4, 0.5), validated_step=4, previewed_step=2)
     for _ in range(5):
         progress.advance(8)
@@ -31,7 +31,7 @@ def run_of(**training: Any) -> Config:
     return Config(name="any", data=data, training=TrainingConfig(**(keys | {"save_every": 1000} | training)))
 
 
-def test_the_time_left_is_that_of_the_pace_with_all_that_came_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_follows_the_mean_pace_including_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     config, progress = run_of(), Progress(step=10)
@@ -48,14 +48,14 @@ def test_the_time_left_is_that_of_the_pace_with_all_that_came_between(monkeypatc
     assert Progress.from_state(progress.state_dict()).time_left(config) is None
 
 
-def test_steps_behind_one_that_stopped_the_run_do_not_count() -> None:
+def test_steps_after_the_one_that_stopped_the_run_do_not_count() -> None:
     progress = Progress(step=10, sample_index=80)
     progress.rewind_to(7, 8)
     assert (progress.step, progress.sample_index) == (7, 56)
 
 
 @pytest.mark.parametrize(("index", "begins_at"), [(24, 24), (26, 26), (25, 36)])
-def test_a_resume_begins_at_a_sample_that_the_ranks_share_or_at_the_next_whole_batch(
+def test_a_resume_begins_at_a_sample_the_ranks_can_share_or_at_the_next_full_batch(
     index: int, begins_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress = Progress(sample_index=index)
@@ -64,7 +64,7 @@ def test_a_resume_begins_at_a_sample_that_the_ranks_share_or_at_the_next_whole_b
     assert ("skipping samples 25 to 36" in caplog.text) is (index != begins_at)
 
 
-def test_the_first_preview_is_due_by_the_time_of_all_sessions_the_others_by_their_steps() -> None:
+def test_the_first_preview_is_due_by_total_time_and_the_others_by_step() -> None:
     config, progress = run_of(preview_every=50), Progress(trained_s=FIRST_PREVIEW_S)
     assert not progress.preview_due(config), "before the first step there is nothing to show"
     progress.advance(8)

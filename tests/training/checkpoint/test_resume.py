@@ -13,7 +13,7 @@ from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.resume import _plan_changes
 
 
-def test_a_volume_that_has_grown_is_named_as_the_reason_that_a_plan_differs(tmp_path: Path) -> None:
+def test_a_grown_volume_is_named_as_the_reason_for_a_different_plan(tmp_path: Path) -> None:
     voxels, plans = textured((96, 64, 64)), []
     for chunks in (2, 2, 3):
         path = write_array(tmp_path / "v.zarr", np.where(np.arange(96) < 32 * chunks, voxels.T, 0).T, overwrite=True)

@@ -26,7 +26,7 @@ from vesuvius.training.checkpoint.format import find_damage, load_checkpoint, ne
 from vesuvius.training.checkpoint.save import save_checkpoint
 
 
-def test_the_averages_are_stored_once_and_with_the_config_beside_them(tmp_path: Path) -> None:
+def test_averages_are_stored_once_together_with_the_config(tmp_path: Path) -> None:
     path = save(tmp_path, 7)
     names = ["config.yaml", "manifest.json", "model.safetensors", "model_ema_0.999.safetensors", "state.pt"]
     assert sorted(file.name for file in path.iterdir()) == names
@@ -55,7 +55,7 @@ def test_the_averages_are_stored_once_and_with_the_config_beside_them(tmp_path: 
         ({"keep_last": 2, "keep_every": 40, "best_step": 20}, [20, 40, 50, 60]),
     ],
 )
-def test_the_newest_the_best_and_multiples_are_kept(tmp_path: Path, keep: dict[str, int], steps: list[int]) -> None:
+def test_newest_best_and_multiples_are_kept(tmp_path: Path, keep: dict[str, int], steps: list[int]) -> None:
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step, keep_last=9)
     save(tmp_path, 60, **keep)
@@ -83,7 +83,7 @@ def test_best_is_a_link_that_follows_the_best_checkpoint(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_once_a_best_one_was_saved_best_points_to_a_whole_one(tmp_path: Path, seed: int) -> None:
+def test_once_a_best_checkpoint_was_saved_best_points_to_an_intact_one(tmp_path: Path, seed: int) -> None:
     """Whatever is better, worse, forgotten, not saved or saved again in between."""
     rng, step, best, linked = np.random.default_rng(seed), 1, None, None
     for _ in range(15):
@@ -127,7 +127,9 @@ def killed_before(number: int, directory: Path) -> bool:
     return code != 0
 
 
-def test_a_step_is_saved_again_whole_wherever_a_kill_falls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_is_saved_again_intact_after_a_kill_at_any_point(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     found: list[int] = []
     for number in range(1, 100):
         directory = tmp_path / str(number)
@@ -153,7 +155,7 @@ def test_a_step_is_saved_again_whole_wherever_a_kill_falls(tmp_path: Path, caplo
     assert caplog.text == ""
 
 
-def test_a_place_without_links_costs_a_warning_and_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_symlinks_a_save_succeeds_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A directory stands where the link would: that it cannot be made is the same for the saver."""
     (tmp_path / "best" / "mine").mkdir(parents=True)
     for step in (1, 2):
@@ -162,7 +164,7 @@ def test_a_place_without_links_costs_a_warning_and_no_save(tmp_path: Path, caplo
     assert (tmp_path / "best" / "mine").is_dir()
 
 
-def test_a_damaged_newer_one_does_not_push_out_whole_ones(tmp_path: Path) -> None:
+def test_a_damaged_newer_checkpoint_does_not_displace_intact_ones(tmp_path: Path) -> None:
     save(tmp_path, 20)
     (save(tmp_path, 30) / "manifest.json").unlink()
     save(tmp_path, 25, keep_last=2)
@@ -172,7 +174,7 @@ def test_a_damaged_newer_one_does_not_push_out_whole_ones(tmp_path: Path) -> Non
     assert newest_checkpoint(tmp_path) == tmp_path / "step_00000030"
 
 
-def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step_00000001.txt").touch()
     (tmp_path / "step_00000002.bak").mkdir()
     (tmp_path / "step_00000003").touch()
@@ -182,7 +184,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_one_that_cannot_be_deleted_costs_a_warning_and_no_save(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_undeletable_checkpoint_costs_a_warning_but_no_save(caplog: pytest.LogCaptureFixture) -> None:
     with as_nobody() as directory:
         save(directory, 1).chmod(0o500)
         assert find_damage(save(directory, 2, keep_last=1)) is None
@@ -194,7 +196,7 @@ def test_one_that_cannot_be_deleted_costs_a_warning_and_no_save(caplog: pytest.L
         (directory / ".pruned-step_00000001").chmod(0o700)
 
 
-def test_every_file_is_flushed_before_the_checkpoint_gets_its_name_and_the_name_behind_it(
+def test_every_file_is_flushed_before_the_rename_and_the_directory_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A power cut behind a save loses nothing of it."""
@@ -221,7 +223,7 @@ def test_every_file_is_flushed_before_the_checkpoint_gets_its_name_and_the_name_
         assert ("flushed", directory.stat().st_ino) in done[named:], "the name itself"
 
 
-def test_without_room_for_all_of_it_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_enough_space_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     size = sum(file.stat().st_size for file in save(tmp_path / "elsewhere", 2, size=10**6).iterdir())
@@ -238,7 +240,7 @@ def test_without_room_for_all_of_it_nothing_is_written(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(("large", "kind"), [("model", "OSError: .*too large"), ("ema", "SafetensorError")])
-def test_a_full_disk_is_an_error_and_leaves_the_older_checkpoint_whole(tmp_path: Path, large: str, kind: str) -> None:
+def test_a_full_disk_is_an_error_and_leaves_the_older_checkpoint_intact(tmp_path: Path, large: str, kind: str) -> None:
     """Whichever file it is that does not fit."""
     old = save(tmp_path, 1)
     state = state_of(2)

@@ -37,14 +37,14 @@ def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 @pytest.mark.usefixtures("checkpoints")
-def test_a_run_a_checkpoint_and_a_file_of_it_give_averaged_weights(given: str, value: float, source: str) -> None:
+def test_averaged_weights_are_read_from_a_run_a_checkpoint_or_its_file(given: str, value: float, source: str) -> None:
     found = read_initial_weights(Path(given))
     assert found.source == Path(CHECKPOINTS, source)
     assert sorted(found.weights) == ["conv.bias", "conv.weight"]
     assert found.weights["conv.weight"].unique().tolist() == [value]
 
 
-def test_a_file_from_elsewhere_gives_its_weights_in_float32(tmp_path: Path) -> None:
+def test_a_separate_file_gives_its_weights_in_float32(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"w": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}, file)
     weights = read_initial_weights(file).weights
@@ -52,9 +52,7 @@ def test_a_file_from_elsewhere_gives_its_weights_in_float32(tmp_path: Path) -> N
     assert weights["w"].tolist() == [1.5, -2.0]
 
 
-def test_what_is_no_model_and_what_is_damaged_is_refused_by_the_name_of_the_key(
-    checkpoints: Path, tmp_path: Path
-) -> None:
+def test_missing_and_damaged_models_are_refused_with_the_key(checkpoints: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"training.init_from=nowhere does not exist; give a run directory"):
         read_initial_weights(Path("nowhere"))
     file = checkpoints / "step_00000001/model.safetensors"

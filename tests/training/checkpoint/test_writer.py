@@ -41,7 +41,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return gate
 
 
-def test_what_is_changed_in_place_behind_a_save_does_not_reach_the_disk(tmp_path: Path, gate: threading.Event) -> None:
+def test_changes_after_a_save_do_not_reach_the_disk(tmp_path: Path, gate: threading.Event) -> None:
     state = state_of(1, size=1_000_000)
     with writer_in(tmp_path) as writer:
         writer.save(1, state)
@@ -52,7 +52,7 @@ def test_what_is_changed_in_place_behind_a_save_does_not_reach_the_disk(tmp_path
     assert_same(load_checkpoint(tmp_path / "step_00000001"), state_of(1, size=1_000_000))
 
 
-def test_the_next_save_waits_for_the_last(
+def test_the_next_save_waits_for_the_previous_one(
     tmp_path: Path, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -68,7 +68,7 @@ def test_the_next_save_waits_for_the_last(
     assert f"saved {tmp_path / 'step_00000002'}" in caplog.text
 
 
-def test_an_error_on_its_way_out_waits_for_the_save_in_hand(tmp_path: Path, gate: threading.Event) -> None:
+def test_an_error_waits_for_the_pending_save(tmp_path: Path, gate: threading.Event) -> None:
     threading.Timer(0.2, gate.set).start()
     with pytest.raises(KeyError, match="mine"), writer_in(tmp_path) as writer:  # noqa: PT012 - the save must be under way
         writer.save(7, state_of(7))
@@ -76,9 +76,7 @@ def test_an_error_on_its_way_out_waits_for_the_save_in_hand(tmp_path: Path, gate
     assert find_damage(tmp_path / "step_00000007") is None
 
 
-def test_a_save_that_fails_is_told_of_and_a_later_one_succeeds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_save_is_reported_and_a_later_one_succeeds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with writer_in(tmp_path, keep_last=1) as writer:
         assert writer.wait() is None
         writer.save(1, state_of(1))
@@ -102,7 +100,7 @@ def unpicklable() -> dict[str, Any]:
     return state_of(1) | {"no plain data": threading.Lock()}
 
 
-def test_a_defect_on_the_thread_surfaces_in_the_next_call_once(tmp_path: Path) -> None:
+def test_an_unexpected_error_on_the_thread_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
     with writer_in(tmp_path) as writer:
         for step, call in enumerate((writer.wait, lambda: writer.save(9, state_of(9))), start=1):
             writer.save(step, unpicklable())
@@ -113,7 +111,7 @@ def test_a_defect_on_the_thread_surfaces_in_the_next_call_once(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003"]
 
 
-def test_a_defect_of_the_last_save_surfaces_at_the_end_and_hides_no_other_error(
+def test_an_unexpected_error_of_the_last_save_is_raised_at_the_end_and_hides_no_other_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(TypeError, match="pickle"), writer_in(tmp_path) as writer:
@@ -133,7 +131,7 @@ def buffers_of(length: int) -> int:
     return sum(type(found) is torch.Tensor and found.shape == (length,) for found in gc.get_objects())
 
 
-def test_a_copy_that_does_not_fit_the_memory_fails_the_save_and_not_the_run(
+def test_a_copy_that_does_not_fit_into_memory_fails_the_save_but_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = torch.ones(1).expand(54321)
@@ -165,7 +163,7 @@ def nested_state(value: float = 1.0) -> dict[str, Any]:
     }
 
 
-def test_buffers_are_used_again_unless_shape_dtype_or_order_change() -> None:
+def test_buffers_are_reused_unless_shape_dtype_or_layout_change() -> None:
     state, snapshot = nested_state(), Snapshot()
     snapshot.take(state)
     first = snapshot.state()
@@ -186,7 +184,7 @@ def test_buffers_are_used_again_unless_shape_dtype_or_order_change() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_updates_queued_behind_it_do_not_reach_it() -> None:
+def test_on_a_gpu_later_updates_do_not_reach_the_snapshot() -> None:
     state, snapshot = {"w": torch.zeros(2**26, device="cuda"), "host": torch.zeros(3)}, Snapshot()
     for round_ in range(3):
         snapshot.take(state)
@@ -238,7 +236,7 @@ def kill_while_saving(directory: Path, times: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("times", "seed"), [(2, 0), pytest.param(100, 1, marks=pytest.mark.long)])
-def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(
+def test_a_kill_during_a_save_leaves_an_intact_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, times: int, seed: int
 ) -> None:
     kill_while_saving(tmp_path, times, seed)

@@ -72,7 +72,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ("gib", "flops_s", "number", "micro"),
     [(80, 80e12, 0, 8), (7, 80e12, 0, 4), (80, 20e12, 1, 8), (0.01, 1e9, 3, 1)],
 )
-def test_a_gpu_gets_the_largest_preset_that_it_holds_and_computes_in_time(
+def test_a_gpu_gets_the_largest_preset_that_fits_and_is_fast_enough(
     machine: SimpleNamespace, gib: float, flops_s: float, number: int, micro: int
 ) -> None:
     machine.gib, machine.flops_s = gib, flops_s
@@ -113,13 +113,13 @@ def test_a_small_or_thin_volume_gets_a_patch_that_fits_it_and_the_network(
     assert module._model(PRESETS["cuda"][0], patch).size_problem(patch) is None
 
 
-def test_a_volume_without_extent_in_the_plane_is_refused_and_axes_are_the_volumes() -> None:
+def test_a_volume_too_small_in_y_and_x_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"\[100, 7, 100\] is too small: y and x need at least 8 voxels"):
         fit_patch((100, 7, 100), FULL)
     assert module.shape_zyx(volume((64, 256, 3, 300), zyx=(3, 1, 0))) == (300, 256, 64)
 
 
-def test_where_stored_chunks_are_not_known_a_coarse_level_says_where_material_is() -> None:
+def test_without_known_occupancy_a_coarse_level_is_the_foreground_mask() -> None:
     grey = GreyStatistics(8, 0, 20, 8, 1000, 0.1, 0.0, 255.0, 100.0, 30.0, (1.0, 100.0, 250.0))
     config = module._data(volume(present=None, levels=6, grey=grey), FULL, True)
     assert (config.min_foreground, config.foreground.source) == (0.5, "level")
@@ -128,7 +128,7 @@ def test_where_stored_chunks_are_not_known_a_coarse_level_says_where_material_is
         assert module._data(unknown, FULL, True).min_foreground == 0
 
 
-def test_a_volume_of_which_no_patch_lies_half_in_stored_chunks_is_drawn_from_everywhere(
+def test_a_volume_too_sparse_for_half_filled_patches_is_sampled_everywhere(
     machine: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     array = zarr.create_array(str(tmp_path / "v.zarr"), shape=(32, 64, 64), chunks=(8, 8, 8), dtype="u1")
@@ -142,7 +142,7 @@ def test_a_volume_of_which_no_patch_lies_half_in_stored_chunks_is_drawn_from_eve
 
 @pytest.mark.parametrize("um", [2.4, 20.0])
 @pytest.mark.parametrize("wanted", [FULL, (16, 32, 32)])
-def test_the_level_is_the_finest_whose_patch_shows_enough_of_a_sheet(um: float, wanted: Triple) -> None:
+def test_the_finest_level_whose_patch_shows_enough_of_a_sheet_is_chosen(um: float, wanted: Triple) -> None:
     """At 2.4 micrometers a patch of 32 voxels is 77 wide, a quarter of what shows a sheet."""
     level = choose_level(volume(levels=6, um=um), wanted)
     assert wanted[1] * um * 2**level >= LEAST_WIDTH_UM
@@ -160,7 +160,7 @@ def test_the_level_is_the_finest_whose_patch_shows_enough_of_a_sheet(um: float, 
         (8, False, False, True, 6),  # it is read again and again
     ],
 )
-def test_readers_are_started_where_they_are_faster_than_threads(
+def test_readers_are_used_if_they_are_faster_than_threads(
     cores: int, remote: bool, kept: bool, small: bool, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "usable_cores", lambda pid: cores)

@@ -78,7 +78,7 @@ def batches(batch: int, accumulate: int) -> tuple[str, str]:
         ("cuDNN error: CUDNN_STATUS_BAD_PARAM", 0.9, False),
     ],
 )
-def test_cudnn_without_a_kernel_is_out_of_memory_where_memory_was_nearly_full(
+def test_a_missing_cudnn_kernel_counts_as_out_of_memory_if_memory_was_nearly_full(
     text: str, used_share: float, short: bool
 ) -> None:
     assert is_gpu_memory_error(RuntimeError(text), lambda: used_share) is short
@@ -96,12 +96,12 @@ def test_the_next_smaller_batch_keeps_the_effective_batch_of_all_ranks(
     assert small(*overrides, "training.ranks=4").global_batch == config.global_batch
 
 
-def test_where_one_patch_does_not_fit_a_leaner_network_is_named() -> None:
+def test_if_one_patch_does_not_fit_memory_saving_settings_are_named() -> None:
     text = remedy(small(*batches(1, 1), "training.recompute_norm=false"))
     assert text.startswith("set training.recompute_norm=true, add training.checkpoint_levels")
 
 
-def test_the_text_has_the_value_the_remedy_and_who_held_the_memory() -> None:
+def test_the_error_names_value_remedy_and_memory_use() -> None:
     error = gpu_memory_error(small(*batches(4, 1)), CPU, torch.OutOfMemoryError(CUDA_TEXT), 12, ToldVram(USE))
     first, memory, last = str(error).splitlines()
     assert error.exit_code == 3
@@ -132,7 +132,7 @@ def failing_allocator(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return fail_beyond
 
 
-def test_a_run_that_meets_it_saves_and_exits_3_and_goes_on_with_what_it_proposes(
+def test_a_run_out_of_gpu_memory_saves_exits_3_and_resumes_with_the_proposed_overrides(
     tiny_config: WriteConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,7 +155,7 @@ def test_a_run_that_meets_it_saves_and_exits_3_and_goes_on_with_what_it_proposes
     assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 5]
 
 
-def test_an_update_that_was_torn_is_not_saved(
+def test_an_interrupted_update_is_not_saved(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some weights have taken the step and others have not: that is no state to go on from."""

@@ -87,7 +87,7 @@ def record_memory() -> profile:
     ],
     ids=["default-off", "plain-bf16", "plain-off", "default-bf16"],
 )
-def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
+def test_the_planned_peak_equals_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
     config = config.with_training(amp=amp, train_batch_size=4)  # activations outweigh what is there all the time
     plan = plan_memory(config, amp=amp)
     step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
@@ -113,12 +113,12 @@ def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
     [(DEFAULT, "off"), (PLAIN, "bf16"), pytest.param(make_config(model=NO_STEM), "bf16", marks=pytest.mark.long)],
     ids=["default", "plain", "no_stem"],
 )
-def test_a_batch_that_is_not_traced_is_planned_as_its_own_trace_would_be(config: Config, amp: AmpMode) -> None:
+def test_an_extrapolated_plan_equals_its_own_trace(config: Config, amp: AmpMode) -> None:
     step = traced_step(config, amp)
     assert step.plan(7) == step.trace(7)
 
 
-def test_muon_keeps_one_moment_of_a_kernel_as_its_checkpoint_does_and_adds_no_flops_to_a_patch() -> None:
+def test_muon_keeps_one_moment_per_kernel_and_adds_no_flops_per_patch() -> None:
     configs = [make_config(training={"optimizer": name}) for name in ("adamw", "muon")]
     adamw, muon = (plan_memory(config, 2) for config in configs)
     for config, plan in zip(configs, (adamw, muon), strict=True):  # weights, moments and an average
@@ -141,7 +141,7 @@ def test_flops_are_three_times_the_forward_pass_but_for_gradients_of_the_input()
     assert plan_memory(config, 1).flops_per_step == 3 * forward - first_convolution - first_linear
 
 
-def test_a_checkpointed_level_is_computed_again() -> None:
+def test_a_checkpointed_level_is_recomputed() -> None:
     once, again = (plan_memory(config, amp="bf16").flops_per_step for config in (DEFAULT, PLAIN))
     # The first convolution of each block runs a third time, the second, whose result nothing needs, does not.
     assert 1.1 * once < again < 4 / 3 * once
@@ -166,14 +166,14 @@ def test_accumulated_gradients_live_through_the_forward_passes() -> None:
     assert 0.5 * weight_bytes < four.peak_bytes - one.peak_bytes <= weight_bytes
 
 
-def test_what_is_nothing_to_a_step_is_not_traced_again() -> None:
+def test_settings_without_influence_share_a_trace() -> None:
     plan_memory(DEFAULT)
     misses = TracedStep.cache_info().misses
     plan_memory(DEFAULT.with_training(workers=7, prefetch_factor=5, lr=0.5, accumulate_steps=1))
     assert TracedStep.cache_info().misses == misses
 
 
-def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     vram_bytes = int(0.8 * GIB)
     batch = largest_batch(DEFAULT, vram_bytes)
     assert batch > 2
@@ -194,7 +194,7 @@ def test_a_plan_allocates_no_tensors_and_the_largest_batch_stays_below_32_bit_in
         plan_memory(config, batch + 1)
 
 
-def test_a_plan_for_a_gpu_is_of_channels_last_and_one_for_a_cpu_is_not() -> None:
+def test_gpu_plans_are_channels_last_and_cpu_plans_are_not() -> None:
     last, other = (DEFAULT.with_training(channels_last=last, amp="bf16") for last in (True, False))
     assert plan_memory(last) != plan_memory(other)
     assert plan_memory(DEFAULT) == plan_memory(last)
@@ -222,7 +222,7 @@ def test_the_default_network_has_the_documented_cost_and_80_gib_hold_16_patches(
     [{}, {"recompute_norm": False}, {"checkpoint_levels": (0, 1)}, {"accumulate_steps": 2}],
     ids=["lean", "plain", "checkpointed", "accumulated"],
 )
-def test_the_peak_is_that_of_a_gpu(keys: dict[str, Any], amp: AmpMode, batch: int) -> None:
+def test_the_planned_peak_equals_that_of_a_gpu(keys: dict[str, Any], amp: AmpMode, batch: int) -> None:
     # The plan is the eager step's, and to compile the full network takes a minute.
     fixed = {"train_batch_size": batch, "amp": amp, "accumulate_steps": 1, "compile": False}
     config = read_config(EXP001, []).with_training(**fixed | keys)

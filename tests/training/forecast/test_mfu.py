@@ -36,7 +36,7 @@ def test_known_peaks(name: str, amp: mfu.AmpMode, tf32: bool, tflops: float) -> 
         ("AMD Instinct MI300X", "bf16"),
     ],
 )
-def test_what_only_resembles_a_known_gpu_has_no_peak(name: str, amp: mfu.AmpMode) -> None:
+def test_a_similar_gpu_name_has_no_peak(name: str, amp: mfu.AmpMode) -> None:
     assert mfu.peak_flops_s(name, amp, True) is None
 
 
@@ -64,7 +64,7 @@ def _planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mfu, "plan_memory", plan)
 
 
-def test_the_figure_is_the_share_of_the_peak_and_absent_where_that_is_unknown(
+def test_mfu_is_the_share_of_the_peak_and_absent_if_the_peak_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, gpu = small(amp="bf16", accumulate_steps=2), torch.device("cuda")
@@ -77,7 +77,7 @@ def test_the_figure_is_the_share_of_the_peak_and_absent_where_that_is_unknown(
     assert mfu.seconds_at_peak(config, gpu, rank_share(config, 0, 1)) is None
 
 
-def test_a_step_that_cannot_be_traced_costs_the_figure_and_not_the_run(
+def test_an_untraceable_step_costs_the_mfu_but_not_the_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(config: Config, amp: str) -> Any:

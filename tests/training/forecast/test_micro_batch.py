@@ -38,7 +38,7 @@ def test_the_choice_is_the_largest_divisor_that_fits_and_keeps_the_effective_bat
     assert chosen == [12, 6, 6, 4, 4, 3, 2, 1]
 
 
-def test_where_nothing_fits_one_patch_is_tried_and_the_line_says_so() -> None:
+def test_if_nothing_fits_one_patch_is_tried_with_a_note() -> None:
     found = fit_micro_batch(small(*AUTO), 2**20, gpu=True)
     assert found.config.training.train_batch_size == 1
     assert "micro-batch 1 x 12: " in found.line
@@ -53,7 +53,7 @@ def test_several_ranks_keep_their_gradients_and_share_the_effective_batch() -> N
     assert found.need_bytes > alone.need_bytes
 
 
-def test_memory_of_other_programs_is_not_ours_and_a_config_with_a_number_is_not_planned(
+def test_memory_of_other_programs_is_excluded_and_an_explicit_micro_batch_is_not_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))

@@ -34,7 +34,7 @@ def tiny(workers: int, address: str | None = None) -> Config:
 
 
 @pytest.mark.parametrize(("workers", "address", "found"), [(64, None, 1), (8, None, 0), (64, "10.0.0.1:6379", 0)])
-def test_more_readers_than_cores_can_serve_are_doubted(workers: int, address: str | None, found: int) -> None:
+def test_too_many_readers_per_core_are_warned_about(workers: int, address: str | None, found: int) -> None:
     data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats_cells=False), volumes=())
     lines = config_warnings(tiny(workers, address), data, 1, 2.0)
     assert len(lines) == found
@@ -43,7 +43,7 @@ def test_more_readers_than_cores_can_serve_are_doubted(workers: int, address: st
         assert "set training.workers=2, or at most 8 for a remote store" in line
 
 
-def test_samples_of_eps_that_nothing_limits_are_doubted() -> None:
+def test_unclipped_eps_prediction_is_warned_about() -> None:
     config = tiny(0)
     config = config.model_copy(update={"diffusion": config.diffusion.model_copy(update={"prediction": "eps"})})
     data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats_cells=False), volumes=())
@@ -52,7 +52,7 @@ def test_samples_of_eps_that_nothing_limits_are_doubted() -> None:
 
 
 @pytest.mark.parametrize(("workers", "peak"), [(0, 20), (1, 305), (2, 335), (4, 407)])
-def test_tasks_that_are_needed_are_what_runs_took_on_two_cores(workers: int, peak: int) -> None:
+def test_tasks_needed_matches_measurements_on_two_cores(workers: int, peak: int) -> None:
     """Peaks of pids cgroups.  Less would let a run hang, much more would refuse what works."""
     assert peak <= tasks_needed(workers, 1, 2) <= 1.2 * peak
     assert tasks_needed(2, 4, 2) > tasks_needed(2, 1, 2) + 3 * 2 * 35, "of ranks that share a machine"
@@ -68,7 +68,7 @@ def test_tasks_that_are_needed_are_what_runs_took_on_two_cores(workers: int, pea
         (0, 20, 0, r"needs about 24; raise it \(`ulimit -u`, docker run --pids-limit\)$"),
     ],
 )
-def test_a_limit_that_is_too_low_is_named_with_what_fits_before_ray_starts(
+def test_a_task_limit_that_is_too_low_is_named_with_workers_that_fit(
     workers: int, limit: int, others: int, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tightest, wide = TaskLimit("pids.max of cgroup /a", limit, others), TaskLimit("kernel.pid_max", 10**6, 0)
@@ -80,14 +80,14 @@ def test_a_limit_that_is_too_low_is_named_with_what_fits_before_ray_starts(
         check_limits(tiny(workers, "a:1"), 1, 0, cores=20)  # its Ray runs already
 
 
-def test_a_limit_on_files_below_the_object_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_size_limit_below_the_object_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "task_limits", list)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
     with pytest.raises(ConfigError, match=r"`ulimit -f` limits files to 1 MiB.*needs 0.25 GiB; raise it"):
         check_limits(tiny(1), 1, 2**28)
 
 
-def test_a_restart_of_ranks_does_not_ask_again_for_the_object_store_that_they_have(
+def test_a_restart_of_ranks_does_not_check_their_existing_object_store(
     tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps the memory that it has once used: /dev/shm may not hold a second one."""
@@ -102,7 +102,7 @@ def test_a_restart_of_ranks_does_not_ask_again_for_the_object_store_that_they_ha
     preflight(config, resume=False, checkpoint=None)
 
 
-def test_what_another_run_has_measured_of_the_same_data_is_not_read_again(
+def test_facts_measured_by_another_run_on_the_same_data_are_reused(
     tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The volume is air by then, of which no grey range can be found."""
@@ -123,7 +123,7 @@ def test_what_another_run_has_measured_of_the_same_data_is_not_read_again(
             preflight(config, resume=False, checkpoint=None, known=other)
 
 
-def test_facts_of_another_config_or_not_written_whole_are_none(
+def test_facts_of_another_config_or_a_truncated_file_are_ignored(
     tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_facts_of_another_config_or_not_written_whole_are_none(
     assert read_facts(path, config.data) is None
 
 
-def test_a_dry_run_says_where_fixed_patches_would_lie_and_reads_none(tiny_config: Callable[..., Path]) -> None:
+def test_a_dry_run_plans_fixed_patches_and_reads_none(tiny_config: Callable[..., Path]) -> None:
     config = read_config(tiny_config(training={"preview_every": 1}))
     dry, real = (preflight(config, False, None, caches=caches).fixed for caches in (False, True))
     assert dry is not None

@@ -59,7 +59,7 @@ def limit(size_bytes: int, name: str = "the machine") -> MemoryLimit:
 
 
 @pytest.mark.usefixtures("some_network")
-def test_four_terms_add_up_and_the_line_shows_each(planned: Plan) -> None:
+def test_four_owners_add_up_and_the_line_shows_each(planned: Plan) -> None:
     plan, owners = planned("training.workers=3")[2], ("readers", "store", "Ray", "trainer")
     assert plan.ram_bytes == sum(map(plan.owner_bytes, owners)) == sum(item.size_bytes for item in plan.items)
     (line,) = plan.lines()
@@ -67,7 +67,7 @@ def test_four_terms_add_up_and_the_line_shows_each(planned: Plan) -> None:
 
 
 @pytest.mark.usefixtures("some_network")
-def test_a_worker_more_costs_a_reader_and_its_share_of_the_store(planned: Plan) -> None:
+def test_another_worker_costs_a_reader_and_its_share_of_the_store(planned: Plan) -> None:
     many = "training.epochs=100"  # so that there are tasks for all of them
     _, data, two = planned("training.workers=2", many)
     config, _, three = planned("training.workers=3", many)
@@ -98,7 +98,7 @@ def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(plann
     assert handing_over <= long.owner_bytes("store") <= store_bytes(data.job, options)
 
 
-def test_the_training_step_is_in_host_memory_on_a_cpu_alone(planned: Plan) -> None:
+def test_the_training_step_is_in_host_memory_only_on_a_cpu(planned: Plan) -> None:
     config, _, on_cpu = planned()
     on_gpu = planned(gpu=True)[2]
     assert item_bytes(on_cpu, "training step") > plan_memory(config, amp="off").peak_bytes
@@ -106,7 +106,7 @@ def test_the_training_step_is_in_host_memory_on_a_cpu_alone(planned: Plan) -> No
     assert item_bytes(on_gpu, "CUDA (assumed)") == 2 * GIB
 
 
-def test_a_copy_of_a_checkpoint_is_held_and_pinned_where_a_gpu_fills_it(planned: Plan) -> None:
+def test_a_checkpoint_copy_is_counted_and_pinned_with_a_gpu(planned: Plan) -> None:
     config, _, plan = planned()
     copy = item_bytes(plan, "copy of a checkpoint")
     more = planned("training.extra_ema_decays=[0.99]")[2]
@@ -128,7 +128,7 @@ def test_batches_ahead_and_fixed_patches_are_counted_in_their_stored_dtype(plann
 
 
 @pytest.mark.usefixtures("some_network")
-def test_a_plan_above_its_share_of_the_limit_is_warned_of_with_workers_that_fit(planned: Plan) -> None:
+def test_a_plan_close_to_the_limit_is_warned_about_with_workers_that_fit(planned: Plan) -> None:
     plan, four = (planned(f"training.workers={n}", "training.epochs=100")[2] for n in (6, 4))
     (problem,) = replace(plan, limit=limit(int(four.ram_bytes / 0.8) + 1, "memory.max of /job")).problems()
     assert problem.text.endswith("start with training.workers=4")
@@ -144,9 +144,7 @@ def test_a_plan_above_its_share_of_the_limit_is_warned_of_with_workers_that_fit(
         ("regions in flight and ahead", "lower data.regions_in_flight or data.region_size"),
     ],
 )
-def test_where_fewer_workers_do_not_help_the_warning_names_the_largest_item(
-    planned: Plan, name: str, remedy: str
-) -> None:
+def test_if_fewer_workers_do_not_help_the_warning_names_the_largest_item(planned: Plan, name: str, remedy: str) -> None:
     plan = planned("training.workers=2")[2]
     items = [replace(item, size_bytes=9 * GIB) if item.name == name else item for item in plan.items]
     large = replace(plan, items=tuple(items), limit=limit(64 * MIB))
@@ -157,7 +155,7 @@ def test_where_fewer_workers_do_not_help_the_warning_names_the_largest_item(
         assert word not in "\n".join([*large.lines(), problem.text]).lower()
 
 
-def test_ranks_of_one_machine_take_their_memory_each_and_one_copy_of_a_checkpoint(planned: Plan) -> None:
+def test_ranks_of_one_machine_each_need_memory_but_share_one_checkpoint_copy(planned: Plan) -> None:
     one, three = planned()[2], planned("training.ranks=3")[2]
     assert item_bytes(three, "reading") == 3 * item_bytes(one, "reading") > 0
     assert item_bytes(three, "training step") == 3 * item_bytes(one, "training step")
@@ -167,9 +165,7 @@ def test_ranks_of_one_machine_take_their_memory_each_and_one_copy_of_a_checkpoin
 
 
 @pytest.mark.usefixtures("some_network")
-def test_volumes_are_kept_where_they_fit_and_are_passed_over_twice(
-    planned: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_volumes_are_kept_if_they_fit_and_are_read_twice(planned: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     _, data, plan = planned("training.epochs=1000", "training.ranks=2")
     need = Resident.size_bytes(data.job)
     assert need > sum(math.prod(shape_of(split.train)) for split in data.splits)
@@ -187,7 +183,7 @@ def test_volumes_are_kept_where_they_fit_and_are_passed_over_twice(
 
 
 @pytest.mark.usefixtures("some_network")
-def test_the_start_says_from_which_step_on_nothing_is_read_or_why_volumes_are_not_kept(
+def test_the_startup_log_says_when_reading_ends_or_why_volumes_are_not_kept(
     planned: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(*overrides: str, resumed_at: int | None = None) -> str:

@@ -17,7 +17,7 @@ from vesuvius.runlog.trackers import TensorBoard
 from vesuvius.training.reporting.monitoring import _settings, open_metrics
 
 
-def test_a_disk_that_hangs_under_tensorboard_holds_up_neither_the_run_nor_other_listeners(
+def test_a_hanging_disk_under_tensorboard_blocks_neither_the_run_nor_other_listeners(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, written = threading.Event(), list[object]()
@@ -45,7 +45,7 @@ def test_a_disk_that_hangs_under_tensorboard_holds_up_neither_the_run_nor_other_
     assert written == ["run_start", "checkpoint", "event"], "the end waits for them"
 
 
-def test_settings_for_trackers_hold_no_secret(tiny_config: WriteConfig) -> None:
+def test_tracker_settings_contain_no_secrets(tiny_config: WriteConfig) -> None:
     config = read_config(tiny_config(), ['data.volumes=[{path: "https://me:pw1@h.org/a.zarr?X-Amz-Signature=5ecre7"}]'])
     settings = str(_settings(config))
     assert "h.org/a.zarr" in settings

@@ -26,9 +26,7 @@ def told(*records: dict[str, Any]) -> dict[str, Any]:
     return {"quarantined": list(records), "times": None}
 
 
-def test_damage_counts_over_all_ranks_and_a_place_that_several_met_counts_once(
-    tiny_config: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_damage_counts_over_all_ranks_and_once_per_region(tiny_config: Callable[..., Path], tmp_path: Path) -> None:
     config = read_config(tiny_config(data={"max_quarantined": 3}, training={"ranks": 2}))
     run = replace(run_context(config, tmp_path), ranks=Ranks(0, 2))
     telemetry, nothing = RankTelemetry(run), told()

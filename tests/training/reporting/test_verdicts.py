@@ -37,7 +37,7 @@ def _captured(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vesuvius")
 
 
-def test_a_run_that_computes_is_compute_bound_and_its_records_say_where_every_second_went(
+def test_a_computing_run_is_compute_bound_and_its_records_account_for_every_second(
     tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A network that is heavy for its patches: reading 16 of them takes milliseconds."""
@@ -133,7 +133,7 @@ def judged(tmp_path: Path, tiny_config: WriteConfig) -> Callable[..., Judged]:
         (0, 1, 60, []),
     ],
 )
-def test_a_verdict_comes_at_every_multiple_and_at_the_end_where_enough_steps_are_left(
+def test_a_verdict_comes_at_every_multiple_and_at_the_end_if_enough_steps_are_left(
     judged: Callable[..., Judged], every: int, first: int, last: int, windows: list[tuple[int, int]]
 ) -> None:
     one = judged(verdict_every=every)
@@ -142,7 +142,7 @@ def test_a_verdict_comes_at_every_multiple_and_at_the_end_where_enough_steps_are
     assert one.windows == windows
 
 
-def test_a_window_holds_what_was_done_in_it_and_not_before(judged: Callable[..., Judged]) -> None:
+def test_a_window_counts_only_its_own_work(judged: Callable[..., Judged]) -> None:
     one = judged(verdict_every=10)
     one.steps(1, 20)
     record = one.records[1]
@@ -151,7 +151,7 @@ def test_a_window_holds_what_was_done_in_it_and_not_before(judged: Callable[...,
     assert record["read_s"] is None
 
 
-def test_readers_that_are_started_anew_begin_a_new_window(judged: Callable[..., Judged]) -> None:
+def test_restarted_readers_begin_a_new_window(judged: Callable[..., Judged]) -> None:
     one = judged(verdict_every=20)
     one.steps(1, 8)
     one.path.options = replace(one.path.options, workers=1)
@@ -163,7 +163,7 @@ def test_readers_that_are_started_anew_begin_a_new_window(judged: Callable[..., 
 
 
 @pytest.mark.parametrize(("cores", "cause"), [(8.0, "workers too few"), (3.0, "decoding")])
-def test_idle_cores_and_those_of_the_readers_are_weighed_in(
+def test_idle_cores_and_reader_cores_are_considered(
     judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch, cores: float, cause: str
 ) -> None:
     monkeypatch.setattr("vesuvius.training.reporting.verdicts.bound_cores", lambda: {0, 1, 2, 3})
@@ -203,7 +203,7 @@ def test_ranks_of_one_node_share_its_idle_cores(
     assert "training.workers=7" not in overrides[2], "0.9"
 
 
-def test_a_verdict_knows_how_often_the_quota_was_used_up_in_its_window(
+def test_a_verdict_includes_cpu_throttling_in_its_window(
     judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used_up = [0, 0, 4, 4, 10, 10, 16, 16, 16, 16, 30, 30]  # asked at the end of each window of 100 and anew behind it
@@ -214,7 +214,7 @@ def test_a_verdict_knows_how_often_the_quota_was_used_up_in_its_window(
     assert [record["throttled_share"] for record in one.records] == pytest.approx([0.04, 0.06, 0.06, 0.0, 0.14])
 
 
-def test_pauses_are_no_part_of_the_percentiles(judged: Callable[..., Judged]) -> None:
+def test_pauses_are_excluded_from_the_percentiles(judged: Callable[..., Judged]) -> None:
     one = judged(verdict_every=10)
     one.steps(1, 9)
     one.steps(10, 10, replace(SOME, step_s=31.0, pause_s=30.0))
@@ -223,7 +223,7 @@ def test_pauses_are_no_part_of_the_percentiles(judged: Callable[..., Judged]) ->
     assert record["bound"] == "compute-bound"
 
 
-def test_the_steps_around_a_readers_death_are_left_out(judged: Callable[..., Judged]) -> None:
+def test_the_steps_around_a_readers_death_are_excluded(judged: Callable[..., Judged]) -> None:
     one = judged(verdict_every=10)
     one.steps(1, 15)
     one.path.reader_deaths = 1
@@ -235,7 +235,7 @@ SLOW = replace(SOME, step_s=20.0, data_s=1.0, forward_s=6.0, backward_s=10.0, op
 
 
 @pytest.mark.parametrize(("step_s", "first"), [(1.0, 50), (20.0, 4), (300.0, 3)])
-def test_the_first_verdict_comes_after_a_minute_whatever_a_step_takes(
+def test_the_first_verdict_comes_after_a_minute_for_any_step_time(
     judged: Callable[..., Judged], step_s: float, first: int
 ) -> None:
     """Where steps are long it is made of two; later ones come every ten minutes at the latest."""
@@ -254,7 +254,7 @@ def test_further_verdicts_come_within_ten_minutes_or_at_the_multiple(judged: Cal
     assert one.windows[-1] == (80, 30)
 
 
-def test_no_time_brings_a_verdict_that_is_to_come_when_it_is_asked_for(judged: Callable[..., Judged]) -> None:
+def test_no_elapsed_time_triggers_a_verdict_that_was_deferred(judged: Callable[..., Judged]) -> None:
     held = judged(verdict_every=10)
     held.verdicts.restart(0)
     held.steps(1, 60, SLOW)
@@ -272,7 +272,7 @@ def test_no_time_brings_a_verdict_that_is_to_come_when_it_is_asked_for(judged: C
         (0.0, False, 10.0, [(13, 6), (20, 7), (40, 11)]),
     ],
 )
-def test_steps_that_were_read_ahead_are_left_out_after_a_start_and_after_readers_were_restarted(
+def test_steps_fed_by_read_ahead_are_excluded_after_a_start_and_a_restart_of_readers(
     judged: Callable[..., Judged], blocks_a_step: float, empty: bool, step_s: float, windows: list[tuple[int, int]]
 ) -> None:
     one = judged(verdict_every=20)

@@ -43,7 +43,7 @@ def test_an_average_follows_its_recurrence_with_warm_up(decay: float) -> None:
     assert float(average.updates) == 6
 
 
-def test_a_step_that_was_not_applied_is_no_update() -> None:
+def test_a_step_that_was_not_applied_does_not_update_the_average() -> None:
     network = make_network()
     average = MovingAverage(network, 0.5)
     move(network, 2.0)
@@ -54,7 +54,7 @@ def test_a_step_that_was_not_applied_is_no_update() -> None:
     torch.testing.assert_close(average.state_dict(), before, rtol=0, atol=0)
 
 
-def test_a_length_that_comes_starts_from_the_raw_weights_and_one_that_goes_is_dropped(
+def test_a_new_average_starts_from_the_raw_weights_and_a_removed_one_is_dropped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     network = make_network()

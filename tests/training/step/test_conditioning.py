@@ -51,7 +51,7 @@ def make_config(volumes: list[dict[str, Any]], **data: Any) -> Config:
     )
 
 
-def test_grey_conditions_are_normalised_by_the_range_of_their_volume_and_marked_as_present() -> None:
+def test_intensity_conditions_are_normalised_by_their_volumes_range_and_marked_as_present() -> None:
     raw = torch.tensor([50, 150], dtype=torch.uint8).view(2, 1, 1, 1, 1).expand(2, 1, 2, 3, 4)
     conditioner = Conditioner(None, [IntensityRange(0, 100), IntensityRange(100, 150)], CPU)
     condition = conditioner(raw, [0, 1])
@@ -79,7 +79,7 @@ LABELS: dict[str, list[float]] = {
 
 
 @pytest.mark.parametrize("dtype", LABELS)
-def test_labels_become_channels_of_0_and_1_and_a_label_beyond_them_none(dtype: str) -> None:
+def test_labels_become_one_hot_channels_and_unknown_labels_none(dtype: str) -> None:
     labels = LABELS[dtype]
     raw = torch.from_numpy(np.array(labels, dtype)).view(1, 1, 1, 1, -1)
     condition = Conditioner(range(3), [], CPU)(raw, [0])
@@ -88,7 +88,7 @@ def test_labels_become_channels_of_0_and_1_and_a_label_beyond_them_none(dtype: s
     assert condition[0, :, 0, 0].tolist() == [*expected, [1.0] * len(labels)]
 
 
-def test_a_condition_travels_with_its_patch_mirrored_and_turned_alike(tmp_path: Path) -> None:
+def test_a_condition_is_augmented_with_its_patch(tmp_path: Path) -> None:
     voxels = textured((96, 128, 128))
     scan, labels = write_array(tmp_path / "scan.zarr", voxels), write_array(tmp_path / "labels.zarr", 255 - voxels)
     config = make_config(

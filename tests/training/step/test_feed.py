@@ -22,7 +22,7 @@ from vesuvius.training.step.feed import TrainingFeed
 
 
 @on_each_device
-def test_the_batch_kept_to_be_computed_again_holds_the_stored_voxels_however_many_come_after_it(
+def test_the_batch_kept_for_diagnosis_holds_its_voxels_after_later_batches(
     tmp_path: Path, device: torch.device
 ) -> None:
     voxels, data, _ = textured_feed(tmp_path, device)
@@ -37,9 +37,7 @@ def test_the_batch_kept_to_be_computed_again_holds_the_stored_voxels_however_man
 
 
 @on_each_device
-def test_the_noise_of_a_batch_is_that_of_its_samples_on_any_rank_after_a_resume_and_in_a_short_batch(
-    tmp_path: Path, device: torch.device
-) -> None:
+def test_noise_depends_only_on_the_sample_index(tmp_path: Path, device: torch.device) -> None:
     _, data, options = textured_feed(tmp_path, device)
     for rank, world, first in [(0, 1, 0), (1, 2, 0), (2, 3, 30)]:
         job = replace(data.job, rank=rank, world=world)
@@ -56,9 +54,7 @@ def test_the_noise_of_a_batch_is_that_of_its_samples_on_any_rank_after_a_resume_
             assert len(batch.eps) == 1
 
 
-def test_the_noise_of_the_next_batch_is_drawn_while_this_one_is_computed_and_its_errors_reach_the_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_is_prefetched_and_its_errors_reach_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that draws when it is asked never draws the second batch; one that waits for its own draw never returns."""
     begun, goes_on, drawn = [threading.Event() for _ in range(3)], threading.Event(), iter(range(3))
 

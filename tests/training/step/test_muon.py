@@ -81,7 +81,7 @@ def trained(steps: int, ranks: Ranks = SINGLE, last: bool = False) -> list[torch
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_stacked_kernels_step_as_each_would_by_itself(last: bool) -> None:
+def test_stacked_kernels_step_like_separate_ones(last: bool) -> None:
     """A rounding error in 24 bits, times 485 for the smallest singular values: 3e-5."""
     momenta = [torch.zeros(shape) for shape in SHAPES]
     expected = drawn(0)
@@ -128,7 +128,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_of_the_full_model_takes_150_launches_at_most() -> None:
+def test_a_step_of_the_full_model_takes_at_most_150_launches() -> None:
     """3,600 where each of its 57 kernels is stepped by itself."""
     config = read_config(Path(__file__).parents[3] / "configs/exp001_full.yaml")
     with FakeTensorMode():
@@ -144,12 +144,12 @@ def test_a_step_of_the_full_model_takes_150_launches_at_most() -> None:
     assert len(launches.names) <= 150, Counter(launches.names)
 
 
-def test_small_squares_join_larger_ones_where_the_zeros_cost_little() -> None:
+def test_small_squares_are_padded_to_larger_ones_if_cheap() -> None:
     assert common_sides([54, 64, 64, 128, 256, *[512] * 3]) == {54: 128, 64: 128, 128: 128, 256: 256, 512: 512}
     assert common_sides([16, 16, 32]) == {16: 16, 32: 32}
 
 
-def test_steps_of_a_kernel_are_those_of_torchs_muon_on_its_matrix() -> None:
+def test_kernel_steps_equal_torchs_muon_on_its_matrix() -> None:
     """To a percent, as torch iterates in bf16.  Gradients change direction, or any momentum would do."""
     random = generator()
     start = torch.randn(16, 6, 3, 3, 3, generator=generator())
@@ -181,7 +181,7 @@ def give_gradients(parameters: list[torch.nn.Parameter], number: int) -> None:
         parameter.grad = torch.from_numpy(rng.standard_normal(parameter.shape)).float()
 
 
-def test_weights_without_orthogonal_steps_are_adamws() -> None:
+def test_other_weights_step_like_adamw() -> None:
     (parameters, optimizer), alone = made(torch.zeros(8, 2, 3, 3, 3)), torch.nn.Parameter(torch.ones(5))
     adamw = torch.optim.AdamW([alone], lr=LR, weight_decay=0.0, fused=True)
     for number in range(3):

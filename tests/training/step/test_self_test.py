@@ -34,7 +34,7 @@ def tiny(**model: Any) -> Config:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_convolutions_of_fp16_are_right_here_and_nothing_is_drawn_from_the_global_generator(
+def test_fp16_convolutions_pass_here_and_the_global_generator_is_untouched(
     channels_last: bool,
 ) -> None:
     before = torch.get_rng_state()
@@ -119,7 +119,7 @@ def test_the_convolutions_listed_are_those_of_a_step(
     assert listed == recorded.forward == recorded.backward
 
 
-def test_a_run_tests_the_micro_batch_that_its_ranks_compute() -> None:
+def test_a_run_tests_the_micro_batch_of_its_ranks() -> None:
     config = tiny().with_training(train_batch_size=4, accumulate_steps=1, amp="fp16")
     for world in (1, 2):
         with Recorded() as recorded:

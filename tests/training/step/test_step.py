@@ -101,7 +101,7 @@ def test_accumulation_equals_one_large_batch() -> None:
         assert [float(average.updates) for average in step.averages.values()] == [5, 5, 5]
 
 
-def test_any_split_into_ranks_and_micro_batches_trains_on_the_same_numbers() -> None:
+def test_any_split_into_ranks_and_micro_batches_trains_on_the_same_data() -> None:
     # 1 rank x 4 micro-batches, 2 x 2 and 4 x 1 of 2 samples each.  A rank's micro-batches are slices of the global
     # batch; adding up the ranks' gradients is what their all-reduce does.
     ends = [_train_ranks(ranks, 4 // ranks) for ranks in (1, 2, 4)]
@@ -210,7 +210,7 @@ def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str) -
     assert math.isfinite(train(step, config, steps=1)[0]), "and the next step is clean"
 
 
-def test_a_gradient_that_is_not_finite_is_not_applied_though_the_loss_is() -> None:
+def test_a_non_finite_gradient_with_a_finite_loss_is_not_applied() -> None:
     step = make_step(make_config(train_batch_size=4))
     good_step(step)
     before = weights(step)
@@ -225,7 +225,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied_though_the_loss_is() -> No
         assert torch.equal(weight, before[name])
 
 
-def test_what_changes_a_checkpointed_tensor_comes_after_the_call_before_an_update() -> None:
+def test_checkpointed_tensors_change_only_after_before_update() -> None:
     """A checkpoint's copy on a GPU may still be running until then."""
     config = make_config(train_batch_size=4, extra_ema_decays=(0.5,), optimizer="muon")
     step, seen = make_step(config), []
@@ -239,7 +239,7 @@ def test_what_changes_a_checkpointed_tensor_comes_after_the_call_before_an_updat
     assert any((step.state_dict()["model"][name] != weight).any() for name, weight in values["model"].items())
 
 
-def test_behind_the_last_bad_step_nothing_is_applied_however_late_the_host_looks() -> None:
+def test_after_the_last_bad_step_nothing_is_applied_however_late_the_host_reads() -> None:
     # On a GPU the host reads a step or more late, and has launched others by then.
     config = make_config(train_batch_size=4, max_nonfinite=2)
     step = make_step(config)
@@ -253,7 +253,7 @@ def test_behind_the_last_bad_step_nothing_is_applied_however_late_the_host_looks
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def test_an_fp16_overflow_neither_counts_as_a_bad_step_nor_ends_a_row_of_them() -> None:
+def test_an_fp16_overflow_neither_counts_as_bad_nor_resets_the_count() -> None:
     config = make_config(train_batch_size=4, amp="fp16", max_nonfinite=2)
     step = make_step(config)
     outcomes = [good_step(step), bad_step(step)]
@@ -270,7 +270,7 @@ def test_an_fp16_overflow_neither_counts_as_a_bad_step_nor_ends_a_row_of_them() 
 
 
 @pytest.mark.parametrize("split", [(4, 1), (2, 2)])
-def test_the_losses_of_the_samples_come_in_the_order_of_the_global_batch(split: tuple[int, int]) -> None:
+def test_sample_losses_are_in_the_order_of_the_global_batch(split: tuple[int, int]) -> None:
     config = make_config(train_batch_size=split[0], accumulate_steps=split[1])
     step = make_step(config)
     x_0 = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 1, 8, 16, 16)
@@ -283,7 +283,7 @@ def test_the_losses_of_the_samples_come_in_the_order_of_the_global_batch(split: 
     assert outcome.loss == pytest.approx(np.mean(outcome.losses), rel=1e-6)  # float32 sums
 
 
-def test_the_gradient_is_clipped_to_the_norm_and_reported_before() -> None:
+def test_the_gradient_norm_is_reported_before_clipping() -> None:
     config = make_config(train_batch_size=4, clip_norm=1e-3, weight_decay=0.0)
     step = make_step(config)
     x_0 = torch.ones(4, 1, 8, 16, 16)
@@ -296,7 +296,7 @@ def test_the_gradient_is_clipped_to_the_norm_and_reported_before() -> None:
     torch.testing.assert_close(moved, torch.tensor(1e-3), rtol=1e-3, atol=0)
 
 
-def test_the_learning_rate_warms_up_in_steps_and_falls_to_zero_at_the_horizon() -> None:
+def test_the_learning_rate_warms_up_and_reaches_zero_at_the_horizon() -> None:
     config = make_config(lr=1.0, warmup_steps=10, steps_per_epoch=50, epochs=2).training
     assert learning_rate(0, config) == 0.1
     assert learning_rate(9, config) == 1.0
@@ -316,7 +316,7 @@ def test_the_inverse_square_root_halves_the_rate_over_four_times_the_steps(warmu
     assert learning_rate(100 * peak - 1, config) == pytest.approx(0.1), "also beyond the horizon"
 
 
-def test_a_saved_and_loaded_step_goes_on_bit_by_bit() -> None:
+def test_a_saved_and_loaded_step_continues_bit_by_bit() -> None:
     config = make_config(train_batch_size=4, accumulate_steps=2, extra_ema_decays=(0.5,), optimizer="muon")
     straight, first = make_step(config), make_step(config)
     train(straight, config, steps=3)
@@ -329,7 +329,7 @@ def test_a_saved_and_loaded_step_goes_on_bit_by_bit() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_loaded_step_goes_on_with_the_weight_decay_of_its_own_config(optimizer: str) -> None:
+def test_a_loaded_step_uses_the_weight_decay_of_its_own_config(optimizer: str) -> None:
     """With all moments, and on what is decayed alone: nothing else would train as a step whose decay was raised."""
     before, now = (make_config(train_batch_size=4, optimizer=optimizer, weight_decay=decay) for decay in (0.01, 0.5))
     raised, loaded = make_step(before), make_step(now)
@@ -353,7 +353,7 @@ def test_a_run_that_starts_from_given_weights_has_them_in_every_average() -> Non
     assert float(second.averages["ema"].updates) == 1
 
 
-def test_weights_of_another_network_are_refused_by_name() -> None:
+def test_weights_of_another_network_are_refused_with_their_names() -> None:
     step = make_step(make_config())
     given = dict(step.averages["ema"].weights)
     names = list(given)
@@ -367,7 +367,7 @@ def test_weights_of_another_network_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_weight_decay_spares_biases_and_norms(optimizer: str) -> None:
+def test_weight_decay_excludes_biases_and_norms(optimizer: str) -> None:
     config = make_config(optimizer=optimizer)
     network = build_network(config, CPU)
     *decayed, spared = make_optimizer(network, config.training).param_groups
@@ -393,7 +393,7 @@ def test_a_compiled_network_trains_alike() -> None:
     )
 
 
-def test_what_is_set_aside_is_not_compiled() -> None:
+def test_scratch_gradients_are_not_compiled() -> None:
     """A replay hangs hooks that look at the device on every layer: no region could be compiled with them."""
 
     def refuses(*_: Any) -> Any:
@@ -422,7 +422,7 @@ def test_what_is_set_aside_is_not_compiled() -> None:
         ("cpu", True, False, True),
     ],
 )
-def test_auto_compiles_on_a_gpu_alone(device: str, wanted: bool | str, deterministic: bool, compiled: bool) -> None:
+def test_auto_compiles_only_on_a_gpu(device: str, wanted: bool | str, deterministic: bool, compiled: bool) -> None:
     config = make_config(compile=wanted, deterministic=deterministic)
     assert is_compiled(config.training, torch.device(device)) == compiled
     if device == "cpu":
@@ -440,7 +440,7 @@ def test_auto_compiles_on_a_gpu_alone(device: str, wanted: bool | str, determini
         ("cpu", "auto", True, True),
     ],
 )
-def test_auto_lies_channels_last_on_a_gpu_in_16_bits_alone(
+def test_auto_uses_channels_last_only_on_a_gpu_in_16_bits(
     monkeypatch: pytest.MonkeyPatch, device: str, amp: str, wanted: bool | str, last: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -451,7 +451,7 @@ def test_auto_lies_channels_last_on_a_gpu_in_16_bits_alone(
         assert memory_format_of(weight) == (torch.channels_last_3d if last else torch.contiguous_format)
 
 
-def test_a_run_may_turn_to_channels_last() -> None:
+def test_a_run_may_switch_to_channels_last() -> None:
     configs = [make_config(train_batch_size=2, channels_last=last) for last in (True, False)]
     first = make_step(configs[0])
     train(first, configs[0], steps=2)
@@ -468,7 +468,7 @@ def test_a_run_may_turn_to_channels_last() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(amp: str, optimizer: str) -> None:
+def test_a_step_on_a_gpu_never_blocks_the_host(amp: str, optimizer: str) -> None:
     config = make_config(train_batch_size=2, accumulate_steps=2, amp=amp, optimizer=optimizer)
     device = torch.device("cuda")
     step = TrainStep(config, build_network(config, device), Schedule.from_config(config.diffusion), device)
@@ -491,7 +491,7 @@ def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(amp: str, optimizer: st
     assert all(result.read().finite for result in results)
 
 
-def test_a_resume_computes_with_as_many_threads_as_before_unless_another_number_is_asked_for(
+def test_a_resume_uses_the_same_number_of_threads_unless_configured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = torch.get_num_threads()

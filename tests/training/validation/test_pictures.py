@@ -42,7 +42,7 @@ def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 7, 64])
-def test_a_grid_shows_every_cell_once_and_is_no_ribbon(count: int) -> None:
+def test_a_grid_shows_every_cell_once_and_is_roughly_square(count: int) -> None:
     cells = [MontageCell(str(number), np.full((100, 120), 100 + number, np.uint8)) for number in range(count)]
     picture = np.asarray(draw_grid(cells, "t", ScaleBar(1, None)))
     found = [int((picture == 100 + number).sum()) for number in range(count)]
@@ -63,7 +63,7 @@ def count(picture: NDArray[np.uint8], colour: tuple[int, int, int]) -> tuple[int
 
 
 @pytest.mark.filterwarnings("error")
-def test_both_charts_show_both_curves_but_for_a_spectrum_without_power() -> None:
+def test_both_charts_show_both_curves_except_a_spectrum_without_power() -> None:
     picture = draw_charts(800, {"real": texture(0.5), "generated": texture(0.2)}, None)
     assert picture.shape == (300, 800, 3)
     assert picture.dtype == np.uint8

@@ -70,7 +70,7 @@ def columns_of(picture: NDArray[np.uint8], count: int = 2) -> list[NDArray[np.ui
     return [rows[:, left : left + SIDE] for left in range(0, 4 * width, width)]
 
 
-def test_the_picture_has_a_row_a_patch_and_the_curves_below(tmp_path: Path) -> None:
+def test_the_picture_has_a_row_per_patch_and_curves_below(tmp_path: Path) -> None:
     preview(tmp_path)
     picture = pixels(tmp_path)
     assert picture.shape[0] == 3 * LINE + 2 * SIDE + 300
@@ -83,7 +83,7 @@ def test_the_picture_has_a_row_a_patch_and_the_curves_below(tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000500.png"]
 
 
-def test_patches_are_drawn_under_the_conditions_of_the_real_ones_beside_them(tmp_path: Path) -> None:
+def test_patches_are_generated_with_the_conditions_of_the_real_ones(tmp_path: Path) -> None:
     def echo(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         assert condition is not None
         return condition[:, :1]
@@ -98,7 +98,7 @@ def test_patches_are_drawn_under_the_conditions_of_the_real_ones_beside_them(tmp
     assert abs(record["spectrum_distance_db"]) < 1e-4
 
 
-def test_the_curves_are_means_over_the_generated_patches_and_the_whole_reference(tmp_path: Path) -> None:
+def test_curves_are_means_over_generated_and_all_reference_patches(tmp_path: Path) -> None:
     patches = reference(5)
     record = preview(tmp_path, reference=patches)
     real = measure_texture(patches.x_0(range(5))[:, 0].numpy())
@@ -114,7 +114,7 @@ def test_the_curves_are_means_over_the_generated_patches_and_the_whole_reference
     assert record["picture"] == "samples/step_00000500.png"
 
 
-def test_a_patch_is_the_same_at_every_step(tmp_path: Path) -> None:
+def test_preview_noise_is_the_same_at_every_step(tmp_path: Path) -> None:
     for run, step in (("a", 500), ("b", 1000)):
         preview(tmp_path / run, step=step)
     one, two = pixels(tmp_path / "a"), pixels(tmp_path / "b", 1000)
@@ -123,7 +123,7 @@ def test_a_patch_is_the_same_at_every_step(tmp_path: Path) -> None:
     assert not np.array_equal(one[:LINE], two[:LINE]), "the title says the step"
 
 
-def test_a_stop_ends_it_after_the_sampling_step_in_hand_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_stop_ends_a_preview_after_the_current_sampling_step_without_a_file(tmp_path: Path) -> None:
     called, calls = 0, 4
 
     def counted(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
@@ -139,7 +139,7 @@ def test_a_stop_ends_it_after_the_sampling_step_in_hand_and_leaves_no_file(tmp_p
 
 
 @pytest.mark.filterwarnings("error")
-def test_values_that_are_not_finite_are_shown_and_reported_and_have_no_distance(
+def test_non_finite_values_are_shown_and_reported_without_distances(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
 

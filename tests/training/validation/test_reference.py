@@ -65,9 +65,7 @@ def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.05])
-def test_without_a_condition_there_is_none_and_it_says_whether_training_sees_its_patches(
-    volume: Path, fraction: float
-) -> None:
+def test_a_reference_knows_its_condition_and_whether_it_is_held_out(volume: Path, fraction: float) -> None:
     _, reference = open_reference(make_config([{"path": str(volume)}], validation={"fraction": fraction}), 2)
     assert reference.condition([1, 0]) is None
     assert reference.held_out == (fraction > 0)

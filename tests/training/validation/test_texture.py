@@ -40,7 +40,7 @@ def test_white_noise_has_its_variance_at_every_frequency() -> None:
 
 
 @pytest.mark.parametrize("wave", [(0.25, 0, 0), (0.125, 0.25, -0.25), (0, 0.3, 0.4)])
-def test_a_sinusoid_peaks_at_its_frequency_whichever_way_it_runs(wave: tuple[float, float, float]) -> None:
+def test_a_sinusoid_peaks_at_its_frequency_in_any_direction(wave: tuple[float, float, float]) -> None:
     shape = (16, 32, 24)
     phase = sum(f * axis for f, axis in zip(wave, np.indices(shape), strict=True))
     power = radial_power(np.cos(2 * np.pi * phase))
@@ -48,7 +48,7 @@ def test_a_sinusoid_peaks_at_its_frequency_whichever_way_it_runs(wave: tuple[flo
     assert abs(shell_frequencies(shape)[power.argmax()] - math.hypot(*wave)) <= 0.5 / 32 + 1e-12
 
 
-def test_a_histogram_sums_to_1_with_what_lies_outside_in_the_end_bins() -> None:
+def test_a_histogram_sums_to_1_with_outliers_in_the_end_bins() -> None:
     patches = np.zeros((2, 4, 4, 4), np.float32)
     patches[0, 0], patches[0, 1], patches[1, 0] = -7, 2.9999, 1e30
     histogram = measure_texture(patches).histogram
@@ -57,7 +57,7 @@ def test_a_histogram_sums_to_1_with_what_lies_outside_in_the_end_bins() -> None:
     assert histogram[48] == 80 / 128
 
 
-def test_greys_that_are_shifted_are_that_far_apart_and_twice_the_amplitude_is_6_decibels_away() -> None:
+def test_distances_of_a_shift_and_of_twice_the_amplitude() -> None:
     patches = noise((3, 8, 16, 16)).clip(-0.7, 0.7)
     found = measure_texture(patches)
     for shift in (0.02, -0.7):
@@ -67,7 +67,7 @@ def test_greys_that_are_shifted_are_that_far_apart_and_twice_the_amplitude_is_6_
 
 
 @pytest.mark.filterwarnings("error")
-def test_values_that_are_not_finite_are_counted_and_kept_out_of_the_curves() -> None:
+def test_non_finite_values_are_counted_and_excluded_from_the_curves() -> None:
     patches = noise((3, 8, 16, 16))
     patches[0, 0, 0, :3] = math.nan, math.inf, -math.inf
     found = measure_texture(patches)
@@ -88,7 +88,7 @@ def waves(shape: tuple[int, int, int], *directions: tuple[float, float, float]) 
 
 
 @pytest.mark.parametrize("direction", [(0.1, 0, 0), (0.06, 0.05, 0.06)])
-def test_sheets_are_planar_whichever_way_they_lie(direction: tuple[float, float, float]) -> None:
+def test_sheets_are_planar_in_any_orientation(direction: tuple[float, float, float]) -> None:
     assert planarity(waves((16, 32, 32), direction)) > 0.95
 
 

@@ -166,7 +166,7 @@ class TuneWorker:
             yield
         self._reporter.report(wait=True)
         self._verdict = None
-        self._reporter.verdicts.finish(least=1)
+        self._reporter.verdicts.finish(min_steps=1)
         assert self._verdict is not None, "at least one step was measured"
         verdict: Verdict = self._verdict
         samples, working_s = verdict.window.steps * batch, verdict.window.working_s

@@ -144,7 +144,7 @@ def step_of(path: Path) -> int:
 
 
 def find_damage(path: Path, names: Sequence[str] | None = None) -> str | None:
-    """What is wrong with a checkpoint, or with its files `names`; None if nothing.  Reads the files.
+    """Damage of a checkpoint, or of its files `names`; None if intact.  Reads the files.
 
     Raises StorageError: no read permission, or another version wrote it.
     """

@@ -83,7 +83,7 @@ class Abort:
             dist.destroy_process_group()
 
     def _stage(self, timeout_s: float) -> tuple[str, float]:
-        """What the main thread is doing after a failure, and for how many seconds it may."""
+        """Activity of the main thread after a failure, and its limit in seconds."""
         if self.closing.is_set():
             return "has not closed its connections", _CLOSE_S
         if self.unwinding.is_set():

@@ -1,1 +1,1 @@
-"""What a run says of itself: log line and record of each step, verdicts, news of the ranks, post-mortems, listeners."""
+"""Output of a run: log line and record of each step, verdicts, rank telemetry, post-mortems, trackers."""

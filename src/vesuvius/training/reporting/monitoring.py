@@ -1,4 +1,4 @@
-"""What records and watches a run, opened and closed with it."""
+"""Context managers that record and monitor a run, and its post-mortems."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def memory_policy(config: Config, ranks_here: int = 1) -> MemoryPolicy:
-    """What the memory of a run is held against; `ranks_here`: its ranks on this machine."""
+    """Memory limits of a run; `ranks_here`: its ranks on this machine."""
     monitor = config.monitor
     return MemoryPolicy(
         ray_share=ray_share_from_environment(os.environ, ray_memory(sample_system(os.getpid()))[1])
@@ -59,13 +59,13 @@ def memory_policy(config: Config, ranks_here: int = 1) -> MemoryPolicy:
 class OpenSession:
     """A session in progress."""
 
-    record: SessionRecord  # what `session.json` says of it
-    exit_code: int = EXIT_ERROR  # that it will have ended with
+    record: SessionRecord  # contents of `session.json`
+    exit_code: int = EXIT_ERROR  # when it ends
 
 
 @contextmanager
 def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iterator[OpenSession]:
-    """`session.json`: that this process is at work here, and at the end that it was no more."""
+    """Mark the session as running in `session.json`, and as ended at the end."""
     limits = memory_policy(config, ranks_here)
     session = OpenSession(begin_session(directory.session, config.name, config.training.workers, limits))
     try:
@@ -74,13 +74,13 @@ def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iter
         try:
             end_session(directory.session, session.record, session.exit_code)
         except OSError as error:
-            said = "%s cannot be written: %s; the next start will take this session for killed"
-            log.warning(said, directory.session, error)
+            text = "cannot write %s: %s; the next start will report this session as killed"
+            log.warning(text, directory.session, error)
 
 
 @contextmanager
 def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
-    """`metrics.jsonl`, and whoever else wants its records: TensorBoard, Prometheus, trackers."""
+    """`metrics.jsonl`, and other consumers of its records: TensorBoard, Prometheus, trackers."""
     monitor = config.monitor
     listeners: list[Callable[[dict[str, object]], None]] = []
     with ExitStack() as opened:
@@ -98,13 +98,13 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
 
 
 def _settings(config: Config) -> dict[str, object]:
-    """For people who compare runs, on a server of others."""
+    """Redacted config for experiment trackers."""
     return flatten(redacted(config.model_dump(mode="json")))
 
 
 @contextmanager
 def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[Monitor]:
-    """The monitor of this process, its readers and its GPUs; `on_exit` is called when the guard ends the run."""
+    """Monitor this process, its readers and its GPUs; `on_exit` is called when the memory guard ends the run."""
     monitor, directory, device = run.config.monitor, run.directory, run.device
     with (
         Gpus() as gpus,
@@ -125,29 +125,29 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
 
 
 def reader_died(run: RunContext, monitor: Monitor, stream: PatchStream, event: StreamEvent) -> None:
-    """Examine a reader that was replaced."""
-    session = replace(run.session, workers=stream.options.workers)  # the guard may have dropped some
+    """Write the post-mortem of a reader that was replaced."""
+    session = replace(run.session, workers=stream.options.workers)  # the guard may have reduced them
     death = examine_reader(event.fields, run.progress.step, session, monitor.recent_samples(), stream.local_readers())
-    _keep(run.directory, death)
+    _record_death(run.directory, death)
 
 
 def run_died(run: RunContext, monitor: Monitor, killer: Literal["gpu", "guard"], reason: str, remedy: str) -> None:
     """Keep how this run ended, which ran out of GPU memory, or which the memory guard ended."""
-    _keep(run.directory, death_of_this_run(killer, run.progress.step, reason, monitor.recent_samples(), remedy))
+    _record_death(run.directory, death_of_this_run(killer, run.progress.step, reason, monitor.recent_samples(), remedy))
 
 
 def log_killed_session(directory: RunDir) -> None:
-    """Log and record how the previous session ended if it was killed.  Needs the run's lock."""
+    """Write a post-mortem if the previous session was killed.  Needs the run's lock."""
     if (death := examine_run(directory.path, locked=True)) is not None:
-        _keep(directory, death)
+        _record_death(directory, death)
 
 
-def _keep(directory: RunDir, death: Death) -> None:
-    """In the log, and in `post_mortem.jsonl` once."""
+def _record_death(directory: RunDir, death: Death) -> None:
+    """Log a post-mortem, and append it to `post_mortem.jsonl` unless already there."""
     try:
         if death not in read_deaths(directory.post_mortem):
             append_death(directory.post_mortem, death)
     except OSError as error:
-        log.warning("a post-mortem cannot be written and is in the log only: %s", error)
+        log.warning("cannot write the post-mortem, which is in the log only: %s", error)
     for line in death_lines(death):
         log.error("%s", line)

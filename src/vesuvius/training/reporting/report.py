@@ -32,58 +32,57 @@ from vesuvius.training.step.step import PendingOutcome, StepOutcome
 
 log = logging.getLogger(__name__)
 
-# Behind the first of a session, which holds the start of the readers.
+# Excludes the first step of a session, which includes starting the readers.
 _ROLLING_STEPS = 100
 _RECENT_STEPS = 10
-_NAMED = 4  # samples, of those whose loss is not finite
+_MAX_NAMED = 4  # samples with a non-finite loss in a message
 
 
 class RankTelemetry:
-    """What a rank tells rank 0 before each step: where the time of its last one went, its node and private memory, and
-    what it could not read.  Rank 0 records what all have told.
+    """Telemetry sent to rank 0 before each step: timing of the last step, node, memory, and new quarantine records.
 
     Attributes:
-        times: of this rank's last step, and its number.
-        slowest: the rank that the others waited for in the last step that all told of; None = not known.
+        times: step number and times of this rank's last step.
+        slowest: slowest rank of the last step that all ranks reported; None = unknown.
     """
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._told_of = len(run.progress.quarantined)
+        self._num_sent = len(run.progress.quarantined)
         self.times: tuple[int, StepTimes] | None = None
         self.slowest: int | None = None
 
     def collect(self) -> dict[str, Any]:
         """Return plain data about this rank since the last call."""
-        found = self._run.progress.quarantined[self._told_of :]
-        self._told_of += len(found)
-        told: dict[str, Any] = {"quarantined": found, "times": None}
+        new = self._run.progress.quarantined[self._num_sent :]
+        self._num_sent += len(new)
+        message: dict[str, Any] = {"quarantined": new, "times": None}
         if self.times is not None:
             (step, times), process = self.times, read_process(os.getpid())
-            told["times"] = {"step": step, **_parts(times), "node": platform.node()}
-            told["times"]["trainer_bytes"] = process.anon_bytes if process else None
-        return told
+            message["times"] = {"step": step, **_parts(times), "node": platform.node()}
+            message["times"]["trainer_bytes"] = process.anon_bytes if process else None
+        return message
 
-    def record(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """On rank 0, record the times of all ranks, and what the others have quarantined.
+    def record(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """On rank 0, record the times of all ranks and quarantine regions found by the others.
 
-        Raises DataError: more places than `data.max_quarantined` are damaged, over all ranks.
+        Raises DataError: more than `data.max_quarantined` regions are damaged, over all ranks.
         """
-        self._quarantine([record for one in told[1:] for record in one["quarantined"]])
-        times = [one["times"] for one in told]
+        self._quarantine([record for message in messages[1:] for record in message["quarantined"]])
+        times = [message["times"] for message in messages]
         if times and all(times):
             work_s = [one["step_s"] - one["comm_s"] - one["pause_s"] for one in times]
             self.slowest = work_s.index(max(work_s))
             self._run.metrics.write("ranks", step=min(one["step"] for one in times), slowest=self.slowest, times=times)
 
     def _quarantine(self, records: Sequence[dict[str, Any]]) -> None:
-        """Those that are not known, once: a chunk may lie in regions of several ranks."""
+        """Add regions not yet known, once each: several ranks may find the same chunk."""
         progress = self._run.progress
         known = {region_key(record) for record in progress.quarantined}
         new = list({region_key(record): record for record in records if region_key(record) not in known}.values())
         if new:
             progress.quarantine(self._run.directory.quarantine, new)
-            self._told_of += len(new)
+            self._num_sent += len(new)
             check_quarantine(len(known) + len(new), self._run.config.data.max_quarantined, new[-1])
 
 
@@ -93,7 +92,7 @@ def _parts(times: StepTimes) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step whose figures may still be on the device, and its batches, to be computed again if it was not finite."""
+    """A step that may still run on the device, and its batches, kept for diagnosis if it is not finite."""
 
     step: int  # counted from 1
     first_sample: int
@@ -103,9 +102,9 @@ class LaunchedStep:
 
 
 class StepReporter:
-    """Logs steps once the device has finished them, judges what limits them, and says where bad ones went wrong.
+    """Logs steps once the device has finished them, judges bottlenecks, and diagnoses non-finite steps.
 
-    `diagnose` computes a step again and says where its numbers stop being finite; `telemetry` takes the times.
+    `diagnose` recomputes a step to find where it stops being finite; `telemetry` receives the times of each step.
     """
 
     def __init__(
@@ -130,15 +129,15 @@ class StepReporter:
         self._seconds_at_peak = seconds_at_peak(run.config, run.device, run.share)
 
     def add_launched(self, step: LaunchedStep) -> None:
-        """Note a step given to the device, and hold its batches until it is reported."""
+        """Register a launched step; its batches are kept until it is reported."""
         self._launched.append(step)
 
     def report(self, wait: bool = False) -> None:
         """Log the steps finished since the last call; with `wait`, all of them.
 
         Raises:
-            NonFiniteError: `max_nonfinite` steps in a row had no finite loss and gradient.
-            RankError: the sums of these steps were given up.
+            NonFiniteError: `max_nonfinite` steps in a row were not finite.
+            RankError: sums of these steps were aborted.
         """
         finished = self._clock.finished(wait)
         self._run.ranks.check_sums()
@@ -147,11 +146,12 @@ class StepReporter:
 
     @property
     def longest_step_s(self) -> float:
-        """Seconds of the longest recent step without its pause; 0 until the second one, as the first starts readers."""
+        """Longest recent step without its pause, in seconds; 0 until the second step, as the first includes starting
+        readers."""
         return max(list(self._work_s)[-_RECENT_STEPS:], default=0.0)
 
     def finish(self) -> None:
-        """After the last step of a session, log the remaining steps and a last verdict.  Raises as `report`."""
+        """Log the remaining steps and a final verdict.  Raises like `report`."""
         self.report(wait=True)
         self.verdicts.finish()
 
@@ -175,7 +175,7 @@ class StepReporter:
         of_step = (config.seed, step - 1, config.global_batch, config.diffusion.timesteps)
         timesteps = stratified_timesteps(*of_step).tolist()
         offending = [index for index, loss in zip(indices, outcome.losses, strict=True) if not math.isfinite(loss)]
-        found = self._compute_again(launched)
+        found = self._recompute(launched)
         self._run.metrics.write(
             "event",
             event="nonfinite",
@@ -189,35 +189,35 @@ class StepReporter:
             losses=outcome.losses,
             **{name: found and getattr(found, name) for name in ("layer", "input_max", "gradients")},
         )
-        again = str(found or "it could not be computed again")
+        again = str(found or "it could not be recomputed")
         if found and self._run.share.world > 1:
-            again += " (of this rank's samples: see the logs of the other ranks)"
-        named = ", ".join(f"{index} (t {timesteps[index - first]})" for index in offending[:_NAMED])
-        more = f" and {len(offending) - _NAMED} more" if len(offending) > _NAMED else ""
+            again += " (samples of this rank; see the logs of the other ranks)"
+        named = ", ".join(f"{index} (t {timesteps[index - first]})" for index in offending[:_MAX_NAMED])
+        more = f" and {len(offending) - _MAX_NAMED} more" if len(offending) > _MAX_NAMED else ""
         text = (
             f"step {step} was not applied: loss {outcome.loss}, gradient norm {outcome.grad_norm}, samples {first} to "
-            f"{indices[-1]}, {f'not finite in {named}{more}' if named else 'each with a finite loss'}"
+            f"{indices[-1]}, {f'loss not finite for {named}{more}' if named else 'all losses finite'}"
         )
         log.error("%s; %s", text, again)
         if outcome.nonfinite_in_a_row >= config.training.max_nonfinite:
             raise NonFiniteError(
-                f"loss and gradient must be finite; {text} ({outcome.nonfinite_in_a_row} in a row); {again}; `vesuvius "
-                f"train --config ... --replay {step}` shows each sample; lower training.lr or training.clip_norm, look "
-                "at these samples, or allow more with training.max_nonfinite",
+                f"Loss or gradient not finite: {text} ({outcome.nonfinite_in_a_row} in a row); {again}; `vesuvius "
+                f"train --config ... --replay {step}` shows each sample; lower training.lr or training.clip_norm, "
+                "check these samples, or allow more with training.max_nonfinite",
                 step,
             )
 
-    def _compute_again(self, launched: LaunchedStep) -> Diagnosis | None:
-        """Where the step went wrong; the weights may have moved in steps launched since, but not after the last one."""
+    def _recompute(self, launched: LaunchedStep) -> Diagnosis | None:
+        """Diagnose the step; later steps may have moved the weights, except after the last one."""
         try:
             with self._clock.pausing():
                 return self._diagnose(launched.batches)
-        except Exception as error:  # the run has other worries
-            log.warning("step %d could not be computed again: %s", launched.step, one_line(error))
+        except Exception as error:  # must not hide the non-finite step
+            log.warning("step %d could not be recomputed: %s", launched.step, one_line(error))
             return None
 
     def _record_of(self, launched: LaunchedStep, outcome: StepOutcome, times: StepTimes) -> Record:
-        """Figures of a step, unrounded; None is not known."""
+        """Figures of a step, unrounded; None = unknown."""
         config, progress = self._run.config, self._run.progress
         peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._stream.readers.values())]
         ram_used_bytes, ram_limit_bytes = self._machine.ram()
@@ -236,7 +236,7 @@ class StepReporter:
             "worker_max_bytes": max(peaks, default=None) if self._stream.options.workers else None,
             "eta_s": progress.time_left(config, self._run.stop.time_left_s()),
             "ranks": self._run.share.world,
-            "slowest_rank": self._telemetry.slowest,  # whom the others waited for, in the step before
+            "slowest_rank": self._telemetry.slowest,  # of the previous step
             "mfu": self._seconds_at_peak / (times.step_s - times.pause_s) if self._seconds_at_peak else None,
             **_parts(times),
             "ram_used_bytes": ram_used_bytes,
@@ -249,7 +249,7 @@ class StepReporter:
             "total_s": progress.total_s,
             "step_p50_s": quantile(self._work_s, 0.5) if self._work_s else None,
             "step_p95_s": quantile(self._work_s, 0.95) if self._work_s else None,
-            # totals, which only grow within a session
+            # totals of this session
             "readers": asdict(self._stream.reader_totals),
             "feeder": asdict(self._stream.feeder_stats),
             "finite": outcome.finite,
@@ -257,7 +257,7 @@ class StepReporter:
         }
 
     def _vram(self) -> tuple[int, int] | None:
-        """Reserved by torch, and the GPU's."""
+        """Bytes reserved by torch, and total."""
         device = self._run.device
         if device.type != "cuda":
             return None

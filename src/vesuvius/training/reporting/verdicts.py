@@ -1,4 +1,4 @@
-"""Gathers the figures of a window of steps for a verdict on what limits the run (`monitor/verdict.py`)."""
+"""Collects the figures of a window of steps for a verdict on the bottleneck (`monitor/verdict.py`)."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from vesuvius.training.step.setup import is_compiled, uses_channels_last
 
 log = logging.getLogger(__name__)
 
-# Fewer steps are too noisy for a verdict.
-_STEPS_LEAST = 5
-# Steps left out: the first holds the start of the readers, and kernels are chosen in it.  Where readers die or
-# restart, the steps reported next may be from before: a GPU's come late.
+_MIN_STEPS = 5  # fewer are too noisy for a verdict
+# Excluded steps: the first includes starting readers and choosing kernels.  After readers die or restart, the next
+# reported steps may be older, as a GPU reports late.
 _AT_START, _AFTER_RECONFIGURE = 1, 3
-# For so long at most the next ones are left out, too, while what was read before them feeds them.
+# The following steps are excluded, for at most this long, while data read in advance feeds them.
 _READ_AHEAD_S = 60.0
-# A verdict comes after so many seconds of steps, however few they are: the first of a session, and each further one.
+# A verdict is due after so many seconds of steps, however few: the first of a session, and each further one.
 _FIRST_S, _FURTHER_S = 60.0, 600.0
-_STEPS_IN_TIME = 2
+_MIN_TIMED_STEPS = 2
 _RATES_EVERY_S = 5.0
-# What is summed over a window, of `StepTimes` and of `ReaderStats`; and the settings of a verdict.
+# Fields summed over a window, of `StepTimes` and `ReaderStats`; and settings of a verdict.
 _TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "other_s", "pause_s")
 _SWITCHES = (
     "amp", "cudnn_benchmark", "deterministic", "train_batch_size", "accumulate_steps"
@@ -48,8 +47,7 @@ _READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 class Verdicts:
     """Logs and records a verdict every `monitor.verdict_every` steps, and one at the end.
 
-    Where steps are long the first comes after a minute or two all the same, and no further one later than ten minutes
-    after the one before.
+    With long steps the first comes after a minute or two, and further ones at most ten minutes apart.
     """
 
     def __init__(self, run: RunContext, stream: PatchStream, machine: Monitor) -> None:
@@ -59,8 +57,8 @@ class Verdicts:
         self._listener: Callable[[Verdict], None] = lambda verdict: None
         self.bottleneck = ""  # of the last verdict
         self._options = stream.options
-        self._left_out = _AT_START
-        self._read_ahead_s: float | None = 0.0  # of steps that what was read before them has fed; None = none is left
+        self._num_excluded = _AT_START
+        self._read_ahead_s: float | None = 0.0  # of steps fed by data read in advance; None = none left
         self._due_s = _FIRST_S
         self._reader_deaths = 0
         self._held = False
@@ -68,30 +66,30 @@ class Verdicts:
         self._begin(0)
 
     def subscribe(self, listener: Callable[[Verdict], None]) -> None:
-        """Call this with each further verdict."""
+        """Call `listener` with each verdict from now on."""
         self._listener = listener
 
     def _begin(self, step: int) -> None:
-        """A new window, after this step."""
+        """Start a new window after this step."""
         self._step = step
         self._times: list[StepTimes] = []
         self._working: list[int] = []
-        self._seen_rates: list[Rates] = []
-        self._seen_gpu_busy: list[float] = []
+        self._rates: list[Rates] = []
+        self._gpu_busy: list[float] = []
         self._quotas_before = cpu_quotas(os.getpid())
         self._rates_due = -math.inf
         self._before = self._stream.reader_totals, self._stream.feeder_stats
 
     def add(self, step: int, times: StepTimes, vram_bytes: tuple[int, int] | None) -> None:
-        """Take in a step, counted from 1; `vram_bytes` is reserved and total."""
+        """Add a step, counted from 1; `vram_bytes` is reserved and total."""
         every = self._run.config.monitor.verdict_every
         if every == 0 and not self._held:
             return
         if self._stream.options is not self._options or self._stream.reader_deaths > self._reader_deaths:
             self._options, self._reader_deaths = self._stream.options, self._stream.reader_deaths
-            self._left_out = _AFTER_RECONFIGURE
-        if self._left_out:
-            self._left_out, self._read_ahead_s = self._left_out - 1, 0.0
+            self._num_excluded = _AFTER_RECONFIGURE
+        if self._num_excluded:
+            self._num_excluded, self._read_ahead_s = self._num_excluded - 1, 0.0
             self._begin(step)
             return
         if self._is_read_ahead(step, times):
@@ -100,18 +98,18 @@ class Verdicts:
         self._times.append(times)
         self._working.append(self._stream.num_readers_with_work)
         self._vram_bytes = vram_bytes
-        self._look_at_rates()
-        by_step = step % max(every, 1) == 0 and len(self._times) >= min(every, _STEPS_LEAST)
-        in_time = len(self._times) >= _STEPS_IN_TIME and math.fsum(t.step_s for t in self._times) >= self._due_s
+        self._sample_rates()
+        by_step = step % max(every, 1) == 0 and len(self._times) >= min(every, _MIN_STEPS)
+        in_time = len(self._times) >= _MIN_TIMED_STEPS and math.fsum(t.step_s for t in self._times) >= self._due_s
         if not self._held and (by_step or in_time):
             self._due_s = _FURTHER_S
             self._judge()
 
     def _is_read_ahead(self, step: int, times: StepTimes) -> bool:
-        """Whether a step may have been fed by what readers brought before it, while the trainer began: their present
-        pace does not show in it.
+        """Whether a step may have used data read in advance while the trainer started, hiding the current reading
+        speed.
 
-        No longer once the batches ahead ran out, or as many blocks have come as can lie ahead.
+        Ends once the batches ahead ran out, or as many blocks as can be ahead have arrived.
         """
         if self._read_ahead_s is None or self._held:
             return False
@@ -127,16 +125,16 @@ class Verdicts:
             self._begin(step)
         return True
 
-    def finish(self, least: int = _STEPS_LEAST) -> None:
-        """A verdict on the steps since the last one, if there are enough of them."""
+    def finish(self, min_steps: int = _MIN_STEPS) -> None:
+        """Judge the steps since the last verdict, if there are enough."""
         self._held = False
-        if len(self._times) >= least:
+        if len(self._times) >= min_steps:
             self._judge()
 
     def restart(self, step: int) -> None:
-        """Judge the steps after this one together, when `finish` is called."""
+        """Judge all steps after this one together, when `finish` is called."""
         self._held = True
-        self._options, self._reader_deaths, self._left_out = self._stream.options, self._stream.reader_deaths, 0
+        self._options, self._reader_deaths, self._num_excluded = self._stream.options, self._stream.reader_deaths, 0
         self._begin(step)
 
     def _judge(self) -> None:
@@ -149,18 +147,18 @@ class Verdicts:
         self.bottleneck = verdict.bottleneck
         self._listener(verdict)
 
-    def _look_at_rates(self) -> None:
+    def _sample_rates(self) -> None:
         now = time.monotonic()
         if now < self._rates_due or (rates := self._machine.rates()) is None:
             return
         self._rates_due = now + _RATES_EVERY_S
-        self._seen_rates.append(rates)
+        self._rates.append(rates)
         if (busy := self._machine.gpu_busy()) is not None:
-            self._seen_gpu_busy.append(busy)
+            self._gpu_busy.append(busy)
 
     def _window(self) -> Window:
-        """The figures of these steps.  Of the cores of a node each of its ranks counts its share: what a verdict
-        advises is done by all of them."""
+        """Figures of these steps.  Each rank counts its share of the node's cores, because all follow the verdict's
+        advice."""
         readers, feeder = self._stream.reader_totals, self._stream.feeder_stats
         ranks_here = self._run.ranks.local_world
         sums: dict[str, Any] = {name: math.fsum(getattr(times, name) for times in self._times) for name in _TIMES}
@@ -175,26 +173,26 @@ class Verdicts:
             step_p95_s=quantile(work_s, 0.95),
             read_s=None if readers.read_s is None else readers.read_s - (self._before[0].read_s or 0.0),
             cores=usable_cores(os.getpid()) / ranks_here,
-            idle_cores=_mean([r.idle_cores(bound_cores()) / ranks_here for r in self._seen_rates]),
-            own_cores=_mean([math.fsum(r.process_cores.values()) for r in self._seen_rates]),
+            idle_cores=_mean([r.idle_cores(bound_cores()) / ranks_here for r in self._rates]),
+            own_cores=_mean([math.fsum(r.process_cores.values()) for r in self._rates]),
             throttled_share=share,
             throttled_quota=None if quota is None else quota.cores,
             working_readers=fmean(self._working),
             stopped_readers=self._machine.stopped_readers(),
             reader_cores=self._reader_cores() if self._options.workers else None,
-            gpu_busy=_mean(self._seen_gpu_busy),
+            gpu_busy=_mean(self._gpu_busy),
             vram_share=None if self._vram_bytes is None else self._vram_bytes[0] / self._vram_bytes[1],
         )
 
     def _reader_cores(self) -> float | None:
-        """Cores that readers on this machine used, on average; None where none of them was seen."""
+        """Mean cores used by readers on this machine; None if none was sampled."""
         pids = list(self._stream.readers)
-        seen = ([rates.process_cores[p] for p in pids if p in rates.process_cores] for rates in self._seen_rates)
+        seen = ([rates.process_cores[p] for p in pids if p in rates.process_cores] for rates in self._rates)
         return _mean([math.fsum(found) for found in seen if found])
 
 
 def _knobs(run: RunContext, stream: PatchStream, memory_is_short: bool) -> Knobs:
-    """The present settings; the readers' come from the stream, as the memory guard or autotune may change them."""
+    """Current settings; the readers' come from the stream, as the memory guard or autotune may change them."""
     store, options = run.config.data.store, stream.options
     return Knobs(
         **{name: getattr(run.config.training, name) for name in _SWITCHES},

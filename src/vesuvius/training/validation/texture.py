@@ -1,4 +1,4 @@
-"""Patches -> how their grey values and their detail are distributed: what a preview compares beside the pictures.
+"""Patches -> distributions of their intensities and texture, which previews compare in addition to pictures.
 
 Model values throughout; float64 inside.  Pure.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
 
-# Wider than -1 ... 1, the material of training: masked air lies below, and a network may miss both.
+# Wider than -1 ... 1, the range of material: masked air lies below, and a network may exceed both ends.
 HISTOGRAM_EDGES: Float64 = np.linspace(-3, 3, 97)
 _AIR_BELOW = -1.5
 _FIRST_SHELL = 2
@@ -26,23 +26,23 @@ _BINOMIAL = np.array([1, 4, 6, 4, 1]) / 16
 
 @dataclass(frozen=True, eq=False)
 class Texture:
-    """Means over patches; NaN where no patch could be measured."""
+    """Means over patches; NaN if no patch could be measured."""
 
     histogram: Float64  # float64 [96], shares of voxels between `HISTOGRAM_EDGES`; their sum is 1
-    air: float  # share of voxels below -1.5: by a quarter of the material's greys darker than the darkest of it
+    air: float  # share of voxels below -1.5: a quarter of the material's range below its darkest value
     frequency: Float64  # float64 [S], cycles per voxel, rising to 0.5
     power: Float64  # float64 [S], radial power spectrum there; white noise of variance s^2 has s^2 at every frequency
-    # two-point correlations along z, y and x, each float64 [half the axis + 1]: of voxels that lie 0, 1, 2, ...
-    # voxels apart, 1 at 0.  Patches that differ in brightness stay correlated over their whole length.
+    # two-point correlations along z, y and x at distances 0, 1, 2, ..., each float64 [half the axis + 1], 1 at 0.
+    # Patches that differ in brightness stay correlated over their full length.
     correlation: tuple[Float64, ...]
-    means_std: float  # standard deviation of the patches' means: the contrast at a scale above the patch
-    planarity: float  # how much of the texture is parallel sheets, from 0 (no direction) to 1; NaN where all is equal
-    nonfinite: int  # voxels that are NaN or infinite.  They are not in the histogram, nor their patches in the rest.
+    means_std: float  # standard deviation of the patch means: contrast above the patch scale
+    planarity: float  # from 0 (no preferred direction) to 1 (parallel sheets); NaN for constant patches
+    nonfinite: int  # NaN or infinite voxels; excluded from the histogram, their patches from the rest
 
 
 @dataclass(frozen=True, eq=False)
 class PatchTexture:
-    """What one patch adds to a `Texture`; `power` and what follows are of no use where voxels are not finite."""
+    """Contribution of one patch to a `Texture`; `power` and later fields are invalid if voxels are not finite."""
 
     counts: Float64
     nonfinite: int
@@ -54,7 +54,7 @@ class PatchTexture:
 
 
 def measure_texture(patches: Iterable[NDArray[np.float32]]) -> Texture:
-    """Measure patches of one shape, each [Z, Y, X], one after another."""
+    """Measure patches of one shape, each [Z, Y, X]."""
     return combine_textures([measure_patch(patch) for patch in patches])
 
 
@@ -71,12 +71,12 @@ def measure_patch(patch: NDArray[np.float32]) -> PatchTexture:
 
 
 def combine_textures(patches: Sequence[PatchTexture]) -> Texture:
-    """The texture of several patches of one shape; a patch may be there several times."""
+    """Texture of several patches of one shape; repetitions are allowed."""
     finite = [patch for patch in patches if not patch.nonfinite]
     counts, means = np.sum([patch.counts for patch in patches], axis=0), [patch.mean for patch in finite]
-    sheets, all_of_it = np.sum([np.zeros(2), *(patch.structure for patch in finite)], axis=0)
+    sheets, total = np.sum([np.zeros(2), *(patch.structure for patch in finite)], axis=0)
     frequency = patches[0].frequency
-    # Of all patches together, along each axis; nothing where there is no variance.
+    # Over all patches, along each axis; omitted without variance.
     along = zip(*(patch.products for patch in finite), strict=True)
     covariances = [np.mean(products, axis=0) - np.mean(means) ** 2 for products in along]
     return Texture(
@@ -86,7 +86,7 @@ def combine_textures(patches: Sequence[PatchTexture]) -> Texture:
         power=np.mean([patch.power for patch in finite], axis=0) if finite else np.full_like(frequency, math.nan),
         correlation=tuple(covariance / covariance[0] for covariance in covariances if covariance[0] > 0),
         means_std=float(np.std(means)) if means else math.nan,
-        planarity=float(sheets / all_of_it) if all_of_it > 0 else math.nan,
+        planarity=float(sheets / total) if total > 0 else math.nan,
         nonfinite=sum(patch.nonfinite for patch in patches),
     )
 
@@ -94,11 +94,10 @@ def combine_textures(patches: Sequence[PatchTexture]) -> Texture:
 def _structure(values: Float64) -> Float64:
     """Sums over a finite patch of l1 - l2 and of l1; their quotient is its planarity.
 
-    l1 >= l2 >= l3 are the eigenvalues of the structure tensor of a few voxels, at every second voxel of each axis: each
-    place counts by how much the greys change there.  Sheets change in one direction, so that l2 is small; fibres in
-    two; noise has about 0.5, as its few voxels never look alike in all directions.  Of a large patch, the boxes at its
-    corners are measured: all of it takes seconds.  Source: Westin et al. 2002 for the measure; Foerstner 1986 for the
-    tensor.
+    l1 >= l2 >= l3 are eigenvalues of the local structure tensor at every second voxel of each axis, so each position is
+    weighted by its gradient.  Sheets change in one direction, so l2 is small; fibres in two; noise yields about 0.5, as
+    few voxels are never isotropic.  Of a large patch only boxes at its corners are measured, because all of it takes
+    seconds. Source: Westin et al. 2002 for the measure; Foerstner 1986 for the tensor.
     """
     ends = [[slice(None)] if size <= 2 * _CORNER else [slice(_CORNER), slice(-_CORNER, None)] for size in values.shape]
     sums = np.zeros(2)
@@ -114,7 +113,7 @@ def _structure(values: Float64) -> Float64:
 
 
 def _blurred(values: Float64) -> Float64:
-    """Smoothed along each axis by the binomial (1, 4, 6, 4, 1) / 16, of deviation 1 voxel; edges are repeated."""
+    """Smooth along each axis with the binomial (1, 4, 6, 4, 1) / 16 (deviation 1 voxel); edges are repeated."""
     for axis in range(3):
         padded = np.pad(values, [(2, 2) if other == axis else (0, 0) for other in range(3)], "edge")
         values = np.lib.stride_tricks.sliding_window_view(padded, len(_BINOMIAL), axis) @ _BINOMIAL
@@ -122,16 +121,16 @@ def _blurred(values: Float64) -> Float64:
 
 
 def _mean_products(values: Float64, axis: int) -> Float64:
-    """Of a finite patch, along an axis, the mean product of voxels 0, 1, ... half the axis apart."""
+    """Mean product of voxels 0, 1, ... half the axis apart along an axis of a finite patch."""
     along = np.moveaxis(values, axis, 0)
     pairs = ((along[apart:], along[: len(along) - apart]) for apart in range(len(along) // 2 + 1))
     return np.array([np.einsum("ijk,ijk->", one, other) / one.size for one, other in pairs])
 
 
 def shell_frequencies(shape_zyx: Sequence[int]) -> Float64:
-    """The radial frequencies that a patch of this shape is measured at: float64 [S], cycles per voxel.
+    """Radial frequencies at which a patch of this shape is measured: float64 [S], cycles per voxel.
 
-    One for each frequency of the longest axis but the two lowest.  See `radial_power`.
+    All frequencies of the longest axis except the two lowest.  See `radial_power`.
     """
     longest = max(shape_zyx)
     return np.arange(_FIRST_SHELL, longest // 2 + 1) / longest
@@ -140,12 +139,12 @@ def shell_frequencies(shape_zyx: Sequence[int]) -> Float64:
 def radial_power(patch: NDArray[np.floating]) -> Float64:
     """Power spectrum of a finite patch [Z, Y, X], averaged in shells around `shell_frequencies`: float64 [S].
 
-    The mean is taken off, each axis has a Hann window w, and |FFT|^2 is divided by sum(w^2): the expectation for white
-    noise is then its variance at every frequency (at the lowest up to 3 % less, which go with the mean).  An axis has
-    the frequencies k / n of its own length n.
+    The mean is subtracted, each axis gets a Hann window w, and |FFT|^2 is divided by sum(w^2): white noise then has its
+    variance at every frequency in expectation (up to 3 % less at the lowest, lost with the mean).  An axis has the
+    frequencies k / n of its own length n.
     """
     values = patch.astype(np.float64)
-    # Taken at the middles of voxels, so that none has weight 0 and none counts more than its mirror image.
+    # Sampled at voxel centres: no weight is 0, and the window is symmetric.
     axes = [np.sin(np.pi * (np.arange(size) + 0.5) / size) ** 2 for size in patch.shape]
     window = reduce(np.multiply.outer, axes)
     spectrum = np.fft.fftn((values - values.mean()) * window)
@@ -158,20 +157,20 @@ def radial_power(patch: NDArray[np.floating]) -> Float64:
 
 
 def histogram_distance(one: Texture, other: Texture) -> float:
-    """Wasserstein-1 distance of the two histograms, in model values: the area between their cumulative sums."""
+    """Wasserstein-1 distance of two histograms, in model values: the area between their cumulative sums."""
     widths = np.diff(HISTOGRAM_EDGES)
     return float(np.abs(np.cumsum(one.histogram - other.histogram)) @ widths)
 
 
 def spectrum_distance_db(one: Texture, other: Texture) -> float:
-    """Root mean square over frequencies of 10 log10(power / other power); not finite where one has no power."""
+    """Root mean square over frequencies of 10 log10(power / other power); not finite for zero power."""
     with np.errstate(divide="ignore", invalid="ignore"):
         decibels = 10 * np.log10(one.power / other.power)
     return math.sqrt(np.mean(decibels**2))
 
 
 def correlation_distance(one: Texture, other: Texture) -> float:
-    """Root mean square difference of the two-point correlations, over all distances; NaN where one has none."""
+    """Root mean square difference of the two-point correlations over all distances; NaN if undefined."""
     pairs = list(zip(one.correlation, other.correlation, strict=False))
     if not pairs:
         return math.nan

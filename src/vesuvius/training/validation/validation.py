@@ -1,10 +1,10 @@
-"""The fixed patches, and the error on those held out, per noise level and set of weights: does a run learn?
+"""Fixed patches, and the validation error per noise level and set of weights: does the run learn?
 
-The headline is the error of x_0 over that of the best linear denoiser, the Wiener filter fitted to training patches,
-as the geometric mean over the noise levels.  Below 1 the network has learned what the spectrum does not say; no level
-counts more than another, so that it tells large structure as well as fine grain.
+The headline is the error of x_0 relative to the best linear denoiser (the Wiener filter fitted to training patches), as
+the geometric mean over noise levels.  Below 1 the network has learned more than the spectrum; all levels count equally,
+so it reflects large structures as well as fine grain.
 
-Patches, timesteps and noise are the same at every step of every run on the same data, so that curves compare.
+Patches, timesteps and noise are the same at every step of every run on the same data, so curves are comparable.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.conditioner import Conditioner
 
 HEADLINE = "ema"
-"""The set of weights whose loss stands for a validation: the one that samples are drawn with."""
+"""Set of weights for the headline figure: the one used for sampling."""
 
-_SEED = 0  # not the run's: runs that differ in seed alone are shown the same noise
-_LEAST, _MOST, _VOXELS = 16, 64, 2**25  # of patches that the spectrum is measured of, and about how much they hold
+_SEED = 0  # not the run's seed, so that runs with different seeds get the same noise
+_LEAST, _MOST, _VOXELS = 16, 64, 2**25  # patches for the spectrum, and their approximate total
 
 
 class Reference:
-    """Real patches that stay the same for a whole run; host memory holds them in their stored dtype.
+    """Real patches that stay fixed for a run, held in host memory in their stored dtype.
 
-    Rows are patch numbers, in any order, repeated or not: 0 ... len - 1, or those of a rank's share.  `device` is that
-    of the conditioner.
-    `held_out` says whether training never sees the patches.
+    Rows are patch indices in any order, possibly repeated: 0 ... len - 1, or those of a rank's share.  `device` is that
+    of the conditioner.  `held_out` tells whether training never sees the patches.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Reference:
         return model_values(patches, [Augmentation()] * len(rows), self._scales[self._volumes(rows)])
 
     def condition(self, rows: Sequence[int]) -> Condition:
-        """What the network is shown beside these patches, on the device."""
+        """Condition input for these patches, on the device."""
         stored = self._fixed.conditions
         raw = None if stored is None else self._raw(stored, rows).unsqueeze(1)
         return self._conditioner(raw, self._volumes(rows))
@@ -90,9 +89,9 @@ class Reference:
 
 
 def measure_spectrum(data: PreparedData, config: DataConfig, greys: IntensityRanges) -> Spectrum:
-    """The spectrum that training sees: of 16 to 64 patches, always the same for the same data, in every augmentation.
+    """Spectrum that training sees: of 16 to 64 patches, the same for the same data, in all augmentations.
 
-    Raises DataError where hardly any patch can be read.
+    Raises DataError: too few patches can be read.
     """
     count = min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST)
     found = read_training_patches(data, config, count)
@@ -103,15 +102,15 @@ def measure_spectrum(data: PreparedData, config: DataConfig, greys: IntensityRan
 
 @dataclass(frozen=True)
 class Losses:
-    """What a validation found of one set of weights."""
+    """Validation result of one set of weights."""
 
-    loss: float  # that of training, over all patches and bins
+    loss: float  # training loss over all patches and bins
     bins: tuple[float, ...]  # the same in each bin
-    relative_bins: tuple[float, ...]  # in each bin, the squared error of x_0 over that of the best linear denoiser
+    relative_bins: tuple[float, ...]  # squared error of x_0 relative to the best linear denoiser, per bin
 
     @property
     def relative_error(self) -> float:
-        """The geometric mean of `relative_bins`; NaN if the linear denoiser makes no error, as of constant patches."""
+        """Geometric mean of `relative_bins`; NaN if the linear denoiser makes no error, as for constant patches."""
         with np.errstate(divide="ignore"):
             mean = float(np.exp(np.mean(np.log(self.relative_bins))))
         return mean if np.isfinite(self.relative_bins).all() else math.nan
@@ -119,7 +118,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What a validation found of each set of weights; bin b holds the t with bin_edges[b] <= t < bin_edges[b + 1]."""
+    """Validation results by set of weights; bin b holds the t with bin_edges[b] <= t < bin_edges[b + 1]."""
 
     patches: int
     bin_edges: tuple[int, ...]
@@ -127,7 +126,7 @@ class ValidationResult:
 
     @property
     def relative_error(self) -> float:
-        """The one by which the best checkpoint is chosen: of the averaged weights."""
+        """Criterion for the best checkpoint: the error of the averaged weights."""
         return self.weights[HEADLINE].relative_error
 
     def record(self) -> dict[str, Any]:
@@ -137,7 +136,7 @@ class ValidationResult:
         return headline | {"patches": self.patches, "bin_edges": self.bin_edges, "weights": weights}
 
     def line(self, step: int, steps: int) -> str:
-        """One line for the log; the losses of each bin are in the record alone."""
+        """Log line; the losses per bin are only in the record."""
         losses = " ".join(f"loss_{name} {found.loss:.5f}" for name, found in self.weights.items())
         bins = " ".join(_known(ratio, 3) for ratio in self.weights[HEADLINE].relative_bins)
         error = _known(self.relative_error, 4)
@@ -145,18 +144,18 @@ class ValidationResult:
 
 
 def batches_of_rank(config: Config, rank: int, world: int) -> list[NDArray[np.int64]]:
-    """The batches of a validation, those that one rank would compute, shared out in order.  Pure.
+    """Batches of a validation for one rank: those of a single rank, divided in order.  Pure.
 
     They hold pairs of a patch and a bin: patch p at bin b is pair p * bins + b.
     """
     pairs = np.arange(config.training.validate_patches * (len(timestep_bins(config.diffusion.timesteps)) - 1))
-    size = config.training.micro_batch  # known to fit the memory
+    size = config.training.micro_batch  # known to fit into memory
     batches = np.split(pairs, range(size, len(pairs), size))
     return [batches[number] for number in np.array_split(np.arange(len(batches)), world)[rank]]
 
 
 def patches_of_rank(config: Config, fixed: FixedPatches | None, rank: int, world: int) -> FixedPatches | None:
-    """Those that another rank than 0, which has all of them, needs for its batches.  Pure."""
+    """Patches that a rank other than 0 (which has all of them) needs for its batches.  Pure."""
     if fixed is None or not fixed.held_out or not config.training.validate_every:
         return None
     batches, bins = batches_of_rank(config, rank, world), len(timestep_bins(config.diffusion.timesteps)) - 1
@@ -175,16 +174,16 @@ def validate(
 ) -> ValidationResult | None:
     """Measure loss and error of x_0 on the first `training.validate_patches` patches of a reference.
 
-    Every patch meets one timestep of each bin, with noise of its own and always with its condition; every set of
-    weights the same inputs.  Moves no global generator.  The host draws the noise of a batch while the device computes
-    the one before, and waits for the device at the end only.
+    Each patch is evaluated at one timestep per bin, with its own noise and always with its condition; all sets of
+    weights get the same inputs.  Touches no global generator.  The host draws the noise of a batch while the device
+    computes the previous one, and waits for the device only at the end.
 
     Args:
         schedule: on the device of the reference's conditioner.
-        spectrum: that of patches of training: the best linear denoiser follows from it.
-        denoisers: name of a set of weights -> the network with them; `HEADLINE` is one of the names.
-        stop: asked before each batch; None is returned where it came true, on whichever rank.
-        ranks: share the batches; all of them call this, and get the same, to the bit what one rank gets.
+        spectrum: of training patches; determines the best linear denoiser.
+        denoisers: network by set of weights; includes `HEADLINE`.
+        stop: polled before each batch; None is returned if it becomes true on any rank.
+        ranks: ranks that share the batches; all call this and get the same result, bit-identical to one rank's.
 
     Raises:
         RankError: another rank failed.
@@ -195,7 +194,7 @@ def validate(
     device, diffusion = schedule.device, config.diffusion
     timesteps = validation_timesteps(patches, schedule.timesteps)
     count, bins = timesteps.shape
-    # A row for each loss and each error; the last column counts the ranks that were to stop.
+    # A row per loss and error; the last column counts ranks that stop.
     found = torch.zeros(2 * len(denoisers) + 1, count * bins + 1, device=device)
     for pairs in batches_of_rank(config, ranks.rank, ranks.world):
         if stop():
@@ -213,7 +212,7 @@ def validate(
             guess, _ = schedule.x_0_and_eps(diffusion.prediction, prediction, x_t, t)
             errors.append(_squared_error(guess, x_0))
         found[:, pairs[0] : pairs[-1] + 1] = torch.stack([*losses, *errors])
-    ranks.sum(found)  # of one rank's figures and zeros
+    ranks.sum(found)  # one rank's figures plus zeros
     # float64 on the host: the mean of a bin does not depend on how the pairs were batched
     figures = np.array(found.tolist())
     ranks.check_sums()
@@ -229,7 +228,7 @@ def validate(
 
 
 def _squared_error(guess: Tensor, x_0: Tensor) -> Tensor:
-    """Of each sample, over its voxels: float32 [B]."""
+    """Mean over the voxels of each sample: float32 [B]."""
     return (guess - x_0).square().mean(dim=(1, 2, 3, 4))
 
 
