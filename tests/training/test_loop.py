@@ -21,20 +21,20 @@ def test_a_stop_waits_a_minute_for_data_if_other_ranks_are_in_the_same_step(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stop, ranks = StopRequest(None), Ranks(world=world)
     loop: Any = SimpleNamespace(run=SimpleNamespace(stop=stop, ranks=ranks), _in_step=True)
-    seen = [TrainingLoop._gives_up(loop)]
+    seen = [TrainingLoop._stops_waiting(loop)]
     stop.request(75, "SIGTERM")
-    seen.append(TrainingLoop._gives_up(loop))
+    seen.append(TrainingLoop._stops_waiting(loop))
     now[0] += 59
-    assert TrainingLoop._gives_up(loop) is (world == 1)
+    assert TrainingLoop._stops_waiting(loop) is (world == 1)
     now[0] += 2
-    seen.append(TrainingLoop._gives_up(loop))
+    seen.append(TrainingLoop._stops_waiting(loop))
     assert seen == gives_up
 
 
 def test_another_ranks_stop_ends_the_wait_for_data_before_a_step() -> None:
     ranks = Ranks(world=2)
     loop: Any = SimpleNamespace(run=SimpleNamespace(stop=StopRequest(None), ranks=ranks), _in_step=False)
-    assert not TrainingLoop._gives_up(loop)
+    assert not TrainingLoop._stops_waiting(loop)
     ranks.stopping = (75, "SIGTERM")
-    assert TrainingLoop._gives_up(loop)
+    assert TrainingLoop._stops_waiting(loop)
     assert loop.run.stop.pending() == (75, "SIGTERM"), "and all agree on it"
