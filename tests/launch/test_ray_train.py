@@ -37,7 +37,7 @@ def job(tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RANK", "0")
     path = tiny_config(training={"ranks": 4, "workers": 3}, cluster={"min_ranks": 2, "max_restarts": 7})
     (place := tmp_path / "notes").mkdir()
-    return {"request": Request(read_config(path), path, False), "place": place, "directory": tmp_path, "began": 0.0}
+    return {"request": Request(read_config(path), path, False), "folder": place, "directory": tmp_path, "began": 0.0}
 
 
 def test_ray_train_is_asked_for_what_the_config_says(job: dict[str, Any]) -> None:
@@ -91,10 +91,10 @@ def test_a_rank_0_that_is_started_again_resumes_and_only_what_a_restart_may_help
 
 def test_a_stop_reaches_rank_0_which_says_that_it_is_at_work(job: dict[str, Any]) -> None:
     stop, times = StopRequest(None), iter([False, False, True])
-    (job["place"] / "stop.json").write_text('[75, "SIGTERM"]')
-    ray_train._follow(job["place"], stop, SimpleNamespace(wait=lambda _: next(times)))  # type: ignore[arg-type]
+    (job["folder"] / "stop.json").write_text('[75, "SIGTERM"]')
+    ray_train._follow(job["folder"], stop, SimpleNamespace(wait=lambda _: next(times)))  # type: ignore[arg-type]
     assert stop.pending() == (75, "SIGTERM")
-    assert ray_train._touched(job["place"] / "alive")
+    assert ray_train._modified_ns(job["folder"] / "alive")
 
 
 NODES = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 64.0}]
@@ -143,21 +143,21 @@ class Waiting(Future[Any]):
 def test_a_wait_for_ranks_is_said_and_ends_by_the_timeout_or_by_a_stop(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, place = job["request"].config, job["place"]
+    config, place = job["request"].config, job["folder"]
 
     def at_work(seconds: float) -> None:
         if seconds <= 1000:
             (place / "alive").touch()
             os.utime(place / "alive", (seconds, seconds))
 
-    with pytest.raises(VesuviusError, match=r"no rank was at work for cluster.rank_timeout_minutes=30"):
+    with pytest.raises(VesuviusError, match=r"No rank has run for cluster.rank_timeout_minutes=30"):
         ray_train._wait(config, Waiting(monkeypatch, at_work), place, StopRequest(None))
     waits = [record.getMessage() for record in caplog.records]
-    assert waits[0].startswith("no rank has been at work for 60 s")
+    assert waits[0].startswith("No rank has run for 60 s")
     assert len(waits) == 30, "each minute"
     stop = StopRequest(None)
     stop.request(EXIT_STOPPED, "SIGTERM")
-    with pytest.raises(VesuviusError, match="SIGTERM: no rank is at work, so nothing is saved") as ended:
+    with pytest.raises(VesuviusError, match="SIGTERM: no rank is running, so nothing is saved") as ended:
         ray_train._wait(config, Waiting(monkeypatch), place, stop)
     assert ended.value.exit_code == EXIT_STOPPED
     assert json.loads((place / "stop.json").read_bytes()) == [EXIT_STOPPED, "SIGTERM"]
@@ -172,12 +172,12 @@ def test_a_command_that_was_stopped_with_its_ranks_gives_none_of_them_up(
         if seconds == 40:
             result._now += 7200
         if seconds > 7250:
-            (job["place"] / "alive").touch()
+            (job["folder"] / "alive").touch()
             result.set_result(SimpleNamespace(return_value=(0, "")))
 
     result = Waiting(monkeypatch, go_on)
-    assert ray_train._wait(job["request"].config, result, job["place"], StopRequest(None)) == 0
-    assert "no rank has been at work for 7240 s" in caplog.text
+    assert ray_train._wait(job["request"].config, result, job["folder"], StopRequest(None)) == 0
+    assert "No rank has run for 7240 s" in caplog.text
 
 
 def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(job: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(job: dict
     result: Future[Any] = Future()
     result.set_exception(ray.exceptions.RayActorError())
     with pytest.raises(VesuviusError, match=r"given up, after at most .*=7 restarts: RayActorError.* with --resume"):
-        ray_train._wait(job["request"].config, result, job["place"], StopRequest(None))
+        ray_train._wait(job["request"].config, result, job["folder"], StopRequest(None))
 
 
 def test_an_error_of_before_the_log_is_said_and_what_rank_0_logs_is_printed_a_whole_line_at_a_time(
@@ -203,7 +203,7 @@ def test_an_error_of_before_the_log_is_said_and_what_rank_0_logs_is_printed_a_wh
             result.set_result(SimpleNamespace(return_value=(1, "no space")))
 
     result = Waiting(monkeypatch, work)
-    assert ray_train._wait(job["request"].config, result, job["place"], StopRequest(None)) == 1
+    assert ray_train._wait(job["request"].config, result, job["folder"], StopRequest(None)) == 1
     assert capsys.readouterr().out == "step 1\nstep 2\n"
     assert caplog.text.count("no space") == 1
 

@@ -58,7 +58,7 @@ def one_batch(stream: PatchStream, ring: BatchRing) -> LateCopy:
     assert batch.condition is not None
     assert np.shares_memory(batch.condition, slot[1].numpy())
     copy = LateCopy(slot)
-    ring.copying(copy)
+    ring.set_copied(copy)
     return copy
 
 
@@ -74,7 +74,7 @@ def test_batches_stay_what_they_are_when_the_ring_gets_larger_and_smaller_in_bet
         for number in range(26):
             if number in sizes:
                 ahead = sizes[number] - BUFFERS_IN_USE
-                ring = ring.exchanged(stream, sizes[number], prefetch_factor=ahead)
+                ring = ring.resized(stream, sizes[number], prefetch_factor=ahead)
                 assert (len(ring), len(ring.buffers), len(ring.condition_buffers)) == (sizes[number],) * 3
                 assert batches_ahead(stream.options) == ahead
                 assert all(copy.values for copy in copies), "all copies are over before a buffer is used again"
@@ -104,9 +104,9 @@ def test_a_ring_that_cannot_be_had_leaves_stream_and_ring_as_they_were(job: Read
         with pytest.raises(
             ConfigError, match=r"must fit into pinned memory; got CUDA error: .* for 6 buffers instead of 4"
         ):
-            ring.exchanged(stream, 6, prefetch_factor=4)
+            ring.resized(stream, 6, prefetch_factor=4)
         with pytest.raises(ConfigError, match="are too small"):
-            ring.exchanged(stream, 2, prefetch_factor=1)
+            ring.resized(stream, 2, prefetch_factor=1)
         assert stream.options is before
         copies += [one_batch(stream, ring) for _ in range(4)]
     for copy in copies:

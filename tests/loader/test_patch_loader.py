@@ -381,24 +381,24 @@ def test_a_data_loader_gets_the_same_batches_and_may_have_no_workers(volume: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"labels": []}, "0 labels for 1 volumes"),
-        ({"rank": 1}, "rank and world go together"),
-        ({"rank": 2, "world": 2}, "rank 2 is not one of world=2"),
-        ({"rank": "0", "world": "2"}, "rank must be an integer"),  # as the environment has them
-        ({"epochs": 2}, "epochs=2 needs length"),
-        ({"length": 0}, "length must be an integer of at least 1; got 0"),
-        ({"length": 2.5}, "length must be"),
-        ({"seed": -1}, "seed must be"),
-        ({"patch_size": (8, 16)}, "patch_size must be voxels"),
-        ({"patch_size": 16}, "patch_size must be voxels"),
-        ({"patch_size": (8, 16, 16.5)}, "patch_size must be an integer"),
-        ({"normalize": "minmax"}, r"normalize must be True, False or \(low, high\)"),
-        ({"normalize": (0, 1, 2)}, "normalize must be"),
-        ({"labels": np.zeros(3)}, "labels must be paths or ArrayConfigs; got ndarray"),
-        ({"device": "gpu"}, "device must be one that torch knows; got 'gpu'"),
-        ({"device": "meta"}, r"device must be the CPU or a CUDA GPU; got 'meta'.*batch.to\('meta'\)"),
-        ({"device": f"cuda:{torch.cuda.device_count()}"}, "device must be there"),
-        ({"batch_size": 0}, "batch_size must be"),
+        ({"labels": []}, "labels has 0 entries for 1 volumes"),
+        ({"rank": 1}, "rank=1 without world=None"),
+        ({"rank": 2, "world": 2}, "rank 2 does not exist with world=2"),
+        ({"rank": "0", "world": "2"}, "rank '0' is not an integer"),  # as the environment has them
+        ({"epochs": 2}, "epochs=2 needs the length"),
+        ({"length": 0}, "length 0 is not an integer of at least 1"),
+        ({"length": 2.5}, "length 2.5 is not"),
+        ({"seed": -1}, "seed -1 is not"),
+        ({"patch_size": (8, 16)}, r"patch_size \(8, 16\) is not valid"),
+        ({"patch_size": 16}, "patch_size 16 is not valid"),
+        ({"patch_size": (8, 16, 16.5)}, "patch_size 16.5 is not an integer"),
+        ({"normalize": "minmax"}, "normalize 'minmax' is not valid"),
+        ({"normalize": (0, 1, 2)}, r"normalize \(0, 1, 2\) is not valid"),
+        ({"labels": np.zeros(3)}, "labels has an entry of type ndarray"),
+        ({"device": "gpu"}, "torch does not know device 'gpu'"),
+        ({"device": "meta"}, r"device 'meta' is neither .*batch.to\('meta'\)"),
+        ({"device": f"cuda:{torch.cuda.device_count()}"}, r"device 'cuda:\d+' does not exist"),
+        ({"batch_size": 0}, "batch_size 0 is not"),
         ({"normalize": (3, 3)}, "low must be below high"),
         ({"augment": True, "patch_size": (8, 16, 16), "min_foreground": 2.0}, "min_foreground"),
     ],
@@ -409,7 +409,7 @@ def test_wrong_arguments_are_refused(volume: Path, options: dict[str, Any], mess
 
 
 def test_volumes_that_are_open_are_refused(volume: Path) -> None:
-    with pytest.raises(ConfigError, match="volumes must be paths or VolumeConfigs; got Volume"):
+    with pytest.raises(ConfigError, match="volumes has an entry of type Volume"):
         load(vesuvius.open_volume(volume))
 
 

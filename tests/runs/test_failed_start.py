@@ -80,6 +80,6 @@ def test_a_failing_start_of_ray_leaves_no_run_directory(
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == EXIT_CONFIG, ended.stderr
     assert "Ray did not start: validate_socket_filename failed: AF_UNIX path length" in ended.stderr
-    assert "let RAY_TMPDIR name a folder with a short path" in ended.stderr
+    assert "set RAY_TMPDIR to a folder with a short path" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ends(config, capsys, "training.workers=0")[0] == EXIT_OK

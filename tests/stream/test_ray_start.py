@@ -46,7 +46,7 @@ def test_a_ray_that_does_not_start_is_one_line_with_the_remedy_of_its_cause(
         start.start_ray(start.ClusterConfig(), 2, 2**28)
     said = str(caught.value)
     assert said.startswith(f"Ray did not start: {error}; ")
-    assert said.endswith("set training.workers=0, which runs without Ray")
+    assert said.endswith("set training.workers=0 to run without Ray")
     assert said.count("; ") == 2, "nothing is advised that is not known to help" if remedy is None else said
     assert remedy is None or remedy in said
     assert "ray start" not in said
@@ -102,7 +102,7 @@ def test_a_token_is_used_where_there_is_one_and_the_environment_says_nothing_els
 
 
 def test_a_cluster_that_is_not_there_is_named_at_once(no_token: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must name a running Ray cluster; got '127.0.0.1:1'"):
+    with pytest.raises(ConfigError, match=r"Cannot reach the Ray cluster at cluster.address=127.0.0.1:1:"):
         start.start_ray(start.ClusterConfig(address="127.0.0.1:1"), 2, 2**28)
 
 

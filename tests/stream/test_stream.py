@@ -159,7 +159,9 @@ def test_what_a_running_stream_cannot_change_is_refused_and_it_goes_on(job: Read
     short = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(2)]
     with open_stream(job) as stream:
         before = stream.options
-        with pytest.raises(TypeError, match="cannot change batch_size, only workers, prefetch_factor"):
+        with pytest.raises(
+            TypeError, match="Cannot change batch_size of a running stream, only workers, prefetch_factor"
+        ):
             stream.reconfigure(batch_size=3)  # type: ignore[call-arg]
         with pytest.raises(ConfigError, match="too small, as 2 stay untouched; give at least 3"):
             stream.reconfigure(prefetch_factor=5, buffers=short)
@@ -221,7 +223,7 @@ def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: R
         assert "\n" not in ended.fields["exit_detail"]
         assert "oom" not in ended.fields["exit_detail"].lower(), "Ray's guesses are left out"
         assert abs(ended.fields["exit_time"] - time.time()) < 600
-        said = f"reader {ended.fields['pid']} on {socket.gethostname()} was killed or died (SYSTEM_ERROR: Worker"
+        said = f"Reader {ended.fields['pid']} on {socket.gethostname()} was killed or died (SYSTEM_ERROR: Worker"
         assert said in ended.text
         assert exit_of(ended.fields["pid"], "another machine") == {}
 
@@ -245,7 +247,7 @@ def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_wor
         assert all(psutil.Process(pid).nice() == niceness for pid in stream.readers), (
             "no reader starves on a busy machine"
         )
-        with pytest.raises(ConfigError, match="the object store must fit in /dev/shm"):
+        with pytest.raises(ConfigError, match="The object store needs .* /dev/shm has"):
             stream.reconfigure(workers=1000)
         before = stream.reader_totals
         assert before.decode_s > 0
@@ -283,7 +285,10 @@ def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
         read = stream.reader_totals.blocks
     assert read == len({job.plan.mixing.slot_of(index) for index in range(4 * batches, stop)}), "and no other region"
     other = make_job(volume, patches_per_region=8)
-    with open_stream(other) as stream, pytest.raises(ConfigError, match=r"The state is of plan .*, and the stream has"):
+    with (
+        open_stream(other) as stream,
+        pytest.raises(ConfigError, match=r"The state belongs to plan .*, but the stream has"),
+    ):
         stream.load_state_dict(state)
 
 
@@ -377,7 +382,7 @@ def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) ->
 
 
 def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"must name a running Ray cluster; got '127.0.0.1:1'"):
+    with pytest.raises(ConfigError, match=r"Cannot reach the Ray cluster at cluster.address=127.0.0.1:1:"):
         check_cluster("127.0.0.1:1")
 
 

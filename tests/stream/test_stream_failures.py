@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import threading
 import time
@@ -57,13 +58,13 @@ def test_a_ray_that_does_not_even_end_once_it_is_killed_is_left_behind(
     monkeypatch.setattr(ray_session, "_KILLED_S", 0.05)
     monkeypatch.setattr(ray_session.private, "shut_down", lambda when_handlers_are_back: never.wait())
     monkeypatch.setattr(ray_session.private, "kill_daemons", lambda: called.append("kill"))
-    monkeypatch.setattr(ray_session.private, "leave_to_the_system", lambda: called.append("leave"))
+    monkeypatch.setattr(ray_session.private, "skip_shutdown_at_exit", lambda: called.append("leave"))
     monkeypatch.setattr(ray_session.Session, "_hangs", not ray_session._shut_down())
     never.set()
     assert called == ["kill", "leave"]
     assert "is killed now" in caplog.text
     assert "is abandoned" in caplog.text
-    with pytest.raises(ConfigError, match="Ray must shut down before it can start again"):
+    with pytest.raises(ConfigError, match="Cannot start Ray: an earlier Ray"):
         ray_session.Session(ClusterConfig(), workers=1, ranks=1, store_bytes=2**28)
 
 
@@ -128,7 +129,7 @@ def test_one_death_too_many_during_a_hand_over_is_said_as_such(volume: Path, mon
     with open_stream(make_job(volume), workers=1) as stream:
         source: Any = stream._source
         while_the_second_is_made.append(lambda: source._reader_died("a death", {"pid": 1, "node": "here"}))
-        with pytest.raises(DataError, match=r"1 readers died in one session, more than the 0"):
+        with pytest.raises(DataError, match=r"1 readers died in one session \(limit 0\)"):
             collect(stream, 2000)
         assert len(segments) == 2
         assert segments[1]._handle.closed, "the new one was not missed"
@@ -150,11 +151,11 @@ def test_a_state_that_no_stream_can_go_on_from_is_refused(volume: Path) -> None:
     with open_stream(job) as stream:
         state: Any = stream.state_dict()
         for none in ({}, None, [], {"seed": 0}, state | {"quarantined": None}):
-            with pytest.raises(ConfigError, match="is no state that state_dict"):
+            with pytest.raises(ConfigError, match="was not returned by state_dict"):
                 stream.load_state_dict(none)
         for wrong in [True, 3, -2, "0"]:
             with pytest.raises(
-                ConfigError, match=r"is no state that state_dict|multiple of the number of ranks"
+                ConfigError, match=r"was not returned by state_dict|multiple of the number of ranks"
             ) as raised:
                 stream.load_state_dict(state | {"sample_index": wrong})
             assert "\n" not in str(raised.value)
@@ -172,9 +173,9 @@ def test_a_state_that_no_stream_can_go_on_from_is_refused(volume: Path) -> None:
 def test_a_closed_stream_is_not_opened_again(volume: Path) -> None:
     with open_stream(make_job(volume)) as stream:
         state = stream.state_dict()
-    with pytest.raises(ConfigError, match="a closed stream cannot be changed"):
+    with pytest.raises(ConfigError, match="The stream is closed"):
         stream.reconfigure(prefetch_factor=3)
-    with pytest.raises(ConfigError, match="a closed stream cannot be changed"):
+    with pytest.raises(ConfigError, match="The stream is closed"):
         stream.load_state_dict(state)
     with pytest.raises(StopIteration):
         next(stream)
@@ -197,7 +198,9 @@ WRONG: list[dict[str, Any]] = [
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     assert StreamOptions(np.int64(4), np.int32(0)).batch_size == 4  # type: ignore[arg-type]
     *_, (name, value) = options.items()
-    with pytest.raises(ConfigError, match=rf"^{name} must be an integer of at least \d; got {value!r}; change it$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{name} {re.escape(repr(value))} is not an integer of at least \d; change it$"
+    ):
         StreamOptions(**options)
 
 
@@ -262,7 +265,7 @@ def test_a_reader_has_died_once_a_younger_process_of_its_actor_has_reported() ->
     readers = Readers()
 
     def died(pid: int, actor: str = "a") -> tuple[int, str] | None:
-        return readers.take(BlockReport(pid, "n", actor, float(pid), 1, ReaderTotals(blocks=1)), most=2)
+        return readers.add(BlockReport(pid, "n", actor, float(pid), 1, ReaderTotals(blocks=1)), most=2)
 
     assert [died(pid) for pid in (1, 1, 3, 2, 3)] == [None, None, (1, "n"), (2, "n"), None]
     assert (set(readers.living), readers.totals.blocks) == ({3}, 5)
@@ -282,4 +285,4 @@ def test_ray_s_account_is_cut_to_what_it_knows_of_this_process(monkeypatch: pyte
     assert private._detail("Worker exits.\nMore. Some common causes include: the OOM killer") == "Worker exits. More."
     monkeypatch.setattr(private, "worker_exits", lambda *_: 1 / 0)
     assert watch.exit_of(1, "") == {}, "no cause, and no error"
-    assert watch.describe_death(1, "here", {}, None)[0].endswith("killed or died (Ray does not say why)")
+    assert watch.describe_death(1, "here", {}, None)[0].endswith("killed or died (Ray reports no cause)")

@@ -361,7 +361,7 @@ def test_changes_that_would_trigger_the_guard_are_refused_and_reported_once(
 
 def test_an_impossible_change_is_reported_and_not_retried(loop: Callable[..., Loop]) -> None:
     run = loop()
-    run.feed.refuses = "the object store must fit in /dev/shm"
+    run.feed.refuses = "The object store needs 9 GiB, but /dev/shm has 1 GiB free"
     run.hears(FEW_WORKERS, FEW_WORKERS)
     assert len(run.feed.changes) == 1
     (event,) = run.events

@@ -1,1 +1,1 @@
-"""Starts the ranks of a run.  In: a config.  Out: an exit code of `training.run.train`, called once in each rank."""
+"""Starts the ranks of a run.  In: a request.  Out: the exit code of `training.run.train_as_rank`, run in each rank."""

@@ -1,6 +1,6 @@
-"""One rank in this process, the ranks that torchrun has started, or those that Ray Train is asked to start.
+"""Trains as one rank in this process, as a rank that torchrun started, or with ranks that Ray Train starts.
 
-torch, which takes seconds to import, is imported where this process trains.
+torch takes seconds to import, so only a process that trains imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def launch(request: Request) -> int:
-    """Train with `training.ranks` ranks, and return the exit code.  Raises as `training.run.train`."""
+    """Train with `training.ranks` ranks.  Returns the exit code; raises the errors of `train_as_rank`."""
     launched = launched_world_size()
     request = resolve_ranks(request, launched)
     if launched is None and request.config.training.ranks != 1:
@@ -33,13 +33,12 @@ def launch(request: Request) -> int:
 
 
 def resolve_ranks(request: Request, launched: int | None) -> Request:
-    """Put a number in the place of `training.ranks: auto`; `launched` ranks has torchrun started, None = none.
+    """Replace `training.ranks: auto` with a number; `launched` is the number of ranks that torchrun started, if any.
 
-    A run that is resumed keeps the number that it began with, and with it the effective batch, whatever the number of
-    ranks that are at work now.
+    A resumed run keeps the number that it began with, and so its effective batch, however many ranks run now.
 
     Raises:
-        ConfigError: the ranks are to run on a cluster, whose GPUs are not counted.
+        ConfigError: the run uses a cluster, whose GPUs cannot be counted.
     """
     config = request.config
     if config.training.ranks != "auto":
@@ -48,8 +47,8 @@ def resolve_ranks(request: Request, launched: int | None) -> Request:
     if count is None:
         if config.cluster.address is not None:
             raise ConfigError(
-                "training.ranks=auto counts the GPUs of this machine, and cluster.address="
-                f"{config.cluster.address} names a cluster; set training.ranks to a number (see `ray status`)"
+                "training.ranks=auto counts the GPUs of this machine and does not work with cluster.address="
+                f"{config.cluster.address}; set training.ranks to a number (see `ray status`)"
             )
         import torch
 
@@ -59,7 +58,7 @@ def resolve_ranks(request: Request, launched: int | None) -> Request:
 
 
 def _ranks_so_far(config: Config) -> int | None:
-    """`training.ranks` of the sessions before; None where there were none."""
+    """Return `training.ranks` of earlier sessions; None if there are none."""
     try:
         stored = yaml.safe_load((run_dir(config).path / "config.resolved.yaml").read_text(encoding="utf-8"))
         return int(stored["training"].get("ranks", 1))  # runs of earlier versions had one

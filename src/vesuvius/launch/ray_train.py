@@ -1,7 +1,7 @@
-"""The ranks of a run as workers of Ray Train, which starts them, notices their deaths and starts them again.
+"""Runs the ranks as workers of Ray Train, which starts them, detects their deaths and restarts them.
 
-The command prints the run's log, passes a stop on and ends with rank 0's exit code.  It and rank 0 leave each other
-notes in a folder that all nodes share, beside what Ray Train keeps there.
+The command prints the run's log, forwards a stop request and ends with rank 0's exit code.  It communicates with rank 0
+through files in a folder that all nodes share, which Ray Train also uses as its storage path.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_LOOK_EVERY_S = 60.0
+_LIVENESS_CHECK_S = 60.0
 _GROW_EVERY_S = 600.0
-_LEAST_STORE_BYTES = 2**28  # for what Ray itself needs
-# The notes: exit code and reason with which rank 0 is to stop; that it is at work, and that it has started before.
+_MIN_STORE_BYTES = 2**28  # for Ray itself
+# The files: exit code and reason of a stop request; heartbeat of rank 0; whether rank 0 has started before.
 _STOP, _ALIVE, _STARTED = "stop.json", "alive", "started"
 
 
@@ -54,44 +54,44 @@ def train_with_ray(request: Request) -> int:
 
     Raises:
         ConfigError: the nodes have no room for the ranks, or the cluster does not answer.
-        VesuviusError: a rank was lost more than `cluster.max_restarts` times, or the ranks did not come within
+        VesuviusError: ranks were lost more than `cluster.max_restarts` times, or did not start within
             `cluster.rank_timeout_minutes`.
     """
     config, ranks = request.config, int(request.config.training.ranks)
     check_ranks(config, config.cluster.min_ranks or ranks, ranks)
-    if not request.resume:  # before a rank is lost, whose next start would resume what is there
+    if not request.resume:  # checked here because a restarted rank resumes the run that it finds
         refuse_existing(run_dir(config))
     size = _store_bytes(config, ranks)
-    # By the time, as the number of a process may be that of one that was killed, and has left its notes.
-    place = run_dir(config).path.absolute().parent / ".ray_train" / f"{config.name}-{time.time_ns()}"
+    # The time is unique, unlike a pid: a killed process with the same pid may have left its files.
+    folder = run_dir(config).path.absolute().parent / ".ray_train" / f"{config.name}-{time.time_ns()}"
     with ExitStack() as opened:
         session = Session(config.cluster, config.training.workers * ranks, ranks, size)
         opened.callback(session.close)
-        import ray  # after `stream.ray`, which sets its environment
+        import ray  # after `stream.ray`, which sets Ray's environment
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         needs = check_room(config, nodes)
-        with storage_errors(f"the runs folder {place}", "set VESUVIUS_RUNS to a writable folder"):
-            place.mkdir(parents=True, exist_ok=True)
-        opened.callback(shutil.rmtree, place, ignore_errors=True)
+        with storage_errors(f"the runs folder {folder}", "set VESUVIUS_RUNS to a writable folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+        opened.callback(shutil.rmtree, folder, ignore_errors=True)
         stop = opened.enter_context(StopRequest(config.training.max_hours))
-        trainer = make_trainer(request, ranks, needs, place)
-        return _wait(config, on_thread(trainer.fit, name="ray-train"), place, stop)
+        trainer = make_trainer(request, ranks, needs, folder)
+        return _wait(config, on_thread(trainer.fit, name="ray-train"), folder, stop)
 
 
-def make_trainer(request: Request, ranks: int, needs: dict[str, float], place: Path) -> TorchTrainer:
-    """Ray Train's trainer for these ranks, each of which reserves what it needs."""
+def make_trainer(request: Request, ranks: int, needs: dict[str, float], folder: Path) -> TorchTrainer:
+    """Make Ray Train's trainer for these ranks, each of which reserves `needs`."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     config, cluster, on_gpu = request.config, request.config.cluster, "GPU" in needs
-    rank, scaling = cast(Any, run_rank), cast(Any, ScalingConfig)  # Ray's hints are of its version 1
-    log.info("starting %d ranks with Ray Train, %s", ranks, "a GPU each" if on_gpu else "on CPUs")
+    rank, scaling = cast(Any, run_rank), cast(Any, ScalingConfig)  # Ray's type hints are those of Ray Train v1
+    log.info("Starting %d ranks with Ray Train, %s", ranks, "one GPU each" if on_gpu else "on CPUs")
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
     return TorchTrainer(
         rank,
-        train_loop_config={"request": request, "place": place, "directory": os.getcwd(), "began": time.time()},
+        train_loop_config={"request": request, "folder": folder, "directory": os.getcwd(), "began": time.time()},
         torch_config=TorchConfig(
             backend="cuda:nccl,cpu:gloo" if on_gpu else "gloo", timeout_s=int(60 * cluster.rank_timeout_minutes)
         ),
@@ -103,18 +103,18 @@ def make_trainer(request: Request, ranks: int, needs: dict[str, float], place: P
         ),
         run_config=RunConfig(
             name=config.name,
-            storage_path=str(place),  # Ray Train checks that it is the same on all nodes
+            storage_path=str(folder),  # Ray Train checks that all nodes share it
             failure_config=FailureConfig(max_failures=cluster.max_restarts),
         ),
     )
 
 
 def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float]:
-    """What a rank reserves on one of these nodes: also its readers' cores, or Ray would put more ranks on a node
-    than it can feed.
+    """Return the resources that a rank reserves on a node, including the cores of its readers: otherwise Ray would put
+    more ranks on a node than its cores can feed.
 
     Raises:
-        ConfigError: ranks and readers do not fit: Ray would wait for more nodes.
+        ConfigError: ranks and readers do not fit; Ray would wait for more nodes.
     """
     least, workers = config.cluster.min_ranks or int(config.training.ranks), config.training.workers
     needs = {"CPU": 1.0 + (workers if readers_are_local(config.cluster, world=2) else 0)}
@@ -124,45 +124,44 @@ def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float
     if room < least or cpus < min(room, int(config.training.ranks)) * (1 + workers):
         text = " + ".join(f"{need:g} {name}" for name, need in needs.items())
         raise ConfigError(
-            f"{least} ranks and their readers do not fit on the {len(nodes)} nodes with {cpus:g} cores: there is "
-            f"room for {room} ranks, each of which needs {text} on one node, and {1 + workers} cores with its "
-            "readers; lower training.ranks, cluster.min_ranks or training.workers, set cluster.reader_nodes=any, or "
-            "add nodes"
+            f"{least} ranks and their readers do not fit on the {len(nodes)} nodes with {cpus:g} cores, which have "
+            f"room for {room} ranks: each needs {text} on one node, and {1 + workers} cores with its readers; lower "
+            "training.ranks, cluster.min_ranks or training.workers, set cluster.reader_nodes=any, or add nodes"
         )
     return needs
 
 
 def run_rank(job: dict[str, Any]) -> tuple[int, str]:
-    """What each worker runs: `training.run.train`, as torchrun would run it, with an ear for the command.
+    """Train as a rank in a worker of Ray Train; rank 0 also follows the command's requests.
 
     Args:
-        job: `request`; `place` of the notes; `directory` where relative paths begin; `began`, when the command did.
+        job: `request`; `folder` of the shared files; working `directory`; `began`, the start time of the command.
 
     Returns:
-        The exit code, and the error that it stands for where no log has it.
+        The exit code, and the error if it is not in the run's log.
 
     Raises:
-        RankLostError: another rank is gone; Ray Train then starts all of them again.
-        Exception: the same, of a failing GPU or the network.
+        RankLostError: another rank is gone; Ray Train then restarts all ranks.
+        Exception: any other error that a restart may fix, of a GPU or the network; Ray Train also restarts all ranks.
     """
-    logger, ended, place = logging.getLogger("vesuvius"), threading.Event(), job["place"]
+    logger, ended, folder = logging.getLogger("vesuvius"), threading.Event(), job["folder"]
     logger.setLevel(logging.INFO)
     request, hours = job["request"], job["request"].config.training.max_hours
-    # `max_hours` count from the start of the command, over all restarts.
+    # `max_hours` counts from the start of the command, across restarts.
     stop = StopRequest(None if hours is None else max(hours - (time.time() - job["began"]) / 3600, 1e-3))
     try:
         if os.environ["RANK"] == "0":
-            request = replace(request, resume=request.resume or (place / _STARTED).exists())
-            (place / _STARTED).touch()
-            threading.Thread(target=_follow, args=(place, stop, ended), name="command", daemon=True).start()
+            request = replace(request, resume=request.resume or (folder / _STARTED).exists())
+            (folder / _STARTED).touch()
+            threading.Thread(target=_follow, args=(folder, stop, ended), name="command", daemon=True).start()
         os.chdir(job["directory"])
         return train_as_rank(request, stop=stop), ""
     except Exception as error:
-        known, again = isinstance(error, VesuviusError), is_restartable(error)
+        known, restarts = isinstance(error, VesuviusError), is_restartable(error)
         text = str(error) if known else f"{type(error).__name__}: {one_line(error)}"
-        told = "; Ray Train starts all ranks again, from the last checkpoint" if again else ""
-        log.error("%s%s", text, told, exc_info=None if known else error)
-        if again:
+        outlook = "; Ray Train restarts all ranks from the last checkpoint" if restarts else ""
+        log.error("%s%s", text, outlook, exc_info=None if known else error)
+        if restarts:
             raise
         return getattr(error, "exit_code", EXIT_ERROR), "" if logger.handlers else text
     finally:
@@ -170,60 +169,61 @@ def run_rank(job: dict[str, Any]) -> tuple[int, str]:
         close_logs()
 
 
-def _follow(place: Path, stop: StopRequest, ended: threading.Event) -> None:
-    """Until rank 0 has ended, say that it is at work, and obey the command."""
+def _follow(folder: Path, stop: StopRequest, ended: threading.Event) -> None:
+    """Send heartbeats and take stop requests from the command until rank 0 ends."""
     while not ended.wait(2 * _POLL_S):
         with suppress(OSError):  # the command has ended
-            (place / _ALIVE).touch()  # takes no room: the disk may be full
+            (folder / _ALIVE).touch()  # works on a full disk, too
         with suppress(OSError):
-            stop.request(*json.loads((place / _STOP).read_bytes()))
+            stop.request(*json.loads((folder / _STOP).read_bytes()))
 
 
-def _touched(note: Path) -> int | None:
-    """When another process has; opened, as NFS may remember how a closed file was."""
-    with suppress(OSError), note.open("rb") as file:
+def _modified_ns(path: Path) -> int | None:
+    """Modification time of a file that another process touches; opened because NFS caches the state of closed files."""
+    with suppress(OSError), path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns
     return None
 
 
-def _wait(config: Config, result: Future[Any], place: Path, stop: StopRequest) -> int:
-    """Print the log of rank 0 and pass a stop on, until Ray Train ends; returns rank 0's exit code.
+def _wait(config: Config, result: Future[Any], folder: Path, stop: StopRequest) -> int:
+    """Print the log of rank 0 and forward a stop request until Ray Train ends.  Returns rank 0's exit code.
 
-    Raises VesuviusError: Ray Train has given up, no rank has come for too long, or none is there to obey a stop.
+    Raises VesuviusError: Ray Train has given up, no rank has run for too long, or none can handle a stop request.
     """
-    path, minutes, told, alive = run_dir(config).log, config.cluster.rank_timeout_minutes, False, None
-    heard_s = said_s = time.monotonic()
+    path, minutes, is_forwarded, alive = run_dir(config).log, config.cluster.rank_timeout_minutes, False, None
+    heard_s = checked_s = time.monotonic()
     log_file = Tail(path, first_bytes=0 if path.exists() else sys.maxsize)
-    _print_new(log_file)  # from here on
+    _print_new(log_file)  # skips the log of earlier sessions
     while not result.done():
         with suppress(TimeoutError):
             result.exception(timeout=_POLL_S)
         _print_new(log_file)
-        if not told and (asked := stop.pending()):
-            with suppress(OSError):  # a full disk: the next round tries again
-                write_atomically(place / _STOP, json.dumps(asked).encode())
-                told = True
-        now, before, alive = time.monotonic(), alive, _touched(place / _ALIVE)
+        if not is_forwarded and (asked := stop.pending()):
+            with suppress(OSError):  # a full disk: retried in the next round
+                write_atomically(folder / _STOP, json.dumps(asked).encode())
+                is_forwarded = True
+        now, before, alive = time.monotonic(), alive, _modified_ns(folder / _ALIVE)
         if alive != before:
-            heard_s = said_s = now
-        elif now - said_s >= _LOOK_EVERY_S:
-            late_s, said_s = said_s - heard_s, now  # when it was last said: all may have been stopped together since
+            heard_s = checked_s = now
+        elif now - checked_s >= _LIVENESS_CHECK_S:
+            # Until the last check: since then this process may have been suspended along with the ranks.
+            late_s, checked_s = checked_s - heard_s, now
             if stop.is_requested():
-                raise stop.as_error("no rank is at work, so nothing is saved; the last checkpoint is whole")
+                raise stop.as_error("no rank is running, so nothing is saved; the last checkpoint is intact")
             if late_s >= 60 * minutes:
                 raise VesuviusError(
-                    f"no rank was at work for cluster.rank_timeout_minutes={minutes:g}; see `ray status` for what the "
-                    "cluster lacks, add nodes or lower cluster.min_ranks, and continue with --resume"
+                    f"No rank has run for cluster.rank_timeout_minutes={minutes:g}; check `ray status` for missing "
+                    "resources, add nodes or lower cluster.min_ranks, and continue with --resume"
                 )
-            log.warning("no rank has been at work for %.0f s; `ray status` says what is in use", now - heard_s)
+            log.warning("No rank has run for %.0f s; `ray status` shows the resources in use", now - heard_s)
     _print_new(log_file)
     try:
         exit_code, message = result.result().return_value
     except Exception as error:  # of the ranks, or of Ray Train itself
         raise VesuviusError(
-            f"Ray Train has given up, after at most cluster.max_restarts={config.cluster.max_restarts} restarts: "
-            f"{type(error).__name__}: {one_line(error)}; see the logs of the ranks below {run_dir(config).path} and "
-            "Ray's in /tmp/ray/session_latest/logs; continue with --resume"
+            f"Ray Train gave up after at most cluster.max_restarts={config.cluster.max_restarts} restarts: "
+            f"{type(error).__name__}: {one_line(error)}; see the logs of the ranks in {run_dir(config).path} and "
+            "Ray's in /tmp/ray/session_latest/logs, then continue with --resume"
         ) from error
     if message:
         log.error("%s", message)
@@ -231,20 +231,20 @@ def _wait(config: Config, result: Future[Any], place: Path, stop: StopRequest) -
 
 
 def _print_new(log_file: Tail) -> None:
-    """Print what was appended since the last call, in whole lines."""
+    """Print the complete lines appended since the last call."""
     try:
         print(log_file.lines().decode("utf-8", errors="replace"), end="", flush=True)
-    except OSError:  # its reader has left, or the terminal has closed
+    except OSError:  # a broken pipe or a closed terminal
         silence(sys.stdout)
 
 
 def _store_bytes(config: Config, ranks: int) -> int:
-    """Size of a private Ray's object store, which serves all ranks; a cluster has its own."""
+    """Size of a private Ray's object store, which all ranks share; a cluster has its own."""
     if config.cluster.address is not None or config.training.workers == 0:
-        return _LEAST_STORE_BYTES
+        return _MIN_STORE_BYTES
     options = StreamOptions.from_config(config.training, config.cluster)
     data = prepare_data(config.seed, config.data.with_patches_from_everywhere())
     check_store(data.job, options, ranks)
-    size = max(ranks * store_bytes(data.job, options), _LEAST_STORE_BYTES)
+    size = max(ranks * store_bytes(data.job, options), _MIN_STORE_BYTES)
     check_limits(config, ranks, size)
     return size

@@ -1,1 +1,1 @@
-"""From ordered batches of voxels to tensors where the model is.  In: volumes.  Out: what a training loop takes."""
+"""From ordered batches of voxels to tensors on the device.  In: volumes.  Out: batches for a training loop."""

@@ -1,7 +1,7 @@
-"""Last stop of a patch: from a batch in its stored dtype to normalised images and labels on the device.
+"""Turns batches in the stored dtype into normalised images and labels on the device.
 
-On a GPU batches are put together in a small ring of pinned buffers (`BatchRing`) and copied from there on a stream of
-their own; on a CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.
+For a GPU, batches are assembled in a small ring of pinned buffers (`BatchRing`) and copied on a separate CUDA stream;
+on a CPU nothing is copied.  Casting, normalisation and augmentation run on the device.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from vesuvius.stream.stream import PatchStream
 
 @dataclass(frozen=True)
 class PatchBatch:
-    """Patches on the device."""
+    """A batch of patches on the device."""
 
-    # (B, 1, Z, Y, X): float32, -1 and +1 at the ends of the grey range, or as stored with `normalize=False`
+    # (B, 1, Z, Y, X): float32, -1 and +1 at the ends of the intensity range, or as stored with `normalize=False`
     image: Tensor
-    # (B, 1, Z, Y, X) in the dtype stored, cut, mirrored and turned as the image; None without labels
+    # (B, 1, Z, Y, X) in the stored dtype, cropped and augmented like the image; None without labels
     label: Tensor | None
-    samples: tuple[Sample, ...]  # index, volume, box and symmetry of each patch
+    samples: tuple[Sample, ...]  # index, volume, box and augmentation of each patch
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PatchBatch:
-        """The same on another device; what frameworks that move batches themselves call."""
+        """Return the batch on another device; called by frameworks that move batches themselves."""
         label = None if self.label is None else self.label.to(device, non_blocking=non_blocking)
         return replace(self, image=self.image.to(device, non_blocking=non_blocking), label=label)
 
 
 class DeviceFeed:
-    """Opens a stream, takes batches from it and delivers them on `device`, normalised by `greys`, those of the volumes,
-    or as stored without any."""
+    """Opens a stream and delivers its batches on `device`, normalised by `ranges` (one per volume), or as stored if
+    there are none."""
 
     def __init__(
-        self, device: torch.device, options: StreamOptions, job: ReaderJob, greys: Sequence[IntensityRange]
+        self, device: torch.device, options: StreamOptions, job: ReaderJob, ranges: Sequence[IntensityRange]
     ) -> None:
         self.device, self.job, self.options = device, job, options
         self._stream: PatchStream | None = None
-        self._scales = intensity_scales(greys)
+        self._scales = intensity_scales(ranges)
         self._ring: BatchRing | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -63,76 +63,78 @@ class DeviceFeed:
 
     @contextmanager
     def open(self, **start: Unpack[StreamStart]) -> Iterator[PatchStream]:
-        """The stream that `next` draws from, closed at the end; arguments and errors as of `PatchStream`."""
+        """Open the stream that `next` draws from, for the context; arguments and errors are those of `PatchStream`."""
         ring = self._ring
         buffers = {"buffers": ring.buffers, "condition_buffers": ring.condition_buffers} if ring else {}
         with PatchStream(self.job, self.options, **buffers, **start) as self._stream:
             try:
                 yield self._stream
             finally:
-                self._stream = None  # it holds the batches that it delivered last
+                self._stream = None  # it references its last batches
 
     @property
     def stream(self) -> PatchStream:
-        """The stream that is open."""
+        """The open stream."""
         assert self._stream is not None, "open the feed first"
         return self._stream
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes that one more batch ahead takes; torch rounds pinned buffers up to a power of two."""
+        """Bytes that one more prefetched batch takes; torch rounds pinned buffers up to a power of two."""
         return self._ring.slot_bytes if self._ring else self.options.batch_size * self.job.patch_bytes
 
     def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
-        """Change the stream as `PatchStream.reconfigure` does, and the ring with it; between two batches.
+        """Reconfigure the stream (see `PatchStream.reconfigure`) and the ring, between two batches.
 
         Raises:
-            ConfigError: it cannot be done; stream and ring continue as they were.
+            ConfigError: not possible; stream and ring are unchanged.
         """
         if self._ring is None:
             self.stream.reconfigure(**changes)
             return
         options = replace(self.stream.options, **changes)
         before, count = len(self._ring), BUFFERS_IN_USE + batches_ahead(options)
-        self._ring = self._ring.exchanged(self.stream, count, **changes)
+        self._ring = self._ring.resized(self.stream, count, **changes)
         if count < before:
             self._copies.synchronize()
             if hasattr(torch.accelerator, "empty_host_cache"):  # older versions keep it for the next buffers
                 torch.accelerator.empty_host_cache()
 
     def next(self, clock: StepClock) -> tuple[PatchBatch, Batch]:
-        """The next batch on the device, and as it was read.
+        """Return the next batch on the device, and as it was read.
 
-        On a GPU that lies in a buffer which is filled again two batches on; on a CPU it is the caller's.
+        With a GPU the latter lies in a buffer that is reused two batches later; on a CPU the caller owns it.
         """
         ring = self._ring
         with clock.waiting():
             if ring:
                 ring.wait()
             batch = next(self.stream)
-        parts = ring.take(batch.patches) if ring else _tensors(batch)
-        raw = self.copy([part[: len(batch.samples)] for part in parts], clock)
+        tensors = ring.take(batch.patches) if ring else _tensors(batch)
+        raw = self.copy([tensor[: len(batch.samples)] for tensor in tensors], clock)
         if ring:
-            ring.copying(self._copies.record_event())
+            ring.set_copied(self._copies.record_event())
         with clock.computing("forward"):
             return self._augmented(batch, *raw), batch
 
     def to_device(self, batch: Batch) -> PatchBatch:
-        """A batch that `next` has delivered before, again; waits for the copy."""
-        return self._augmented(batch, *(part.to(self.device) for part in _tensors(batch)))
+        """Return a batch that `next` delivered before on the device; waits for the copy."""
+        return self._augmented(batch, *(tensor.to(self.device) for tensor in _tensors(batch)))
 
-    def copy(self, parts: Sequence[Tensor], clock: StepClock) -> list[Tensor]:
-        """Host tensors on the device.  To a GPU they are copied, from pinned memory, while it computes; what it is
-        given to compute from now on waits for them."""
+    def copy(self, tensors: Sequence[Tensor], clock: StepClock) -> list[Tensor]:
+        """Copy pinned host tensors to a GPU while it computes; kernels launched afterwards wait for them.
+
+        On a CPU, returns the tensors.
+        """
         if self.device.type != "cuda":
             with clock.copying():
-                return list(parts)
+                return list(tensors)
         main = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._copies), clock.copying():
-            copies = [part.to(self.device, non_blocking=True) for part in parts]
+            copies = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
         main.wait_stream(self._copies)
-        for part in copies:
-            part.record_stream(main)  # or the allocator could hand its memory out while the main stream still reads it
+        for copy in copies:
+            copy.record_stream(main)  # otherwise the allocator could reuse its memory while `main` still reads it
         return copies
 
     def _augmented(self, batch: Batch, raw: Tensor, raw_label: Tensor | None = None) -> PatchBatch:
@@ -145,7 +147,7 @@ class DeviceFeed:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    return [torch.from_numpy(part) for part in (batch.patches, batch.condition) if part is not None]
+    return [torch.from_numpy(array) for array in (batch.patches, batch.condition) if array is not None]
 
 
 def _pinned_slot(layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Tensor]:
@@ -154,7 +156,7 @@ def _pinned_slot(layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> lis
 
 
 def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDArray[np.float64]) -> Tensor:
-    """From voxels [B, Z, Y, X] in the stored dtype to what the network learns, float32 [B, 1, Z, Y, X].
+    """Augment and normalise voxels [B, Z, Y, X] in the stored dtype: float32 [B, 1, Z, Y, X].
 
     `scales` are the `intensity_scales` of each sample's volume, float64 [B, 2].
     """
@@ -162,9 +164,9 @@ def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDA
 
 
 def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> Tensor:
-    """Mirror and turn each patch [B, Z, Y, X] as its own augmentation says.
+    """Mirror and rotate each patch [B, Z, Y, X] by its own augmentation.
 
-    Moves voxels, changes none: any dtype, any device.
+    Moves voxels without changing them: any dtype, any device.
     """
     if all(augmentation == Augmentation() for augmentation in augmentations):
         return patches
@@ -176,82 +178,81 @@ def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> 
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU has nothing to wait for."""
+    """Wait for a GPU; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class BatchRing:
-    """Slots that are filled and copied from in turn.
+    """Ring of pinned slots that batches are assembled in and copied from.
 
-    Before each batch call `wait`, with the batch `take`, and when its copy is under way `copying`.
+    Call `wait` before each batch, `take` with the batch, and `set_copied` once its copy has been queued.
 
     Args:
-        allocate: makes a slot: a tensor [B, Z, Y, X] for patches and, where there are conditions, one for those.
-        count: slots; at least 3.
-        kept: the first of them, of another ring.
+        allocate: allocates a slot: a tensor [B, Z, Y, X] for patches and, if any, one for conditions.
+        count: number of slots; at least 3.
+        kept: slots of another ring to reuse.
     """
 
     def __init__(self, allocate: Callable[[], list[Tensor]], count: int, kept: Sequence[list[Tensor]] = ()) -> None:
         self._allocate = allocate
         self._slots = [*kept, *(allocate() for _ in range(count - len(kept)))]
-        self._copied: list[Any] = [None] * count  # a `torch.cuda.Event` each, once it has been copied
-        self._places = {buffer.ctypes.data: place for place, buffer in enumerate(self.buffers)}
-        self._held: deque[int] = deque(maxlen=BUFFERS_IN_USE)
+        self._copied: list[Any] = [None] * count  # the `torch.cuda.Event` of each slot's last copy
+        self._slot_of = {buffer.ctypes.data: index for index, buffer in enumerate(self.buffers)}
+        self._in_use: deque[int] = deque(maxlen=BUFFERS_IN_USE)
 
     def __len__(self) -> int:
         return len(self._slots)
 
     @property
     def buffers(self) -> list[NDArray[Any]]:
-        """For the stream: those of patches."""
+        """The stream's buffers for patches."""
         return [slot[0].numpy() for slot in self._slots]
 
     @property
     def condition_buffers(self) -> list[NDArray[Any]]:
-        """For the stream; empty without conditions."""
+        """The stream's buffers for conditions; empty without conditions."""
         return [slot[1].numpy() for slot in self._slots if len(slot) > 1]
 
     @property
     def slot_bytes(self) -> int:
-        """Memory of a slot where it is pinned."""
-        return sum(pinned_bytes(part.nbytes) for part in self._slots[0])
+        """Bytes of a pinned slot."""
+        return sum(pinned_bytes(tensor.nbytes) for tensor in self._slots[0])
 
     def wait(self) -> None:
-        """The stream is about to fill the buffer of two batches ago: its copy must be over (it long is)."""
-        if len(self._held) == BUFFERS_IN_USE and (copied := self._copied[self._held[0]]) is not None:
+        """Wait for the copy from the slot that the stream fills next (usually long done)."""
+        if len(self._in_use) == BUFFERS_IN_USE and (copied := self._copied[self._in_use[0]]) is not None:
             copied.synchronize()
 
     def take(self, patches: NDArray[Any]) -> list[Tensor]:
-        """The slot in which the stream has delivered a batch, whose place in the ring the stream alone decides."""
-        place = self._places[patches.ctypes.data]
-        self._held.append(place)
-        return self._slots[place]
+        """Return the slot in which the stream has delivered a batch."""
+        index = self._slot_of[patches.ctypes.data]
+        self._in_use.append(index)
+        return self._slots[index]
 
-    def copying(self, copied: Any) -> None:
-        """The slot that was taken last is being copied, until `copied`, a `torch.cuda.Event`."""
-        self._copied[self._held[-1]] = copied
+    def set_copied(self, copied: Any) -> None:
+        """Set the `torch.cuda.Event` that marks the end of the copy from the slot taken last."""
+        self._copied[self._in_use[-1]] = copied
 
-    def exchanged(self, stream: PatchStream, count: int, **changes: Unpack[StreamChanges]) -> BatchRing:
-        """Change the stream that fills it, and return the ring that is filled from now on, of slots of this one and new
-        ones.  Waits for all copies.
+    def resized(self, stream: PatchStream, count: int, **changes: Unpack[StreamChanges]) -> BatchRing:
+        """Reconfigure the stream, and return the new ring that it fills, which reuses slots.  Waits for all copies.
 
-        Raises ConfigError where it cannot be had: then the stream continues with this one.
+        Raises ConfigError: not possible; the stream continues with this ring.
         """
         for copied in self._copied:
             if copied is not None:
                 copied.synchronize()
         try:
             other = BatchRing(self._allocate, count, self._slots[:count])
-        except RuntimeError as error:  # what torch raises where CUDA gives no pinned memory
+        except RuntimeError as error:  # CUDA cannot allocate pinned memory
             raise ConfigError(
-                f"the batches ahead must fit into pinned memory; got {one_line(error)} for {count} buffers instead of "
-                f"{len(self)}; lower training.prefetch_factor"
+                f"Cannot allocate pinned memory for {count} prefetched batches instead of {len(self)}: "
+                f"{one_line(error)}; lower training.prefetch_factor"
             ) from error
         stream.reconfigure(**changes, buffers=other.buffers, condition_buffers=other.condition_buffers)
         return other
 
 
 def pinned_bytes(size: int) -> int:
-    """Memory of a pinned buffer, which torch rounds up to a power of two.  Pure."""
+    """Bytes of a pinned buffer: torch rounds up to a power of two.  Pure."""
     return 1 << (size - 1).bit_length() if size else 0

@@ -1,3 +1,1 @@
-"""Which voxels sample i is.  In: shapes, splits, foreground maps.  Out: volume, region, start and augmentation.
-
-Pure."""
+"""Maps sample i to voxels.  In: shapes, splits, foreground maps.  Out: volume, region, start, augmentation.  Pure."""

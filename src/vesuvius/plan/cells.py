@@ -1,11 +1,11 @@
 """Partitions the starts of a volume's patches into cells.  Pure.
 
-A start is the first voxel of a patch.  Along each axis the starts are cut into intervals of equal length, shorter at
-the ends; a cell is one interval per axis, so every start belongs to exactly one cell.  The region of a cell is what its
-patches cover: the cell and patch - 1 voxels more.  Each pass over the volume draws a new phase that moves the cuts, so
-that no voxel is always near one.
+A start is the first voxel of a patch.  Along each axis the starts are divided into intervals of equal length, shorter
+at the ends; a cell is one interval per axis, so every start belongs to exactly one cell.  The region of a cell is the
+cell extended by patch - 1 voxels, which is what its patches cover.  Each pass over the volume draws a new phase that
+shifts the boundaries, so that no voxel is always near one.
 
-Regions are read as whole chunks, so lengths that divide a chunk, or that chunks divide, are cheap at some phases: with
+Regions are read as whole chunks, so lengths that divide a chunk or are multiples of one are cheap at some phases: with
 chunks of 128 and patches of 136 voxels, a cell of 128 starts needs three chunks at 122 phases, four at the other six.
 Only the cheap phases are drawn.
 """
@@ -25,10 +25,8 @@ from vesuvius.config import Triple
 from vesuvius.volumes.box import Box, box_along, triple
 
 DENSITY = 16.5
-"""The law of mixing, in a cell: how many patches of one visit cover a voxel that lies in the midst of its region."""
-
-# An average over all phases is taken over so many, evenly spaced.
-_PHASES_AVERAGED = 16
+"""Mixing within a cell: number of patches of one visit that cover a voxel in the middle of its region."""
+_PHASES_AVERAGED = 16  # evenly spaced
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,16 @@ class AxisCells:
     # first, count: the starts first <= s < first + count
     first: int
     count: int
-    length: int  # of a cell, in starts
-    phases: tuple[int, ...]  # voxels of the volume, modulo the length, at which a cell may begin
+    length: int  # starts per cell
+    phases: tuple[int, ...]  # positions, modulo the length, at which a cell may begin
 
     def cell_of(self, start: int, phase: int) -> tuple[int, int]:
-        """The cell that owns a start: (first start, one past the last)."""
+        """Return the cell that contains a start: (first start, one past the last)."""
         lo = start - (start - phase) % self.length
         return max(lo, self.first), min(lo + self.length, self.first + self.count)
 
     def cells(self, phase: int) -> Iterator[tuple[int, int]]:
-        """All cells, in rising order."""
+        """Yield all cells in ascending order."""
         start = self.first
         while start < self.first + self.count:
             cell = self.cell_of(start, phase)
@@ -55,7 +53,7 @@ class AxisCells:
             start = cell[1]
 
     def decoded_voxels(self, patch: int, chunk: int) -> float:
-        """Voxels along this axis of the chunks that a region touches, on average over all starts and phases."""
+        """Mean length of the chunks that a region touches along this axis, over all starts and phases."""
         total, phases = 0.0, self.phases[:: -(-len(self.phases) // _PHASES_AVERAGED)]
         for phase in phases:
             for lo, hi in self.cells(phase):
@@ -65,42 +63,42 @@ class AxisCells:
 
 @dataclass(frozen=True)
 class Cells:
-    """Cells of a volume: one of each axis."""
+    """Cells of a volume."""
 
     axes: tuple[AxisCells, AxisCells, AxisCells]
 
     @cached_property
     def num_starts(self) -> int:
-        """How many starts there are."""
+        """Number of starts in all cells."""
         return math.prod(axis.count for axis in self.axes)
 
     @cached_property
     def largest_zyx(self) -> Triple:
-        """Starts of the largest cell along each axis."""
+        """Number of starts of the largest cell along each axis."""
         return triple(min(axis.length, axis.count) for axis in self.axes)
 
     @property
     def largest(self) -> int:
-        """Starts of the largest cell."""
+        """Number of starts of the largest cell."""
         return math.prod(self.largest_zyx)
 
     def draw_phases(self, rng: np.random.Generator) -> Triple:
-        """A phase for each axis."""
+        """Draw a phase for each axis."""
         return triple(axis.phases[int(rng.integers(len(axis.phases)))] for axis in self.axes)
 
     def cell_of(self, start_zyx: Triple, phases_zyx: Triple) -> Box:
-        """The cell that owns a start: a box of starts."""
+        """Return the cell that contains a start: a box of starts."""
         return box_along(axis.cell_of(s, p) for axis, s, p in zip(self.axes, start_zyx, phases_zyx, strict=True))
 
     def cell_at(self, position: int, phases_zyx: Triple) -> Box:
-        """The cell that owns position 0 <= p < `num_starts`, where positions count through cell after cell.
+        """Return the cell at position 0 <= p < `num_starts`; positions enumerate the starts cell by cell.
 
-        So positions at equal distances meet cells in proportion to the starts they own.
+        Equidistant positions therefore hit cells in proportion to their numbers of starts.
         """
-        behind = [math.prod(axis.count for axis in self.axes[n + 1 :]) for n in range(3)]
+        remaining = [math.prod(axis.count for axis in self.axes[n + 1 :]) for n in range(3)]
         cell: list[tuple[int, int]] = []
         width = 1  # starts of the cell along the axes so far
-        for axis, phase, rest in zip(self.axes, phases_zyx, behind, strict=True):
+        for axis, phase, rest in zip(self.axes, phases_zyx, remaining, strict=True):
             lo, hi = axis.cell_of(axis.first + position // (width * rest), phase)
             position -= (lo - axis.first) * width * rest
             width *= hi - lo
@@ -108,54 +106,54 @@ class Cells:
         return box_along(cell)
 
     def decoded_voxels(self, patch_zyx: Triple, chunk_zyx: Triple) -> float:
-        """Voxels of the chunks that a region touches, on average over all starts and phases."""
+        """Mean number of voxels in the chunks that a region touches, over all starts and phases."""
         return math.prod(axis.decoded_voxels(p, c) for axis, p, c in zip(self.axes, patch_zyx, chunk_zyx, strict=True))
 
     def region_zyx(self, patch_zyx: Triple) -> Triple:
-        """Voxels of the largest region along each axis."""
+        """Shape of the largest region."""
         return triple(cell + patch - 1 for cell, patch in zip(self.largest_zyx, patch_zyx, strict=True))
 
 
 def region_of(cell: Box, patch_zyx: Triple) -> Box:
-    """The voxels that the patches of a cell cover."""
+    """Return the box of voxels that the patches of a cell cover."""
     return cell[0], triple(hi + patch - 1 for hi, patch in zip(cell[1], patch_zyx, strict=True))
 
 
 def lay_cells(
     train: Box, patch_zyx: Triple, chunk_zyx: Triple, region_voxels_max: int, cells_wanted: int, patches_max: int
 ) -> Cells:
-    """The cells for which the fewest voxels are decoded per patch, and of equals the largest.
+    """Choose the cells that decode the fewest voxels per patch; on a tie, the largest.
 
-    Regions hold at most `region_voxels_max` voxels, and the volume has at least `cells_wanted` cells; where that is
+    Regions hold at most `region_voxels_max` voxels, and the volume has at least `cells_wanted` cells; if that is
     impossible, each start is a cell.
 
     Args:
-        train: the voxels that patches may cover.
-        patches_max: most patches that may be cut from a region.
+        train: box of voxels that patches may cover.
+        patches_max: maximum number of patches per region.
     """
     counts = [hi - lo - patch + 1 for lo, hi, patch in zip(*train, patch_zyx, strict=True)]
     longest = [region_voxels_max * patch // math.prod(patch_zyx) for patch in patch_zyx]
     axes = list(map(_lengths, train[0], counts, patch_zyx, chunk_zyx, longest))
     best, least = [axis[0] for axis in axes], (math.inf, 0)
     for choice in itertools.product(*axes):
-        region = math.prod(one.region for one in choice)
-        largest = math.prod(one.cells.length for one in choice)
+        region = math.prod(axis.region for axis in choice)
+        largest = math.prod(axis.cells.length for axis in choice)
         if region <= region_voxels_max and largest * cells_wanted <= math.prod(counts):
-            decoded = math.prod(one.decoded for one in choice)
+            decoded = math.prod(axis.decoded for axis in choice)
             cost = decoded / min(patches_of(largest, patch_zyx), patches_max), -largest
             if cost < least:
                 best, least = list(choice), cost
-    z, y, x = (one.cells for one in best)
+    z, y, x = (axis.cells for axis in best)
     return Cells((z, y, x))
 
 
 def patches_of(starts: int, patch_zyx: Triple) -> float:
-    """How many patches a cell of so many starts may give: so that those of a visit cover a voxel `DENSITY` times."""
+    """Number of patches from a cell of this many starts for which those of a visit cover a voxel `DENSITY` times."""
     return DENSITY * starts / math.prod(patch_zyx)
 
 
 def cells_of_region_size(train: Box, patch_zyx: Triple, region_zyx: Triple) -> Cells:
-    """Cells whose regions have at most a given size; their cuts ignore the chunks."""
+    """Return cells whose regions have at most a given size; their boundaries ignore the chunks."""
     axes = []
     for lo, hi, patch, region in zip(*train, patch_zyx, region_zyx, strict=True):
         length = min(region, hi - lo) - patch + 1
@@ -164,16 +162,16 @@ def cells_of_region_size(train: Box, patch_zyx: Triple, region_zyx: Triple) -> C
 
 
 class _Length(NamedTuple):
-    """A length that the cells of an axis may have."""
+    """A candidate length for the cells of an axis."""
 
     cells: AxisCells
-    region: int  # voxels of a region
-    decoded: float  # voxels of the chunks that a region touches, on average
+    region: int  # length of a region in voxels
+    decoded: float  # mean length of the chunks that a region touches
 
 
 @lru_cache(maxsize=64)
 def _lengths(first: int, count: int, patch: int, chunk: int, region_max: int) -> list[_Length]:
-    """The lengths to choose from, rising: whole chunks, parts of a chunk, and parts of the axis."""
+    """Candidate lengths, ascending: multiples and fractions of a chunk, and fractions of the axis."""
     halves = range(count.bit_length())
     lengths = {1} | {-(-count >> n) for n in halves} | {chunk // n for n in range(2, chunk + 1) if chunk % n == 0}
     lengths |= {chunk << n for n in halves} | {3 * chunk << n for n in halves} | {-(-chunk >> n) for n in halves}
@@ -182,19 +180,19 @@ def _lengths(first: int, count: int, patch: int, chunk: int, region_max: int) ->
 
 
 def _of_length(first: int, count: int, patch: int, chunk: int, length: int) -> _Length:
-    """Cells of a length, at the phases at which their regions touch the fewest chunks."""
+    """Return cells of a length, with the phases at which their regions touch the fewest chunks."""
     region = length + patch - 1
     if length == count:
         cells = AxisCells(first, count, count, (first,))
         return _Length(cells, region, chunk * _chunks_touched(first, first + region, chunk))
-    # Cells begin at all places of a chunk that equal the phase modulo this.
-    alike = math.gcd(length, chunk)
+    # Cells begin at all positions in a chunk that equal the phase modulo this.
+    period = math.gcd(length, chunk)
     touched = [
-        sum(_chunks_touched(lo, lo + region, chunk) for lo in range(phase, chunk, alike)) for phase in range(alike)
+        sum(_chunks_touched(lo, lo + region, chunk) for lo in range(phase, chunk, period)) for phase in range(period)
     ]
     fewest = min(touched)
-    phases = tuple(phase for phase in range(length) if touched[phase % alike] == fewest)
-    return _Length(AxisCells(first, count, length, phases), region, fewest * alike)
+    phases = tuple(phase for phase in range(length) if touched[phase % period] == fewest)
+    return _Length(AxisCells(first, count, length, phases), region, fewest * period)
 
 
 def _chunks_touched(lo: int, hi: int, chunk: int) -> int:

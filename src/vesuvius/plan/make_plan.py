@@ -1,4 +1,4 @@
-"""Splits volumes into training voxels and a held-out slab, a gap between them, and makes the plan of a run.  Pure."""
+"""Splits volumes into a training box and a held-out slab with a gap between them, and makes the plan.  Pure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.volumes.box import Box, format_box, shape_of, triple
 from vesuvius.volumes.occupancy import ForegroundMap
 
-# The law of mixing, between cells: with M regions in flight, positions of patches a batch of 8 apart correlate by at
-# most (8 / M)^2.
+# With M regions in flight, the positions of patches a batch of 8 apart correlate by at most (8 / M)^2.
 _REGIONS_WANTED = 32
 _REGIONS_IN_FLIGHT = (24, 64)
-# K follows from the size of a cell.  More, up to 64, where more bytes would be decoded than delivered.
+# K follows from the size of a cell; larger, up to 64, if more bytes would be decoded than delivered.
 _PATCHES_PER_REGION = (1, 128)
-_READ_AMPLIFICATION, _PATCHES_PAYING = 0.95, 64
-# R: the decoded regions of a task take at most so much.
+_READ_AMPLIFICATION, _PATCHES_TO_AMORTIZE = 0.95, 64
+# R: upper limit on the decoded regions of a task.
 _TASK_BYTES, _REGIONS_PER_TASK = 2**27, (1, 8)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Training and validation boxes of one volume; the guard lies between them."""
+    """Training and validation boxes of one volume, with the gap between them."""
 
     train: Box
     validation: Box | None
@@ -82,7 +81,7 @@ def _replace(zyx: Triple, axis: int, value: int) -> Triple:
 
 
 def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> Plan:
-    """The plan of a run.  Pure."""
+    """Make the plan of a run.  Pure."""
     patch = config.patch_size
     largest = max(volumes, key=lambda volume: _region_bytes(volume, patch))
     region_bytes = _region_bytes(largest, patch)
@@ -114,11 +113,11 @@ def plan_volume(
     """Partition the starts in the training box of a volume into cells (`cells.lay_cells`).  Pure.
 
     32 regions fit into `data.stream_gib`, except that a cell may always be a quarter as long as a patch, and the volume
-    has at least so many cells where its starts allow it.  `data.region_size` overrides both.
+    has at least that many cells if its starts allow it.  `data.region_size` overrides both.
 
     Args:
-        voxel_bytes: bytes that a reader holds per voxel; more than the dtype's where a condition is read as well.
-        foreground: what `min_foreground`, the least share in a patch, is measured on.
+        voxel_bytes: bytes that a reader holds per voxel; more than the dtype's if a condition is read as well.
+        foreground: map on which `min_foreground`, the minimum share of foreground in a patch, is measured.
 
     Raises:
         DataError: a region is smaller than a patch, or no start holds enough foreground.
@@ -126,8 +125,8 @@ def plan_volume(
     patch, voxel_bytes = config.patch_size, voxel_bytes or np.dtype(dtype).itemsize
     if config.region_size is not None and any(r < p for r, p in zip(config.region_size, patch, strict=True)):
         raise DataError(
-            f"a region must hold a patch; got data.region_size {list(config.region_size)} for patch {list(patch)}; "
-            "enlarge it or set it to null"
+            f"data.region_size {list(config.region_size)} is smaller than the patch {list(patch)}; increase it or set "
+            "it to null"
         )
     if config.region_size is not None:
         cells = cells_of_region_size(split.train, patch, config.region_size)
@@ -142,13 +141,13 @@ def plan_volume(
         return planned
     last = [axis.first + axis.count for axis in cells.axes]
     starts = split.train[0], (last[0], last[1], last[2])
-    found = qualifying_starts(foreground, starts, patch, min_foreground, cells.largest_zyx)
-    if found is None:
+    qualifying = qualifying_starts(foreground, starts, patch, min_foreground, cells.largest_zyx)
+    if qualifying is None:
         raise DataError(
-            f"some patch must hold data.min_foreground of foreground; got none with {min_foreground:g} among "
-            f"{cells.num_starts} starts in {name}; lower it, or check data.foreground and the mask"
+            f"No patch with data.min_foreground={min_foreground:g} of foreground among {cells.num_starts} starts in "
+            f"{name}; lower it, or check data.foreground and the mask"
         )
-    return replace(planned, foreground=found)
+    return replace(planned, foreground=qualifying)
 
 
 def _region_bytes(volume: PlanVolume, patch: Triple) -> int:
@@ -157,8 +156,8 @@ def _region_bytes(volume: PlanVolume, patch: Triple) -> int:
 
 def _patches_per_region(volume: PlanVolume, patch: Triple) -> int:
     decoded = volume.cells.decoded_voxels(patch, volume.chunk_zyx)
-    paying = min(math.ceil(decoded / (_READ_AMPLIFICATION * math.prod(patch))), _PATCHES_PAYING)
-    return _within(max(int(patches_of(volume.cells.largest, patch)), paying), _PATCHES_PER_REGION)
+    amortizing = min(math.ceil(decoded / (_READ_AMPLIFICATION * math.prod(patch))), _PATCHES_TO_AMORTIZE)
+    return _within(max(int(patches_of(volume.cells.largest, patch)), amortizing), _PATCHES_PER_REGION)
 
 
 def _within(value: int, bounds: tuple[int, int]) -> int:

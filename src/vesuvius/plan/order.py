@@ -1,14 +1,14 @@
-"""Orders without tables: slots dealt to volumes by weight, permutations looked up by position, and the mixing.  Pure.
+"""Orders without tables: slots dealt to volumes by weight, permutations computed by position, and mixing.  Pure.
 
-The plan of a 20 TB volume orders 38 million regions; readers and the trainer look up single positions.  Which region
-sample i is cut from: a window of M regions slides over the regions in the order in which they are read.
+The plan of a 20 TB volume orders 38 million regions; readers and the trainer look up single positions.  Sample i is cut
+from one of the M regions of a window that slides over the regions in reading order.
 
     sample    0 ......... M-1 | M ......... 2M-1 | 2M ...
     round     0               | 1                | 2
     window    regions 0..M-1  | s..M+s-1         | 2s..M+2s-1       s = M / K
 
-In each round every region of the window gives one sample, in a random order.  A region stays for K rounds, so it gives
-K samples, and M / K regions come and go per round.  Everything has a closed form: nothing is walked through.
+In each round every region of the window gives one sample, in random order.  A region stays for K rounds, so it gives K
+samples, and M / K regions enter and leave per round.  Everything has a closed form; nothing is iterated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import lru_cache
 
 import numpy as np
 
-_VOLUME = 2  # second word of the seed, beside those in plan.py
+_VOLUME, _ROUND = 2, 6  # second word of the seed; plan.py has the others
 _SLOTS_PER_DRAW = 64
 _SHUFFLED = 4096
 _ROUNDS = 6
@@ -29,7 +29,7 @@ _MASK = 2**64 - 1
 
 
 def volume_of_slot(seed: int, weights: tuple[float, ...], slot: int) -> tuple[int, int]:
-    """The slot's volume, and how many earlier slots went to the same volume."""
+    """Return the index of a slot's volume, and how many earlier slots went to the same volume."""
     if len(weights) == 1:
         return 0, slot
     block, position = divmod(slot, _SLOTS_PER_DRAW)
@@ -38,10 +38,10 @@ def volume_of_slot(seed: int, weights: tuple[float, ...], slot: int) -> tuple[in
 
 @lru_cache(maxsize=32)
 def _draw_volumes(seed: int, weights: tuple[float, ...], block: int) -> tuple[tuple[int, int], ...]:
-    """For each slot of a block: its volume, and how many earlier slots (of all blocks) went to that volume.
+    """Return, for each slot of a block, its volume and how many earlier slots (of all blocks) went to that volume.
 
     Slots are dealt in exact proportion to the weights, then shuffled within the block.  Counts have a closed form (a
-    Beatty sequence per volume in fixed-point numbers), so block 10^6 costs as much as block 0.
+    Beatty sequence per volume in fixed-point arithmetic), so block 10^6 costs as much as block 0.
     """
     first, stop = block * _SLOTS_PER_DRAW, (block + 1) * _SLOTS_PER_DRAW
     before = _dealt(seed, weights, first)
@@ -57,7 +57,7 @@ def _draw_volumes(seed: int, weights: tuple[float, ...], block: int) -> tuple[tu
 
 
 def _dealt(seed: int, weights: tuple[float, ...], slots: int) -> list[int]:
-    """How many of the first `slots` slots each volume gets: within one of its share, summing to `slots`."""
+    """Return how many of the first `slots` slots each volume gets: its share to within one; they sum to `slots`."""
     counts, rest_slots = [], slots
     for volume, share in enumerate(_shares(weights)):
         phase = int(np.random.default_rng((seed, _VOLUME, 2**32 + volume)).integers(2**40))
@@ -68,20 +68,20 @@ def _dealt(seed: int, weights: tuple[float, ...], slots: int) -> list[int]:
 
 @lru_cache(maxsize=32)
 def _shares(weights: tuple[float, ...]) -> list[int]:
-    """The share of each volume but the last in what those before it leave, times 2^40.
+    """Return the share of each volume but the last in what the earlier ones leave, times 2^40.
 
-    In fractions: sums of floats can overflow, and differences of them leave nothing of the small ones.
+    Uses fractions: sums of floats can overflow, and their differences lose small weights.
     """
     exact = [Fraction(weight) for weight in weights]
     return [round(weight / sum(exact[volume:]) * 2**40) for volume, weight in enumerate(exact[:-1])]
 
 
 def permuted(position: int, count: int, seed: tuple[int, ...]) -> int:
-    """Which of range(count) stands at `position` of the random order that belongs to `seed`.
+    """Return the element at `position` of the random permutation of range(count) that `seed` defines.
 
-    Up to 4096 things are shuffled.  More are ordered by a Feistel network, which permutes 2^bits numbers whatever its
-    round function; results of at least `count` go through it again until they fall below (cycle walking, Black and
-    Rogaway 2002), which leaves a permutation of range(count).  Takes about 7 microseconds.
+    Up to 4096 elements are shuffled.  Longer ranges use a Feistel network, which permutes 2^bits numbers for any round
+    function; results of at least `count` pass through it again until they are smaller (cycle walking, Black and Rogaway
+    2002), which leaves a permutation of range(count).  Takes about 7 microseconds.
     """
     assert 0 <= position < count
     if count <= _SHUFFLED:
@@ -114,56 +114,54 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
-_ROUND = 6  # second word of the seed, beside those in plan.py
 GROUPS = 8
-"""Regions form so many groups, and sample i always comes from group i mod 8: a rank that takes the samples i = r mod W
-reads regions of its own where W divides 8."""
+"""Number of groups of regions.  Sample i always comes from group i mod 8, so a rank that takes the samples i = r mod W
+reads regions of its own if W divides 8."""
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """The order in which regions give samples.  A region's slot 0, 1, 2, ... is its place in the order of reading."""
+    """The order in which regions give samples.  A region's slot 0, 1, 2, ... is its position in reading order."""
 
     seed: int
-    regions: int  # M, those in flight at any time
-    patches: int  # K, samples of each; those of the first window give fewer
+    regions: int  # M: in flight at any time
+    patches: int  # K: samples per region; fewer for those of the first window
 
     @property
     def groups(self) -> int:
-        """Samples i and slots s go together where they are equal modulo this."""
+        """Number of groups: sample i comes from a slot s with i = s modulo this."""
         return math.gcd(GROUPS, self.regions)
 
     def slot_of(self, index: int) -> int:
-        """The slot that sample `index` is cut from."""
-        number, place = divmod(index, self.regions)
-        first = self.first_slot(number)
-        return first + (_order(self.seed, self.regions, self.groups, number)[place] - first) % self.regions
+        """Return the slot that sample `index` is cut from."""
+        round_index, position = divmod(index, self.regions)
+        first = self.first_slot(round_index)
+        return first + (_order(self.seed, self.regions, self.groups, round_index)[position] - first) % self.regions
 
-    def first_slot(self, number: int) -> int:
-        """The first of the M slots in flight in round `number`."""
-        return number * self.regions // self.patches
+    def first_slot(self, round_index: int) -> int:
+        """Return the first of the M slots in flight in a round."""
+        return round_index * self.regions // self.patches
 
     def rounds_of(self, slot: int) -> range:
-        """The rounds in which a slot is in flight."""
+        """Return the rounds in which a slot is in flight."""
         first = -(-(slot - self.regions + 1) * self.patches // self.regions)
         stop = -(-(slot + 1) * self.patches // self.regions)
         return range(max(first, 0), stop)
 
     def patch_index_in_region(self, index: int) -> int:
-        """How many samples its slot gives before this one, counting those that the first window leaves out."""
-        number = index // self.regions
+        """Return how many samples its slot gives before this one, counting those that the first window omits."""
         slot = self.slot_of(index)
-        return number - -(-(slot - self.regions + 1) * self.patches // self.regions)
+        return index // self.regions - -(-(slot - self.regions + 1) * self.patches // self.regions)
 
     def samples_of(self, slot: int) -> Iterator[int]:
-        """The samples that are cut from a slot, rising."""
+        """Yield the samples that are cut from a slot, in ascending order."""
         lane = slot % self.regions
-        for number in self.rounds_of(slot):
-            order = _order(self.seed, self.regions, self.groups, number)
-            yield number * self.regions + order.index(lane)
+        for round_index in self.rounds_of(slot):
+            order = _order(self.seed, self.regions, self.groups, round_index)
+            yield round_index * self.regions + order.index(lane)
 
     def slots(self, first: int, stop: int) -> range:
-        """Slots that samples first <= i < stop may be cut from; some at either end may not be needed."""
+        """Return the slots that samples first <= i < stop may be cut from; some at either end may not be needed."""
         if first >= stop:
             return range(0)
         last_window = self.first_slot((stop - 1) // self.regions)
@@ -171,12 +169,12 @@ class Mixing:
 
 
 @lru_cache(maxsize=512)
-def _order(seed: int, regions: int, groups: int, number: int) -> tuple[int, ...]:
-    """The order in which the slots of a window, modulo M, give their samples in round `number`.
+def _order(seed: int, regions: int, groups: int, round_index: int) -> tuple[int, ...]:
+    """Return the order in which the slots of a window, modulo M, give their samples in a round.
 
-    In the first round it is that of reading, so that the first batch needs only the first regions.
+    The first round uses the reading order, so that the first batch needs only the first regions.
     """
     rows = np.arange(regions).reshape(-1, groups)
-    if number > 0:
-        np.random.default_rng((seed, _ROUND, number)).permuted(rows, axis=0, out=rows)
+    if round_index > 0:
+        np.random.default_rng((seed, _ROUND, round_index)).permuted(rows, axis=0, out=rows)
     return tuple(rows.ravel().tolist())

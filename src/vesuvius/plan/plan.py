@@ -1,10 +1,10 @@
-"""Which voxels sample i is: a function of (seed, i).  No I/O, no state.
+"""Maps sample i to its voxels, as a function of (seed, i).  No I/O, no state.
 
 Every start in the training box (with a foreground map: every start that qualifies) is equally likely for every sample;
 volumes come in proportion to their weights.  A volume's starts are partitioned into cells (`cells.py`).  A pass takes
-starts at equal distances on a walk through all cells, from a random first one, in a random order, and visits their
-cells: each in proportion to the starts it owns, and hardly ever twice.  The region of a visited cell is read once, and
-K patches are cut from it at starts that are uniform in the cell.  Patches of M regions are mixed (`order.py`).
+equidistant positions in the enumeration of all starts, from a random first one, in random order, and visits their
+cells: each in proportion to its number of starts, and hardly ever twice.  The region of a visited cell is read once,
+and K patches are cut from it at starts that are uniform in the cell.  Patches of M regions are mixed (`order.py`).
 
 The order of samples depends only on the seed, the `data` section and the volumes' metadata, not on batches, workers or
 ranks.
@@ -28,10 +28,9 @@ from vesuvius.plan.foreground import QualifyingStarts, starts_within
 from vesuvius.plan.order import GROUPS, Mixing, permuted, volume_of_slot
 from vesuvius.volumes.box import Box, box_at, triple
 
-# Second word of every random seed here (`order.py` has 2 and 6): keeps draws for different purposes
-# independent.
+# Second word of every random seed here (`order.py` has 2 and 6), which keeps draws for different purposes independent.
 _ORDER, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 3, 4, 5, 7, 8, 9
-# Steps of a lattice that fills a box evenly (Roberts' R3 sequence: powers of the root of x^4 = x + 1).
+# Steps of a low-discrepancy lattice (Roberts' R3 sequence: powers of the root of x^4 = x + 1).
 _LATTICE = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
 _VERSION = 2
 _COUNTED_SLOTS = 256
@@ -40,7 +39,7 @@ _WINDOWS_OF_SMALL = 4
 
 @dataclass(frozen=True)
 class PlanVolume:
-    """A volume as the plan sees it."""
+    """Everything that the plan needs to know of a volume."""
 
     name: str
     weight: float
@@ -50,22 +49,22 @@ class PlanVolume:
     dtype: str
     voxel_bytes: int  # bytes that a reader holds per voxel, including those of a condition
     cells: Cells  # a partition of the starts in the training box
-    foreground: QualifyingStarts | None = None  # the starts that qualify; None = all
+    foreground: QualifyingStarts | None = None  # None = all starts qualify
 
     @property
     def num_positions(self) -> int:
-        """Length of the walk through all cells."""
+        """Number of positions in the enumeration of all starts."""
         return self.foreground.num_positions if self.foreground else self.cells.num_starts
 
     @property
     def num_visits_per_pass(self) -> int:
-        """Cells visited in one pass: as many as visit the largest cell at most once."""
+        """Number of cells visited in one pass: as many as visit the largest cell at most once."""
         return max(self.num_positions // self.cells.largest, 1)
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What the device does to a patch."""
+    """Augmentation of a patch, applied on the device."""
 
     # flip_zyx, num_rot90: mirror these axes, then rotate `num_rot90` x 90 degrees in the y-x plane
     flip_zyx: tuple[bool, bool, bool] = (False, False, False)
@@ -73,7 +72,7 @@ class Augmentation:
 
 
 def augmentation_of(seed: int, augment: AugmentConfig, index: int) -> Augmentation:
-    """What is done to sample `index`, whichever patch it is.  Pure."""
+    """Return the augmentation of sample `index`, which does not depend on its patch.  Pure."""
     rng = np.random.default_rng((seed, _AUGMENT, index))
     flips, rotations = rng.integers(0, 2, size=3).tolist(), int(rng.integers(0, 4))
     return Augmentation(
@@ -86,12 +85,11 @@ def augmentation_of(seed: int, augment: AugmentConfig, index: int) -> Augmentati
 class Visit:
     """A cell whose region is read for one slot."""
 
-    # slot, attempt: of the order of reading; attempts 1, 2, ... replace a region that cannot be read.
-    slot: int
-    attempt: int
-    volume: int  # number of the volume
+    slot: int  # position in reading order
+    attempt: int  # 1, 2, ... replace a region that cannot be read
+    volume: int  # index of the volume
     cell: Box  # the box of starts
-    anchor_zyx: Triple  # the start that chose the cell; itself uniform over those in the cell that qualify
+    anchor_zyx: Triple  # the start that selected the cell, uniform over those in it that qualify
     region: Box  # the voxels that the cell's patches cover
 
 
@@ -100,19 +98,19 @@ class Sample:
     """Everything that is random about the voxels of one sample.  Travels with them from the cutter to the step."""
 
     index: int  # 0, 1, 2, ...
-    volume: int  # number of the volume
+    volume: int  # index of the volume
     region: Box  # the voxels that are read for it
     box: Box  # the voxels of its patch
-    augmentation: Augmentation  # what the device does to the patch
+    augmentation: Augmentation
 
     @property
     def start_zyx(self) -> Triple:
-        """Where its patch starts in the volume."""
+        """Start of its patch in the volume."""
         return self.box[0]
 
 
 Task = tuple[int, ...]
-"""The unit of work of one reader: the slots whose regions it reads, rising."""
+"""Unit of work of one reader: the slots whose regions it reads, in ascending order."""
 
 
 @dataclass(frozen=True)
@@ -136,71 +134,71 @@ class Plan:
 
     @property
     def samples_per_task(self) -> int:
-        """Samples that the regions of a task give."""
+        """Number of samples cut from the regions of a task."""
         return self.patches_per_region * self.regions_per_task
 
     @cached_property
     def region_voxels_max(self) -> int:
-        """Voxels of the largest region."""
+        """Number of voxels of the largest region."""
         return max(math.prod(volume.cells.region_zyx(self.patch_zyx)) for volume in self.volumes)
 
     @property
     def slots_per_pass(self) -> int:
-        """Slots until each volume has been passed over once."""
+        """Number of slots until every volume has had a full pass."""
         weights = sum(volume.weight for volume in self.volumes)
         return max(math.ceil(volume.num_visits_per_pass * weights / volume.weight) for volume in self.volumes)
 
     @property
     def is_small(self) -> bool:
-        """Whether a pass is over so soon that processes to read it would hardly have started."""
+        """Whether a pass would end before reader processes have started."""
         return self.slots_per_pass <= _WINDOWS_OF_SMALL * self.regions_in_flight
 
     @property
     def map_bytes(self) -> int:
-        """Memory of the foreground maps."""
+        """Bytes of the foreground maps."""
         return sum(volume.foreground.nbytes for volume in self.volumes if volume.foreground)
 
     @property
     def repeats_cells(self) -> bool:
-        """Whether there are fewer cells than regions in flight, so that some are in flight twice."""
+        """Whether there are fewer cells than regions in flight, so that some cells are in flight twice."""
         return sum(volume.num_visits_per_pass for volume in self.volumes) < self.regions_in_flight
 
     def sample(self, index: int, attempt: int = 0) -> Sample:
-        """Sample `index` (0, 1, 2, ...); `attempt` as in `visit`.  Pure."""
+        """Return sample `index` (0, 1, 2, ...); `attempt` as in `visit`.  Pure."""
         return self.sample_of(self.visit(self.mixing.slot_of(index), attempt), index)
 
     def sample_of(self, visit: Visit, index: int) -> Sample:
-        """Sample `index`, given the visit to its slot.  Pure."""
+        """Return sample `index`, given the visit to its slot.  Pure."""
         box = box_at(self._start(visit, index), self.patch_zyx)
         return Sample(index, visit.volume, visit.region, box, augmentation_of(self.seed, self.augment, index))
 
     def visit(self, slot: int, attempt: int = 0) -> Visit:
-        """What is read for slot 0, 1, 2, ...  Pure.
+        """Return the cell and region to read for slot 0, 1, 2, ...  Pure.
 
         Attempts 1, 2, ... are other cells of the same volume, for a region that cannot be read.
         """
-        number, count = volume_of_slot(self.seed, tuple(volume.weight for volume in self.volumes), slot)
-        volume = self.volumes[number]
-        again, place = divmod(count, volume.num_visits_per_pass)
-        phases, first = draw_pass(self.seed, number, again, volume.cells, volume.num_positions)
+        index, count = volume_of_slot(self.seed, tuple(volume.weight for volume in self.volumes), slot)
+        volume = self.volumes[index]
+        pass_index, visit_index = divmod(count, volume.num_visits_per_pass)
+        phases, first = draw_pass(self.seed, index, pass_index, volume.cells, volume.num_positions)
         if attempt:
-            anchor = self._drawn_start(number, (self.seed, _SUBSTITUTE, slot, attempt))
+            anchor = self._draw_start(index, (self.seed, _SUBSTITUTE, slot, attempt))
         else:
-            turn = permuted(place, volume.num_visits_per_pass, (self.seed, _ORDER, number, again))
-            position = (turn * volume.num_positions + first) // volume.num_visits_per_pass
+            step = permuted(visit_index, volume.num_visits_per_pass, (self.seed, _ORDER, index, pass_index))
+            position = (step * volume.num_positions + first) // volume.num_visits_per_pass
             if volume.foreground is None:
                 cell = volume.cells.cell_at(position, phases)
-                return Visit(slot, attempt, number, cell, cell[0], region_of(cell, self.patch_zyx))
-            anchor = volume.foreground.at(position) or self._drawn_start(number, (self.seed, _PROPOSAL, number, count))
+                return Visit(slot, attempt, index, cell, cell[0], region_of(cell, self.patch_zyx))
+            anchor = volume.foreground.at(position) or self._draw_start(index, (self.seed, _PROPOSAL, index, count))
         cell = volume.cells.cell_of(anchor, phases)
-        return Visit(slot, attempt, number, cell, anchor, region_of(cell, self.patch_zyx))
+        return Visit(slot, attempt, index, cell, anchor, region_of(cell, self.patch_zyx))
 
-    def uniform_patch(self, number: int, draw: int) -> Box:
-        """A patch of this volume, independent of all others and of how regions are laid.  Pure."""
-        return box_at(self._drawn_start(number, (self.seed, _PROPOSAL, number, draw)), self.patch_zyx)
+    def uniform_patch(self, volume_index: int, draw: int) -> Box:
+        """Return a patch of a volume that is independent of all others and of the cells.  Pure."""
+        return box_at(self._draw_start(volume_index, (self.seed, _PROPOSAL, volume_index, draw)), self.patch_zyx)
 
     def tasks(self, first: int, stop: int, rank: int = 0, world: int = 1) -> Iterator[Task]:
-        """What to read, in this order, for the samples first <= i < stop that are `rank` modulo `world`."""
+        """Yield the tasks, in reading order, for the samples first <= i < stop that are `rank` modulo `world`."""
         slots, size = self.mixing.slots(first, stop), self.regions_per_task
         for begin in range(slots.start // size * size, slots.stop, size):
             within = range(max(begin, slots.start), min(begin + size, slots.stop))
@@ -209,9 +207,9 @@ class Plan:
                 yield needed
 
     def describe(self) -> dict[str, Any]:
-        """Everything that the order of samples depends on, as plain data.
+        """Return everything that the order of samples depends on, as plain data.
 
-        The first samples are a fingerprint: it also catches a numpy whose random streams differ.
+        The first samples serve as a fingerprint that also detects a numpy with different random streams.
         """
         first = [self.sample(i) for i in range(GROUPS)]
         return {
@@ -240,41 +238,38 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """Changes when any sample could."""
+        """Digest that changes if any sample could change."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()[:16]
 
-    def read_amplification(self, number: int, world: int = 1) -> float:
-        """Bytes that so many ranks decode per byte of patch delivered from this volume, on average over all starts."""
-        volume = self.volumes[number]
+    def read_amplification(self, volume_index: int, world: int = 1) -> float:
+        """Bytes that `world` ranks decode per byte of patch delivered from a volume, averaged over all starts."""
+        volume = self.volumes[volume_index]
         decoded = volume.cells.decoded_voxels(self.patch_zyx, volume.chunk_zyx) * self.reads_per_region(world)
         return decoded / (self.patches_per_region * math.prod(self.patch_zyx))
 
     def reads_per_region(self, world: int) -> float:
-        """Mean number of ranks, of so many, that a region gives samples to; each of them reads it.
-
-        1 if `world` divides `mixing.GROUPS`.
-        """
+        """Mean number of ranks that read a region, of `world`; 1 if `world` divides `mixing.GROUPS`."""
         slots = range(self.regions_in_flight, self.regions_in_flight + _COUNTED_SLOTS)
         return sum(len({index % world for index in self.mixing.samples_of(slot)}) for slot in slots) / len(slots)
 
-    def _drawn_start(self, number: int, seed: tuple[int, ...]) -> Triple:
-        """A start that is uniform over those of the volume that qualify."""
-        rng, volume = np.random.default_rng(seed), self.volumes[number]
+    def _draw_start(self, volume_index: int, seed: tuple[int, ...]) -> Triple:
+        """Draw a start uniformly from those of the volume that qualify."""
+        rng, volume = np.random.default_rng(seed), self.volumes[volume_index]
         if volume.foreground is not None:
             return volume.foreground.draw(rng)
         firsts, counts = zip(*((axis.first, axis.count) for axis in volume.cells.axes), strict=True)
         return triple(rng.integers(firsts, np.add(firsts, counts)).tolist())
 
     def _start(self, visit: Visit, index: int) -> Triple:
-        """Where in the cell of its visit sample `index` starts.
+        """Return the start of sample `index` in the cell of its visit.
 
-        The starts of a visit are a lattice, shifted by a uniform vector and wrapped: each is uniform in the cell, and
+        The starts of a visit form a lattice, shifted by a uniform vector and wrapped: each is uniform in the cell, and
         together they are spread over it.
         """
         shifts = _shifts((self.seed, _START, visit.slot, visit.attempt), visit.cell)
-        turn = self.mixing.patch_index_in_region(index)
+        patch_index = self.mixing.patch_index_in_region(index)
         start = triple(
-            lo + (shift - lo + int(turn * step % 1 * (hi - lo))) % (hi - lo)
+            lo + (shift - lo + int(patch_index * step % 1 * (hi - lo))) % (hi - lo)
             for shift, step, lo, hi in zip(shifts, _LATTICE, *visit.cell, strict=True)
         )
         foreground = self.volumes[visit.volume].foreground
@@ -287,12 +282,12 @@ class Plan:
     def _is_needed(self, slot: int, first: int, stop: int, rank: int, world: int) -> bool:
         """Whether one of the samples first <= i < stop, i = rank modulo world, is cut from this slot."""
         if (slot - rank) % math.gcd(self.mixing.groups, world):
-            return False  # samples are equal to their slots modulo this, so it is another rank's
+            return False  # a sample equals its slot modulo this, so the slot belongs to another rank
         return any(first <= index < stop and index % world == rank for index in self.mixing.samples_of(slot))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """'lr: was 0.0001, is 0.0002' for each key that differs, e.g. between two `Plan.describe()`.  Pure."""
+    """List differing keys as 'lr: was 0.0001, is 0.0002', e.g. of two `Plan.describe()`.  Pure."""
     return [
         f"{key}: was {json.dumps(old.get(key))}, is {json.dumps(new.get(key))}"
         for key in sorted(old.keys() | new.keys())
@@ -302,12 +297,12 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _shifts(seed: tuple[int, ...], cell: Box) -> Triple:
-    """What moves the lattice of a visit."""
+    """Draw the shift of a visit's lattice."""
     return triple(np.random.default_rng(seed).integers(*cell).tolist())
 
 
 @lru_cache(maxsize=64)
-def draw_pass(seed: int, number: int, again: int, cells: Cells, positions: int) -> tuple[Triple, int]:
-    """The phases of pass `again` over a volume, and the position of its first visit, times the visits."""
-    rng = np.random.default_rng((seed, _PASS, number, again))
-    return cells.draw_phases(rng), int(rng.integers(positions))
+def draw_pass(seed: int, volume_index: int, pass_index: int, cells: Cells, num_positions: int) -> tuple[Triple, int]:
+    """Draw the phases of a pass over a volume, and the position of its first visit times the number of visits."""
+    rng = np.random.default_rng((seed, _PASS, volume_index, pass_index))
+    return cells.draw_phases(rng), int(rng.integers(num_positions))

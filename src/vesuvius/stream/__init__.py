@@ -1,3 +1,3 @@
-"""From the plan to batches in their stored dtype.  In: a plan and volumes.  Out: ordered batches.
+"""From the plan to batches in the stored dtype.  In: a plan and volumes.  Out: ordered batches.
 
-`ray` alone imports Ray."""
+Only `ray` imports Ray."""

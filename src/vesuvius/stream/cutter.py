@@ -1,4 +1,4 @@
-"""Cuts the patches out of the regions in flight, in the order of the plan."""
+"""Cuts patches from the regions in flight, in the order of the plan."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vesuvius.volumes.box import slices
 
 
 class StreamOrderError(VesuviusError):
-    """Regions or samples came in another order than the plan's: nothing may be trained on them."""
+    """Regions or samples arrived in another order than the plan's; training on them would not be reproducible."""
 
 
 class WaitTime:
-    """Adds up the seconds spent within `with`.  One thread waits, any thread may read."""
+    """Sums the seconds spent in its `with` blocks.  One thread waits, any thread may read."""
 
     def __init__(self) -> None:
-        self._state: tuple[float, float | None] = (0.0, None)  # one assignment: readers see both values or neither
+        self._state: tuple[float, float | None] = (0.0, None)  # one tuple, so that updates are atomic
 
     def __enter__(self) -> None:
         self._state = (self._state[0], time.perf_counter())
@@ -39,27 +39,27 @@ class WaitTime:
 
     @property
     def seconds(self) -> float:
-        """So far, including a wait that is under way."""
+        """Total so far, including a wait under way."""
         total, since = self._state
         return total if since is None else total + time.perf_counter() - since
 
 
 Patch = tuple[Sample, list[NDArray[Any]]]
-"""A sample and its voxels: views (Z, Y, X) into the region of the volume, and into that of the condition if any."""
+"""A sample and its voxels: views (Z, Y, X) into the regions of the volume and, if any, its condition."""
 
 
 class Cutter:
     """Turns the regions of `job.tasks(first, stop)` into the patches of samples first <= i < stop.
 
-    Holds the regions in flight, at most M of the plan.
+    Holds at most the plan's M regions in flight.
 
     Args:
         on_report: called with the reader's report of each region.
-        starved: counts the time spent waiting for regions.
-        resident: where regions are kept, and patches are cut from.
+        starved: measures the time spent waiting for regions.
+        resident: copy that keeps regions and that patches are cut from.
 
     Attributes:
-        index: of the sample that is cut next.
+        index: index of the next sample.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Cutter:
 
     @property
     def is_resident(self) -> bool:
-        """Whether patches are views of memory that stays as it is."""
+        """Whether patches are views of memory that is not reused."""
         return self._resident is not None
 
     def patches(self) -> Generator[Patch]:
-        """The patches in the order of the samples.  A region is dropped in the round after its last patch.
+        """Yield the patches in sample order.  A region is dropped in the round after its last patch.
 
         Raises StreamOrderError: a region is missing or out of order.
         """
@@ -104,21 +104,21 @@ class Cutter:
                     self._take_region(slot)
                 visit, regions = self._in_flight[slot]
                 sample = plan.sample_of(visit, index)
-                part = slices(sample.box, visit.region[0])
-                yield sample, [region[part] for region in regions]
+                crop = slices(sample.box, visit.region[0])
+                yield sample, [region[crop] for region in regions]
         finally:
-            self._in_flight.clear()  # views into the object store: held, they would keep it full
+            self._in_flight.clear()  # views into the object store, which would otherwise stay full
 
     def _take_region(self, wanted: int) -> None:
-        """Take in the next region; they come in rising order of their slots."""
+        """Take the next region; they arrive in ascending order of their slots."""
         with self._starved:
             region = next(self._regions, None)
         if region is None:
-            raise StreamOrderError(f"the readers ended before slot {wanted} came; report this as a bug")
+            raise StreamOrderError(f"The readers ended before slot {wanted}; report this as a bug")
         visit = region.visit
         if not self._last_slot < visit.slot <= wanted:
             raise StreamOrderError(
-                f"slot {visit.slot} came after {self._last_slot}, where {wanted} is needed; report this as a bug"
+                f"Slot {visit.slot} arrived after slot {self._last_slot}, not slot {wanted}; report this as a bug"
             )
         self._last_slot = visit.slot
         if region.report is not None:

@@ -1,4 +1,4 @@
-"""What the operator must learn of a stream, and the limits on it."""
+"""Events of a stream that the operator must know of, and the limits at which they end it."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ log = logging.getLogger(__name__)
 
 EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured", "resident"]
 
-DEATHS_MAX = 32  # readers that are replaced in one session
+DEATHS_MAX = 32  # reader deaths per session after which the stream ends
 _EVENTS_KEPT = 10_000
 
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """Something that the operator must learn of, though the batches continue unchanged."""
+    """An event that the operator must know of; the batches continue unchanged."""
 
-    kind: EventKind  # what happened
+    kind: EventKind
     text: str  # one line for the log
     fields: dict[str, Any] = field(default_factory=dict)  # the same as data
 
 
 class EventRecorder:
-    """Records and logs the events of a stream, and says when there are too many.
+    """Records and logs the events of a stream, and enforces their limits.
 
     Args:
-        job: its limits hold.
-        quarantined: records of damage that is known already.
+        quarantined: records of damage found earlier.
 
     Attributes:
         events: the last 10,000.
-        quarantined: a record for each damaged place; `damaged` the same as boxes.
-        reader_deaths: readers that died.
+        quarantined: a record for each damaged box; `damaged` has the boxes.
+        reader_deaths: number of readers that died.
 
     Raises:
-        ConfigError: a record is not of these volumes.
+        ConfigError: a record does not belong to these volumes.
     """
 
     def __init__(self, job: ReaderJob, quarantined: Sequence[dict[str, Any]]) -> None:
@@ -50,10 +49,10 @@ class EventRecorder:
         self.quarantined: list[dict[str, Any]] = []
         self.reader_deaths = 0
         self._data = job.data
-        self.know(quarantined)
+        self.set_quarantined(quarantined)
 
-    def know(self, quarantined: Sequence[dict[str, Any]]) -> None:
-        """Replace what is known of damage.  Raises ConfigError, and changes nothing, for a record of other volumes."""
+    def set_quarantined(self, quarantined: Sequence[dict[str, Any]]) -> None:
+        """Replace the known damage.  Raises ConfigError, and changes nothing, for a record of other volumes."""
         self.damaged = {parse_damaged_box(record, len(self._data.volumes)) for record in quarantined}
         self.quarantined[:] = quarantined
 
@@ -63,29 +62,28 @@ class EventRecorder:
         log.log(logging.INFO if kind in ("reconfigured", "resident") else logging.ERROR, "%s", text)
 
     def quarantine(self, record: dict[str, Any]) -> None:
-        """Record damage, once for each place.
+        """Record damage, once per box.
 
-        Raises DataError: more places are damaged than `data.max_quarantined`.
+        Raises DataError: there is more damage than `data.max_quarantined` allows.
         """
-        if (place := parse_damaged_box(record, len(self._data.volumes))) in self.damaged:
+        if (box := parse_damaged_box(record, len(self._data.volumes))) in self.damaged:
             return
-        self.damaged.add(place)
+        self.damaged.add(box)
         self.quarantined.append(record)
         text = (
-            f"voxels {record['box']} of {record['volume']} cannot be read; regions that touch them are "
-            f"replaced with others: chunk {record['chunk']}: {record['cause']}"
+            f"Chunk {record['chunk']} of {record['volume']} cannot be read: {record['cause']}; regions that touch its "
+            f"voxels {record['box']} are replaced with others"
         )
         self.record("quarantine", text, record)
         check_quarantine(len(self.quarantined), self._data.max_quarantined, record)
 
     def reader_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
-        """Record a death; returns the error that ends the stream where there were too many."""
+        """Record a death.  Returns the error that ends the stream if there were too many."""
         self.reader_deaths += 1
         self.record("reader_died", f"{text}; another reader repeats its task", fields)
         if self.reader_deaths <= DEATHS_MAX:
             return None
         return DataError(
-            f"{self.reader_deaths} readers died in one session, more than the {DEATHS_MAX} that are replaced; the "
-            f"last: {text}; restore the volume if readers crash; if memory is short, lower training.workers or "
-            "data.regions_in_flight"
+            f"{self.reader_deaths} readers died in one session (limit {DEATHS_MAX}); the last: {text}; if readers "
+            "crash, restore the volume; if memory is short, lower training.workers or data.regions_in_flight"
         )

@@ -22,14 +22,14 @@ from vesuvius.plan.plan import Sample
 from vesuvius.stream.cutter import Cutter, WaitTime
 from vesuvius.volumes.store.retry import Outage
 
-# A batch stays untouched until the second `next` after it: the copy to a GPU may still be reading it.
+# A batch remains valid until the second `next` after it: the copy to a GPU may still be reading it.
 BUFFERS_IN_USE = 2
 _POLL_S = 0.2
 _JOIN_S = 1.0
 _COPIERS = 2
 
 
-class StreamInterrupted(Exception):  # noqa: N818 - no error: the way out of a wait
+class StreamInterrupted(Exception):  # noqa: N818 - not an error: it ends a wait
     """No batch was ready, and the caller wants to stop."""
 
 
@@ -37,12 +37,10 @@ class StreamInterrupted(Exception):  # noqa: N818 - no error: the way out of a w
 class Batch:
     """Consecutive samples of one rank."""
 
-    # (B, Z, Y, X) in the stored dtype.  Where the stream was given buffers, one of them: valid until the second
-    # `next` after it.
+    # (B, Z, Y, X) in the stored dtype.  If the stream has buffers, one of them: valid until the second `next` after it.
     patches: NDArray[Any]
-    samples: tuple[Sample, ...]  # what each patch is
-    # like `patches`, cut from the condition volumes at the same place; None without them
-    condition: NDArray[Any] | None = None
+    samples: tuple[Sample, ...]  # of each patch
+    condition: NDArray[Any] | None = None  # like `patches`, cut from the condition volumes; None without them
 
     @cached_property
     def indices(self) -> NDArray[np.int64]:
@@ -50,11 +48,11 @@ class Batch:
         return np.array([sample.index for sample in self.samples], np.int64)
 
     def rows(self, of: slice) -> Batch:
-        """Some of it, in the same memory."""
+        """Return some of the samples, as views."""
         return Batch(self.patches[of], self.samples[of], None if self.condition is None else self.condition[of])
 
     def copy(self) -> Batch:
-        """The same in memory of its own."""
+        """Return a copy with its own memory."""
         return Batch(self.patches.copy(), self.samples, None if self.condition is None else self.condition.copy())
 
     @property
@@ -65,18 +63,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class FeederStats:
-    """What feeders have done so far."""
+    """Totals of a stream's feeders."""
 
-    cut_s: float = 0.0  # copying patches out of regions into batches
+    cut_s: float = 0.0  # copying patches from regions into batches
     starved_s: float = 0.0  # waiting for blocks from the readers; with `workers: 0`, reading them
-    full_s: float = 0.0  # waiting for a free buffer, because enough batches were ready
-    batches: int = 0  # handed over
-    ran_empty: int = 0  # times that a batch was asked for and none was ready
-    delivered_bytes: int = 0  # of the patches and conditions handed over
+    full_s: float = 0.0  # waiting for a free buffer because enough batches were ready
+    batches: int = 0  # delivered
+    ran_empty: int = 0  # requests for a batch when none was ready
+    delivered_bytes: int = 0  # of patches and conditions
 
 
 class FeederClock:
-    """Counts what the feeders of a stream do, one after the other.  Any thread may ask."""
+    """Measures the feeders of a stream, one after the other.  Any thread may read it."""
 
     def __init__(self) -> None:
         self.starved, self.full = WaitTime(), WaitTime()
@@ -84,63 +82,55 @@ class FeederClock:
         self.batches = self.ran_empty = self.delivered_bytes = 0
 
     @property
-    def figures(self) -> FeederStats:
-        """So far, including waits that are under way."""
+    def stats(self) -> FeederStats:
+        """Totals so far, including waits under way."""
         return FeederStats(
             self.cut_s, self.starved.seconds, self.full.seconds, self.batches, self.ran_empty, self.delivered_bytes
         )
 
 
 def check_rings(rings: Sequence[Sequence[NDArray[Any]]]) -> None:
-    """Raises ConfigError where a ring has fewer than three buffers; none at all is fine."""
+    """Raise ConfigError if a ring has one or two buffers."""
     if any(0 < len(ring) <= BUFFERS_IN_USE for ring in rings):
         raise ConfigError(
-            f"rings of {[len(ring) for ring in rings]} buffers are too small, as {BUFFERS_IN_USE} are in use; give at "
+            f"Rings of {[len(ring) for ring in rings]} buffers are too small, as {BUFFERS_IN_USE} are in use; pass at "
             f"least {BUFFERS_IN_USE + 1}, or none"
         )
 
 
 def reusable_arrays(shape: tuple[int, ...], dtype: np.dtype[Any], kept: int) -> Iterator[NDArray[Any]]:
-    """Arrays of before once they and all views of them are gone, as fresh memory costs as much as the copy into it.
-
-    Up to `kept` are used again; where more are held, new ones come.
-    """
-    made: list[NDArray[Any]] = []
+    """Yield arrays, reusing up to `kept` that are no longer referenced: allocating costs as much as copying."""
+    pool: list[NDArray[Any]] = []
     while True:
-        array = _unheld(made)
+        array = _unreferenced(pool)
         if array is None:
             array = np.empty(shape, dtype)
-            if len(made) < kept:
-                made.append(array)
+            if len(pool) < kept:
+                pool.append(array)
         yield array
         del array
 
 
-def _unheld(made: list[NDArray[Any]]) -> NDArray[Any] | None:
-    """The first that is in this list alone."""
-    return next((array for array in made if sys.getrefcount(array) <= _UNHELD), None)
+def _unreferenced(pool: list[NDArray[Any]]) -> NDArray[Any] | None:
+    """Return the first array that only this list references."""
+    return next((array for array in pool if sys.getrefcount(array) <= _REFERENCES), None)
 
 
-def _references_within() -> int:
-    """What `_unheld` counts of an array that only a list holds; differs by version of Python."""
-    return next(sys.getrefcount(array) for array in [np.empty(0)])
-
-
-_UNHELD = _references_within()
+_REFERENCES = next(sys.getrefcount(array) for array in [np.empty(0)])
+"""References that `_unreferenced` counts for an array held only by a list; differs between versions of Python."""
 
 
 class Feeder:
-    """Copies patches into batches, ahead of whoever takes them.
+    """Copies patches into batches ahead of the consumer.
 
     Args:
         layout: shape and dtype of a batch's arrays; the last batch may be shorter.
         cutter: iterated on the feeder's thread.
-        ahead: batches assembled ahead; fewer where the rings are shorter.
-        rings: buffers to deliver patches in, and those for conditions; either may be empty, for arrays that nobody else
-            holds.
-        delivered: batches delivered in these rings so far: the next one goes into the buffer after theirs.
-        held: the last batches of the feeder before this one, still in their buffers.
-        interrupted: asked several times a second while a batch is waited for: whether to stop waiting.
+        ahead: number of batches assembled ahead; fewer if the rings are shorter.
+        rings: buffers for patches and for conditions; an empty ring is replaced by reusable arrays.
+        delivered: number of batches delivered in these rings so far: the next one goes into the buffer after theirs.
+        held: the last batches of the previous feeder, still in their buffers.
+        interrupted: polled several times a second during a wait: whether to stop waiting.
     """
 
     def __init__(
@@ -159,8 +149,7 @@ class Feeder:
         self._batch_size = layout[0][0][0]
         self._cutter = cutter
         self._patches = cutter.patches()
-        # Of regions that stay where they are two threads copy patches, as memory answers them sooner; others are copied
-        # before the next patch is cut.
+        # Two threads copy faster than one, but only views of a resident copy stay valid after the next patch is cut.
         self._copiers = ThreadPoolExecutor(_COPIERS, "cut") if cutter.is_resident else None
         self._clock = clock
         size = min([BUFFERS_IN_USE + ahead, *(len(ring) for ring in rings if ring)])
@@ -168,7 +157,7 @@ class Feeder:
             itertools.islice(itertools.cycle(ring), delivered % len(ring), None) if ring else reusable_arrays(*of, size)
             for ring, of in zip(rings, layout, strict=False)
         ]
-        # Both are queues in C.  A lock of Python, which a semaphore has too, would stay held if Ctrl-C came in it.
+        # Both are C queues: the Python lock of a semaphore would stay locked if Ctrl-C interrupted it.
         self._free: SimpleQueue[None] = SimpleQueue()
         for _ in range(size - len(held)):
             self._free.put(None)
@@ -180,9 +169,9 @@ class Feeder:
         self._thread.start()
 
     def next_batch(self) -> Batch | None:
-        """The next batch, or None at the end.
+        """Return the next batch, or None at the end.
 
-        Raises what reading and cutting raise, and StreamInterrupted where none is ready and `interrupted` says so.
+        Raises the errors of reading and cutting, and StreamInterrupted if none is ready and `interrupted` returns True.
         """
         if self._ended:
             return None
@@ -203,7 +192,7 @@ class Feeder:
         return ready
 
     def waiting_for(self, outages: Sequence[Outage]) -> str:
-        """What delays the next batch, for people, given the stores that do not answer.  Any thread may ask."""
+        """Describe what delays the next batch, given the storage outages.  Any thread may call it."""
         if not self._ready.empty():
             return "the device: a batch is ready"
         if self._clock.starved.waiting:
@@ -213,12 +202,12 @@ class Feeder:
         return f"patches to be cut, for sample {self._cutter.index} on"
 
     def stop(self) -> None:
-        """End the thread after the current patch.  Does not wait."""
+        """Stop the thread after the current patch, without waiting for it."""
         self._stopped.set()
         self._free.put(None)
 
     def join(self) -> None:
-        """Wait for the thread, but at most a second: a read from a dead network may take long."""
+        """Wait for the thread for at most a second: a read from an unreachable network may take long."""
         self._thread.join(_JOIN_S)
 
     def _wait_for_batch(self) -> Batch | BaseException | None:
@@ -247,7 +236,7 @@ class Feeder:
         except BaseException as error:
             self._ready.put(error)
         finally:
-            self._patches.close()  # lets go of the regions
+            self._patches.close()  # releases the regions
             if self._copiers is not None:
                 self._copiers.shutdown()
 

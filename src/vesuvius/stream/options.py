@@ -1,4 +1,4 @@
-"""How a stream runs, and how much memory it takes; nothing here changes what it delivers."""
+"""Options of a stream and the memory they take; only the batch size changes the batches."""
 
 from __future__ import annotations
 
@@ -16,49 +16,45 @@ from vesuvius.errors import ConfigError, one_line
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.resident import Resident
 
-# Dispatched to a reader at once, so that it never waits for the next one; it may finish them early.
-TASKS_IN_FLIGHT = 2
+TASKS_IN_FLIGHT = 2  # per reader, so that it never waits for the next one
 # Each row of the input costs Ray's driver time (0.5 ms) and memory for as long as an execution lasts, so a run is a
 # chain of executions of this many tasks.
 TASKS_PER_SEGMENT = 500
-READER_RING = 2  # blocks decoded into in turn: Ray has copied one before it asks for the next; one more to be safe
+READER_RING = 2  # block buffers: Ray has copied one before it asks for the next; one more to be safe
 
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How a stream delivers; only `batch_size` changes what it delivers.
+    """Options of a stream; only `batch_size` changes the batches.
 
     Raises:
-        ConfigError: a value is not an integer, or too small.
+        ConfigError: a value is not an integer or too small.
     """
 
     batch_size: int  # samples per batch of this rank
     workers: int = 2  # Ray reader processes; 0 reads in this process, without Ray
     prefetch_factor: int = 2  # batches assembled ahead per worker (or for this process with `workers: 0`)
-    requests: int | None = None  # in flight per reader on remote stores; None = as the job's store section says
-    cluster: ClusterConfig = ClusterConfig()  # where Ray runs
-    resident: bool = True  # whether a resident copy that the stream was given is used
+    requests: int | None = None  # in flight per reader on remote stores; None = `data.store.requests`
+    cluster: ClusterConfig = ClusterConfig()
+    resident: bool = True  # whether to use the resident copy passed to the stream
 
     def __post_init__(self) -> None:
-        least = {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "requests": 1}
-        for name, minimum in least.items():
+        for name, minimum in {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "requests": 1}.items():
             value = getattr(self, name)
-            if name == "requests" and value is None:
-                continue
-            if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < minimum:
-                raise ConfigError(f"{name} must be an integer of at least {minimum}; got {value!r}; change it")
+            if name != "requests" or value is not None:
+                to_integer(name, value, minimum)
 
     @classmethod
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
-        """The options of a config."""
+        """Return the options that a config gives."""
         if training.ranks != 1 and cluster.reader_nodes == "auto":
-            # Also of the one rank that `min_ranks: 1` may leave: it has reserved the cores of its readers.
+            # Also for the one rank that `min_ranks: 1` may leave: it has reserved the cores of its readers.
             cluster = cluster.model_copy(update={"reader_nodes": "same"})
         return cls(training.micro_batch, training.workers, training.prefetch_factor, cluster=cluster)
 
 
 class StreamStart(TypedDict, total=False):
-    """Where and how a stream begins: parameters of `PatchStream`."""
+    """Keyword arguments of `PatchStream` that say where it begins."""
 
     first: int
     stop: int | None
@@ -68,7 +64,7 @@ class StreamStart(TypedDict, total=False):
 
 
 class StreamChanges(TypedDict, total=False):
-    """The options that a running stream can change."""
+    """Options that can be changed while a stream runs."""
 
     workers: int
     prefetch_factor: int
@@ -77,12 +73,12 @@ class StreamChanges(TypedDict, total=False):
 
 
 def readers_are_local(cluster: ClusterConfig, world: int) -> bool:
-    """Whether the readers of a rank run on its own node of the cluster.  Pure."""
+    """Whether the readers of a rank run on its own node.  Pure."""
     return cluster.reader_nodes == "same" or (cluster.reader_nodes == "auto" and world > 1)
 
 
 def store_peak_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Most bytes of the object store in use at once: the regions in flight, which the trainer holds, and what is ahead.
+    """Peak bytes in use in the object store: the regions in flight, which the trainer holds, and prefetched blocks.
 
     0 with `workers: 0`.  Pure.
     """
@@ -92,22 +88,22 @@ def store_peak_bytes(job: ReaderJob, options: StreamOptions) -> int:
 
 
 def store_prefetch_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Bytes of the blocks between readers and trainer: the tasks that each worker may finish ahead, the block that it
-    works on, and a task that is fetched to the trainer's machine.  Pure."""
+    """Bytes of the blocks between readers and trainer: the tasks that each worker may finish ahead, its current block,
+    and a task being fetched to the trainer's machine.  Pure."""
     per_worker = TASKS_IN_FLIGHT * job.plan.regions_per_task + 1
     return (options.workers * per_worker + job.plan.regions_per_task) * job.block_bytes
 
 
 def batches_ahead(options: StreamOptions) -> int:
-    """Batches assembled ahead of the trainer.  Pure."""
+    """Number of batches assembled ahead of the trainer.  Pure."""
     return max(options.workers, 1) * options.prefetch_factor
 
 
 def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Size of a private Ray's object store; 0 with `workers: 0`.  Pure.
 
-    The need; what is ahead once more, because one execution of readers hands over to the next; a quarter of both,
-    because Ray's limit is soft (0.25 GiB configured, 0.64 GiB seen in use); and the plan's maps, once for all readers.
+    The peak, plus the prefetched blocks again, because two executions overlap; plus a quarter, because Ray's limit is
+    soft (0.25 GiB configured, 0.64 GiB measured); plus the plan's foreground maps, once for all readers.
     """
     if options.workers == 0:
         return 0
@@ -116,17 +112,14 @@ def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
 
 
 def is_ray_connected() -> bool:
-    """Whether this process is connected to a Ray, whose store has its place in /dev/shm: it keeps what it once used."""
+    """Whether this process is connected to Ray, whose object store already occupies /dev/shm."""
     ray = sys.modules.get("ray")
-    started = getattr(ray, "is_initialized", None)  # not there while another thread imports it
+    started = getattr(ray, "is_initialized", None)  # absent while another thread imports it
     return started is not None and started()
 
 
 def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
-    """Raises ConfigError where /dev/shm cannot hold the stores of all ranks here, which would silently use /tmp.
-
-    Of stores that are yet to be made.
-    """
+    """Raise ConfigError if /dev/shm cannot hold the object stores of all local ranks: Ray would silently use /tmp."""
     shared = Path("/dev/shm")
     if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
         return
@@ -134,14 +127,21 @@ def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
     free = shutil.disk_usage(shared).free
     if size > free:
         raise ConfigError(
-            f"the object store must fit in /dev/shm; got {size / 2**30:.2f} GiB needed"
-            f"{f' by {ranks} ranks' if ranks > 1 else ''} and {free / 2**30:.2f} GiB free; start the container with a "
-            f"larger --shm-size, or lower data.regions_in_flight (now {job.plan.regions_in_flight}) or training.workers"
+            f"The object store{f' of {ranks} ranks' if ranks > 1 else ''} needs {size / 2**30:.2f} GiB, but /dev/shm "
+            f"has {free / 2**30:.2f} GiB free; start the container with a larger --shm-size, or lower "
+            f"data.regions_in_flight ({job.plan.regions_in_flight}) or training.workers ({options.workers})"
         )
 
 
+def to_integer(name: str, value: Any, minimum: int) -> int:
+    """Convert an integer of any type to int.  Raises ConfigError for other types and for values below `minimum`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < minimum:
+        raise ConfigError(f"{name} {value!r} is not an integer of at least {minimum}; change it")
+    return int(value)
+
+
 def check_cluster(address: str) -> None:
-    """Raises ConfigError where nothing listens at `host:port`; Ray itself waits minutes for it."""
+    """Raise ConfigError if nothing listens at `host:port`; Ray itself would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return  # 'auto' and the like
@@ -149,6 +149,6 @@ def check_cluster(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cluster.address must name a running Ray cluster; got {address!r}: {one_line(error)}; start one with "
-            "`ray start --head`, or set cluster.address=null for a private one"
+            f"Cannot reach the Ray cluster at cluster.address={address}: {one_line(error)}; start it with "
+            "`ray start --head`, or set cluster.address=null for a private Ray"
         ) from error

@@ -1,4 +1,4 @@
-"""Where the regions of a stream come from: this process, the readers of Ray, or one after the other."""
+"""Opens the source of a stream's regions: this process, Ray readers, or this process until Ray has started."""
 
 from __future__ import annotations
 
@@ -20,38 +20,37 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """Opens the sources of a stream, one at a time, and holds the Ray that readers need from one to the next.
+    """Opens the sources of a stream, one at a time, and keeps Ray running from one to the next.
 
     Args:
-        reads: notes that this process reads; None where nobody else could.
-        on_spill, on_death: as of `RayRegions`.
+        marker: marks that this process reads; None without readers.
+        on_spill, on_death: as in `RayRegions`.
 
     Attributes:
-        closed: the stream ends, so that a Ray that is starting is ended too.
+        closed: set when the stream is closed, so that Ray is stopped even if it is still starting.
     """
 
     def __init__(
         self,
-        reads: TrainerReadingMarker | None,
+        marker: TrainerReadingMarker | None,
         on_spill: Callable[[str, dict[str, Any]], None],
         on_death: Callable[[str, dict[str, Any]], DataError | None],
     ) -> None:
-        self._reads, self._on_spill, self._on_death = reads, on_spill, on_death
+        self._marker, self._on_spill, self._on_death = marker, on_spill, on_death
         self._session: Session | None = None
         self._starting = threading.Lock()
         self.closed = False
-        self._replaced: Callable[[str, int, str], None] | None = None
+        self._report_replaced: Callable[[str, int, str], None] | None = None
 
     def open(self, job: ReaderJob, options: StreamOptions, tasks: Iterable[Task], resident: Resident | None) -> Regions:
-        """The regions of these tasks.  Raises ConfigError where /dev/shm is too small or, as `Session`, Ray does not
-        start."""
+        """Open the regions of these tasks.  Raises ConfigError if /dev/shm is too small or Ray does not start."""
         if options.workers == 0:
-            return LocalRegions(job, tasks, resident, self._reads)
+            return LocalRegions(job, tasks, resident, self._marker)
         if not self.fits(job, options):
             self.end_ray()
         if self._session is None and not is_ray_connected():
             check_store(job, options)
-            return LocalThenRay(job, tasks, resident, self._reads, partial(self._start_ray, job, options))
+            return LocalThenRay(job, tasks, resident, self._marker, partial(self._start_ray, job, options))
         return self._start_ray(job, options, tasks)
 
     def _start_ray(self, job: ReaderJob, options: StreamOptions, tasks: Iterable[Task]) -> Regions:
@@ -59,15 +58,15 @@ class Sources:
         from vesuvius.stream.ray.regions import RayRegions
         from vesuvius.stream.ray.session import Session
 
-        with self._starting:  # where the stream was changed meanwhile, the start of before may go on
+        with self._starting:  # an earlier start may still be under way if the stream was reconfigured
             if self._session is None:
                 self._session = Session(options.cluster, options.workers, job.world, store_bytes(job, options))
             if self.closed:
                 if threading.main_thread().is_alive():  # else Ray ends with the interpreter
                     self.end_ray()
-                raise ConfigError("the stream was closed while Ray started")
+                raise ConfigError("The stream was closed while Ray started; open another PatchStream")
         regions = RayRegions(job, tasks, options, self._on_spill, self._on_death)
-        self._replaced = regions.replaced
+        self._report_replaced = regions.report_replaced
         return regions
 
     @property
@@ -76,17 +75,17 @@ class Sources:
         return self._session is not None
 
     def fits(self, job: ReaderJob, options: StreamOptions) -> bool:
-        """Whether the Ray in use, if there is one, has room for readers of these options."""
+        """Whether Ray, if it runs, has room for the readers of these options."""
         need = options.workers, job.world, store_bytes(job, options)
         return self._session is None or self._session.fits(*need)
 
-    def replaced(self, actor: str, pid: int, node: str) -> None:
-        """Another process of the actor delivers blocks: report the death of this one."""
-        if self._replaced is not None:
-            self._replaced(actor, pid, node)
+    def report_replaced(self, actor: str, pid: int, node: str) -> None:
+        """Report the death of a process: another one of the same actor delivers blocks."""
+        if self._report_replaced is not None:
+            self._report_replaced(actor, pid, node)
 
     def end_ray(self) -> None:
-        """Use Ray no longer; another source may start it again."""
+        """Stop using Ray; another source may start it again."""
         if self._session is not None:
             self._session.close()
             self._session = None

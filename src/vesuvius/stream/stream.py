@@ -44,32 +44,32 @@ _open = set["PatchStream"]()
 
 
 class PatchStream(Iterator[Batch]):
-    """Batches from sample `first` on.  A context manager; closing it ends the readers, and a Ray that it started.
+    """Batches from sample `first` on.  A context manager: closing it ends the readers, and Ray if it started Ray.
 
     Args:
         job: plan, volumes and rank; `prepare_data(...).job`.
         options: batch size and readers.
-        first: sample index to start at; a multiple of the number of ranks.
-        stop: sample index to end before, or None for an endless stream.  The last batch may be short.
+        first: index of the first sample; a multiple of the number of ranks.
+        stop: index after the last sample, or None for an endless stream.  The last batch may be short.
         buffers: a ring of at least 3 arrays (batch_size, Z, Y, X) of the job's dtype, e.g. in pinned memory; batches
             are delivered in them in turn, each valid until the second `next` after it.  By default new arrays.
         condition_buffers: the same for conditions.
-        quarantined: `quarantined` of an earlier stream over the same volumes; these places are not tried again.
-        interrupted: asked several times a second while a batch is waited for; where it says yes, `next` raises
-            StreamInterrupted, and the stream stays where it was.
-        resident: a copy of the volumes in memory to fill and to cut from, which the stream closes.  Once it holds them
-            the readers end; where they are so small that it soon does, none are started.
+        quarantined: `quarantined` of an earlier stream over the same volumes; these boxes are not read again.
+        interrupted: polled several times a second while `next` waits for a batch; if it returns True, `next` raises
+            StreamInterrupted and the stream keeps its position.
+        resident: in-memory copy of the volumes to fill and to cut from, which the stream closes.  The readers end once
+            it is full; none are started if the volumes are so small that it soon will be.
 
     Attributes:
         options: the current ones; `reconfigure` and a resident copy change them.
-        events: what happened so far, the last 10,000; the caller may take them out.
-        quarantined: a record for each damaged place; regions that touch one are replaced.
-        readers: figures of each living reader process by pid.
+        events: the last 10,000 events; the caller may remove them.
+        quarantined: a record for each damaged box; regions that touch one are replaced.
+        readers: statistics of each living reader process by pid.
 
     Raises:
-        DataError: on opening or iterating, where a volume cannot be read or too many regions cannot.
-        ConfigError: on opening, where /dev/shm is too small; on iterating, where Ray does not start, or its cluster
-            does not answer.
+        DataError: on opening or iterating, if a volume cannot be read or too many regions cannot.
+        ConfigError: on opening, if /dev/shm is too small; on iterating, if Ray does not start or its cluster does not
+            answer.
     """
 
     def __init__(
@@ -85,28 +85,28 @@ class PatchStream(Iterator[Batch]):
         interrupted: Callable[[], bool] = lambda: False,
         resident: Resident | None = None,
     ) -> None:
-        _check_place(first, stop, job.world)
+        _check_range(first, stop, job.world)
         self._job = job
         self._resident = resident
-        # A run without readers has nobody else to read.
-        reads = TrainerReadingMarker(Path(job.reading_log_dir)) if job.reading_log_dir and options.workers else None
-        if resident is not None and job.plan.is_small and not (reads and reads.broke_off):
+        # Without readers no other process could read instead.
+        marker = TrainerReadingMarker(Path(job.reading_log_dir)) if job.reading_log_dir and options.workers else None
+        if resident is not None and job.plan.is_small and not (marker and marker.was_interrupted):
             options = replace(options, workers=0)
         self.options = options
         self._next_sample = first
-        self._ended_readers = 0  # as all that they would read is in memory
+        self._ended_readers = 0  # number that ended because the resident copy is full
         self._stop = _ENDLESS if stop is None else stop
         self._interrupted = interrupted
         self._buffers = (buffers, condition_buffers)
         self._readers = Readers()
         self._events = EventRecorder(job, quarantined)
-        self._sources = Sources(reads, partial(self._events.record, "spill"), self._reader_died)
+        self._sources = Sources(marker, partial(self._events.record, "spill"), self._reader_died)
         self.events, self.quarantined = self._events.events, self._events.quarantined
         self.readers = self._readers.living
         self._source: Regions | None = None
         self._feeder: Feeder | None = None
         self._clock = FeederClock()
-        self._delivered = 0  # into the present ring
+        self._delivered = 0  # batches in the current ring
         self._held: list[Batch] = []
         self._failure: BaseException | None = None
         self._closed, self._pid = False, os.getpid()
@@ -127,7 +127,7 @@ class PatchStream(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._failure is not None:
             raise self._failure
-        if self._resident is not None and self._resident.suffices and self.options.workers:
+        if self._resident is not None and self._resident.first_pass_done and self.options.workers:
             self._end_readers()
         if self._feeder is None:
             raise StopIteration
@@ -136,8 +136,9 @@ class PatchStream(Iterator[Batch]):
             raise StopIteration
         count, world = len(batch.samples), self._job.world
         if not np.array_equal(batch.indices, self._next_sample + self._job.rank + world * np.arange(count)):
-            got = batch.indices.tolist()
-            raise StreamOrderError(f"samples {got} came at {self._next_sample}, out of order; report this as a bug")
+            raise StreamOrderError(
+                f"Samples {batch.indices.tolist()} arrived out of order at {self._next_sample}; report this as a bug"
+            )
         self._next_sample += world * count
         self._delivered += 1
         return batch
@@ -145,8 +146,8 @@ class PatchStream(Iterator[Batch]):
     def close(self) -> None:
         """End the readers for good.  Safe to call again.
 
-        Takes at most half a minute: a private Ray whose head hangs is killed, a shared one is left behind, each with a
-        warning.  In a forked child, such as a DataLoader's worker, it does nothing: all belongs to its parent.
+        Takes at most half a minute: a private Ray whose head hangs is killed, a shared one abandoned, each with a
+        warning.  Does nothing in a forked child, such as a DataLoader worker: everything belongs to its parent.
         """
         if os.getpid() != self._pid:
             return
@@ -160,7 +161,7 @@ class PatchStream(Iterator[Batch]):
             self._sources.end_ray()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the stream, as plain data: enough to continue with any workers, prefetch or cache.
+        """Return the position of the stream as plain data: enough to continue with any workers, prefetch or cache.
 
         Call it between two batches.
         """
@@ -172,16 +173,16 @@ class PatchStream(Iterator[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where another stream over the same plan was.
+        """Continue at the position of another stream over the same plan.
 
         Reads the regions in flight again, at most `plan.regions_in_flight`: the next samples are cut from them.
 
         Raises:
-            ConfigError: it is not a state, or that of another plan, or the stream is closed; it stays as it was.
+            ConfigError: not a state, the state of another plan, or the stream is closed; the stream is unchanged.
         """
         self._check_open()
         check_state(state, self._job)
-        self._events.know(state["quarantined"])
+        self._events.set_quarantined(state["quarantined"])
         self._close_readers()
         self._next_sample = state["sample_index"]
         self._open_readers()
@@ -193,25 +194,27 @@ class PatchStream(Iterator[Batch]):
         condition_buffers: Sequence[NDArray[Any]] = (),
         **changes: Unpack[StreamChanges],
     ) -> None:
-        """Change readers, their requests or prefetch: the stream is reopened at the next sample, so no batch changes.
+        """Change readers, their requests or prefetch.  The stream reopens at the next sample; batches do not change.
 
-        Takes the seconds in which new readers start and read the regions in flight again, at most
+        Takes the seconds that new readers need to start and to read the regions in flight again, at most
         `plan.regions_in_flight`.  A ring of buffers limits prefetch, so a larger prefetch needs larger rings.
 
         Args:
-            changes: options that get other values.
+            changes: new values of options.
             buffers, condition_buffers: rings that replace both old ones, filled from their first buffers on; None keeps
-                the old ones.  Old buffers may be among them once nobody uses the batches delivered in them.
+                the old ones.  They may contain old buffers if the batches delivered in those are no longer used.
 
         Raises:
-            TypeError: an option that a running stream cannot change.
-            ConfigError: /dev/shm is too small, a ring has fewer than 3 buffers, or the stream is closed; it stays as it
-                was.  Where new readers cannot start, `next` raises the error until another call succeeds.
+            TypeError: an option that cannot be changed while the stream runs.
+            ConfigError: /dev/shm is too small, a ring has fewer than 3 buffers, or the stream is closed; the stream is
+                unchanged.  If new readers cannot start, `next` raises the error until another call succeeds.
         """
         self._check_open()
         if unknown := changes.keys() - StreamChanges.__annotations__.keys():
-            can = ", ".join(StreamChanges.__annotations__)
-            raise TypeError(f"a running stream cannot change {', '.join(unknown)}, only {can}; make another stream")
+            raise TypeError(
+                f"Cannot change {', '.join(unknown)} of a running stream, only "
+                f"{', '.join(StreamChanges.__annotations__)}; open another PatchStream"
+            )
         check_rings((buffers or (), condition_buffers))
         options = replace(self.options, **changes)
         if not is_ray_connected() or not self._sources.fits(self._job, options):
@@ -224,77 +227,77 @@ class PatchStream(Iterator[Batch]):
             self._buffers, self._delivered, self._held = (buffers, condition_buffers), 0, []
         self._open_readers()
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
-        self._events.record("reconfigured", f"readers changed at sample {self._next_sample}: {text}", changes)
+        self._events.record("reconfigured", f"Readers changed at sample {self._next_sample}: {text}", changes)
 
     def waiting_for(self) -> str:
-        """What delays the next batch, for people.  Any thread may ask."""
+        """Describe what delays the next batch.  Any thread may call it."""
         if (feeder := self._feeder) is None:
             return "the readers to start or stop"
         workers, source = self.options.workers, self._source
         readers = format_count(workers, "reader") if workers else "no readers: the trainer reads"
         if workers and not self._sources.has_ray:
-            readers = f"Ray, which has {format_count(workers, 'reader')}, is starting"
+            readers = f"Ray is starting {format_count(workers, 'reader')}"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
     def local_readers(self) -> frozenset[int]:
-        """The reader processes on this machine, by pid; children of this process only where it started Ray itself."""
+        """Pids of the reader processes on this machine; they are children of this process only if it started Ray."""
         host = socket.gethostname()
         return frozenset(pid for pid, figures in self.readers.copy().items() if figures.node == host)
 
     def reader_memory(self) -> dict[int, int]:
-        """Bytes of private memory of each reader process, by pid, as last reported."""
+        """Bytes of private memory of each reader process by pid, as last reported."""
         readers = self.readers.copy().items()
         return {pid: figures.rss_anon_bytes for pid, figures in readers if figures.rss_anon_bytes is not None}
 
     @property
     def has_resident(self) -> bool:
-        """Whether volumes are kept in memory."""
+        """Whether decoded volumes are kept in memory."""
         return self._resident is not None
 
     @property
     def resident_frees_memory(self) -> bool:
-        """Whether `reconfigure(resident=False)` would: who reads again holds the regions in flight."""
+        """Whether `reconfigure(resident=False)` frees memory, as the regions in flight then take some."""
         held = (self._job.plan.regions_in_flight + REGIONS_AHEAD) * self._job.block_bytes
         return self._resident is not None and Resident.size_bytes(self._job) > held
 
     @property
     def num_readers_without_resident(self) -> int:
-        """Readers to go on with where the volumes are not kept: those that there are, or that were, and ended."""
+        """Number of readers to use without the resident copy: the current ones, or those it made unnecessary."""
         return self.options.workers or self._ended_readers
 
     @property
     def reader_deaths(self) -> int:
-        """Readers that died and were replaced."""
+        """Number of readers that died and were replaced."""
         return self._events.reader_deaths
 
     @property
     def num_readers_with_work(self) -> int:
-        """Readers for which there is a task: fewer than `options.workers` near the end, or where samples are few."""
+        """Number of readers that still have tasks: fewer than `options.workers` near the end of the samples."""
         return min(self.options.workers, self._source.tasks_left) if self._source else self.options.workers
 
     @property
     def num_readers_alive(self) -> int | None:
-        """Reader processes whose blocks come: they end once all that is left has been read.  None before the first."""
+        """Number of reader processes that have delivered blocks: 0 once everything is read, None before the first."""
         return (len(self.readers) or None) if self.num_readers_with_work else 0
 
     @property
     def max_blocks_ahead(self) -> int:
-        """Blocks that readers may have made and nobody has taken; 0 with `workers: 0`."""
+        """Maximum number of blocks that readers produce ahead of the trainer; 0 with `workers: 0`."""
         return store_prefetch_bytes(self._job, self.options) // self._job.block_bytes if self.options.workers else 0
 
     @property
     def reader_totals(self) -> ReaderTotals:
-        """What all readers have done since the stream was opened, also those that have ended.  Never falls."""
+        """Totals of all readers, including ended ones, since the stream was opened.  Never decrease."""
         return self._readers.totals
 
     @property
     def feeder_stats(self) -> FeederStats:
-        """What this process has done with it since the stream was opened.  Never falls."""
-        return self._clock.figures
+        """Totals of batch assembly in this process since the stream was opened.  Never decrease."""
+        return self._clock.stats
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError("a closed stream cannot be changed; open another PatchStream")
+            raise ConfigError("The stream is closed and cannot be changed; open another PatchStream")
 
     def _open_readers(self) -> None:
         job = replace(self._job, quarantined=frozenset(self._events.damaged))
@@ -302,14 +305,14 @@ class PatchStream(Iterator[Batch]):
             job = replace(job, data=job.data.with_store(requests=requests))
         self._readers.clear()
         try:
-            place = self._next_sample, self._stop
-            self._source = self._sources.open(job, self.options, job.tasks(*place), self._resident)
-            cutter = Cutter(job, self._source, self._take_report, self._clock.starved, *place, self._resident)
+            span = self._next_sample, self._stop
+            self._source = self._sources.open(job, self.options, job.tasks(*span), self._resident)
+            cutter = Cutter(job, self._source, self._take_report, self._clock.starved, *span, self._resident)
             layout, ahead = job.batch_layout(self.options.batch_size), batches_ahead(self.options)
             ring = self._buffers, self._delivered, self._held
             self._feeder = Feeder(layout, cutter, self._clock, ahead, *ring, self._interrupted)
         except BaseException as error:
-            self._failure = error  # or the next batch would look like the end of the stream
+            self._failure = error  # otherwise `next` would report the end of the stream
             raise
         self._failure = None
 
@@ -327,14 +330,16 @@ class PatchStream(Iterator[Batch]):
         self._feeder = self._source = None
 
     def _end_readers(self) -> None:
-        """All that is needed is in memory: go on without readers and Ray."""
+        """Continue without readers and Ray: the resident copy is full."""
         began = time.monotonic()
         self._close_readers()
         self._sources.end_ray()
         self._ended_readers, self.options = self.options.workers, replace(self.options, workers=0)
         self._open_readers()
-        where = f"from sample {self._next_sample} on patches are cut from the volumes in memory"
-        text = f"{where}; the readers ended in {time.monotonic() - began:.1f} s"
+        text = (
+            f"From sample {self._next_sample} on, patches are cut from the volumes in memory; the readers ended in "
+            f"{time.monotonic() - began:.1f} s"
+        )
         self._events.record("resident", text, {"sample": self._next_sample})
 
     def _drop_resident(self) -> None:
@@ -343,55 +348,54 @@ class PatchStream(Iterator[Batch]):
             self._resident = None
 
     def _take_report(self, report: BlockReport) -> None:
-        """On the feeder's thread."""
-        # Blocks come in order: once one of the next execution does, readers of the last one have no more to read.
-        died = self._readers.take(report, self.options.workers)
+        """Process a reader's report, on the feeder's thread."""
+        died = self._readers.add(report, self.options.workers)
         if died is not None:
-            self._sources.replaced(report.actor, *died)
+            self._sources.report_replaced(report.actor, *died)
         for record in report.quarantined:
             self._events.quarantine(record)
-        for found in report.nonfinite:
-            found.warn()
+        for nonfinite in report.nonfinite:
+            nonfinite.warn()
 
     def _reader_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
-        """On any thread; returns what ends the stream."""
+        """Record a death, on any thread.  Returns the error that ends the stream, if any."""
         self.readers.pop(fields["pid"], None)
         return self._events.reader_died(text, fields)
 
 
 def check_state(state: Any, job: ReaderJob) -> None:
-    """Raises ConfigError for anything but what `state_dict` of a stream over the same plan returns."""
-    kinds = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
-    if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in kinds.items()):
+    """Raise ConfigError unless `state` comes from `state_dict` of a stream over the same plan."""
+    types = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
+    if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in types.items()):
         raise ConfigError(
-            f"{one_line(repr(state))} is no state that state_dict() of a stream returned; pass that on unchanged"
+            f"{one_line(repr(state))} was not returned by state_dict() of a stream; pass such a state unchanged"
         )
     if state["plan_hash"] != job.plan.hash:
         raise ConfigError(
-            f"The state is of plan {state['plan_hash']}, and the stream has {job.plan.hash}; use the same seed, data "
-            "section and volumes"
+            f"The state belongs to plan {state['plan_hash']}, but the stream has plan {job.plan.hash}; use the same "
+            "seed, data section and volumes"
         )
-    _check_place(state["sample_index"], None, job.world)
+    _check_range(state["sample_index"], None, job.world)
 
 
-def _check_place(first: int, stop: int | None, world: int) -> None:
-    """Raises ConfigError where a stream cannot begin at sample `first`."""
+def _check_range(first: int, stop: int | None, world: int) -> None:
+    """Raise ConfigError if a stream cannot deliver samples `first` to `stop`."""
     if first < 0 or first % world or (stop is not None and stop < first):
         raise ConfigError(
-            f"a stream begins at a multiple of the number of ranks ({world}) and does not stop before it; got first "
-            f"{first} and stop {stop}; change one of them"
+            f"A stream cannot deliver samples {first} to {stop}; start it at a multiple of the number of ranks "
+            f"({world}), and stop it later"
         )
 
 
 @cache
 def _close_at_exit() -> None:
-    """Close open streams when the interpreter exits, which would otherwise wait for their threads for ever.
+    """Close open streams when the interpreter exits, which would otherwise wait for their threads forever.
 
-    `atexit` runs too late: the interpreter waits for threads first, and Ray Data's wait for a block.
+    `atexit` runs too late: the interpreter waits for threads first, and Ray Data's threads wait for a block.
     """
 
     def close_all() -> None:
-        with ExitStack() as closing:  # one that cannot be closed does not keep the others open
+        with ExitStack() as closing:  # a stream that fails to close does not keep the others open
             for stream in _open:
                 closing.callback(stream.close)
 

@@ -64,9 +64,9 @@ def test_after_a_trainer_that_died_while_it_read_the_readers_read_all(job: Reade
     for died in (False, True):
         if died:
             (tmp_path / "trainer-reads").touch()
-        noted = TrainerReadingMarker(tmp_path)
-        assert noted.broke_off == died
-        regions = LocalThenRay(job, job.tasks(FIRST, STOP), None, noted, start)
+        marker = TrainerReadingMarker(tmp_path)
+        assert marker.was_interrupted == died
+        regions = LocalThenRay(job, job.tasks(FIRST, STOP), None, marker, start)
         first = next(regions).visit.slot
         assert (tmp_path / "trainer-reads").exists() != died, "as long as it reads"
         slots(regions)
@@ -169,7 +169,7 @@ def test_a_stream_may_be_closed_while_ray_starts(when: str, waits_s: float, says
     command = [sys.executable, "-c", _CLOSES, str(volume), when, str(waits_s)]
     environment = os.environ | {MARK: mark}
     done = fork_server.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    waiting = "Ray, which has 1 readers, is starting)\n" if when == "waiting" else ""
+    waiting = "Ray is starting 1 reader)\n" if when == "waiting" else ""
     assert (done.returncode, done.stdout) == (0, f"[0, 1, 2, 3]\n{waiting}")
     assert done.stderr.startswith(says)
     assert says or not done.stderr

@@ -172,7 +172,7 @@ def test_a_run_trains_on_past_an_unreadable_chunk_and_its_resume_knows_of_it(
     config, run = tiny_config(), tmp_path / "runs" / "tiny"
     result = run_vesuvius("train", "--config", config, "training.max_steps=12", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "cannot be read; regions that touch them are replaced with others" in result.stderr
+    assert "cannot be read: " in result.stderr
     records = records_of(run)
     assert records
     for record in records:

@@ -77,7 +77,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_folder_that_cannot_be_written_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     assert open_reading_log(Path("/proc/none"), "an actor") is None
-    assert "cannot note what this reader reads" in caplog.text
+    assert "Cannot write the reading log" in caplog.text
 
 
 def test_an_outage_is_said_once_a_minute_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:

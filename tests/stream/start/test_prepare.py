@@ -47,11 +47,9 @@ def test_a_small_patch_finds_the_range_that_a_large_one_finds(tmp_path: Path) ->
 
 
 def test_a_volume_of_air_alone_is_refused_as_such(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"must hold more than its fill value; got nothing else in \d+ boxes of .*v.zarr"
-    ):
+    with pytest.raises(DataError, match=r"All voxels in \d+ boxes of .*v.zarr equal its fill value"):
         estimated(tmp_path / "v.zarr", np.zeros((96, 96, 96), "uint8"))
-    with pytest.raises(DataError, match=r"grey values must differ .* got 7 to 7"):
+    with pytest.raises(DataError, match=r"its values are 7 to 7"):
         estimated(tmp_path / "grey.zarr", np.full((96, 96, 96), 7, "uint8"))
 
 

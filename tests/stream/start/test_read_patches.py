@@ -57,7 +57,7 @@ def test_damaged_patches_are_left_out_of_the_grey_range_and_not_fetched_for_ever
     data = prepare_data(0, config)
     (grey,) = data.intensity_ranges(config).volumes
     assert grey.low < grey.high
-    assert "a patch is left out of the grey range: Cannot read chunk" in caplog.text
+    assert "A patch is excluded from the intensity range: Cannot read chunk" in caplog.text
     staging = data.volumes[0]._staging
     assert staging is not None
     assert not staging._staged, "nothing is held for boxes that are not read"

@@ -26,17 +26,16 @@ from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)
 
-# Ending two executions takes up to five seconds on a busy machine.
-_END_S = 8.0
+_END_S = 8.0  # ending two executions takes up to five seconds on a busy machine
 
 
 class RayRegions(Regions):
     """The regions of tasks, in order, read by `options.workers` Ray actors.
 
-    They are read-only views into the object store: copy out of them and drop them.
+    They are read-only views into the object store; do not keep them.
 
     Args:
-        on_spill: called from a thread of its own with a line and figures where Ray wrote objects to disk.
+        on_spill: called on another thread, with a log line and its data, after Ray spilled objects to disk.
         on_death: the same for each reader that died; an error that it returns ends the stream.
     """
 
@@ -48,46 +47,46 @@ class RayRegions(Regions):
         on_spill: Callable[[str, dict[str, Any]], None],
         on_death: Callable[[str, dict[str, Any]], DataError | None],
     ) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="vesuvius-notes-", ignore_cleanup_errors=True)
-        notes = Path(job.reading_log_dir or self._temporary.name)
-        with suppress(OSError):  # the readers say it
-            remove_logs(notes, crashes=False)
-        self._job = job = replace(job, reading_log_dir=str(notes))
+        self._temporary = tempfile.TemporaryDirectory(prefix="vesuvius-reading-", ignore_cleanup_errors=True)
+        log_dir = Path(job.reading_log_dir or self._temporary.name)
+        with suppress(OSError):  # the readers report it
+            remove_logs(log_dir, crashes=False)
+        self._job = job = replace(job, reading_log_dir=str(log_dir))
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
         self._options = options
         self._tasks = iter(tasks)
-        self._segments: list[Segment] = []  # the present one, and the next one where it has started
+        self._segments: list[Segment] = []  # the current one and, if it has started, the next one
         self._failure: DataError | None = None
         self._interrupted = False
         self._hangs = False
         self._on_death = on_death
-        self._watch = ReaderWatch(notes, self._reader_died, on_spill)
+        self._watch = ReaderWatch(log_dir, self._reader_died, on_spill)
         self._start_segment()
 
     @property
     def tasks_left(self) -> int:
-        """Tasks that readers are given and have not finished."""
+        """Number of tasks that readers have not finished."""
         return sum(segment.tasks_left for segment in tuple(self._segments))
 
     @property
     def outages(self) -> list[Outage]:
-        """Of the stores that readers on this machine wait for at the moment."""
+        """Storage outages that readers on this machine are waiting for."""
         return self._watch.outages
 
-    def replaced(self, actor: str, pid: int, node: str) -> None:
-        """Another process of the actor delivers blocks: report the death of this one."""
-        self._watch.died(actor, pid, node)
+    def report_replaced(self, actor: str, pid: int, node: str) -> None:
+        """Report the death of a process: another one of the same actor delivers blocks."""
+        self._watch.report_death(actor, pid, node)
 
     def __next__(self) -> Region:
         try:
             block = self._next()
         except (VesuviusError, StopIteration) as error:
             if isinstance(error, ReaderLostError):
-                self._watch.look_for_crashes()  # its note knows more of it
-            if self._failure is not None:  # which has ended the execution
+                self._watch.report_crashes()  # its reading log has details
+            if self._failure is not None:  # it ended the execution
                 raise self._failure from None
             raise
-        if self._failure is not None:  # and another execution may continue, after blocks that are lost
+        if self._failure is not None:  # another execution may continue, but blocks are lost
             raise self._failure
         return region_in(block, self._job)
 
@@ -104,28 +103,25 @@ class RayRegions(Regions):
         raise StopIteration
 
     def interrupt(self) -> None:
-        """End the executions, within seconds.  Call it from another thread than the one that waits for a block."""
+        """End the executions within seconds.  Call it on another thread than the one that waits for a block."""
         self._end(self._interrupt)
 
     def close(self) -> None:
-        """End the executions and their actors, within seconds."""
+        """End the executions and their actors within seconds."""
         self._end(self._close)
         self._segments = []
         self._temporary.cleanup()
 
-    def _end(self, act: Callable[[], None]) -> None:
-        """Bounded: Ray waits for ever for a cluster whose head does not answer."""
+    def _end(self, action: Callable[[], None]) -> None:
+        """Run with a timeout: Ray waits forever for a cluster whose head does not answer."""
         if self._hangs:
             return
-        ending = on_thread(act, name="ray-end")
+        ending = on_thread(action, name="ray-end")
         try:
             ending.result(_END_S)
         except TimeoutError:
             self._hangs = True
-            log.warning(
-                "Ray did not end the readers within %g s, probably because its head hangs; a private Ray is killed",
-                _END_S,
-            )
+            log.warning("Ray did not end the readers within %g s, probably because its head hangs", _END_S)
 
     def _interrupt(self) -> None:
         self._interrupted = True
@@ -149,5 +145,5 @@ class RayRegions(Regions):
         if tasks := list(itertools.islice(self._tasks, TASKS_PER_SEGMENT)):
             segment = Segment(self._job, self._job_ref, tasks, self._options)
             self._segments.append(segment)
-            if self._interrupted:  # while it was made
+            if self._interrupted:  # while the segment was created
                 segment.interrupt()

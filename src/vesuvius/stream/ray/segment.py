@@ -1,6 +1,6 @@
-"""One ordered Ray Data execution over some tasks.
+"""One ordered Ray Data execution over a list of tasks.
 
-Ray Data's defaults are made for large blocks in any order; each setting below says what goes wrong without it.
+Ray Data's defaults are made for large blocks in any order; a comment on each setting says what goes wrong without it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from vesuvius.stream.ray import private
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob
 from vesuvius.threads import on_thread
 
-# The next segment's readers start when the tasks of this one that are still to be handed over last this long at the
-# current pace, but not later than this many tasks before its end.
+# The next segment's readers start when the remaining tasks of this one last this long at the current pace, but not
+# later than this many tasks before its end.
 _OVERLAP_S = 15.0
 _OVERLAP_TASKS = 4
 _ROUND_S = 0.01
 _ROW = ("slots", "slots_ahead")
-# Ray Data's settings are one for all threads of a process: streams must not set theirs in each other's executions.
+# Ray Data's settings are global to the process: concurrent streams must not change each other's.
 _settings = threading.Lock()
 
 
 class ReaderLostError(DataError):
-    """A reader died, and Ray does not restart it any more."""
+    """A reader died, and Ray no longer restarts it."""
 
 
 class RayReader:
-    """The actor: a `Reader` as Ray Data calls it."""
+    """The actor: a `Reader` with the interface that Ray Data expects."""
 
     def __init__(self, job: list[Any]) -> None:
-        blosc.set_nthreads(1)  # readers are processes: threads in each would only contend
+        blosc.set_nthreads(1)  # threads in several reader processes would only contend
         actor = ray.get_runtime_context().get_actor_id() or ""
         self._reader = Reader(ray.get(job[0]), READER_RING, actor)
 
@@ -59,21 +59,20 @@ class RayReader:
 
 
 def _rows(tasks: list[Task], workers: int) -> list[pa.Table]:
-    """One row per task, with the task that the same reader will probably get next, as readers take turns."""
+    """Return a row per task, with the task that the same reader will probably get next, as readers alternate."""
     ahead = [*tasks[workers:], *[()] * workers]
     return [
-        pa.table({name: pa.array([one], pa.list_(pa.int64())) for name, one in zip(_ROW, both, strict=True)})
-        for both in zip(tasks, ahead, strict=False)
+        pa.table({name: pa.array([slots], pa.list_(pa.int64())) for name, slots in zip(_ROW, row, strict=True)})
+        for row in zip(tasks, ahead, strict=False)
     ]
 
 
 def _this_node() -> NodeAffinitySchedulingStrategy:
-    """Where this process runs."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 class Segment:
-    """One Ray Data execution over a list of tasks.  Starts at once, fetching its first block on its own thread."""
+    """One Ray Data execution over a list of tasks.  Starts at once and fetches its first block on its own thread."""
 
     def __init__(
         self,
@@ -82,8 +81,8 @@ class Segment:
         tasks: list[Task],
         options: StreamOptions,
     ) -> None:
-        workers, here = options.workers, readers_are_local(options.cluster, job.world)
-        # Blocks until the end of each task, of which the first and the last may be short.
+        workers, local = options.workers, readers_are_local(options.cluster, job.world)
+        # Number of blocks up to the end of each task; the first and the last task may be short.
         self._ends = list(itertools.accumulate(len(task) for task in tasks))
         self._blocks = 0
         self._began: float | None = None
@@ -96,24 +95,24 @@ class Segment:
                 fn_constructor_args=([job_ref],),
                 batch_size=1,
                 compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=TASKS_IN_FLIGHT),
-                num_cpus=0 if here else 1,  # there the rank has reserved the cores of its readers
-                # By default Ray takes nodes without GPUs first, where one has a core left.
-                scheduling_strategy=_this_node() if here else "DEFAULT",
+                num_cpus=0 if local else 1,  # the rank has reserved the cores of its local readers
+                # DEFAULT prefers nodes without GPUs that have a free core.
+                scheduling_strategy=_this_node() if local else "DEFAULT",
             )
-        # The task after the one that is being cut is fetched to this machine.
+        # Prefetches one task to this machine.
         batches = dataset.iter_batches(
             batch_size=None, batch_format="numpy", prefetch_batches=job.plan.regions_per_task
         )
         self._iterator: Any = iter(batches)  # a generator: closing it ends the execution
-        self._first: Future[Block | None] | None = on_thread(self._next, name="ray-segment")  # None once it was taken
+        self._first: Future[Block | None] | None = on_thread(self._next, name="ray-segment")  # None once delivered
 
     @property
     def tasks_left(self) -> int:
-        """Tasks whose blocks have not all been handed over."""
+        """Number of tasks whose blocks have not all been delivered."""
         return len(self._ends) - bisect_right(self._ends, self._blocks)
 
     def ends_soon(self) -> bool:
-        """Whether the next segment should start, given the blocks handed over so far."""
+        """Whether the next segment should start."""
         now = time.monotonic()
         self._began = self._began or now
         tasks_done = len(self._ends) - self.tasks_left
@@ -121,10 +120,7 @@ class Segment:
         return self.tasks_left <= min(max(tasks_in_overlap, _OVERLAP_TASKS), len(self._ends) / 2)
 
     def next_block(self) -> Block | None:
-        """The next block, or None at the end.
-
-        Raises the reader's own error.
-        """
+        """Return the next block, or None at the end.  Raises the reader's error."""
         try:
             if self._first is not None:
                 block = self._first.result()
@@ -140,29 +136,28 @@ class Segment:
         return next((block["bytes"][0] for block in self._iterator if len(block.get("bytes", ()))), None)
 
     def interrupt(self) -> None:
-        """End the execution; whoever waits for a block gets an error or the end."""
+        """End the execution; a waiting `next_block` raises an error or returns None."""
         self._handle.closed = True
         while self._handle.executor is None and (first := self._first) is not None and not first.done():
-            wait([first], timeout=0.05)  # it is about to start
+            wait([first], timeout=0.05)  # until the execution has started
         if self._handle.executor is not None:
             private.end_execution(self._handle.executor)
 
     def close(self) -> None:
-        """End the execution and wait for its threads: one that called Ray after its shutdown would start it again, or
-        end the process."""
+        """End the execution and wait for its threads, which would restart Ray or crash after its shutdown."""
         self.interrupt()
         if (first := self._first) is not None:
             wait([first])
-        with suppress(ValueError):  # somebody still waits in it, for a network that does not answer
+        with suppress(ValueError):  # another thread still waits in it, for a network that does not answer
             self._iterator.close()
 
 
 class _Pace(private.ExecutionCallback):
-    """A segment's hold on its execution: keeps Ray Data's scheduling loop to one round in 10 ms.
+    """A segment's handle on its execution: limits Ray Data's scheduling loop to one round per 10 ms.
 
-    When the trainer is slower than the readers the loop spins: it takes a whole core and the interpreter lock from the
-    trainer (on two cores, steps took 1.4 s instead of 0.2 s).  A round hands over all that the budget allows, so pacing
-    costs no throughput; docs/performance.md has the figures.
+    If the trainer is slower than the readers, the loop spins: it takes a full core and the GIL from the trainer (on two
+    cores, steps took 1.4 s instead of 0.2 s).  A round delivers everything that the budget allows, so pacing costs no
+    throughput; docs/performance.md has the figures.
     """
 
     executor: ClassVar[Any] = None
@@ -174,7 +169,7 @@ class _Pace(private.ExecutionCallback):
     def before_execution_starts(self, executor: object) -> None:
         type(self).executor = executor
         if self.closed:
-            raise RuntimeError("the stream was closed before it began")
+            raise RuntimeError("The stream was closed before its execution started")
 
     def on_execution_step(self, executor: object) -> None:
         time.sleep(max(_ROUND_S - (time.monotonic() - self._last), 0))
@@ -182,7 +177,7 @@ class _Pace(private.ExecutionCallback):
 
 
 def _context(job: ReaderJob, store_bytes: int, handle: type[_Pace]) -> DataContext:
-    """Ray Data's settings for one ordered stream of blocks.  The executor is put into `handle` when it starts."""
+    """Return Ray Data's settings for an ordered stream of blocks.  `handle` receives the executor when it starts."""
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     private.hide_progress_warning()
@@ -191,9 +186,9 @@ def _context(job: ReaderJob, store_bytes: int, handle: type[_Pace]) -> DataConte
         object_store_memory=store_bytes
     )
     private.set_blocks_ahead(context, job.plan.regions_per_task + 1)
-    # One block yielded by a reader stays one block: the default merges or splits them, which copies.
+    # Keeps the blocks that readers yield: the default merges or splits them, which copies.
     context.target_max_block_size = max(int(0.8 * job.block_bytes), 1)
-    # A trainer that validates or sits in a debugger is not a stalled pipeline.
+    # A trainer that validates or waits in a debugger is not a stalled pipeline.
     context.execution_no_progress_timeout_s = -1
     context.max_errored_blocks = 0
     context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, handle]
@@ -201,21 +196,21 @@ def _context(job: ReaderJob, store_bytes: int, handle: type[_Pace]) -> DataConte
 
 
 def _reader_error(error: BaseException) -> VesuviusError:
-    """Ray's nested error as one line; the reader's own message where there is one."""
+    """Turn Ray's nested error into one line; the reader's own message if there is one."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, RayTaskError):  # also an instance of the reader's error, with a traceback for a message
+        if isinstance(cause, RayTaskError):  # also an instance of the reader's error, but its message is a traceback
             cause = cause.cause
             continue
         if isinstance(cause, VesuviusError):
-            return type(cause)(str(cause).splitlines()[0])  # Ray appends advice of its own in further lines
+            return type(cause)(str(cause).splitlines()[0])  # Ray appends its own advice in further lines
         cause = cause.__cause__
     if isinstance(error, RayActorError):
         return ReaderLostError(
-            f"a reader died and is not replaced again, after {DEATHS_MAX} times: {one_line(error)}; see the log for "
-            "what it read"
+            f"A reader died after {DEATHS_MAX} restarts and is not restarted again: {one_line(error)}; see the log for "
+            "the chunk that it read"
         )
     return VesuviusError(
         f"{'A reader' if isinstance(error, RayError) else 'The stream'} failed: {type(error).__name__}: "
-        f"{one_line(error)}; run with training.workers=0 to see the error where it happens"
+        f"{one_line(error)}; run with training.workers=0 for the full traceback"
     )

@@ -1,4 +1,4 @@
-"""Starts Ray, or connects to it, once per process, and ends it with the last stream that uses it."""
+"""Starts Ray or connects to it, once per process, and ends it with the last stream that uses it."""
 
 from __future__ import annotations
 
@@ -38,42 +38,40 @@ _PASSED_ON = ("VESUVIUS_", "AWS_", "GOOGLE_", "AZURE_", "HF_", "NCCL_", "GLOO_")
 _FILTERED_S = 0.5
 _SIGACTION_BYTES = 256  # more than the struct has anywhere
 
-# What is found in an error, and what helps against it; the first that is found counts.
+# Pattern in Ray's error -> remedy; the first match counts.
 _REMEDIES = {
-    "AF_UNIX|too long": "let RAY_TMPDIR name a folder with a short path, such as /tmp/ray-$USER",
-    "start new thread|temporarily unavailable|pthread_create": "raise the limit of processes and threads (`ulimit -u`, "
+    "AF_UNIX|too long": "set RAY_TMPDIR to a folder with a short path, such as /tmp/ray-$USER",
+    "start new thread|temporarily unavailable|pthread_create": "raise the limit on processes and threads (`ulimit -u`, "
     "docker run --pids-limit) or lower training.workers",
-    "No space left": "free some space there, or let RAY_TMPDIR name another folder",
-    "Permission denied|Read-only file system|not permitted": "let RAY_TMPDIR name a folder that this user can write",
+    "No space left": "free space there, or set RAY_TMPDIR to another folder",
+    "Permission denied|Read-only file system|not permitted": "set RAY_TMPDIR to a writable folder",
 }
 
 
 class Session:
-    """One stream's use of Ray: of a private Ray that the first use starts and the last one ends, of a named cluster, or
-    of the Ray that this process is already connected to.
+    """One stream's use of Ray: a private Ray that the first use starts and the last one ends, a cluster, or the Ray
+    that this process is already connected to.
 
     Args:
         store_bytes: size of a private Ray's object store.
 
     Raises:
-        ConfigError: Ray does not start, the cluster does not answer, or Ray could not be ended in this process before.
+        ConfigError: Ray does not start, the cluster does not answer, or an earlier Ray of this process did not end.
     """
 
     _uses: ClassVar[int] = 0
     _ours: ClassVar[bool] = False
     _hangs: ClassVar[bool] = False
-    # What lasts as long as our Ray.  It prints what its daemons report to the terminal, such as tasks of readers that
-    # were ended on purpose.
-    _held: ClassVar[ExitStack] = ExitStack()
-    _lock: ClassVar[threading.Lock] = threading.Lock()  # streams open and close theirs on threads of their own
+    _held: ClassVar[ExitStack] = ExitStack()  # contexts that last as long as our Ray
+    _lock: ClassVar[threading.Lock] = threading.Lock()  # streams open and close sessions on their own threads
 
     def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
         self._cpus, self._store_bytes = _cpus(workers, ranks), store_bytes
         with Session._lock:
             if Session._hangs:
                 raise ConfigError(
-                    "Ray must shut down before it can start again; got one that did not in this "
-                    "process; start another process, or set training.workers=0 to run without Ray"
+                    "Cannot start Ray: an earlier Ray in this process did not shut down; start another process, or set "
+                    "training.workers=0 to run without Ray"
                 )
             if not ray.is_initialized():
                 try:
@@ -83,16 +81,17 @@ class Session:
                     Session._held.close()
                     raise
                 Session._ours = True
+                # Ray would print daemon messages to the terminal, e.g. about readers that were ended on purpose.
                 Session._held.enter_context(private.daemon_messages(lambda lines: log.debug("Ray: %s", lines)))
             Session._uses += 1
         self._open = True
 
     def fits(self, workers: int, ranks: int, store_bytes: int) -> bool:
-        """Whether so many readers can run without a restart of Ray; on a shared cluster that is up to Ray."""
+        """Whether this many readers can run without restarting Ray; always True on a shared cluster."""
         return not Session._ours or (_cpus(workers, ranks) <= self._cpus and store_bytes <= self._store_bytes)
 
     def close(self) -> None:
-        """End this use, and Ray with the last one where a use started it.  Safe to call again."""
+        """End this use, and Ray with the last use if the first one started it.  Safe to call again."""
         if not self._open:
             return
         self._open = False
@@ -107,54 +106,51 @@ class Session:
 
 @contextmanager
 def _started(config: ClusterConfig, cpus: int, store_bytes: int) -> Iterator[None]:
-    """As `start_ray`, on a thread that lasts as long as the context: Ray's daemons die with the thread that made them
-    (PR_SET_PDEATHSIG)."""
+    """Start Ray on a thread that lives as long as the context: daemons die with their thread (PR_SET_PDEATHSIG)."""
     with ThreadPoolExecutor(1, "ray") as thread:
         thread.submit(start_ray, config, cpus, store_bytes).result()
         yield
 
 
 def _cpus(workers: int, ranks: int) -> int:
-    """CPUs to declare to Ray, which silently runs fewer readers than asked where they exceed its CPUs.
+    """CPUs to declare to Ray, which silently runs fewer readers than requested if they exceed its CPUs.
 
-    Twice as many readers live while one execution hands over to the next.
+    Twice as many readers are alive while two executions overlap.
     """
     return max(os.cpu_count() or 1, 2 * workers + ranks + 1)
 
 
 def _join_data_threads() -> None:
-    """Wait for the threads in which Ray Data fetched blocks: one that calls Ray after its shutdown ends the process."""
+    """Wait for the threads in which Ray Data fetches blocks: calling Ray after its shutdown would end the process."""
     deadline = time.monotonic() + _JOIN_S
     for thread, ends in private.data_threads():
         thread.join(max(deadline - time.monotonic(), 0) if ends else 0.2)
 
 
 def _shut_down() -> bool:
-    """Disconnect, and end the daemons of a private Ray, which takes seconds.  Returns whether it has succeeded.
+    """Disconnect, and end the daemons of a private Ray, which takes seconds.  Returns whether it succeeded.
 
-    Ray waits for ever for a head that does not answer: then its daemons are killed, which ends the wait.
+    Ray waits forever for a head that does not answer; killing its daemons ends the wait.
 
-    Early in its shutdown Ray's C++ core restores the signal handlers that it found, and SIGTERM would end this process
-    on the spot: the thread that shuts down puts the present one back right after that.
+    Early in its shutdown Ray's C++ core restores the default signal handlers, so that SIGTERM would end this process at
+    once; the thread that shuts down reinstates ours right afterwards.
     """
     ended = on_thread(private.shut_down, sigterm_handler(), name="ray-shutdown")
     if wait([ended], _END_S).not_done:
-        log.warning(
-            "Ray did not shut down within %g s, probably because its head hangs; a private Ray is killed now", _END_S
-        )
+        log.warning("Ray did not shut down within %g s, probably because its head hangs; killing a private Ray", _END_S)
         private.kill_daemons()
         if wait([ended], _KILLED_S).not_done:
-            log.warning("Ray did not shut down within another %g s, and is abandoned", _KILLED_S)
-            private.leave_to_the_system()
+            log.warning("Ray did not shut down within another %g s; it is abandoned", _KILLED_S)
+            private.skip_shutdown_at_exit()
             return False
     ended.result()
     return True
 
 
 def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
-    """Start a private Ray with an object store of `store_bytes`, or connect to the cluster that the config names.
+    """Start a private Ray with an object store of `store_bytes`, or connect to the configured cluster.
 
-    Leaves the process's signal handlers as they are.
+    Does not change the process's signal handlers.
 
     Raises:
         ConfigError: Ray does not start, or the cluster does not answer.
@@ -171,36 +167,36 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
         check_cluster(config.address)
         settings = {"address": config.address, "runtime_env": {"env_vars": passed_on(os.environ)}}
     try:
-        # ray.init would handle SIGTERM by exiting on the spot; the trainer could not save.  Restoring the handler
-        # afterwards is too late: a signal in between has left locks held for ever.
+        # ray.init would make SIGTERM exit at once, before the trainer can save.  Restoring the handler afterwards is
+        # too late: a signal in between left locks held forever.
         with _stop_signals_blocked(), _filtered_stderr(), private.without_sigterm_handler():
             ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # Ray raises plain ones, too
+    except Exception as error:  # Ray also raises Exception itself
         with suppress(Exception):
-            ray.shutdown()  # what has started
-        raise _not_started(config.address, one_line(error, 300)) from error
+            ray.shutdown()  # the parts that have started
+        raise _start_error(config.address, one_line(error, 300)) from error
 
 
-def _not_started(address: str | None, said: str) -> ConfigError:
-    """Why, in Ray's words, and what helps."""
+def _start_error(address: str | None, cause: str) -> ConfigError:
+    """Make the error for a failed start, with Ray's text as its cause."""
     if address is not None:
         return ConfigError(
-            f"Cannot connect to the Ray cluster at cluster.address={address}: {said}; this process used "
+            f"Cannot connect to the Ray cluster at cluster.address={address}: {cause}; this process used "
             f"{_token_in_use()}; check the address and the cluster, or set cluster.address=null for a private Ray"
         )
     logs = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray/session_*/logs"
-    remedy = next((f"{helps}, or " for words, helps in _REMEDIES.items() if re.search(words, said)), "")
+    remedy = next((f"{remedy}, or " for pattern, remedy in _REMEDIES.items() if re.search(pattern, cause)), "")
     return ConfigError(
-        f"Ray did not start: {said}; its logs are in {logs}; {remedy}set training.workers=0, which runs without Ray"
+        f"Ray did not start: {cause}; its logs are in {logs}; {remedy}set training.workers=0 to run without Ray"
     )
 
 
 @contextmanager
 def authenticated(address: str | None) -> Iterator[None]:
-    """Have Ray use a token while the context lasts, unless RAY_AUTH_MODE says otherwise.
+    """Make Ray use token authentication within the context, unless RAY_AUTH_MODE is set.
 
-    A private Ray gets a token of its own: left to itself Ray would write one to ~/.ray/auth_token, which later changes
-    how `ray start` makes clusters.  A cluster is shown the token of this process, if it has one.
+    A private Ray gets its own token: otherwise Ray would write one to ~/.ray/auth_token, which changes how a later `ray
+    start` creates clusters.  A cluster gets the token of this process, if it has one.
     """
     changes = {_AUTH_MODE: "token", _TOKEN: secrets.token_hex(32)} if address is None else {_AUTH_MODE: "token"}
     if _AUTH_MODE in os.environ or (address is not None and _TOKEN not in os.environ and not _token_file().exists()):
@@ -223,30 +219,29 @@ def _token_file() -> Path:
 
 
 def _token_in_use() -> str:
-    """Which token and mode this process has, for people."""
+    """Describe the authentication mode and token of this process."""
     mode = os.environ.get(_AUTH_MODE) or "unset"
-    found = _TOKEN if _TOKEN in os.environ else _token_file() if _token_file().exists() else None
-    return (
-        f"{_AUTH_MODE} {mode} and {f'the token in {found}' if found else f'no token, as there is no {_token_file()}'}"
-    )
+    source = _TOKEN if _TOKEN in os.environ else _token_file() if _token_file().exists() else None
+    token = f"the token in {source}" if source else f"no token, as there is no {_token_file()}"
+    return f"{_AUTH_MODE} {mode} and {token}"
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this process that those on other nodes need: run directory, credentials, network.  Pure.
+    """Select the variables that processes on other nodes need: run directory, credentials, network.  Pure.
 
-    Not those that a submitted job has given Ray for all its processes, which Ray would refuse.
+    Excludes those that a submitted job already sets for all its processes: Ray refuses duplicates.
     """
     job = json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
-    given = ((job.get("runtime_env") or {}).get("env_vars")) or {}
-    return {name: value for name, value in environment.items() if name.startswith(_PASSED_ON) and name not in given}
+    own = ((job.get("runtime_env") or {}).get("env_vars")) or {}
+    return {name: value for name, value in environment.items() if name.startswith(_PASSED_ON) and name not in own}
 
 
 @contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """Block SIGTERM and SIGHUP here, and for good in all processes that are started meanwhile, and in theirs.
+    """Block SIGTERM and SIGHUP here, and permanently in all processes started within the context and their children.
 
-    A scheduler, or a terminal that closes, sends them to all processes of a job: without its daemons Ray would abort
-    this process before it saves.
+    A scheduler, or a closing terminal, sends them to all processes of a job: Ray, without its daemons, would abort this
+    process before it saves.
     """
     before, put_back = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}), sigterm_handler()
     try:
@@ -257,7 +252,7 @@ def _stop_signals_blocked() -> Iterator[None]:
 
 
 def sigterm_handler() -> Callable[[], object]:
-    """What puts the present handler of SIGTERM back, which Ray's C++ core replaces: on any thread, unlike `signal`."""
+    """Return a function that restores the current SIGTERM handler: on any thread, unlike `signal.signal`."""
     sigaction, present = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(_SIGACTION_BYTES)
     sigaction(int(signal.SIGTERM), None, present)
     return lambda: sigaction(int(signal.SIGTERM), present, None)
@@ -265,9 +260,9 @@ def sigterm_handler() -> Callable[[], object]:
 
 @contextmanager
 def _filtered_stderr() -> Iterator[None]:
-    """Drop the line in which Ray's C++ core announces its log level from what is written to file descriptor 2.
+    """Remove the line in which Ray's C++ core announces its log level from file descriptor 2.
 
-    Another process filters: what Ray writes before it aborts this one comes through.
+    Filters in another process, so that Ray's output before it aborts this one is not lost.
     """
     saved = os.dup(2)
     command = ["grep", "--line-buffered", "-v", _ANNOUNCEMENT]

@@ -1,1 +1,1 @@
-"""A reader process.  In: tasks of regions.  Out: blocks of voxels, and what could not be read."""
+"""A reader process.  In: tasks of regions.  Out: blocks of voxels, and reports of damage."""

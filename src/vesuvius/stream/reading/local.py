@@ -1,4 +1,4 @@
-"""Regions that are read in this process: with `workers: 0`, and the first ones while Ray starts."""
+"""Reads regions in this process: all with `workers: 0`, else the first ones while Ray starts."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ from vesuvius.volumes.store.retry import Outage
 log = logging.getLogger(__name__)
 
 REGIONS_AHEAD = 2
-"""Read while the cutter holds those in flight."""
+"""Regions read ahead of those in flight."""
 _DECODERS = 4
-_ENDS_S = 1.0
-_RAY_STARTS_S = 30.0  # waited for where the stream ends before it has
+_CLOSE_TIMEOUT_S = 1.0
+_RAY_START_TIMEOUT_S = 30.0
 
 
 class Regions(Iterator[Region]):
-    """Where the regions of consecutive tasks come from.  Iterated on one thread; the rest is called from another."""
+    """Source of the regions of consecutive tasks.  One thread iterates; another calls the rest."""
 
     @property
     @abstractmethod
     def tasks_left(self) -> int:
-        """Tasks that reader processes are given and have not finished."""
+        """Number of tasks that reader processes have not finished."""
 
     @property
     @abstractmethod
     def outages(self) -> list[Outage]:
-        """Of the stores that do not answer at the moment."""
+        """Current storage outages."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make a waiting `next` end soon, with any error."""
+        """Make a waiting `next` return soon, with any error."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what reads, once nobody iterates."""
+        """Stop reading, once iteration has ended."""
 
 
 class LocalRegions(Regions):
-    """Read in this process, one ahead of the cutter.
+    """Regions read in this process, one ahead of the cutter.
 
-    Reading and decoding have threads of their own: codecs and copies let go of the interpreter's lock.
+    Reading and decoding run on their own threads: codecs and copies release the GIL.
 
     Args:
-        resident: what is missing there of a region is read into it, and the region comes as views of it.
-        noted: says that this process reads, as long as it does.
+        resident: copy that the missing part of a region is read into; the region is then delivered as views of it.
+        marker: context that lasts as long as this process reads.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class LocalRegions(Regions):
         job: ReaderJob,
         tasks: Iterable[Task],
         resident: Resident | None = None,
-        noted: AbstractContextManager[None] | None = None,
+        marker: AbstractContextManager[None] | None = None,
     ) -> None:
         self._job, self._resident = job, resident
         ring = 2 if resident else job.plan.regions_in_flight + REGIONS_AHEAD
         self._reader = Reader(job, ring, threads=min(os.cpu_count() or 1, _DECODERS))
-        self._regions: Generator[Region] = self._read(tasks, noted or nullcontext())
+        self._regions: Generator[Region] = self._read(tasks, marker or nullcontext())
         self._next: Future[Region | None] = on_thread(next, self._regions, None, name="reader")
 
-    def _read(self, tasks: Iterable[Task], noted: AbstractContextManager[None]) -> Generator[Region]:
-        with noted:
+    def _read(self, tasks: Iterable[Task], marker: AbstractContextManager[None]) -> Generator[Region]:
+        with marker:
             yield from self._read_all(tasks)
 
     def _read_all(self, tasks: Iterable[Task]) -> Generator[Region]:
@@ -89,7 +89,7 @@ class LocalRegions(Regions):
                 continue
             for slot in task:
                 visit = self._job.plan.visit(slot)
-                # What touches damage is replaced, and copied into the resident copy by the cutter.
+                # A region that touches damage is replaced; the cutter copies the replacement into the resident copy.
                 yield self._resident_region(visit, self._resident) or region_in(self._read_block(slot), self._job)
 
     def _read_block(self, slot: int) -> Block:
@@ -97,12 +97,12 @@ class LocalRegions(Regions):
         return block
 
     def _resident_region(self, visit: Visit, resident: Resident) -> Region | None:
-        """The region as views of the copy; None where it cannot be read, which reading it as a block says."""
+        """Return the region as views of the copy; None if it cannot be read (reading it as a block reports why)."""
         if self._reader.is_damaged(visit.volume, visit.region):
             return None
         if (missing := resident.missing(visit)) is None:
             return Region(visit, resident.views(visit))
-        # What lies beside the region is read for later ones, but nothing that is wrong there concerns this one.
+        # Voxels outside the region are read for later ones; an error there must not affect this one.
         for box in dict.fromkeys((missing, intersection(missing, visit.region))):
             if self._reader.is_damaged(visit.volume, box):
                 continue
@@ -136,20 +136,20 @@ class LocalRegions(Regions):
         self._reader.close()
 
     def close(self) -> None:
-        """Lets go of regions, so that a resident copy can be freed at once."""
-        if wait([self._next], _ENDS_S).done:  # else it still reads, from a network that does not answer
+        """Release the regions, so that a resident copy can be freed at once."""
+        if wait([self._next], _CLOSE_TIMEOUT_S).done:  # otherwise it still reads from a network that does not answer
             self._regions.close()
 
 
 class LocalThenRay(Regions):
-    """The regions in flight at first are read in this process while Ray starts; its readers bring those after them.
+    """Reads the first regions in flight in this process while Ray starts; Ray readers deliver the rest.
 
     Args:
-        noted: as of `LocalRegions`; where an earlier trainer broke off, readers read all.
-        start: starts Ray and the readers of these tasks; called on a thread of its own, if there are such tasks.
+        marker: as in `LocalRegions`; if an earlier trainer was interrupted, readers read everything.
+        start: starts Ray and the readers of these tasks; called on its own thread, if there are such tasks.
 
     Raises:
-        ConfigError: from `next`, where Ray does not start.
+        ConfigError: from `next`, if Ray does not start.
     """
 
     def __init__(
@@ -157,24 +157,24 @@ class LocalThenRay(Regions):
         job: ReaderJob,
         tasks: Iterable[Task],
         resident: Resident | None,
-        noted: TrainerReadingMarker | None,
+        marker: TrainerReadingMarker | None,
         start: Callable[[Iterator[Task]], Regions],
     ) -> None:
         tasks = iter(tasks)
-        own, later = _first_window(tasks, 0 if noted and noted.broke_off else job.plan.regions_in_flight)
-        self._local: LocalRegions | None = LocalRegions(job, own, resident, noted) if own else None
+        local, later = _first_window(tasks, 0 if marker and marker.was_interrupted else job.plan.regions_in_flight)
+        self._local: LocalRegions | None = LocalRegions(job, local, resident, marker) if local else None
         self._interrupted = False
         self._ray = (
             on_thread(start, self._unless_interrupted(chain([later], tasks)), name="ray-start") if later else None
         )
 
     def _unless_interrupted(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """The tasks; none once it is clear that nobody takes what they bring."""
+        """Yield the tasks until the stream is interrupted."""
         return takewhile(lambda _: not self._interrupted, tasks)
 
     def __next__(self) -> Region:
         if self._ray is not None and self._ray.done():
-            self._ray.result()  # raises why it has not started
+            self._ray.result()  # raises if it did not start
         if self._local is not None:
             with suppress(StopIteration):
                 return next(self._local)
@@ -182,7 +182,7 @@ class LocalThenRay(Regions):
         if self._ray is None:
             raise StopIteration
         ray = self._ray.result()
-        if self._interrupted:  # while Ray started: its readers are being ended
+        if self._interrupted:  # while Ray started
             raise StopIteration
         return next(ray)
 
@@ -190,18 +190,18 @@ class LocalThenRay(Regions):
     def tasks_left(self) -> int:
         if self._ray is None:
             return 0
-        return self._ray.result().tasks_left if _is_there(self._ray) else sys.maxsize
+        return self._ray.result().tasks_left if _has_started(self._ray) else sys.maxsize
 
     @property
     def outages(self) -> list[Outage]:
         local, ray = self._local, self._ray
-        return (local.outages if local else []) + (ray.result().outages if _is_there(ray) else [])
+        return (local.outages if local else []) + (ray.result().outages if _has_started(ray) else [])
 
     def interrupt(self) -> None:
         self._interrupted = True
         if (local := self._local) is not None:
             local.interrupt()
-        if _is_there(self._ray):
+        if _has_started(self._ray):
             self._ray.result().interrupt()
 
     def close(self) -> None:
@@ -209,14 +209,14 @@ class LocalThenRay(Regions):
             local.close()
         if self._ray is None:
             return
-        if wait([self._ray], _RAY_STARTS_S).not_done:
-            log.warning("Ray has not started within %g s, and is left to the system", _RAY_STARTS_S)
-        elif _is_there(self._ray):
+        if wait([self._ray], _RAY_START_TIMEOUT_S).not_done:
+            log.warning("Ray has not started within %g s; it is abandoned", _RAY_START_TIMEOUT_S)
+        elif _has_started(self._ray):
             self._ray.result().close()
 
 
 def _first_window(tasks: Iterator[Task], slots: int) -> tuple[list[Task], Task | None]:
-    """The tasks of so many slots from the first one on, and the one after them if there is one."""
+    """Take the tasks of the first `slots` slots.  Returns them and the task after them, if any."""
     first = list[Task]()
     for task in tasks:
         if task[0] >= (first or [task])[0][0] + slots:
@@ -225,6 +225,6 @@ def _first_window(tasks: Iterator[Task], slots: int) -> tuple[list[Task], Task |
     return first, None
 
 
-def _is_there(ray: Future[Regions] | None) -> TypeGuard[Future[Regions]]:
-    """Whether Ray has started, and not failed to."""
+def _has_started(ray: Future[Regions] | None) -> TypeGuard[Future[Regions]]:
+    """Whether Ray has started successfully."""
     return ray is not None and ray.done() and ray.exception() is None

@@ -1,4 +1,4 @@
-"""The quarantine: a record, as plain data, for each damaged place of the volumes."""
+"""The quarantine: a record, as plain data, of each damaged box of the volumes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from vesuvius.volumes.box import Box
 from vesuvius.volumes.errors import UnreadableChunkError
 
 DamagedBox = tuple[int, Box]
-"""Volume number and voxels that cannot be read."""
+"""Index of the volume, and the voxels that cannot be read."""
 
 
-def quarantine_record(number: int, error: UnreadableChunkError) -> dict[str, Any]:
-    """The record of damage in volume `number`."""
+def quarantine_record(volume_index: int, error: UnreadableChunkError) -> dict[str, Any]:
+    """Return the record of damage in a volume."""
     return {
         "volume": error.volume,
-        "number": number,
+        "number": volume_index,
         "box": [list(error.box[0]), list(error.box[1])],
         "chunk": list(error.chunk),
         "cause": error.cause,
@@ -24,25 +24,25 @@ def quarantine_record(number: int, error: UnreadableChunkError) -> dict[str, Any
 
 
 def parse_damaged_box(record: Any, volumes: int) -> DamagedBox:
-    """Volume and voxels of a record.  Raises ConfigError for anything but a record of one of so many volumes."""
+    """Return volume index and voxels of a record.  Raises ConfigError unless it belongs to one of `volumes` volumes."""
     try:
         (z0, y0, x0), (z1, y1, x1) = record["box"]
-        number = record["number"]
-        if not 0 <= number < volumes or not all(isinstance(edge, int) for edge in (z0, y0, x0, z1, y1, x1)):
+        volume_index = record["number"]
+        if not 0 <= volume_index < volumes or not all(isinstance(edge, int) for edge in (z0, y0, x0, z1, y1, x1)):
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            f"a quarantine record must come from a stream of these {volumes} volumes; got "
-            f"{one_line(repr(record))}; pass it on unchanged"
+            f"{one_line(repr(record))} is not a quarantine record of these {volumes} volumes; pass the records of a "
+            "stream unchanged"
         ) from None
-    return number, ((z0, y0, x0), (z1, y1, x1))
+    return volume_index, ((z0, y0, x0), (z1, y1, x1))
 
 
 def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:
-    """Raises DataError where more places are damaged than `data.max_quarantined`; `last` is the newest record."""
+    """Raise DataError if more boxes are damaged than `data.max_quarantined`; `last` is the newest record."""
     if count > limit:
         raise DataError(
-            f"at most data.max_quarantined={limit} places of the volumes may be damaged; got {count}, the last: volume "
+            f"{count} parts of the volumes are damaged, more than data.max_quarantined={limit}; the last: volume "
             f"{last['volume']}, voxels {last['box']}, chunk {last['chunk']}: {last['cause']}; restore the volume or "
             "raise the limit"
         )

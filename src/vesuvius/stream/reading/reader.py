@@ -1,7 +1,7 @@
 """Reads each region of a task once.
 
-The same code runs in Ray actors and in the trainer (`workers: 0`), so both deliver the same bytes.  Patches are cut in
-the trainer (`cutter.py`), straight from the regions in shared memory: that saves a copy of each patch.
+The same code runs in Ray actors and in the trainer (`workers: 0`), so both deliver the same bytes.  The trainer cuts
+patches (`cutter.py`) directly from the regions in shared memory, which saves a copy of each patch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import check_labels
 
 Block = NDArray[np.uint8]
-"""One region on its way from a reader to the trainer: a head of `HEAD_BYTES` (a pickled `BlockHead`), the voxels of the
-region, then those of its condition.  All blocks of a job have the same length: Ray would merge short ones."""
+"""One region as it travels from a reader to the trainer: a head of `HEAD_BYTES` (a pickled `BlockHead`), the voxels of
+the region, then those of its condition.  All blocks of a job have the same length: Ray would merge short ones."""
 
 HEAD_BYTES = 2**16
 _ALIGNED = 64
@@ -52,71 +52,71 @@ _FETCHED = ("bytes_fetched", "requests", "retries", "cache_hits", "cache_misses"
 
 @dataclass(frozen=True)
 class ReaderJob:
-    """What to read.  Picklable."""
+    """Everything that a reader needs to know.  Picklable."""
 
     plan: Plan
     data: DataConfig
-    # dtype, condition_dtype: of the patches; the latter None without conditions
+    # of the patches; condition_dtype is None without conditions
     dtype: str
     condition_dtype: str | None = None
-    # the chunks listed for each volume, where they were listed: a missing one is damage, not air
+    # the stored chunks of each volume that was listed: a missing one is damage, not air
     stored: tuple[StoredChunks | None, ...] = ()
     # known damage; regions that touch it are replaced without a read
     quarantined: frozenset[DamagedBox] = frozenset()
     rank: int = 0
     world: int = 1
-    # folder on each machine where Ray readers keep notes of what they read; None = a temporary one
+    # folder on each machine for the reading logs of Ray readers; None = a temporary one
     reading_log_dir: str | None = None
 
     @property
     def dtypes(self) -> list[np.dtype[Any]]:
-        """Of the volume, and of the condition where there is one."""
+        """Dtypes of the volume and, if any, the condition."""
         return [np.dtype(name) for name in (self.dtype, self.condition_dtype) if name]
 
     def batch_layout(self, batch_size: int) -> list[tuple[tuple[int, int, int, int], np.dtype[Any]]]:
-        """Shape (B, Z, Y, X) and dtype of the patches of a batch, and of its conditions where there are some."""
+        """Return shape (B, Z, Y, X) and dtype of the patches of a batch and, if any, of its conditions."""
         return [((batch_size, *self.plan.patch_zyx), dtype) for dtype in self.dtypes]
 
     @property
     def patch_bytes(self) -> int:
-        """Bytes of one patch, with its condition."""
+        """Bytes of one patch and its condition."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.batch_layout(1))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of every block."""
+        """Bytes of a block."""
         return HEAD_BYTES + sum(_aligned(self.plan.region_voxels_max * dtype.itemsize) for dtype in self.dtypes)
 
     def tasks(self, first: int, stop: int) -> Iterator[Task]:
-        """What to read, in this order, for this rank's samples first <= i < stop."""
+        """Yield the tasks, in reading order, for this rank's samples first <= i < stop."""
         return self.plan.tasks(first, stop, self.rank, self.world)
 
 
 @dataclass(frozen=True)
 class Region:
-    """What the reader of a visit delivers."""
+    """A region that was read."""
 
     visit: Visit
-    voxels: list[NDArray[Any]]  # of its region (Z, Y, X), and of the region's condition where there is one
-    report: BlockReport | None = None  # None where nothing was read
+    voxels: list[NDArray[Any]]  # of the region (Z, Y, X) and, if any, its condition
+    report: BlockReport | None = None  # None if nothing was read
 
 
 @dataclass(frozen=True)
 class BlockHead:
-    """What a block holds: the region of a visit, and the reader's report."""
+    """Head of a block: the visit whose region it holds, and the reader's report."""
 
     visit: Visit
     report: BlockReport
 
 
 def region_in(block: Block, job: ReaderJob) -> Region:
-    """What a block holds, as views of it."""
+    """Return the region in a block, as views of it."""
     head: BlockHead = pickle.loads(block[:HEAD_BYTES].data)
     return Region(head.visit, voxels_in(block, job, shape_of(head.visit.region)), head.report)
 
 
 def voxels_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[Any]]:
-    """Views of a block: the region (Z, Y, X), and that of the condition where there is one."""
+    """Return views of a block: the region (Z, Y, X) and, if any, that of the condition."""
     views, offset = [], HEAD_BYTES
     for dtype in job.dtypes:
         size = math.prod(shape_zyx) * dtype.itemsize
@@ -129,15 +129,15 @@ class Reader:
     """Opens the volumes once, then turns tasks into blocks.
 
     Args:
-        ring: number of buffers, reused in turn: decoding into fresh memory costs twice as much.
-        actor: the Ray actor whose process this is; '' without Ray.
-        threads: how many decode; with 1 the one that reads does.
+        ring: number of buffers, reused in turn: decoding into fresh memory takes twice as long.
+        actor: id of the Ray actor; '' without Ray.
+        threads: number of decoding threads; 1 decodes on the reading thread.
     """
 
     def __init__(self, job: ReaderJob, ring: int, actor: str = "", threads: int = 1) -> None:
         self._job = job
         self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
-        self._turn = 0
+        self._ring_index = 0
         self._decoders = ThreadPoolExecutor(threads, "decode") if threads > 1 else None
         self._actor, self._began = actor, time.time()
         self._arrays = [_open_arrays(number, job) for number in range(len(job.data.volumes))]
@@ -145,55 +145,55 @@ class Reader:
         self._damaged = set(job.quarantined)
         self._staged: list[_RegionKey] = []
         self._last_cause = "all of them touch known damage"
-        self._found: list[dict[str, Any]] = []  # damage since the last block
+        self._new_damage: list[dict[str, Any]] = []  # since the last block
         self._blocks, self._decode_s, self._bytes_read = 0, 0.0, 0
         self._reported = self._totals()
-        self._notes_dir = Path(job.reading_log_dir) if job.reading_log_dir else None
+        self._log_dir = Path(job.reading_log_dir) if job.reading_log_dir else None
         self._crashed: dict[tuple[str | None, Triple | None], str] = {}
-        self._note = open_reading_log(self._notes_dir, actor) if self._notes_dir and actor else None
+        self._log = open_reading_log(self._log_dir, actor) if self._log_dir and actor else None
         self._closed = threading.Event()
-        if self._note:  # the trainer's own sources say it themselves
-            threading.Thread(target=self._publish_outages, name="notes", daemon=True).start()
+        if self._log:
+            threading.Thread(target=self._log_outages, name="outages", daemon=True).start()
 
     def blocks(self, task: Task, ahead: Task = ()) -> Iterator[Block]:
-        """Yield the regions of a task's slots, each once; valid for one round of the ring.
+        """Yield the regions of a task's slots, once each; valid for one round of the ring.
 
-        The blocks depend on the task alone, so a retry after a reader died yields the same.
+        The blocks depend only on the task, so a retry after a reader's death yields the same ones.
 
         Args:
             ahead: the task that this reader will probably get next; its first chunks are fetched from remote stores
                 while this one is decoded.
 
         Raises:
-            DataError: a chunk is missing and must not be, or no region can be read in place of an unreadable one.
+            DataError: a chunk is missing that must exist, or no region can replace an unreadable one.
         """
         plan = self._job.plan
-        if self._notes_dir is not None:  # other readers may have died meanwhile
-            self._crashed = crashed_chunks(self._notes_dir)
+        if self._log_dir is not None:  # other readers may have crashed meanwhile
+            self._crashed = crashed_chunks(self._log_dir)
         visits, later = ([plan.visit(slot) for slot in some] for some in (task, ahead))
         queue = [(visit.volume, visit.region) for visit in (*visits, *later)]
-        if any(key not in queue for key in self._staged):  # another task came than was expected
+        if any(key not in queue for key in self._staged):  # not the expected task
             for volume in self._opened:
                 volume.unstage()
             self._staged.clear()
-        for number, visit in enumerate(visits):
-            self._stage(queue[number:])
-            self._turn = (self._turn + 1) % len(self._ring)
+        for position, visit in enumerate(visits):
+            self._stage(queue[position:])
+            self._ring_index = (self._ring_index + 1) % len(self._ring)
             self._write_head(self._fill(visit))
             yield self._block
         self._stage(queue[len(visits) :])
 
     @property
     def outages(self) -> list[Outage]:
-        """Of the stores that do not answer at the moment.  Any thread may ask."""
+        """Current storage outages.  Any thread may ask."""
         return [outage for volume in self._opened if (outage := volume.source.outage) is not None]
 
-    def is_damaged(self, number: int, box: Box) -> bool:
-        """Whether a box of volume `number` touches known damage."""
-        return self._is_damaged((number, box))
+    def is_damaged(self, volume_index: int, box: Box) -> bool:
+        """Whether a box of a volume touches known damage."""
+        return any(index == volume_index and intersects(damaged, box) for index, damaged in self._damaged)
 
     def close(self) -> None:
-        """End the threads that fetch."""
+        """Stop the fetching threads."""
         self._closed.set()
         for volume in self._opened:
             volume.close()
@@ -202,64 +202,66 @@ class Reader:
 
     @property
     def _block(self) -> Block:
-        """The buffer that is being filled."""
-        return self._ring[self._turn]
+        """The buffer being filled."""
+        return self._ring[self._ring_index]
 
     def _stage(self, queue: list[_RegionKey]) -> None:
-        """Start fetching the chunks of the next regions, within the limit."""
-        held = 0
+        """Start fetching the chunks of the next regions, up to the limit."""
+        staged_bytes = 0
         for key in queue:
-            held += math.prod(shape_of(key[1])) * np.dtype(self._job.dtype).itemsize
-            if held > STAGED_BYTES_MAX and key is not queue[0]:
+            staged_bytes += math.prod(shape_of(key[1])) * np.dtype(self._job.dtype).itemsize
+            if staged_bytes > STAGED_BYTES_MAX and key is not queue[0]:
                 return
-            if key not in self._staged and not self._is_damaged(key):
+            if key not in self._staged and not self.is_damaged(*key):
                 self._staged.append(key)
                 for volume, alignment in self._arrays[key[0]]:
                     volume.stage(alignment.array_box(key[1]))
 
     def _fill(self, visit: Visit) -> Visit:
-        """Read the region of a visit into the block, or that of a substitute; returns which.
+        """Read the region of a visit, or a substitute, into the block.  Returns the visit that was read.
 
-        Raises DataError: none of the substitutes can be read.
+        Raises DataError: no substitute can be read.
         """
         for attempt in range(_SUBSTITUTES_TRIED + 1):
-            instead = self._job.plan.visit(visit.slot, attempt) if attempt else visit
-            if self._try_region((instead.volume, instead.region)):
-                return instead
+            candidate = self._job.plan.visit(visit.slot, attempt) if attempt else visit
+            if self._try_region((candidate.volume, candidate.region)):
+                return candidate
         raise DataError(
-            f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} draws for "
-            f"volume {self._arrays[visit.volume][0][0].name}, region {format_box(visit.region)}, the last because of "
-            f"{self._last_cause}; restore the volume (`vesuvius volume verify` lists what is broken)"
+            f"Neither region {format_box(visit.region)} of volume {self._arrays[visit.volume][0][0].name} nor any of "
+            f"{_SUBSTITUTES_TRIED} substitutes can be read; last cause: {self._last_cause}; restore the volume "
+            "(`vesuvius volume verify` lists the damage)"
         )
 
     def _try_region(self, key: _RegionKey) -> bool:
-        """Decode a region into the block; where it is damaged, quarantine the damage and return False."""
+        """Decode a region into the block; if it is damaged, quarantine the damage and return False."""
         staged = key in self._staged
         if staged:
             self._staged.remove(key)
-        number, box = key
-        if self._is_damaged(key):
+        volume_index, box = key
+        if self.is_damaged(volume_index, box):
             if staged:
                 self._unstage(key)
             return False
         try:
-            self.read(number, box, voxels_in(self._block, self._job, shape_of(box)))
+            self.read(volume_index, box, voxels_in(self._block, self._job, shape_of(box)))
         except UnreadableChunkError as error:
             self._unstage(key)
-            self._quarantine(number, error)
+            self._damaged.add((volume_index, error.box))
+            self._last_cause = f"chunk {list(error.chunk)} of {error.volume}: {error.cause}"
+            self._new_damage.append(quarantine_record(volume_index, error))
             return False
         return True
 
-    def read(self, number: int, box: Box, out: list[NDArray[Any]]) -> None:
-        """Read a box of volume `number`, and of its condition if it has one, into arrays of its shape (Z, Y, X).
+    def read(self, volume_index: int, box: Box, out: list[NDArray[Any]]) -> None:
+        """Read a box of a volume, and of its condition if it has one, into arrays of its shape (Z, Y, X).
 
         Raises:
             UnreadableChunkError: a chunk of it is damaged.
-            DataError: a chunk is missing and must not be.
+            DataError: a chunk is missing that must exist.
         """
         started = time.perf_counter()
         try:
-            for (volume, alignment), voxels in zip(self._arrays[number], out, strict=True):
+            for (volume, alignment), voxels in zip(self._arrays[volume_index], out, strict=True):
                 read = partial(volume.read, decoders=self._decoders)
                 alignment.read(box, partial(read, before=partial(self._before, volume, box)), voxels)
                 if voxels is not out[0] and self._job.data.labels:
@@ -267,41 +269,32 @@ class Reader:
                 self._bytes_read += _decoded_bytes(volume, alignment.array_box(box))
         finally:
             self._decode_s += time.perf_counter() - started
-            if self._note is not None:
-                self._note.chunk(None, None)
+            if self._log is not None:
+                self._log.chunk(None, None)
 
     def _before(self, volume: Volume, box: Box, chunk: Triple) -> None:
-        """Note a chunk that is decoded next.  Raises UnreadableChunkError for one that has crashed two readers."""
+        """Log the chunk that is decoded next.  Raises UnreadableChunkError for one that crashed two readers."""
         if (crash := self._crashed.get((volume.name, chunk))) is not None:
-            cause = f"killed two readers, the last by {crash}"
+            cause = f"crashed two readers, the last with {crash}"
             raise UnreadableChunkError(volume.name, box, chunk, volume.grid.box_of(chunk), cause)
-        if self._note is not None:
-            self._note.chunk(volume.name, chunk)
+        if self._log is not None:
+            self._log.chunk(volume.name, chunk)
 
     def _unstage(self, key: _RegionKey) -> None:
-        """Drop what was fetched for a region that is not read to its end."""
+        """Drop the chunks fetched for a region that is not read completely."""
         for volume, alignment in self._arrays[key[0]]:
             volume.release(alignment.array_box(key[1]))
 
-    def _is_damaged(self, key: _RegionKey) -> bool:
-        return any(number == key[0] and intersects(box, key[1]) for number, box in self._damaged)
-
-    def _quarantine(self, number: int, error: UnreadableChunkError) -> None:
-        """Remember and report damage."""
-        self._damaged.add((number, error.box))
-        self._last_cause = f"chunk {list(error.chunk)} of {error.volume}: {error.cause}"
-        self._found.append(quarantine_record(number, error))
-
     def _write_head(self, visit: Visit) -> None:
         head = pickle.dumps(BlockHead(visit, self.report()))
-        assert len(head) <= HEAD_BYTES, f"a head must fit into {HEAD_BYTES} bytes; got {len(head)}"
+        assert len(head) <= HEAD_BYTES, f"head of {len(head)} bytes exceeds {HEAD_BYTES}"
         self._block[: len(head)] = np.frombuffer(head, np.uint8)
 
     def report(self) -> BlockReport:
-        """What was done and found since the last one."""
+        """Return the report since the last one."""
         self._blocks += 1
         before, self._reported = self._reported, self._totals()
-        found, self._found = self._found, []
+        damage, self._new_damage = self._new_damage, []
         return BlockReport(
             pid=os.getpid(),
             node=socket.gethostname() if self._actor else "",
@@ -309,12 +302,12 @@ class Reader:
             began=self._began,
             rss_anon_bytes=_rss_anon_bytes(),
             done=self._reported.plus(before, sign=-1),
-            quarantined=found,
+            quarantined=damage,
             nonfinite=[bad for volume in self._opened if (bad := volume.nonfinite)],
         )
 
     def _totals(self) -> ReaderTotals:
-        """What it has done so far."""
+        """Totals so far."""
         fetched = [volume.source.figures for volume in self._opened]
         waited_s = sum(volume.wait_s for volume in self._opened)
         return ReaderTotals(
@@ -322,23 +315,23 @@ class Reader:
             read_s=waited_s if any(volume.source.remote for volume in self._opened) else None,
             decode_s=self._decode_s - waited_s,
             bytes_read=self._bytes_read,
-            **{name: sum(getattr(figures, name) for figures in fetched) for name in _FETCHED},
+            **{name: sum(getattr(stats, name) for stats in fetched) for name in _FETCHED},
         )
 
-    def _publish_outages(self) -> None:
-        """Note which store does not answer, on a thread of its own: the reading one waits then."""
-        while self._note is not None and not self._closed.wait(_PUBLISH_S):
-            self._note.outage(min(self.outages, key=lambda outage: outage.since, default=None))
+    def _log_outages(self) -> None:
+        """Log the oldest outage, on its own thread because the reading thread waits during one."""
+        while self._log is not None and not self._closed.wait(_PUBLISH_S):
+            self._log.outage(min(self.outages, key=lambda outage: outage.since, default=None))
 
 
-_RegionKey = tuple[int, Box]  # volume number and region
+_RegionKey = tuple[int, Box]  # index of the volume, and region
 
 
-def _open_arrays(number: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
-    """A volume, and its condition if it has one, with how they lie in the volume."""
-    data, spec = job.data, job.data.volumes[number]
+def _open_arrays(volume_index: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
+    """Open a volume, and its condition if it has one, with their alignments to the volume."""
+    data, spec = job.data, job.data.volumes[volume_index]
     specs = [(spec, data.nan), *([(spec.condition, data.condition_nan)] if spec.condition else [])]
-    stored = (job.stored[number] if job.stored else None, None)
+    stored = (job.stored[volume_index] if job.stored else None, None)
     arrays = [
         open_volume(array, data.store, data.missing_chunk, nan, reopened=True, stored=listed)
         for (array, nan), listed in zip(specs, stored, strict=False)
@@ -347,7 +340,7 @@ def _open_arrays(number: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
 
 
 def _decoded_bytes(volume: Volume, box: Box) -> int:
-    """Bytes of the whole chunks that a box touches."""
+    """Decoded bytes of the chunks that a box touches."""
     chunks = math.prod(-(-hi // c) - lo // c for lo, hi, c in zip(*box, volume.chunk_zyx, strict=True))
     return chunks * math.prod(volume.chunk_zyx) * volume.dtype.itemsize
 
@@ -357,6 +350,6 @@ def _aligned(size: int) -> int:
 
 
 def _rss_anon_bytes() -> int | None:
-    """Private memory of this process, without what it shares; None where the system does not tell."""
+    """Private memory of this process, without shared pages; None if unknown (not Linux)."""
     memory = psutil.Process().memory_info()
     return memory.rss - memory.shared if hasattr(memory, "shared") else None

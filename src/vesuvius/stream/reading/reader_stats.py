@@ -1,4 +1,4 @@
-"""What readers have done: seconds and counts, and the memory of each."""
+"""Statistics of readers: seconds, counts, and the memory of each."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from vesuvius.volumes.voxels import Nonfinite
 
 @dataclass(frozen=True)
 class ReaderTotals:
-    """Sums over blocks of regions: of one, or of all since a stream was opened."""
+    """Totals over blocks: of one block, or of all since a stream was opened."""
 
-    blocks: int = 0  # each is counted before the first of its samples is cut
-    read_s: float | None = None  # waiting for bytes from remote stores; None on disk, where they cannot be told apart
+    blocks: int = 0  # counted before their first sample is cut
+    read_s: float | None = None  # waiting for remote stores; None on disk, where reads and decoding are not separated
     decode_s: float = 0.0  # decoding regions (on disk including reads)
     bytes_read: int = 0  # bytes decoded, whole chunks
-    # bytes_fetched (over the network), requests, retries, cache_hits, cache_misses: as `SourceFigures`
+    # bytes_fetched (over the network), requests, retries, cache_hits, cache_misses: as in `SourceFigures`
     bytes_fetched: int = 0
     requests: int = 0
     retries: int = 0
@@ -24,33 +24,34 @@ class ReaderTotals:
     cache_misses: int = 0
 
     def plus(self, other: ReaderTotals, sign: int = 1) -> ReaderTotals:
-        """The sum of both, or with a sign of -1 what came after `other`."""
-        both = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
-        known = {name: pair for name, pair in both.items() if pair != (None, None)}
-        return ReaderTotals(**{name: (mine or 0) + sign * (theirs or 0) for name, (mine, theirs) in known.items()})
+        """Return the sum of both, or with a sign of -1 the difference."""
+        pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
+        return ReaderTotals(
+            **{name: (a or 0) + sign * (b or 0) for name, (a, b) in pairs.items() if (a, b) != (None, None)}
+        )
 
 
 @dataclass(frozen=True)
 class BlockReport:
-    """What a reader says with each block."""
+    """Report of a reader, sent with each block."""
 
-    # pid, node, actor: the process; its machine and its Ray actor, both '' without Ray
+    # pid, node, actor: the process, its machine and its Ray actor; the latter two are '' without Ray
     pid: int
     node: str
     actor: str
-    began: float  # when the process began to read, seconds since 1970
-    rss_anon_bytes: int | None  # private memory of the process; None where the system does not tell (not Linux)
+    began: float  # start of the reader, seconds since 1970
+    rss_anon_bytes: int | None  # private memory of the process; None if unknown (not Linux)
     done: ReaderTotals  # since its last block
-    quarantined: list[dict[str, Any]] = field(default_factory=list)  # damage found since then
-    nonfinite: list[Nonfinite] = field(default_factory=list)  # of volumes that hold NaN or infinity
+    quarantined: list[dict[str, Any]] = field(default_factory=list)  # damage found since its last block
+    nonfinite: list[Nonfinite] = field(default_factory=list)  # volumes that hold NaN or infinity
 
 
 @dataclass
 class ReaderStats:
-    """One reader process."""
+    """Statistics of one reader process."""
 
     node: str = ""  # host name of its machine
-    # rss_anon_bytes: its private memory, and the most of it; None where the system does not tell (not Linux)
+    # private memory, and its peak; None if unknown (not Linux)
     rss_anon_bytes: int | None = None
     rss_anon_peak_bytes: int | None = None
 
@@ -60,40 +61,39 @@ class Readers:
     """The readers of a stream.
 
     Attributes:
-        living: the figures of each living process by pid.
-        totals: of all together, also those that have ended.  They never fall.
+        living: statistics of each living process by pid.
+        totals: totals of all readers, including ended ones.  They never decrease.
     """
 
     living: dict[int, ReaderStats] = field(default_factory=dict)
     totals: ReaderTotals = ReaderTotals()
-    _newest: dict[str, tuple[float, int]] = field(default_factory=dict)  # when it began, and pid, by actor
+    _newest: dict[str, tuple[float, int]] = field(default_factory=dict)  # start and pid of the newest process by actor
 
-    def take(self, report: BlockReport, most: int) -> tuple[int, str] | None:
-        """Add a report; returns pid and node of the process that died, where two of an actor have reported.
+    def add(self, report: BlockReport, workers: int) -> tuple[int, str] | None:
+        """Add a report.  Returns pid and node of a process that died, if another one of the same actor has reported.
 
         Args:
-            most: actors that read at once; those that have not reported for longest are over.  0 = this process reads;
-                where it does so only until actors do, it is none of the readers.
+            workers: number of actors; beyond it, those that have not reported for longest have ended.  0 = this process
+                reads; if it only reads until the actors do, it is not counted as a reader.
         """
-        if most and not report.actor:
-            self.totals = self.totals.plus(report.done)
-            return None
-        mine = report.began, report.pid
-        # Blocks come in the order of the plan: those of a process may come after those of the one that replaced it.
-        older, newer = sorted((mine, self._newest.pop(report.actor, mine)))
-        self._newest[report.actor] = newer
-        while len(self._newest) > max(most, 1):
-            self.living.pop(self._newest.pop(next(iter(self._newest)))[1], None)
-        gone = self.living.pop(older[1], None) if older != newer else None
-        if mine == newer:
-            figures = self.living.setdefault(report.pid, ReaderStats(report.node))
-            figures.rss_anon_bytes = report.rss_anon_bytes
-            if report.rss_anon_bytes is not None:
-                figures.rss_anon_peak_bytes = max(figures.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
         self.totals = self.totals.plus(report.done)
-        return (older[1], gone.node if gone else report.node) if older != newer else None
+        if workers and not report.actor:
+            return None
+        process = report.began, report.pid
+        # Blocks arrive in plan order: those of a process may come after those of its replacement.
+        older, newer = sorted((process, self._newest.pop(report.actor, process)))
+        self._newest[report.actor] = newer
+        while len(self._newest) > max(workers, 1):
+            self.living.pop(self._newest.pop(next(iter(self._newest)))[1], None)
+        dead = self.living.pop(older[1], None) if older != newer else None
+        if process == newer:
+            stats = self.living.setdefault(report.pid, ReaderStats(report.node))
+            stats.rss_anon_bytes = report.rss_anon_bytes
+            if report.rss_anon_bytes is not None:
+                stats.rss_anon_peak_bytes = max(stats.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
+        return (older[1], dead.node if dead else report.node) if older != newer else None
 
     def clear(self) -> None:
-        """All readers have ended."""
+        """Forget all readers, which have ended."""
         self._newest.clear()
         self.living.clear()

@@ -1,8 +1,8 @@
-"""The note of each reader: the chunk that it decodes, in one small file that outlives the process.
+"""The reading log of each reader: the chunk that it decodes, in a small file that outlives the process.
 
-The beginning of the file is a JSON object, mapped into memory: noting a chunk is no system call.  On a fatal signal
-(SIGABRT, SIGSEGV, ...) Python's faulthandler appends to the file, so a crash can be told from a SIGKILL.  A chunk on
-which two readers crashed is not decoded again.
+The file begins with a memory-mapped JSON object, so that logging a chunk takes no system call.  On a fatal signal
+(SIGABRT, SIGSEGV, ...) Python's faulthandler appends to the file, which distinguishes a crash from a SIGKILL.  A chunk
+that crashed two readers is not decoded again.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)
 
-_CRASHES_A_CHUNK = 2  # the reader may have crashed of something else once
+_CRASHES_MAX = 2  # per chunk; a single crash may have another cause
 _SIZE = 2**14  # of the object, padded with blanks
 _FATAL = "Fatal Python error: "
 
 
 @dataclass(frozen=True)
 class ReadingLog:
-    """A reader, and what it was last doing."""
+    """State of a reader when it last wrote its log."""
 
     pid: int
     node: str  # host name
-    actor: str  # the Ray actor whose process it is
-    # volume, chunk: what it decodes; None between two regions
+    actor: str  # id of its Ray actor
+    # volume and chunk being decoded; None between two regions
     volume: str | None = None
     chunk: Triple | None = None
-    outage: Outage | None = None  # a store that it waits for
-    crash: str | None = None  # the fatal signal that ended it, in faulthandler's words; None after a SIGKILL
+    outage: Outage | None = None  # that it waits for
+    crash: str | None = None  # fatal signal as faulthandler describes it; None after a SIGKILL
     path: Path = Path()  # the file
 
 
 class ReadingLogWriter:
-    """Writes the note of this process, and takes over its faulthandler.
+    """Writes the reading log of this process, and redirects its faulthandler to it.
 
     Args:
-        folder: on a disk of this machine, or in memory; made if missing.
+        folder: a local folder; created if missing.
 
     Raises:
         OSError: the folder cannot be written.
@@ -63,22 +63,22 @@ class ReadingLogWriter:
 
     def __init__(self, folder: Path, actor: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # Never a name used before: the first process of every container has pid 1.
+        # A pid would not be unique: the first process of every container has pid 1.
         self._file = (folder / f"{time.time_ns()}-{uuid.uuid4().hex}.note").open("w+b", buffering=0)
-        self._file.write(b" " * _SIZE)  # takes the room on the disk, which mapped memory cannot ask for
+        self._file.write(b" " * _SIZE)  # allocates the space on disk; a full disk would kill a write to the mapping
         self._page = mmap.mmap(self._file.fileno(), _SIZE)
         self._fields = asdict(ReadingLog(os.getpid(), socket.gethostname(), actor))
         del self._fields["path"], self._fields["crash"]
-        self._lock = threading.Lock()  # chunks and outages come on two threads
+        self._lock = threading.Lock()  # two threads log chunks and outages
         self._write()
         faulthandler.enable(self._file, all_threads=False)
 
     def chunk(self, volume: str | None, chunk: Triple | None) -> None:
-        """Note what is decoded next; None between two regions, so that a crash is blamed on no chunk."""
+        """Log the chunk that is decoded next; None between two regions, so that a crash is blamed on no chunk."""
         self._write(volume=volume, chunk=chunk)
 
     def outage(self, outage: Outage | None) -> None:
-        """Note that a store does not answer, or None that it does again.  On any thread."""
+        """Log a storage outage, or None once it is over.  Any thread may call it."""
         self._write(outage=asdict(outage) if outage else None)
 
     def _write(self, **changes: Any) -> None:
@@ -88,26 +88,26 @@ class ReadingLogWriter:
 
 
 class TrainerReadingMarker:
-    """Says in a file, while the context lasts, that the trainer of a run with readers reads itself.
+    """A file that exists while the trainer of a run with readers reads volumes itself.
 
-    A chunk that crashes it would do so at each start, where one that crashes readers is replaced.
+    A chunk that crashes the trainer would do so at every start, whereas one that crashes readers is replaced.
 
     Attributes:
-        broke_off: whether an earlier trainer ended within the context, without a word.
+        was_interrupted: whether an earlier trainer died in this context.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "trainer-reads"
-        self.broke_off = self._file.exists()
-        if self.broke_off:
+        self.was_interrupted = self._file.exists()
+        if self.was_interrupted:
             self.__exit__()
             log.warning(
-                "the last session ended without a word while the trainer itself read the volumes; the readers read "
-                "from the start this time, as a chunk may have crashed it"
+                "The last session died while the trainer itself read the volumes, perhaps from a corrupt chunk; this "
+                "time the readers read from the start"
             )
 
     def __enter__(self) -> None:
-        with suppress(OSError):  # the readers say it
+        with suppress(OSError):  # the readers report it
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.touch()
 
@@ -117,53 +117,53 @@ class TrainerReadingMarker:
 
 
 def open_reading_log(folder: Path, actor: str) -> ReadingLogWriter | None:
-    """The note of this process; None, with a warning, where the folder cannot be written."""
+    """Open the reading log of this process; None, with a warning, if the folder cannot be written."""
     try:
         return ReadingLogWriter(folder, actor)
     except OSError as error:
-        log.warning("cannot note what this reader reads: %s; it continues without", one_line(error))
+        log.warning("Cannot write the reading log in %s: %s; the reader continues without it", folder, one_line(error))
         return None
 
 
 def read_logs(folder: Path) -> list[ReadingLog]:
-    """The notes in a folder, the oldest first; none where there is no folder.  Those being written are left out."""
-    notes = []
+    """Return the reading logs in a folder, oldest first, without those being written; none if there is no folder."""
+    logs = []
     for path in sorted(folder.glob("*.note")):
         try:
             content = path.read_bytes()
-            note = from_dict(ReadingLog, json.loads(content[:_SIZE]))
+            reading = from_dict(ReadingLog, json.loads(content[:_SIZE]))
         except (OSError, ValueError):
             continue
         _, crashed, reason = content[_SIZE:].decode(errors="replace").partition(_FATAL)
-        notes.append(replace(note, crash=reason.splitlines()[0] if crashed else None, path=path))
-    return notes
+        logs.append(replace(reading, crash=reason.splitlines()[0] if crashed else None, path=path))
+    return logs
 
 
 def crashed_chunks(folder: Path) -> dict[tuple[str | None, Triple | None], str]:
-    """The volume and chunk on which so many readers crashed that it is not decoded again, with the last signal."""
-    crashes = [((note.volume, note.chunk), note.crash) for note in read_logs(folder) if note.crash and note.chunk]
-    counts = Counter(place for place, _ in crashes)
-    return {place: signal for place, signal in crashes if counts[place] >= _CRASHES_A_CHUNK}
+    """Return volume and chunk of those that crashed two readers and are not decoded again, with the last signal."""
+    crashes = [((each.volume, each.chunk), each.crash) for each in read_logs(folder) if each.crash and each.chunk]
+    counts = Counter(chunk for chunk, _ in crashes)
+    return {chunk: signal for chunk, signal in crashes if counts[chunk] >= _CRASHES_MAX}
 
 
 def remove_ended_logs(folder: Path) -> list[ReadingLog]:
-    """Remove the notes of readers of this machine that have ended, but for crashes; returns those of the living.
+    """Remove the logs of readers of this machine that have ended, except crashes.  Returns those of living readers.
 
     Raises OSError.
     """
-    here = [note for note in read_logs(folder) if note.node == socket.gethostname()]
-    ended = {note.path for note in here if not psutil.pid_exists(note.pid)}
-    for note in read_logs(folder):  # as they were when the processes ended
-        if note.path in ended and note.crash is None:
-            note.path.unlink(missing_ok=True)
-    return [note for note in here if note.path not in ended]
+    local = [each for each in read_logs(folder) if each.node == socket.gethostname()]
+    ended = {each.path for each in local if not psutil.pid_exists(each.pid)}
+    for each in read_logs(folder):  # their final state
+        if each.path in ended and each.crash is None:
+            each.path.unlink(missing_ok=True)
+    return [each for each in local if each.path not in ended]
 
 
 def remove_logs(folder: Path, *, crashes: bool) -> None:
-    """Remove the notes of readers that are gone, or only those that say `crashes`: their chunks are read again.
+    """Remove the logs of crashes, so that their chunks are read again, or all other logs.
 
     Raises OSError.
     """
-    for note in read_logs(folder):
-        if crashes == (note.crash is not None):
-            note.path.unlink(missing_ok=True)
+    for each in read_logs(folder):
+        if crashes == (each.crash is not None):
+            each.path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""A decoded copy of the training boxes of all volumes in shared memory, filled with the regions that are read anyway.
+"""A decoded copy of the training boxes of all volumes in shared memory, filled with the regions as they are read.
 
-Once all that a region needs is there, its patches are cut from the copy: nothing is decoded, and no region is copied.
-Voxels that could not be read never get into it, so regions that touch damage are read, and replaced, as ever.
+Once a region is complete, its patches are cut from the copy: nothing is decoded, and no region is copied.  Unreadable
+voxels never enter it, so regions that touch damage are still read and replaced.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from vesuvius.plan.plan import Plan, PlanVolume, Visit
 from vesuvius.stream.reading.reader import ReaderJob, Region
 from vesuvius.volumes.box import Box, box_along, grid_shape, shape_of, slices
 
-_BRICK = 32  # voxels along each axis of what is known to be there or not, at most
+_BRICK = 32  # maximum edge length in voxels of a brick, the unit whose presence is tracked
 _ALIGNED = 4096
 
 
 class Resident:
-    """The copy, of one process or shared by all ranks of a machine: each fills it, and each cuts from it.
+    """The copy, of one process or shared by all ranks of a machine: each fills it and cuts from it.
 
     Args:
-        job: whose regions it holds.
-        address: of the copy of another process on this machine; None makes a new one.
-        sharers: ranks that fill it together.
+        job: the job whose regions it holds.
+        address: `address` of another process's copy on this machine; None creates a new one.
+        sharers: number of ranks that fill it together.
 
     Raises:
-        OSError: there is no memory for it, or no copy at this address.
+        OSError: not enough memory, or no copy at this address.
     """
 
     def __init__(self, job: ReaderJob, address: str | None = None, sharers: int = 1) -> None:
-        # A file without a name in memory: it ends with the last process that holds it, however that ends, and no limit
-        # on /dev/shm applies.
+        # An anonymous file: freed with the last process that holds it, even if killed, and not limited by /dev/shm.
         self._file = os.memfd_create("vesuvius-resident") if address is None else os.open(address, os.O_RDWR)
         try:
             if address is None:
@@ -48,46 +47,46 @@ class Resident:
             os.close(self._file)
             raise
         self._volumes: list[_Copy] = []
-        self._taken, self._slots_of_pass = 0, job.plan.slots_per_pass
-        # Where a region goes to several ranks, these do not share a pass.
+        self._taken, self._slots_per_pass = 0, job.plan.slots_per_pass
+        # Ranks that read the same region do not share a pass.
         self._sharers = min(sharers, job.world / job.plan.reads_per_region(job.world)) if sharers > 1 else 1
         start = 0
         for volume in job.plan.volumes:
             views = []
-            for part in _layout(job, volume):
-                views.append(memoryview(memory)[start : start + part])
-                start += _padded(part)
+            for size in _layout(job, volume):
+                views.append(memoryview(memory)[start : start + size])
+                start += _padded(size)
             self._volumes.append(_Copy(job, volume, views))
 
     @property
     def address(self) -> str:
-        """For other processes on this machine, as long as this one lives."""
+        """Path for other processes on this machine, valid as long as this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     @staticmethod
     def size_bytes(job: ReaderJob) -> int:
-        """Memory that the copy of these volumes takes once it is full.  Pure."""
-        return sum(_padded(part) for volume in job.plan.volumes for part in _layout(job, volume))
+        """Bytes of the full copy.  Pure."""
+        return sum(_padded(size) for volume in job.plan.volumes for size in _layout(job, volume))
 
     @property
-    def suffices(self) -> bool:
-        """Whether the ranks of this machine have passed over the volumes once: what is missing yet is little."""
-        return self._taken * self._sharers >= self._slots_of_pass
+    def first_pass_done(self) -> bool:
+        """Whether the ranks of this machine have completed a pass over the volumes, so that little is missing."""
+        return self._taken * self._sharers >= self._slots_per_pass
 
     def missing(self, visit: Visit) -> Box | None:
-        """The box of what is missing of the region of a visit, and may exceed it a little; None where all is there."""
+        """Return the box of the missing bricks of a region, which may extend a little beyond it; None if complete."""
         return self._volumes[visit.volume].missing(visit.region)
 
     def views(self, visit: Visit) -> list[NDArray[Any]]:
-        """The region of a visit (Z, Y, X), and its condition, all of which is there; copy out of them and drop them."""
+        """Return views (Z, Y, X) of a complete region and its condition; do not keep them."""
         return self._volumes[visit.volume].views(visit.region)
 
-    def keep(self, number: int, box: Box, voxels: list[NDArray[Any]]) -> None:
-        """Copy a box of volume `number` in, (Z, Y, X), and that of its condition."""
-        self._volumes[number].keep(box, voxels)
+    def keep(self, volume_index: int, box: Box, voxels: list[NDArray[Any]]) -> None:
+        """Copy in a box of a volume (Z, Y, X), and that of its condition."""
+        self._volumes[volume_index].keep(box, voxels)
 
     def take(self, region: Region) -> list[NDArray[Any]]:
-        """Views of a region that has come, which is copied in where it is not there yet."""
+        """Return views of a region, copying it in if it is not complete yet."""
         copy, box = self._volumes[region.visit.volume], region.visit.region
         if copy.missing(box) is not None:
             copy.keep(box, region.voxels)
@@ -95,19 +94,21 @@ class Resident:
         return copy.views(box)
 
     def close(self) -> None:
-        """Let go of the memory, once nobody holds views of it."""
+        """Free the memory; no views of it may be in use."""
         self._volumes = []
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
-        gc.collect()  # an error on the way may hold a frame with views
+        gc.collect()  # the traceback of an error may still hold views
 
 
 class _Copy:
-    """Of the training box of one volume.
+    """Copy of the training box of one volume.
 
-    `views`: memory for its arrays, and for a flag per brick.  A patch holds a brick, so that the regions of all cells
-    together hold every brick whole.
+    Bricks are no larger than a patch, so that the regions of all cells together contain every brick completely.
+
+    Args:
+        views: memory for its arrays, and for a flag per brick.
     """
 
     def __init__(self, job: ReaderJob, volume: PlanVolume, views: list[memoryview]) -> None:
@@ -115,34 +116,34 @@ class _Copy:
         shape = shape_of(volume.train)
         *arrays, flags = views
         self._arrays = [np.frombuffer(a, d).reshape(shape) for a, d in zip(arrays, job.dtypes, strict=True)]
-        self._there = np.frombuffer(flags, np.bool_).reshape(grid_shape(shape, self._brick))
+        self._is_present = np.frombuffer(flags, np.bool_).reshape(grid_shape(shape, self._brick))
 
     def views(self, region: Box) -> list[NDArray[Any]]:
         return [array[slices(region, self._box[0])] for array in self._arrays]
 
     def missing(self, region: Box) -> Box | None:
         touched = self._touched(region)
-        lacks = np.argwhere(~self._there[touched])
-        if not len(lacks):
+        absent = np.argwhere(~self._is_present[touched])
+        if not len(absent):
             return None
-        ends = zip(lacks.min(0).tolist(), lacks.max(0).tolist(), touched, *self._box, self._brick, strict=True)
+        ends = zip(absent.min(0).tolist(), absent.max(0).tolist(), touched, *self._box, self._brick, strict=True)
         return box_along(
             (start + (first + at.start) * b, min(start + (last + at.start + 1) * b, stop))
             for first, last, at, start, stop, b in ends
         )
 
     def keep(self, box: Box, voxels: list[NDArray[Any]]) -> None:
-        for view, came in zip(self.views(box), voxels, strict=True):
-            view[...] = came
-        self._there[self._whole(box)] = True  # last, as other ranks look at it
+        for view, source in zip(self.views(box), voxels, strict=True):
+            view[...] = source
+        self._is_present[self._contained(box)] = True  # last, as other ranks read it
 
     def _touched(self, region: Box) -> tuple[slice, ...]:
-        """The bricks that a region lies in."""
+        """Return the bricks that a region touches."""
         ends = zip(*region, self._box[0], self._brick, strict=True)
         return tuple(slice((lo - start) // b, -(-(hi - start) // b)) for lo, hi, start, b in ends)
 
-    def _whole(self, region: Box) -> tuple[slice, ...]:
-        """The bricks that lie in a region."""
+    def _contained(self, region: Box) -> tuple[slice, ...]:
+        """Return the bricks that lie completely in a region."""
         ends = zip(*region, *self._box, self._brick, strict=True)
         return tuple(
             slice(-(-(lo - start) // b), -(-(hi - start) // b) if hi == stop else (hi - start) // b)
@@ -151,7 +152,7 @@ class _Copy:
 
 
 def _layout(job: ReaderJob, volume: PlanVolume) -> list[int]:
-    """Bytes of the arrays of a volume, and of its flags."""
+    """Return the bytes of each array of a volume, and of its flags."""
     voxels = math.prod(shape_of(volume.train))
     flags = math.prod(grid_shape(shape_of(volume.train), _brick(job.plan)))
     return [*(voxels * dtype.itemsize for dtype in job.dtypes), flags]

@@ -1,7 +1,7 @@
-"""The fixed patches of validation and previews: from the held-out slabs, the same in every run on the same data.
+"""Reads the fixed patches of validation and previews: from the held-out slabs, identical in all runs on the same data.
 
-A separate plan over the validation boxes, with a constant seed, places them.  They are read once, at the start of a
-session.
+A separate plan over the validation boxes, with a constant seed, positions them.  They are read once per session, at its
+start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vesuvius.volumes.errors import UnreadableChunkError
 
 log = logging.getLogger(__name__)
 
-# Not those of the config, so that runs with other seeds, mixing or readers look at the same patches.
+# Constants instead of the config's, so that runs with other seeds, mixing or readers use the same patches.
 _SEED = 0
 _TRIES = 4
 _LAYOUT: dict[str, Any] = {
@@ -35,19 +35,17 @@ _LAYOUT: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class FixedPatches:
-    """N patches and their places."""
+    """N patches and their positions."""
 
-    # whether they lie in the validation boxes; else (`data.validation.fraction` 0) training sees them too
-    held_out: bool
-    volumes: tuple[int, ...]  # the number of the volume of each
-    starts_zyx: tuple[Triple, ...]  # where each starts in its volume
+    held_out: bool  # False if `data.validation.fraction` is 0: training uses their voxels, too
+    volumes: tuple[int, ...]  # index of the volume of each
+    starts_zyx: tuple[Triple, ...]  # start of each in its volume
     patches: NDArray[Any]  # [N, Z, Y, X] in the stored dtype, not augmented
-    # [N, Z, Y, X] in the stored dtype, cut at the same places; None where volumes have no conditions
-    conditions: NDArray[Any] | None
-    first: int = 0  # number of the first
+    conditions: NDArray[Any] | None  # [N, Z, Y, X] in the stored dtype, at the same positions; None without conditions
+    first: int = 0  # index of the first
 
     def rows(self, first: int, end: int) -> FixedPatches:
-        """Those with the numbers first ... end - 1."""
+        """Return patches first ... end - 1."""
         rows = slice(first, end)
         conditions = None if self.conditions is None else self.conditions[rows]
         return FixedPatches(
@@ -58,37 +56,37 @@ class FixedPatches:
 def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> FixedPatches:
     """Read the first `count` fixed patches; a larger count adds to them.
 
-    Held-out ones depend on the volumes, their weights, the patch size, the split and the foreground, not on the run's
-    seed, batch, workers or regions.  Without a split they come from the regions that training reads.  An unreadable one
-    is replaced by another of its volume, with a warning, up to `data.max_quarantined` times.
+    Held-out patches depend on the volumes, their weights, the patch size, the split and the foreground, not on the
+    run's seed, batch, workers or regions.  Without a split they come from the regions that training reads.  An
+    unreadable one is replaced by another of its volume, with a warning, up to `data.max_quarantined` times.
 
     Raises:
         DataError: no held-out slab holds enough foreground, or too many patches cannot be read.
     """
     held_out = config.validation.fraction > 0
-    plan, numbers = _fixed_plan(data, config, held_out)
+    plan, indices = _fixed_plan(data, config, held_out)
     arrays = [np.empty(shape, dtype) for shape, dtype in data.job.batch_layout(count)]
     kinds, samples = KINDS[: len(arrays)], [plan.sample(index) for index in range(count)]
-    boxes = [(numbers[sample.volume], sample.box) for sample in samples]
-    found = data.read_patches("reading the patches of validation and previews", boxes, count, kinds)
-    for index, voxels in enumerate(found):
+    boxes = [(indices[sample.volume], sample.box) for sample in samples]
+    patches = data.read_patches("reading the patches for validation and previews", boxes, count, kinds)
+    for index, voxels in enumerate(patches):
         attempt = 0
         while isinstance(voxels, UnreadableChunkError):
             start_zyx, attempt = samples[index].start_zyx, attempt + 1
-            log.warning("fixed patch %d is skipped at %s, for another of its volume: %s", index, start_zyx, voxels)
+            log.warning("Fixed patch %d at %s is replaced with another of its volume: %s", index, start_zyx, voxels)
             if attempt > config.max_quarantined:
                 raise DataError(
-                    f"a fixed patch may be replaced data.max_quarantined={config.max_quarantined} times; got no "
-                    f"readable one for patch {index} of {voxels.volume}; restore the volume or raise the limit"
+                    f"Fixed patch {index} of {voxels.volume} cannot be read, nor any of "
+                    f"data.max_quarantined={config.max_quarantined} replacements; restore the volume or raise the limit"
                 )
             samples[index] = sample = plan.sample(index, attempt)
-            box = numbers[sample.volume], sample.box
-            (voxels,) = data.read_patches("reading a patch in place of a damaged one", [box], 1, kinds)
+            box = indices[sample.volume], sample.box
+            (voxels,) = data.read_patches("reading a replacement for a damaged patch", [box], 1, kinds)
         for array, each in zip(arrays, voxels, strict=True):
             array[index] = each
     return FixedPatches(
         held_out=held_out,
-        volumes=tuple(numbers[sample.volume] for sample in samples),
+        volumes=tuple(indices[sample.volume] for sample in samples),
         starts_zyx=tuple(sample.start_zyx for sample in samples),
         patches=arrays[0],
         conditions=arrays[1] if data.conditions else None,
@@ -98,23 +96,24 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> Fi
 def read_training_patches(data: PreparedData, config: DataConfig, count: int) -> FixedPatches:
     """Read up to `count` patches that training may draw, without conditions: the same for the same data.
 
-    Unreadable ones are left out: the readers will find, report and quarantine them.
+    Skips unreadable ones, which the readers will report and quarantine.
 
     Raises:
-        DataError: hardly any can be read.
+        DataError: fewer than two can be read.
     """
-    plan, numbers = _fixed_plan(data, config, held_out=False)
+    plan, indices = _fixed_plan(data, config, held_out=False)
     samples = [plan.sample(index) for index in range(_TRIES * count)]
-    boxes = ((numbers[sample.volume], sample.box) for sample in samples)
-    found = list(zip(samples, data.read_patches("reading patches of training", boxes, count), strict=False))
-    read = [(sample, voxels[0]) for sample, voxels in found if not isinstance(voxels, UnreadableChunkError)]
+    boxes = ((indices[sample.volume], sample.box) for sample in samples)
+    tried = list(zip(samples, data.read_patches("reading training patches", boxes, count), strict=False))
+    read = [(sample, voxels[0]) for sample, voxels in tried if not isinstance(voxels, UnreadableChunkError)]
     if len(read) < 2:
         raise DataError(
-            f"some patches of training must be readable; got {len(read)} of {len(found)}, the last: {found[-1][1]}"
+            f"Only {len(read)} of {len(tried)} training patches can be read; the last: {tried[-1][1]}; restore the "
+            "volumes"
         )
     return FixedPatches(
         held_out=False,
-        volumes=tuple(numbers[sample.volume] for sample, _ in read),
+        volumes=tuple(indices[sample.volume] for sample, _ in read),
         starts_zyx=tuple(sample.start_zyx for sample, _ in read),
         patches=np.stack([voxels for _, voxels in read]),
         conditions=None,
@@ -122,26 +121,25 @@ def read_training_patches(data: PreparedData, config: DataConfig, count: int) ->
 
 
 def _fixed_plan(data: PreparedData, config: DataConfig, held_out: bool) -> tuple[Plan, list[int]]:
-    """The plan whose first samples are the patches, and the number in `data` of each of its volumes."""
+    """Return the plan whose first samples are the patches, and the index in `data` of each of its volumes."""
     layout = config.model_copy(update=_LAYOUT)
     if not held_out:
         return make_plan(_SEED, layout, data.plan.volumes), list(range(len(data.volumes)))
-    slabs = [(number, _plan_slab(data, number, layout)) for number in range(len(data.volumes))]
-    planned = {number: slab for number, slab in slabs if slab is not None}
+    slabs = [(index, _plan_slab(data, index, layout)) for index in range(len(data.volumes))]
+    planned = {index: slab for index, slab in slabs if slab is not None}
     if not planned:
         raise DataError(
-            "the held-out slab of some volume must hold a patch with data.min_foreground of foreground; got none in "
-            f"{len(data.volumes)} volumes; raise data.validation.fraction, or "
-            "switch off validation and previews: training.validate_every=0 and training.preview_every=0"
+            "No held-out patch has data.min_foreground of foreground in any volume; raise data.validation.fraction, or "
+            "disable validation and previews: training.validate_every=0 and training.preview_every=0"
         )
     return make_plan(_SEED, layout, list(planned.values())), list(planned)
 
 
-def _plan_slab(data: PreparedData, number: int, layout: DataConfig) -> PlanVolume | None:
-    """Regions over the validation box of a volume; None, with a warning, where it has too little foreground."""
-    volume, box = data.volumes[number], data.splits[number].validation
-    foreground = data.plan.volumes[number].foreground
-    assert box is not None, "every volume has a validation box where data.validation.fraction is above 0"
+def _plan_slab(data: PreparedData, volume_index: int, layout: DataConfig) -> PlanVolume | None:
+    """Plan the validation box of a volume; None, with a warning, if it has too little foreground."""
+    volume, box = data.volumes[volume_index], data.splits[volume_index].validation
+    foreground = data.plan.volumes[volume_index].foreground
+    assert box is not None, "every volume has a validation box if data.validation.fraction is above 0"
     try:
         return plan_volume(
             volume.name,
@@ -149,11 +147,11 @@ def _plan_slab(data: PreparedData, number: int, layout: DataConfig) -> PlanVolum
             volume.shape_zyx,
             volume.chunk_zyx,
             volume.dtype.name,
-            layout.volumes[number].weight,
+            layout.volumes[volume_index].weight,
             layout,
             foreground=None if foreground is None else foreground.map,
             min_foreground=0.0 if foreground is None else foreground.min_fraction,
         )
-    except DataError as error:  # a slab is large enough for a patch: what it lacks is foreground
-        log.warning("volume %s takes no part in validation, as its held-out end looks like air: %s", volume.name, error)
+    except DataError as error:  # a slab is large enough for a patch, so it lacks foreground
+        log.warning("Volume %s is not validated, as its held-out end looks like air: %s", volume.name, error)
         return None

@@ -1,4 +1,4 @@
-"""Opens the volumes, splits them, makes the plan, and finds the grey values that become -1 and +1."""
+"""Opens the volumes, splits them, makes the plan, and estimates the intensity ranges."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from vesuvius.volumes.voxels import check_labels, percentiles
 
 log = logging.getLogger(__name__)
 
-_AHEAD = 9  # boxes that are fetched or read at once: on a slow store a patch's chunks take few of all requests
+_AHEAD = 9  # boxes fetched or read concurrently: on a slow store the chunks of one patch use few of the requests
 _BOXES_PER_ESTIMATE = 16
-_GREY_BOX: Triple = (72, 136, 136)  # at most, unless patches are larger
+_BOX_MAX: Triple = (72, 136, 136)  # unless patches are larger
 _PATCHES_OF_LABELS = 4
 _PERCENTILES = (0.5, 99.5)
-_SEED = 0  # not the run's, so that runs with other seeds on the same data see the same model values
+_SEED = 0  # a constant, so that runs with other seeds on the same data use the same intensity ranges
 
 Kind = Literal["volume", "condition"]
 KINDS: tuple[Kind, Kind] = ("volume", "condition")
@@ -40,7 +40,7 @@ KINDS: tuple[Kind, Kind] = ("volume", "condition")
 
 @dataclass(frozen=True)
 class IntensityRange:
-    """The grey values of one volume that become -1 and +1 for the model."""
+    """The intensities of one volume that are mapped to -1 and +1."""
 
     low: float
     high: float
@@ -48,7 +48,7 @@ class IntensityRange:
 
 @dataclass(frozen=True)
 class IntensityRanges:
-    """The grey ranges of a run, one entry per volume; `conditions` is empty where there are none, or labels."""
+    """The intensity ranges of a run, one per volume; `conditions` is empty without conditions and with labels."""
 
     volumes: tuple[IntensityRange, ...]
     conditions: tuple[IntensityRange, ...]
@@ -56,28 +56,27 @@ class IntensityRanges:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Everything that is known before the first patch is read, one entry per volume where plural."""
+    """Volumes, splits, plan and job of a run, ready to read; the tuples have one entry per volume."""
 
     volumes: tuple[Volume, ...]
     conditions: tuple[Volume, ...]
-    # within, splits: where a volume and its condition and mask exist, and how that is split
-    within: tuple[Box, ...]
-    splits: tuple[Split, ...]
+    within: tuple[Box, ...]  # the box covered by the volume, its condition and its mask
+    splits: tuple[Split, ...]  # of that box
     plan: Plan
     job: ReaderJob
 
-    def array(self, kind: Kind, number: int) -> tuple[Volume, Alignment]:
-        """The volume of this number, or its condition, and how that lies in the volume."""
-        volume = self.volumes[number]
-        array = volume if kind == "volume" else self.conditions[number]
+    def array(self, kind: Kind, volume_index: int) -> tuple[Volume, Alignment]:
+        """Return a volume or its condition, and its alignment to the volume."""
+        volume = self.volumes[volume_index]
+        array = volume if kind == "volume" else self.conditions[volume_index]
         return array, align(volume, array, "the condition")
 
-    def read_patch(self, kind: Kind, number: int, box: Box) -> NDArray[Any]:
-        """A box of the volume of this number, or its condition as it lies there.
+    def read_patch(self, kind: Kind, volume_index: int, box: Box) -> NDArray[Any]:
+        """Read a box of a volume, or of its condition at the same position.
 
-        Raises as `Volume.read`, and DataError for labels of no class.
+        Raises the errors of `Volume.read`, and DataError for labels outside the classes.
         """
-        array, alignment = self.array(kind, number)
+        array, alignment = self.array(kind, volume_index)
         voxels = alignment.read(box, array.read)
         if kind == "condition" and self.job.data.labels:
             check_labels(voxels, self.job.data.labels, array.name, box)
@@ -86,28 +85,28 @@ class PreparedData:
     def read_patches(
         self, what: str, boxes: Iterable[tuple[int, Box]], total: int, kinds: Sequence[Kind] = ("volume",)
     ) -> Iterator[list[NDArray[Any]] | UnreadableChunkError]:
-        """Read boxes of volumes by their numbers, of each kind, in order, until `total` could be read.
+        """Read (volume index, box) pairs of each kind, in order, until `total` have been read.
 
-        Of remote stores those that come next are fetched meanwhile.  In place of one that cannot be read comes why.
+        Prefetches the next ones from remote stores.  Yields the error in place of an unreadable one.
 
         Args:
-            what: is done, for the progress in the log.
+            what: describes the work in the progress log.
         """
         upcoming, waiting, count = iter(boxes), deque[tuple[int, Box]](), 0
         progress = Progress(what, total)
         try:
             while count < total:
-                for number, box in islice(upcoming, min(_AHEAD, total - count) - len(waiting)):
-                    waiting.append((number, box))
-                    for array, alignment in (self.array(kind, number) for kind in kinds):
+                for index, box in islice(upcoming, min(_AHEAD, total - count) - len(waiting)):
+                    waiting.append((index, box))
+                    for array, alignment in (self.array(kind, index) for kind in kinds):
                         array.stage(alignment.array_box(box))
                 if not waiting:
                     return
-                number, box = waiting.popleft()
+                index, box = waiting.popleft()
                 try:
-                    voxels = [self.read_patch(kind, number, box) for kind in kinds]
+                    voxels = [self.read_patch(kind, index, box) for kind in kinds]
                 except UnreadableChunkError as error:
-                    self._release(kinds, number, box)
+                    self._release(kinds, index, box)
                     yield error
                     continue
                 progress.add(sum(each.nbytes for each in voxels))
@@ -116,25 +115,24 @@ class PreparedData:
             progress.end()
         finally:
             progress.close()
-            for number, box in waiting:
-                self._release(kinds, number, box)
+            for index, box in waiting:
+                self._release(kinds, index, box)
             for array in (*self.volumes, *self.conditions):
                 if (bad := array.nonfinite) is not None:
                     bad.warn()
 
-    def _release(self, kinds: Sequence[Kind], number: int, box: Box) -> None:
-        """Forget what was fetched for a box that is not read to its end."""
-        for array, alignment in (self.array(kind, number) for kind in kinds):
+    def _release(self, kinds: Sequence[Kind], volume_index: int, box: Box) -> None:
+        """Drop the chunks fetched for a box that is not read completely."""
+        for array, alignment in (self.array(kind, volume_index) for kind in kinds):
             array.release(alignment.array_box(box))
 
     def intensity_ranges(self, config: DataConfig) -> IntensityRanges:
-        """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
+        """Return the configured intensity ranges, or estimate one per volume from a few training patches.
 
-        Raises DataError: a range must be estimated, and all sampled voxels are air or equal, or labels are of no class.
+        Raises DataError: all sampled voxels are air or equal, or labels are outside the classes.
         """
-
         if config.condition_classes:
-            self._look_at_labels()
+            self._check_labels()
         conditions = () if config.condition_classes else self.conditions
         return IntensityRanges(
             self._ranges("volume", self.volumes, config.normalize, "data.normalize"),
@@ -146,40 +144,41 @@ class PreparedData:
     ) -> tuple[IntensityRange, ...]:
         if normalize.low is not None and normalize.high is not None:
             return (IntensityRange(normalize.low, normalize.high),) * len(arrays)
-        found = []
-        for number, array in enumerate(arrays):
-            boxes = ((number, box) for box in self._grey_boxes(number))
-            what = f"reading patches of {array.name} for its grey range"
+        ranges = []
+        for index, array in enumerate(arrays):
+            boxes = ((index, box) for box in self._sample_boxes(index))
+            what = f"reading patches of {array.name} to estimate its intensity range"
             voxels = self.read_patches(what, boxes, _BOXES_PER_ESTIMATE, (kind,))
-            found.append(estimate_intensity_range(array, voxels, key))
-        return tuple(found)
+            ranges.append(estimate_intensity_range(array, voxels, key))
+        return tuple(ranges)
 
-    def _grey_boxes(self, number: int) -> Iterator[Box]:
-        """Boxes of training voxels to estimate a grey range from, around patches: the same for the same plan.
+    def _sample_boxes(self, volume_index: int) -> Iterator[Box]:
+        """Yield boxes of training voxels to estimate an intensity range from: the same for the same plan.
 
-        Where patches are small, as much as their chunks hold, up to the size of a large patch: that costs nothing
-        more to decode, and a few small patches would miss much of a volume.
+        Small patches are enlarged to their chunks, up to the size of a large patch: that decodes nothing more, and a
+        few small patches would miss much of a volume.
         """
-        plan, volume, train = replace(self.plan, seed=_SEED), self.volumes[number], self.splits[number].train
+        plan, volume = replace(self.plan, seed=_SEED), self.volumes[volume_index]
+        train = self.splits[volume_index].train
         for draw in range(4 * _BOXES_PER_ESTIMATE):
             ends = []
-            patch = plan.uniform_patch(number, draw)
-            for lo, hi, chunk, first, last, large in zip(*patch, volume.chunk_zyx, *train, _GREY_BOX, strict=True):
+            patch = plan.uniform_patch(volume_index, draw)
+            for lo, hi, chunk, first, last, large in zip(*patch, volume.chunk_zyx, *train, _BOX_MAX, strict=True):
                 least, most = max(lo // chunk * chunk, first), min(-(-hi // chunk) * chunk, last)
                 size = min(max(large, hi - lo), most - least)
                 start = min(max((lo + hi - size) // 2, least), most - size)
                 ends.append((start, start + size))
             yield box_along(ends)
 
-    def _look_at_labels(self) -> None:
-        """Read a few patches of labels.  Raises DataError for labels of no class."""
-        for number, labels in enumerate(self.conditions):
-            boxes = [(number, self.plan.uniform_patch(number, draw)) for draw in range(_PATCHES_OF_LABELS)]
+    def _check_labels(self) -> None:
+        """Read a few patches of labels.  Raises DataError for labels outside the classes."""
+        for index, labels in enumerate(self.conditions):
+            boxes = [(index, self.plan.uniform_patch(index, draw)) for draw in range(_PATCHES_OF_LABELS)]
             for _ in self.read_patches(f"reading patches of {labels.name}", boxes, len(boxes), ("condition",)):
-                pass  # the readers will find, report and quarantine what is damaged
+                pass  # damage is reported and quarantined by the readers
 
-    def describe(self, config: DataConfig, greys: IntensityRanges) -> dict[str, Any]:
-        """The content of `split.json`."""
+    def describe(self, config: DataConfig, ranges: IntensityRanges) -> dict[str, Any]:
+        """Return the content of `split.json`."""
         return {
             "plan_hash": self.plan.hash,
             "plan": self.plan.describe(),
@@ -193,11 +192,11 @@ class PreparedData:
                     "voxel_size_um": volume.voxel_size_um,
                     "train": split.train,
                     "validation": split.validation,
-                    "grey_low": grey.low,
-                    "grey_high": grey.high,
+                    "grey_low": intensity.low,
+                    "grey_high": intensity.high,
                 }
-                for spec, volume, split, grey in zip(
-                    config.volumes, self.volumes, self.splits, greys.volumes, strict=True
+                for spec, volume, split, intensity in zip(
+                    config.volumes, self.volumes, self.splits, ranges.volumes, strict=True
                 )
             ],
         }
@@ -206,10 +205,10 @@ class PreparedData:
 def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -> PreparedData:
     """Open and check all volumes and make the plan.
 
-    Reads metadata; with `data.min_foreground` also what the foreground map is made of.
+    Reads metadata; with `data.min_foreground` also the source of the foreground map.
 
     Raises:
-        DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not go together.
+        DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not match.
     """
     specs = with_progress(config.volumes, "opening the volumes", len(config.volumes))
     volumes = tuple(open_volume(spec, config.store, config.missing_chunk, config.nan) for spec in specs)
@@ -222,19 +221,28 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
     assert dtype is not None
     voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
     listed, within, splits, planned = [], [], [], []
-    for number, (spec, volume) in enumerate(zip(config.volumes, volumes, strict=True)):
-        found = foreground_map(volume, spec, config)
-        listed.append(found.stored(volume.chunk_zyx) if found else None)
+    for index, (spec, volume) in enumerate(zip(config.volumes, volumes, strict=True)):
+        foreground = foreground_map(volume, spec, config)
+        listed.append(foreground.stored(volume.chunk_zyx) if foreground else None)
         volume.missing.set_stored(listed[-1])
-        box = (found and found.within) or ((0, 0, 0), volume.shape_zyx)
+        box = (foreground and foreground.within) or ((0, 0, 0), volume.shape_zyx)
         if conditions:
-            box = intersection(box, log_alignment(volume, conditions[number], "the condition").covered)
+            box = intersection(box, log_alignment(volume, conditions[index], "the condition").covered)
         within.append(box)
         splits.append(split_volume(volume.name, volume.shape_zyx, config.patch_size, config.validation, box))
-        grid = volume.shape_zyx, volume.chunk_zyx, volume.dtype.name
-        shown: dict[str, Any] = {"foreground": found, "min_foreground": config.min_foreground_of(spec)}
         planned.append(
-            plan_volume(volume.name, splits[-1], *grid, spec.weight, config, voxel_bytes=voxel_bytes, **shown)
+            plan_volume(
+                volume.name,
+                splits[-1],
+                volume.shape_zyx,
+                volume.chunk_zyx,
+                volume.dtype.name,
+                spec.weight,
+                config,
+                voxel_bytes=voxel_bytes,
+                foreground=foreground,
+                min_foreground=config.min_foreground_of(spec),
+            )
         )
     plan = make_plan(seed, config, planned)
     job = ReaderJob(plan, config, dtype, condition_dtype, tuple(listed), rank=rank, world=world)
@@ -242,43 +250,42 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
 
 
 def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:
-    """The one dtype of several volumes; None where there are no volumes."""
+    """Return the common dtype of several volumes; None without volumes."""
     dtypes = {volume.dtype.name for volume in volumes}
     if len(dtypes) > 1:
-        got = ", ".join(f"{volume.dtype.name} in {volume.name}" for volume in volumes)
-        raise DataError(f"{what} of one run must share a dtype; got {got}; convert them to one")
+        text = ", ".join(f"{volume.dtype.name} in {volume.name}" for volume in volumes)
+        raise DataError(f"The {what} of a run have different dtypes: {text}; convert them to one dtype")
     return next(iter(dtypes), None)
 
 
 def estimate_intensity_range(
     volume: Volume, boxes: Iterable[list[NDArray[Any]] | UnreadableChunkError], key: str
 ) -> IntensityRange:
-    """0.5th and 99.5th percentile of the material in the first boxes that can be read, as `read_patches` yields them.
+    """Return the 0.5th and 99.5th percentile of the material in the readable boxes of `read_patches`.
 
-    Voxels equal to the fill value are masked air and left out, as their share differs between volumes; so is NaN.
-    The range of bool is always 0 to 1.
+    Excludes NaN and voxels equal to the fill value: these are masked air, whose share differs between volumes.  The
+    range of bool is always 0 to 1.
 
     Raises:
-        DataError: nothing but air, or one grey value only.
+        DataError: nothing but air, or a single intensity.
     """
     if volume.dtype == np.bool_:
         return IntensityRange(0.0, 1.0)
     material: list[NDArray[Any]] = []
-    for found in boxes:
-        if isinstance(found, UnreadableChunkError):
-            log.warning("a patch is left out of the grey range: %s", found)
+    for voxels in boxes:
+        if isinstance(voxels, UnreadableChunkError):
+            log.warning("A patch is excluded from the intensity range: %s", voxels)
             continue
-        material.append(volume.material(found[0]))
+        material.append(volume.material(voxels[0]))
     if material and not any(map(len, material)):
         raise DataError(
-            f"a volume must hold more than its fill value; got nothing else in {len(material)} boxes of "
-            f"{volume.name}; look at it with `vesuvius volume info`, and correct its path, level or select in "
-            "data.volumes, or draw patches where something is with data.min_foreground"
+            f"All voxels in {len(material)} boxes of {volume.name} equal its fill value; check it with `vesuvius "
+            "volume info` and correct its path, level or select in data.volumes, or avoid air with data.min_foreground"
         )
     low, high = percentiles(np.concatenate(material), _PERCENTILES) if material else (0.0, 0.0)
     if not low < high:
         raise DataError(
-            f"grey values must differ for their range to be estimated; got {low:g} to {high:g} in {len(material)} "
-            f"boxes of {volume.name}; set {key}.low and {key}.high"
+            f"Cannot estimate the intensity range of {volume.name}: its values are {low:g} to {high:g} in "
+            f"{len(material)} boxes; set {key}.low and {key}.high"
         )
     return IntensityRange(low, high)
