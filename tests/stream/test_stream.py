@@ -247,7 +247,7 @@ def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_wor
         assert all(psutil.Process(pid).nice() == niceness for pid in stream.readers), (
             "no reader starves on a busy machine"
         )
-        with pytest.raises(ConfigError, match="The object store needs .* /dev/shm has"):
+        with pytest.raises(ConfigError, match=r"The object store needs .* /dev/shm has"):
             stream.reconfigure(workers=1000)
         before = stream.reader_totals
         assert before.decode_s > 0

@@ -40,35 +40,36 @@ def split_volume(
 ) -> Split:
     """Hold out the end of the axis that is longest in patches.
 
-    The slab is `fraction` of that axis, at least one patch; the guard before it is `guard` patches.
+    The slab is `fraction` of that axis, at least one patch; the gap before it is `gap` patches.
 
     Args:
-        within: the part that is split, e.g. that of its labels; None = all.
+        within: the box to split, e.g. that covered by the labels; None = the full volume.
 
     Raises:
-        DataError: the volume is smaller than a patch, or too small for patch + guard + validation.
+        DataError: the box is smaller than a patch, or too small for patch + gap + validation.
     """
-    whole = ((0, 0, 0), shape_zyx)
-    box = within or whole
+    full = ((0, 0, 0), shape_zyx)
+    box = within or full
     sizes = shape_of(box)
     if any(p > s for p, s in zip(patch_zyx, sizes, strict=True)):
         room = triple(max(size, 0) for size in sizes)
-        where = "" if box == whole else f", where its condition and mask exist ({format_box(box)})"
+        covered = "" if box == full else f", the box covered by its condition and mask ({format_box(box)})"
         raise DataError(
-            f"data.patch_size {patch_zyx} does not fit into {room} of {name}{where}; reduce it, or choose a finer level"
+            f"data.patch_size {patch_zyx} does not fit into {room} of {name}{covered}; reduce it or choose a finer "
+            "level"
         )
     if config.fraction == 0:
         return Split(train=box, validation=None)
     axis = max(range(3), key=lambda a: sizes[a] / patch_zyx[a])
     patch, size = patch_zyx[axis], sizes[axis]
     held_out = max(math.ceil(config.fraction * size), patch)
-    guard = math.ceil(config.gap * patch)
-    train_stop = size - held_out - guard
+    gap = math.ceil(config.gap * patch)
+    train_stop = size - held_out - gap
     if train_stop < patch:
         raise DataError(
-            f"a volume must hold a training patch, the guard and the validation slab along {'zyx'[axis]}; got {patch} "
-            f"+ {guard} + {held_out} voxels in {size} of {name}; reduce data.patch_size or data.validation.gap, or "
-            "set data.validation.fraction=0"
+            f"A training patch, the gap and the validation slab need {patch} + {gap} + {held_out} voxels along "
+            f"{'zyx'[axis]}, but {name} has {size}; reduce data.patch_size or data.validation.gap, or set "
+            "data.validation.fraction=0"
         )
     return Split(
         train=(box[0], _replace(box[1], axis, box[0][axis] + train_stop)),

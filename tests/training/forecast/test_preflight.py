@@ -96,7 +96,7 @@ def test_a_restart_of_ranks_does_not_check_their_existing_object_store(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0) if "shm" in str(path) else usage)
     config = read_config(tiny_config(training={"workers": 1}))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(ConfigError, match="The object store needs .* /dev/shm has"):
+    with pytest.raises(ConfigError, match=r"The object store needs .* /dev/shm has"):
         preflight(config, resume=False, checkpoint=None)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     preflight(config, resume=False, checkpoint=None)
