@@ -40,7 +40,7 @@ def job(tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return {"request": Request(read_config(path), path, False), "folder": place, "directory": tmp_path, "began": 0.0}
 
 
-def test_ray_train_is_asked_for_what_the_config_says(job: dict[str, Any]) -> None:
+def test_the_trainer_has_the_resources_and_options_of_the_config(job: dict[str, Any]) -> None:
     """Of its own classes, whose arguments change between releases."""
     needs = {"CPU": 4.0, "GPU": 1.0}
     asked: Any = ray_train.make_trainer(job["request"], 4, needs, Path("runs/.ray_train/tiny-1"))
@@ -51,7 +51,7 @@ def test_ray_train_is_asked_for_what_the_config_says(job: dict[str, Any]) -> Non
     assert ".ray_train/tiny-" in asked.run_config.storage_path
 
 
-def test_a_rank_0_that_is_started_again_resumes_and_only_what_a_restart_may_help_is_left_to_ray_train(
+def test_a_restarted_rank_0_resumes_and_only_restartable_errors_reach_ray_train(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[tuple[Any, Any]] = [
@@ -89,7 +89,7 @@ def test_a_rank_0_that_is_started_again_resumes_and_only_what_a_restart_may_help
     assert seen == [(number > 0, False) for number in range(len(ends))]
 
 
-def test_a_stop_reaches_rank_0_which_says_that_it_is_at_work(job: dict[str, Any]) -> None:
+def test_a_stop_request_reaches_rank_0_which_sends_heartbeats(job: dict[str, Any]) -> None:
     stop, times = StopRequest(None), iter([False, False, True])
     (job["folder"] / "stop.json").write_text('[75, "SIGTERM"]')
     ray_train._follow(job["folder"], stop, SimpleNamespace(wait=lambda _: next(times)))  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ NODES = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 64.0}]
         ),
     ],
 )
-def test_ranks_and_readers_that_never_fit_are_refused_before_ray_train_waits_for_them(
+def test_ranks_and_readers_that_do_not_fit_are_refused_at_once(
     tiny_config: WriteConfig, training: dict[str, Any], cluster: dict[str, Any], refused: str | None
 ) -> None:
     """A program that adds up the cluster finds room for twelve ranks of six cores."""
@@ -140,7 +140,7 @@ class Waiting(Future[Any]):
         self._act(self._now - 1000)
 
 
-def test_a_wait_for_ranks_is_said_and_ends_by_the_timeout_or_by_a_stop(
+def test_a_wait_for_ranks_is_logged_and_ends_by_timeout_or_stop(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, place = job["request"].config, job["folder"]
@@ -163,7 +163,7 @@ def test_a_wait_for_ranks_is_said_and_ends_by_the_timeout_or_by_a_stop(
     assert json.loads((place / "stop.json").read_bytes()) == [EXIT_STOPPED, "SIGTERM"]
 
 
-def test_a_command_that_was_stopped_with_its_ranks_gives_none_of_them_up(
+def test_a_command_suspended_along_with_its_ranks_does_not_give_up(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As by `docker pause`: rank 0 says a moment later that it is at work."""
@@ -180,7 +180,7 @@ def test_a_command_that_was_stopped_with_its_ranks_gives_none_of_them_up(
     assert "No rank has run for 7240 s" in caplog.text
 
 
-def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(job: dict[str, Any]) -> None:
+def test_a_failure_of_ray_train_itself_is_an_error_with_a_remedy(job: dict[str, Any]) -> None:
     """Its controller is a process that the system may kill, as any other."""
     result: Future[Any] = Future()
     result.set_exception(ray.exceptions.RayActorError())
@@ -188,7 +188,7 @@ def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(job: dict
         ray_train._wait(job["request"].config, result, job["folder"], StopRequest(None))
 
 
-def test_an_error_of_before_the_log_is_said_and_what_rank_0_logs_is_printed_a_whole_line_at_a_time(
+def test_early_errors_are_logged_and_rank_0s_log_is_printed_by_complete_lines(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:
     log = run_dir(job["request"].config).log
@@ -216,7 +216,7 @@ def test_run_directory_and_credentials_reach_other_nodes_unless_a_job_has_set_th
     assert "VESUVIUS_RUNS" not in passed_on(environment | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)})
 
 
-def test_auto_counts_the_gpus_of_this_machine_and_none_of_a_cluster(tiny_config: WriteConfig) -> None:
+def test_auto_counts_local_gpus_and_refuses_clusters(tiny_config: WriteConfig) -> None:
     for address in ("head:6379", "local"):
         path = tiny_config(training={"ranks": "auto", "workers": 1}, cluster={"address": address})
         request = Request(read_config(path), path, False)
@@ -229,7 +229,7 @@ def test_auto_counts_the_gpus_of_this_machine_and_none_of_a_cluster(tiny_config:
                 resolve_ranks(request, None)
 
 
-def test_a_rank_that_is_left_alone_of_several_reads_where_it_has_reserved_cores() -> None:
+def test_the_last_of_several_ranks_keeps_its_readers_on_its_reserved_cores() -> None:
     """On a node without others free, readers that ask for cores of their own would be waited for without end."""
     cluster = ClusterConfig(address="10.0.0.1:6379", min_ranks=1)
     left = StreamOptions.from_config(TrainingConfig(ranks=2), cluster)

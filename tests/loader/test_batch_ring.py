@@ -66,7 +66,7 @@ def opened(job: ReaderJob, ring: BatchRing) -> PatchStream:
     return PatchStream(job, OPTIONS, buffers=ring.buffers, condition_buffers=ring.condition_buffers)
 
 
-def test_batches_stay_what_they_are_when_the_ring_gets_larger_and_smaller_in_between(job: ReaderJob) -> None:
+def test_resizing_the_ring_does_not_change_batches(job: ReaderJob) -> None:
     """Each copy is taken at the last moment that the ring grants it."""
     sizes = {3: 3, 4: 9, 11: 5, 12: 5, 20: 3}  # slots from that batch on
     ring, copies = BatchRing(allocate, BUFFERS_IN_USE + 2), []
@@ -87,7 +87,7 @@ def test_batches_stay_what_they_are_when_the_ring_gets_larger_and_smaller_in_bet
         np.testing.assert_array_equal(copy.values[1].numpy(), batch.condition)
 
 
-def test_a_ring_that_cannot_be_had_leaves_stream_and_ring_as_they_were(job: ReaderJob) -> None:
+def test_a_failed_resize_leaves_stream_and_ring_unchanged(job: ReaderJob) -> None:
     left = 5
 
     def scarce() -> list[Tensor]:
@@ -115,14 +115,14 @@ def test_a_ring_that_cannot_be_had_leaves_stream_and_ring_as_they_were(job: Read
         np.testing.assert_array_equal(copy.values[0].numpy(), batch.patches)
 
 
-def test_the_memory_of_a_slot_is_counted_as_torch_takes_it_for_pinned_buffers() -> None:
+def test_slot_bytes_equal_torchs_pinned_allocation() -> None:
     shape = (3, 8, 16, 16)  # 6 KiB and 12 KiB
     ring = BatchRing(lambda: [torch.zeros(shape, dtype=dtype) for dtype in (torch.uint8, torch.uint16)], 3)
     assert ring.slot_bytes == 8192 + 16384
     assert BatchRing(lambda: [torch.zeros((4, 8, 16, 16), dtype=torch.uint8)], 3).slot_bytes == 8192
 
 
-def test_a_batch_that_lies_in_another_ring_is_an_error_and_not_the_voxels_of_another_batch(job: ReaderJob) -> None:
+def test_a_batch_in_another_ring_is_an_error(job: ReaderJob) -> None:
     ring, other = BatchRing(allocate, BUFFERS_IN_USE + 2), BatchRing(allocate, BUFFERS_IN_USE + 2)
     with opened(job, other) as stream, pytest.raises(KeyError):
         one_batch(stream, ring)

@@ -28,7 +28,7 @@ DTYPES = [*INTEGERS, "float16", "float32", "float64"]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "bool"])
-def test_symmetries_move_voxels_and_change_none(dtype: str) -> None:
+def test_symmetries_move_voxels_without_changing_them(dtype: str) -> None:
     patch = textured((4, 6, 6), dtype=dtype)
     if dtype == "bool":
         patch ^= textured((4, 6, 6)) > 100
@@ -42,7 +42,7 @@ def test_symmetries_move_voxels_and_change_none(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64", "float16"])
-def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtype: str) -> None:
+def test_each_volumes_intensity_range_maps_to_minus_one_and_one(tmp_path: Path, dtype: str) -> None:
     volumes = []
     for number in range(2):
         voxels = np.full((96, 128, 128), 50 + 100 * number, dtype)
@@ -69,9 +69,7 @@ PAIRS = {"bool": "int8", "int16": "int32", "uint32": "int64", "int64": "bool", "
 
 
 @pytest.mark.parametrize("dtype", PAIRS)
-def test_patches_and_labels_of_any_dtype_and_order_of_axes_are_those_that_the_plan_names(
-    tmp_path: Path, dtype: str
-) -> None:
+def test_patches_and_labels_of_any_dtype_and_axis_order_match_the_plan(tmp_path: Path, dtype: str) -> None:
     """From the store to the device: the scan is stored x, c, y, z, its labels y, x, z."""
     scan = (textured((96, 80, 72)) - 100).astype(np.int8).astype("float64")
     if dtype.startswith("u") or dtype == "bool":
@@ -140,9 +138,7 @@ on_each_device = pytest.mark.parametrize(
 
 
 @on_each_device
-def test_model_values_do_not_depend_on_how_many_batches_are_put_together_ahead(
-    tmp_path: Path, device: torch.device
-) -> None:
+def test_model_values_do_not_depend_on_prefetch(tmp_path: Path, device: torch.device) -> None:
     """On a GPU the ring gets larger and smaller; the model values of all batches are compared at the end."""
     feed, data, options = textured_feed(tmp_path, device)
     clock = HostClock()

@@ -68,7 +68,7 @@ def test_model_values_are_exact_up_to_float32(dtype: str, low: float, high: floa
     np.testing.assert_allclose(found.cpu().numpy().ravel(), [float(v) for v in expected], rtol=0, atol=8 * 2.0**-24)
 
 
-def test_the_stored_voxels_stay_as_they_are() -> None:
+def test_normalising_does_not_change_its_input() -> None:
     for dtype in ("uint8", "float32", "float64", "int64"):
         raw = torch.arange(8).to(torch.from_numpy(np.empty(0, dtype)).dtype).view(1, 1, 2, 2, 2)
         before = raw.clone()

@@ -90,7 +90,7 @@ def test_image_and_label_are_the_voxels_of_their_sample(tmp_path: Path, dtype: s
     assert len(seen) > 8
 
 
-def test_grey_values_as_stored_and_the_range_of_each_volume(tmp_path: Path) -> None:
+def test_normalisation_uses_each_volumes_range_or_can_be_disabled(tmp_path: Path) -> None:
     dark, bright = textured(SHAPE) // 4, textured(SHAPE) // 4 + 190
     paths = write_array(tmp_path / "dark.zarr", dark), write_array(tmp_path / "bright.zarr", bright)
     with load(*paths, normalize=False, augment=False) as loader:
@@ -106,14 +106,14 @@ def test_grey_values_as_stored_and_the_range_of_each_volume(tmp_path: Path) -> N
         assert -1.5 < image.mean() < 1.5
 
 
-def test_patches_that_are_not_square_are_mirrored_and_not_turned(volume: Path) -> None:
+def test_patches_that_are_not_square_are_mirrored_but_not_rotated(volume: Path) -> None:
     with load(volume, patch_size=[8, 16, 24]) as loader:
         symmetries = [sample.augmentation for batch in islice(loader, 16) for sample in batch.samples]
     assert {symmetry.num_rot90 for symmetry in symmetries} == {0}
     assert len(set(symmetries)) == 8
 
 
-def test_a_mask_says_where_patches_come_from(tmp_path: Path, volume: Path) -> None:
+def test_a_mask_restricts_patches_to_foreground(tmp_path: Path, volume: Path) -> None:
     marked = np.zeros(SHAPE, np.uint8)
     marked[30:60, 40:88, 20:68] = 1
     mask = write_array(tmp_path / "mask.zarr", marked)
@@ -123,7 +123,7 @@ def test_a_mask_says_where_patches_come_from(tmp_path: Path, volume: Path) -> No
         assert min(shares) >= least
 
 
-def test_a_part_is_held_out(volume: Path) -> None:
+def test_the_validation_slab_is_held_out(volume: Path) -> None:
     with load(volume, validation_fraction=0.2) as loader:
         (box,) = loader.validation_boxes
         assert box is not None
@@ -135,7 +135,7 @@ def test_a_part_is_held_out(volume: Path) -> None:
         assert loader.validation_boxes == (None,)
 
 
-def test_a_third_of_the_patches_touches_ink(tmp_path: Path) -> None:
+def test_a_weighted_second_entry_oversamples_ink(tmp_path: Path) -> None:
     """One volume twice: the second entry's patches all hold ink, and those of the first come from everywhere."""
     scan, ink = write_array(tmp_path / "scan.zarr", textured(SHAPE)), np.zeros(SHAPE, np.uint8)
     ink[40:44, 48:60, 48:60] = 1  # on the grid of the map, whose cells are a quarter of a patch
@@ -153,7 +153,7 @@ def test_a_third_of_the_patches_touches_ink(tmp_path: Path) -> None:
     assert (starts.max(0) - starts.min(0) > 0.8 * (np.array(SHAPE) - PATCH)).all()
 
 
-def test_what_is_foreground_may_differ_by_entry(tmp_path: Path) -> None:
+def test_foreground_settings_apply_per_entry(tmp_path: Path) -> None:
     half = textured(SHAPE)
     half[:32] = 0  # chunks of the fill value alone are not stored
     path = str(write_array(tmp_path / "scan.zarr", half))
@@ -174,7 +174,7 @@ def test_what_is_foreground_may_differ_by_entry(tmp_path: Path) -> None:
 # ---- order
 
 
-def test_the_order_is_that_of_the_stream_of_the_same_config(volume: Path, tmp_path: Path) -> None:
+def test_the_loader_has_the_order_of_a_stream_with_the_same_config(volume: Path, tmp_path: Path) -> None:
     data = DataConfig(
         volumes=(VolumeConfig(path=str(volume)),),
         patch_size=PATCH,
@@ -208,7 +208,7 @@ def patch_as_volume(patch: np.ndarray[Any, Any], sample: Sample) -> np.ndarray[A
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_state_goes_on_at_the_next_batch_of_its_epoch(volume: Path, workers: int) -> None:
+def test_a_state_continues_at_the_next_batch_of_its_epoch(volume: Path, workers: int) -> None:
     with load(volume, length=6) as whole:
         first, second = [list(whole) for _ in range(2)]
         assert indices(first + second) == list(range(48))
@@ -243,7 +243,7 @@ def test_ranks_share_the_order_and_their_state(volume: Path) -> None:
     assert len(places[1]) == 16, "a loop that was left is followed by a whole epoch"
 
 
-def test_a_state_with_another_batch_size_or_length_goes_on_and_leaves_no_epoch_empty(volume: Path) -> None:
+def test_a_state_continues_with_another_batch_size_or_length(volume: Path) -> None:
     with load(volume, length=6) as loader:
         list(islice(loader, 3))
         state = loader.state_dict()
@@ -272,7 +272,7 @@ def test_the_readers_end_with_the_last_reference(volume: Path) -> None:
     assert stream.waiting_for() == "the readers to start or stop"
 
 
-def test_epochs(volume: Path) -> None:
+def test_a_loader_ends_after_its_epochs(volume: Path) -> None:
     with load(volume, length=3, epochs=2) as loader:
         assert len(loader) == 3
         assert [indices(loader) for _ in range(3)] == [list(range(12)), list(range(12, 24)), []]
@@ -280,7 +280,7 @@ def test_epochs(volume: Path) -> None:
         len(loader)
 
 
-def test_a_closed_loader_goes_on_where_it_was(volume: Path) -> None:
+def test_a_closed_loader_continues_at_its_position(volume: Path) -> None:
     loader = load(volume, length=2)
     assert indices(loader) == list(range(8))
     loader.close()
@@ -289,7 +289,7 @@ def test_a_closed_loader_goes_on_where_it_was(volume: Path) -> None:
     loader.close()
 
 
-def test_memory_is_used_again_once_nobody_holds_a_batch_and_not_before(volume: Path) -> None:
+def test_memory_is_reused_only_after_its_batch_is_released(volume: Path) -> None:
     with load(volume, normalize=False, augment=False) as loader:
         held = [(batch.image[1:, 0, 2:], batch.samples[1:]) for batch in islice(loader, 20)]
     for images, samples in held:
@@ -305,13 +305,13 @@ def test_memory_is_used_again_once_nobody_holds_a_batch_and_not_before(volume: P
     assert id(next(arrays)) == kept[0]
 
 
-def test_a_resident_copy_changes_nothing(volume: Path) -> None:
+def test_a_resident_copy_does_not_change_batches(volume: Path) -> None:
     with load(volume, length=200) as plain, load(volume, length=200, resident=True) as kept:
         assert same(islice(plain, 200), islice(kept, 200)) == 200
         assert kept.stream.has_resident
 
 
-def test_two_loaders_with_readers_at_once(volume: Path) -> None:
+def test_two_loaders_read_concurrently(volume: Path) -> None:
     """Ray Data's settings are one for all threads: one loader's executions must not run by the other's."""
     options: dict[str, Any] = {"workers": 1, "resident": False, "normalize": False, "length": 100}
     with load(volume, seed=1, batch_size=8, **options) as train, load(volume, seed=2, **options) as validation:
@@ -322,12 +322,12 @@ def test_two_loaders_with_readers_at_once(volume: Path) -> None:
         assert indices(islice(validation, 100)) == list(range(400, 800)), "whoever started Ray"
 
 
-def test_ray_that_another_thread_is_importing_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_counts_as_disconnected_while_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     assert not is_ray_connected()
 
 
-def test_arguments_may_be_numpy_s_and_lists(volume: Path) -> None:
+def test_arguments_accept_numpy_scalars_and_lists(volume: Path) -> None:
     """And the state is plain data all the same."""
     numpys: Any = {
         "patch_size": np.array(PATCH),
@@ -345,7 +345,7 @@ def test_arguments_may_be_numpy_s_and_lists(volume: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_ends_no_readers_of_its_parent(volume: Path) -> None:
+def test_a_forked_child_does_not_end_its_parents_readers(volume: Path) -> None:
     """As a worker of any DataLoader does not, when its interpreter exits or it drops its copy of the loader."""
     with load(volume, length=4) as loader, load(volume, length=4) as other:
         batches = iter(loader)
@@ -364,7 +364,7 @@ def test_a_forked_child_ends_no_readers_of_its_parent(volume: Path) -> None:
 # ---- in a DataLoader
 
 
-def test_a_data_loader_gets_the_same_batches_and_may_have_no_workers(volume: Path) -> None:
+def test_a_data_loader_without_workers_yields_the_same_batches(volume: Path) -> None:
     with load(volume, length=3) as loader, load(volume, length=3) as other:
         assert same(DataLoader(PatchDataset(loader), batch_size=None), other) == 3
         assert len(DataLoader(PatchDataset(loader), batch_size=None)) == 3
@@ -403,17 +403,17 @@ def test_a_data_loader_gets_the_same_batches_and_may_have_no_workers(volume: Pat
         ({"augment": True, "patch_size": (8, 16, 16), "min_foreground": 2.0}, "min_foreground"),
     ],
 )
-def test_wrong_arguments_are_refused(volume: Path, options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(volume: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(volume, **options)
 
 
-def test_volumes_that_are_open_are_refused(volume: Path) -> None:
+def test_open_volumes_are_refused(volume: Path) -> None:
     with pytest.raises(ConfigError, match="volumes has an entry of type Volume"):
         load(vesuvius.open_volume(volume))
 
 
-def test_a_whole_section_and_keywords_for_it_do_not_go_together(volume: Path) -> None:
+def test_a_data_section_cannot_be_combined_with_sampling_arguments(volume: Path) -> None:
     data = DataConfig(volumes=(VolumeConfig(path=str(volume)),), patch_size=PATCH)
     with pytest.raises(ConfigError, match="patch_size, mask cannot be given beside"):
         PatchLoader(data, batch_size=4, patch_size=PATCH, mask="m.zarr")
@@ -432,7 +432,7 @@ def test_a_state_of_another_plan_is_refused_and_changes_nothing(volume: Path) ->
 # ---- the package
 
 
-def test_the_package_loads_nothing_until_a_name_is_used() -> None:
+def test_the_package_imports_lazily() -> None:
     heavy = "torch", "ray", "zarr", "numpy", "pydantic"
     check = f"import sys, vesuvius; print([name for name in {heavy} if name in sys.modules]); vesuvius.PatchLoader"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
@@ -455,7 +455,7 @@ def test_type_checkers_know_the_defaults_of_configs() -> None:
     assert not [ast.unparse(field) for field in fields if field.args]
 
 
-def test_an_open_volume_is_indexed_as_an_array(volume: Path) -> None:
+def test_an_open_volume_is_indexed_like_an_array(volume: Path) -> None:
     voxels, opened = textured(SHAPE), vesuvius.open_volume(volume)
     wholes: list[Any] = [
         (slice(10, 70), slice(None, 40), slice(-30, None)),

@@ -20,7 +20,7 @@ sizes = st.tuples(*[st.integers(1, 14)] * 3)
 
 
 @given(train=sizes, first=sizes, patch=st.tuples(*[st.integers(1, 5)] * 3), chunk=sizes, wanted=st.integers(1, 9))
-def test_a_walk_through_all_cells_meets_each_start_of_the_box_once(
+def test_positions_enumerate_each_start_once(
     train: Triple, first: Triple, patch: Triple, chunk: Triple, wanted: int
 ) -> None:
     stop = tuple(f + t + p for f, t, p in zip(first, train, patch, strict=True))
@@ -36,7 +36,7 @@ def test_a_walk_through_all_cells_meets_each_start_of_the_box_once(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_start_is_equally_likely_exactly(name: str) -> None:
+def test_start_probabilities_are_exactly_equal(name: str) -> None:
     """All cells of a pass, in the order of the walk: each has as many positions of it as it owns starts, and they
     partition the box.  So P(start) = P(cell) / starts of the cell = 1 / all starts, whatever the phases."""
     layout = LAYOUTS[name]
@@ -85,7 +85,7 @@ def test_regions_touch_as_few_chunks_as_their_size_allows(name: str, region: Tri
     assert max(touched) == chunks, "and no more in any pass"
 
 
-def test_borders_move_from_pass_to_pass() -> None:
+def test_cell_boundaries_shift_between_passes() -> None:
     cells, rng = planned(LAYOUTS["u8"]).cells, np.random.default_rng(0)
     borders = [{axis.cell_of(300, phase)[0] for phase in axis.phases} for axis in cells.axes]
     assert [len(moved) for moved in borders] == [58, 244, 244]
@@ -93,7 +93,7 @@ def test_borders_move_from_pass_to_pass() -> None:
     assert [len(set(axis)) for axis in zip(*drawn, strict=True)] == [58, 244, 244], "every one of them is drawn"
 
 
-def test_decoded_voxels_are_those_of_the_chunks_touched_on_average_over_all_starts() -> None:
+def test_decoded_voxels_equal_the_mean_over_all_starts() -> None:
     layout = Layout((40, 50, 60), (5, 7, 9), (8, 16, 10))
     axes = (AxisCells(3, 30, 8, (0, 1, 2)), AxisCells(0, 44, 16, (4,)), AxisCells(1, 50, 11, tuple(range(11))))
     total = []
@@ -107,7 +107,7 @@ def test_decoded_voxels_are_those_of_the_chunks_touched_on_average_over_all_star
     assert Cells(axes).decoded_voxels(layout.patch, layout.chunk) == pytest.approx(math.prod(total))
 
 
-def test_regions_stay_within_their_memory_and_small_volumes_have_enough_cells() -> None:
+def test_regions_fit_into_memory_and_small_volumes_have_enough_cells() -> None:
     for layout in LAYOUTS.values():
         cells = planned(layout).cells
         item = np.dtype(layout.dtype).itemsize
@@ -119,7 +119,7 @@ def test_regions_stay_within_their_memory_and_small_volumes_have_enough_cells() 
             assert all(cell >= patch / 5 for cell, patch in zip(cells.largest_zyx, layout.patch, strict=True))
 
 
-def test_a_given_region_size_is_kept() -> None:
+def test_a_configured_region_size_is_used() -> None:
     cells = cells_of_region_size(((0, 0, 0), (100, 100, 20)), (10, 10, 10), (30, 200, 20))
     assert cells.region_zyx((10, 10, 10)) == (30, 100, 20)
 
@@ -130,7 +130,7 @@ patches = st.tuples(*[st.integers(1, 40)] * 3)
 
 
 @given(shape=st.tuples(*[st.integers(1, 200)] * 3), patch=patches, fraction=st.floats(0, 0.6), guard=st.floats(0, 2))
-def test_training_validation_and_guard_never_overlap(
+def test_training_gap_and_validation_never_overlap(
     shape: tuple[int, int, int], patch: tuple[int, int, int], fraction: float, guard: float
 ) -> None:
     config = ValidationConfig(fraction=fraction, gap=guard)
@@ -165,7 +165,7 @@ def test_the_slab_lies_across_the_axis_that_is_longest_in_patches() -> None:
         ((72, 200, 200), (72, 136, 136), r"along y; got 136 \+ 136 \+ 136 voxels in 200 of v; reduce"),
     ],
 )
-def test_a_volume_that_is_too_small_is_refused_with_the_numbers(
+def test_a_volume_that_is_too_small_is_refused_with_the_required_size(
     shape: tuple[int, int, int], patch: tuple[int, int, int], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):

@@ -100,7 +100,7 @@ def counted(case: Case, minimum: float) -> set[Triple]:
 
 
 @given(case=cases(), any_minimum=minima, attained=st.booleans(), above=st.booleans(), refine=st.integers(0, 3))
-def test_each_start_that_qualifies_has_one_position_and_no_other_start_has_any(
+def test_each_qualifying_start_has_exactly_one_position(
     case: Case, any_minimum: float, attained: bool, above: bool, refine: int
 ) -> None:
     """So a position drawn uniformly, and drawn again where it has no start, is a uniform start."""
@@ -119,7 +119,7 @@ def test_each_start_that_qualifies_has_one_position_and_no_other_start_has_any(
     assert set(starts) == expected
 
 
-def test_one_bright_place_in_the_largest_scroll_is_found() -> None:
+def test_a_single_bright_spot_in_the_largest_scroll_is_found() -> None:
     """Its blocks, refined, are more than 2^32."""
     fraction = np.zeros((593, 256, 256), np.uint8)
     fraction[300, 128, 128] = 255
@@ -132,7 +132,7 @@ def test_one_bright_place_in_the_largest_scroll_is_found() -> None:
     assert patch_fraction(foreground, (z, y, x), patch) >= 0.85
 
 
-def test_exactly_a_tenth_is_a_tenth() -> None:
+def test_a_threshold_of_one_tenth_includes_exactly_one_tenth() -> None:
     # As a float, 0.1 lies above 1/10: with ceil(0.1 x 255 x 10) no patch of one full voxel in ten would do.
     fraction = np.zeros((1, 1, 10), np.uint8)
     fraction[0, 0, 4] = 255
@@ -152,7 +152,7 @@ def test_the_only_start_of_a_volume_is_found_without_a_long_search(block: Triple
     assert found.draw(np.random.default_rng(0)) == tuple(16 * b for b in block)
 
 
-def test_starts_are_drawn_evenly_from_all_that_qualify_in_a_cell() -> None:
+def test_starts_in_a_cell_are_drawn_uniformly_from_those_that_qualify() -> None:
     fraction = np.zeros((2, 3, 3), np.uint8)
     fraction[:, 1, 1:], fraction[1, 2, 1] = 255, 200
     foreground, patch, minimum = ForegroundMap(fraction, (4, 3, 3), (7, 8, 9)), (2, 3, 3), 2 / 3
@@ -189,7 +189,7 @@ def test_the_hash_changes_with_cells_their_size_and_the_shape_but_not_with_the_l
     assert ForegroundMap(np.asfortranarray(fraction), (8, 8, 8), (16, 24, 32)).hash == maps[0].hash
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_impossible_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must be uint8 \(1, 1, 2\); got uint8 \(1, 1, 1\)"):
         ForegroundMap(np.zeros((1, 1, 1), np.uint8), (8, 8, 8), (8, 8, 12))
     with pytest.raises(ValueError, match="must be uint8"):

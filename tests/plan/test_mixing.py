@@ -13,7 +13,7 @@ mixings = st.builds(Mixing, st.integers(0, 3), st.integers(1, 70), st.integers(1
 
 
 @given(mixing=mixings)
-def test_each_region_gives_k_samples_and_those_of_the_first_window_fewer(mixing: Mixing) -> None:
+def test_each_region_gives_k_samples_and_fewer_in_the_first_window(mixing: Mixing) -> None:
     rounds = 3 * mixing.patches + 2
     given_ = Counter(mixing.slot_of(index) for index in range(rounds * mixing.regions))
     for slot, count in given_.items():
@@ -38,7 +38,7 @@ def test_each_round_takes_one_sample_of_each_region_in_flight(mixing: Mixing, nu
 
 
 @given(mixing=mixings, slot=st.integers(0, 10**6))
-def test_the_samples_of_a_slot_are_those_that_come_from_it(mixing: Mixing, slot: int) -> None:
+def test_samples_of_inverts_slot_of(mixing: Mixing, slot: int) -> None:
     samples = list(mixing.samples_of(slot))
     assert [mixing.slot_of(index) for index in samples] == [slot] * len(samples)
     assert [index // mixing.regions for index in samples] == list(mixing.rounds_of(slot))
@@ -46,7 +46,7 @@ def test_the_samples_of_a_slot_are_those_that_come_from_it(mixing: Mixing, slot:
     assert turns == list(range(mixing.patches))[mixing.patches - len(samples) :]
 
 
-def test_rounds_come_in_different_orders() -> None:
+def test_each_round_has_its_own_order() -> None:
     mixing = Mixing(0, 64, 26)
     orders = {tuple(mixing.slot_of(64 * n + i) % 64 for i in range(64)) for n in range(1, 50)}
     assert len(orders) == 49
@@ -57,7 +57,7 @@ def test_rounds_come_in_different_orders() -> None:
 
 
 @given(mixing=mixings, first=st.integers(0, 5000), count=st.integers(0, 300))
-def test_the_slots_of_a_range_hold_all_that_its_samples_come_from(mixing: Mixing, first: int, count: int) -> None:
+def test_slots_of_a_sample_range_cover_its_samples(mixing: Mixing, first: int, count: int) -> None:
     slots = mixing.slots(first, first + count)
     assert {mixing.slot_of(index) for index in range(first, first + count)} <= set(slots)
     assert len(slots) <= mixing.regions + -(-(count + mixing.regions) // mixing.patches) + 1 if count else not slots

@@ -45,7 +45,7 @@ DRAWS = pytest.mark.parametrize(
 
 
 @DRAWS
-def test_every_start_is_drawn_alike(seed: int, draws: int) -> None:
+def test_every_start_is_equally_likely(seed: int, draws: int) -> None:
     plan = plan_of(TINY, seed)
     assert plan.volumes[0].num_visits_per_pass > 8, "several cells, border cells among them"
     counts = counts_per_start(plan, TINY, draws)
@@ -61,7 +61,7 @@ def cylinder(shape: Triple, cell: Triple) -> ForegroundMap:
 
 @pytest.mark.long
 @DRAWS
-def test_with_a_foreground_map_every_start_that_qualifies_is_drawn_alike(seed: int, draws: int) -> None:
+def test_every_qualifying_start_is_equally_likely_with_a_foreground_map(seed: int, draws: int) -> None:
     foreground = cylinder(TINY.shape, (2, 3, 3))
     layout = TINY._replace(options=TINY.options | {"min_foreground": 0.5})
     plan = plan_of(layout, seed, foreground=foreground)
@@ -73,7 +73,7 @@ def test_with_a_foreground_map_every_start_that_qualifies_is_drawn_alike(seed: i
     assert chi_square_p(counts[qualifies], np.full(qualifies.sum(), draws / qualifies.sum())) > 0.01
 
 
-def test_the_share_of_foreground_comes_as_often_as_starts_have_it() -> None:
+def test_foreground_shares_are_distributed_as_over_the_qualifying_starts() -> None:
     """A cylinder in air, patches of a fifth of its width: hardly any patch should hold 50 to 60 %."""
     layout = Layout((64, 128, 128), (12, 24, 24), (32, 32, 32), options={"min_foreground": 0.5})
     foreground = cylinder(layout.shape, (4, 4, 4))
@@ -89,7 +89,7 @@ def test_the_share_of_foreground_comes_as_often_as_starts_have_it() -> None:
 
 
 @pytest.mark.parametrize("regions", [None, 24])
-def test_consecutive_batches_come_from_other_places(regions: int | None) -> None:
+def test_positions_a_batch_apart_are_nearly_uncorrelated(regions: int | None) -> None:
     """24 is the least that the plan chooses.  Over seeds: one run sees few regions in so short a time."""
     pairs, layout = [], LAYOUTS["u8"]._replace(options={"regions_in_flight": regions})
     for seed in range(30):
@@ -104,7 +104,7 @@ def test_consecutive_batches_come_from_other_places(regions: int | None) -> None
         assert abs(np.corrcoef(before[:, axis], after[:, axis])[0, 1]) < 0.2
 
 
-def test_regions_are_as_large_as_memory_allows_and_patches_follow_from_them() -> None:
+def test_region_size_follows_from_memory_and_patches_per_region_from_it() -> None:
     plan = plan_of(LAYOUTS["u8"])
     assert (plan.regions_in_flight, plan.patches_per_region, plan.regions_per_task) == (32, 103, 4)
     for name in ("u8", "u8 with a split", "u8 160^3", "u16, little memory", "f32 144^3", "4096^3, 64^3", "ragged"):
@@ -120,14 +120,14 @@ def test_regions_are_as_large_as_memory_allows_and_patches_follow_from_them() ->
     assert amplification[0] > 1.5 * amplification[-1]
 
 
-def test_regions_in_flight_can_be_set_and_are_fewer_where_one_takes_much() -> None:
+def test_regions_in_flight_are_configurable_and_fewer_if_regions_are_large() -> None:
     assert plan_of(LAYOUTS["u8"]._replace(options={"regions_in_flight": 16})).regions_in_flight == 16
     large = plan_of(Layout((1000, 1000, 1000), (192, 192, 192), (128, 128, 128), "float32"))
     assert large.regions_in_flight == 24
     assert min(large.volumes[0].cells.largest_zyx) >= 192 // 8, "no patch comes as often as that"
 
 
-def test_each_cell_comes_about_once_a_pass_in_a_new_order() -> None:
+def test_each_cell_is_visited_about_once_per_pass_in_a_new_order() -> None:
     plan = plan_of(SMALL)
     count = plan.volumes[0].num_visits_per_pass
     orders = [[plan.visit(p * count + n).region for n in range(count)] for p in range(3)]
@@ -151,7 +151,7 @@ def test_patches_of_a_visit_are_spread_over_its_cell() -> None:
             assert gaps.max() <= max(0.25 * (hi - lo), 2)
 
 
-def test_patches_of_a_visit_differ_where_few_starts_qualify() -> None:
+def test_patches_of_a_visit_differ_even_if_few_starts_qualify() -> None:
     """Blobs as large as a patch: far fewer than 1 of 64 starts of a cell qualify."""
     layout = Layout((128, 256, 256), (18, 34, 34), (32, 32, 32), options={"min_foreground": 0.9})
     fraction = np.zeros((16, 32, 32), np.uint8)
@@ -177,7 +177,7 @@ def test_patches_lie_in_their_region_and_regions_in_the_training_box() -> None:
                 assert stop[axis] <= outer <= train[1][axis], name
 
 
-def test_held_out_voxels_are_never_cut() -> None:
+def test_held_out_voxels_are_never_sampled() -> None:
     plan = plan_of(TINY._replace(shape=(40, 18, 18), options=TINY.options | {"validation": ValidationConfig()}))
     assert plan.volumes[0].train[1][0] < 40
     assert starts_of(plan, 5000)[:, 0].max() + 4 == plan.volumes[0].train[1][0], "up to the last voxel, and no further"
@@ -205,7 +205,7 @@ def test_volumes_are_drawn_by_weight(weights: list[float], seed: int) -> None:
     unit=st.sampled_from([5e-324, 1e-310, 1e-17, 1.0, 1e290, 1e299]),
     slots=st.integers(1, 10**9),
 )
-def test_volumes_are_dealt_in_proportion_whatever_the_weights(parts: list[float], unit: float, slots: int) -> None:
+def test_volumes_are_dealt_in_exact_proportion_to_any_weights(parts: list[float], unit: float, slots: int) -> None:
     """Against fractions.  Also where a sum of weights overflows, or a difference of them leaves nothing."""
     weights = tuple(part * unit or unit for part in parts)
     total, whole = sum(map(Fraction, weights)), slots // 64 * 64
@@ -243,7 +243,7 @@ def test_weights_are_honoured_or_refused(weights: tuple[float, ...], right: list
 @pytest.mark.parametrize(
     "options", [{}, {"regions_in_flight": 24}, {"regions_in_flight": 5}, {"patches_per_region": 1}]
 )
-def test_a_rank_reads_the_regions_of_its_samples_once_and_no_other(world: int, options: dict[str, Any]) -> None:
+def test_a_rank_reads_only_the_regions_of_its_samples_and_each_once(world: int, options: dict[str, Any]) -> None:
     """Against the samples themselves, from the middle of a round to the middle of another."""
     plan, first, stop = plan_of(SMALL._replace(options=SMALL.options | options)), 50, 1203
     needed = {(index % world, plan.mixing.slot_of(index)) for index in range(first, stop)}
@@ -259,7 +259,7 @@ def test_a_rank_reads_the_regions_of_its_samples_once_and_no_other(world: int, o
 
 
 @pytest.mark.parametrize(("world", "reads"), [(1, 1), (3, 3), (8, 1), (24, 3), (32, 4), (64, 7.75), (128, 13.18)])
-def test_reads_per_region_of_a_long_run(world: int, reads: float) -> None:
+def test_reads_per_region_equal_a_count_over_slots(world: int, reads: float) -> None:
     """What `--dry-run` and the log say, with K = 26 and M = 64; counted here over other slots.
 
     Expected: s (1 - (1 - 1/s)^K) for s ranks that a sample of a region may come to.
@@ -276,7 +276,7 @@ def test_reads_per_region_of_a_long_run(world: int, reads: float) -> None:
     assert plan.read_amplification(0, world) == plan.read_amplification(0) * plan.reads_per_region(world)
 
 
-def test_tasks_are_the_same_wherever_a_stream_starts() -> None:
+def test_tasks_do_not_depend_on_where_a_stream_starts() -> None:
     plan = plan_of(SMALL)
     whole = set(plan.tasks(0, 4000))
     later = list(plan.tasks(1003, 4000))
@@ -286,7 +286,7 @@ def test_tasks_are_the_same_wherever_a_stream_starts() -> None:
     assert next(plan.tasks(0, 2**62)) == tuple(range(8)), "an endless stream begins at once"
 
 
-def test_the_seed_changes_the_order_and_symmetries_can_be_switched_off() -> None:
+def test_the_seed_changes_the_order_and_augmentation_can_be_disabled() -> None:
     assert starts_of(plan_of(SMALL, 0), 20).tolist() != starts_of(plan_of(SMALL, 1), 20).tolist()
     plain = plan_of(SMALL._replace(options=SMALL.options | {"augment": AugmentConfig(flip=False, rot90=False)}))
     done = [plain.sample(i).augmentation for i in range(50)]
@@ -296,14 +296,14 @@ def test_the_seed_changes_the_order_and_symmetries_can_be_switched_off() -> None
     assert starts_of(mixed, 20).tolist() == starts_of(plain, 20).tolist()
 
 
-def test_too_few_starts_repeat_and_the_plan_says_so() -> None:
+def test_the_plan_reports_cells_that_repeat() -> None:
     plan = plan_of(LAYOUTS["hardly larger than a patch"]._replace(shape=(73, 137, 138)))
     assert plan.repeats_cells
     assert len({plan.sample(i).start_zyx for i in range(400)}) == 2 * 2 * 3
     assert not plan_of(SMALL).repeats
 
 
-def test_the_sequence_is_pinned() -> None:
+def test_the_sample_sequence_is_pinned() -> None:
     """A change here silently changes every run that is resumed.
 
     Bump it only on purpose, and say so in the CHANGELOG.
@@ -314,7 +314,7 @@ def test_the_sequence_is_pinned() -> None:
     assert plan.hash == "60899f7f77d7abd5"
 
 
-def test_the_hash_follows_what_moves_samples_and_the_difference_is_shown() -> None:
+def test_the_hash_changes_only_if_samples_do_and_differences_are_listed() -> None:
     plan, other = plan_of(SMALL), plan_of(SMALL._replace(options={"patches_per_region": 8}))
     assert plan.hash == plan_of(SMALL).hash
     assert plan.hash != other.hash
@@ -324,6 +324,6 @@ def test_the_hash_follows_what_moves_samples_and_the_difference_is_shown() -> No
 
 
 @pytest.mark.parametrize("index", [0, 1, 10**6, 10**9, 10**15])
-def test_any_sample_is_found_directly(index: int) -> None:
+def test_samples_are_computed_by_random_access(index: int) -> None:
     for layout in (SMALL, LAYOUTS["the largest scroll"]):
         assert plan_of(layout).sample(index).index == index

@@ -54,7 +54,7 @@ def batches(config: DataConfig) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("shape", "reads"), [(HALVES, "disk"), (UNEVEN, "http")])
-def test_batches_are_those_with_an_upsampled_condition(
+def test_batches_equal_those_with_an_upsampled_condition(
     tmp_path: Path, server: ChunkServer, shape: tuple[int, ...], reads: str
 ) -> None:
     volume = write_array(tmp_path / "v.zarr", textured(FINE))
@@ -67,7 +67,7 @@ def test_batches_are_those_with_an_upsampled_condition(
     assert found == batches(explicit)
 
 
-def test_a_damaged_chunk_is_quarantined_in_voxels_of_the_volume(tmp_path: Path) -> None:
+def test_damage_in_a_coarse_condition_is_quarantined_in_voxels_of_the_volume(tmp_path: Path) -> None:
     fine, voxels = textured((96, 128, 128)), textured((48, 64, 64), seed=1)
     config = config_of(write_array(tmp_path / "v.zarr", fine), write_array(tmp_path / "coarse.zarr", voxels))
     (tmp_path / "coarse.zarr/0/1/1").write_bytes(b"torn")
@@ -109,7 +109,7 @@ def rank_share(tmp_path: Path, factor: int = 1) -> tuple[Path, Path, np.ndarray[
 
 
 @pytest.mark.parametrize("factor", [1, 2])
-def test_patches_are_drawn_evenly_where_labels_of_a_part_exist_and_show_them_there(tmp_path: Path, factor: int) -> None:
+def test_partial_labels_restrict_patches_uniformly_to_their_box(tmp_path: Path, factor: int) -> None:
     raw, part, said = rank_share(tmp_path, factor)
     config = config_of(raw, part, validation={"fraction": 0.2, "guard": 0.5})
     data = prepare_data(0, config)
@@ -134,7 +134,7 @@ def test_patches_are_drawn_evenly_where_labels_of_a_part_exist_and_show_them_the
         np.testing.assert_array_equal(condition, said[slices(box_at(start, config.patch_size))])
 
 
-def test_a_mask_of_a_part_is_foreground_where_it_lies_and_patches_stay_in_it(tmp_path: Path) -> None:
+def test_a_partial_mask_restricts_patches_to_its_box(tmp_path: Path) -> None:
     raw, part, said = rank_share(tmp_path, factor=2)
     spec = VolumeConfig(path=str(raw), mask=ArrayConfig(path=str(part)))
     mask = zarr.open_array(str(part / "0"), mode="r+")
@@ -155,7 +155,7 @@ def test_a_mask_of_a_part_is_foreground_where_it_lies_and_patches_stay_in_it(tmp
     np.testing.assert_array_equal(found.map.fraction, np.floor(255 * share + 0.5))
 
 
-def test_a_part_that_is_smaller_than_a_patch_is_refused_with_its_box(tmp_path: Path) -> None:
+def test_labels_smaller_than_a_patch_are_refused_with_their_box(tmp_path: Path) -> None:
     raw, part, _ = rank_share(tmp_path)
     with pytest.raises(
         DataError, match=r"does not fit into \(40, 60, 60\) of .*raw level 0, where its condition and m"

@@ -39,7 +39,7 @@ def own_server(tmp_path: Path) -> Iterator[ChunkServer]:
     ("workers", "gone_s"),
     [(0, 3), *(pytest.param(*case, marks=pytest.mark.long) for case in itertools.product((0, 2), (8, 180, 600)))],
 )
-def test_a_server_that_is_gone_for_a_while_costs_time_and_nothing_else(
+def test_an_outage_only_costs_time(
     own_server: ChunkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, gone_s: float
 ) -> None:
     """A limited number of tries ends after seconds, whatever the pauses between them: 10 end after 2 s here."""
@@ -75,7 +75,7 @@ def test_a_server_that_is_gone_for_a_while_costs_time_and_nothing_else(
 
 @pytest.mark.usefixtures("ray_cluster")
 @WORKERS
-def test_a_server_that_stays_away_ends_the_stream_without_quarantine(
+def test_a_long_outage_ends_the_stream_without_quarantine(
     own_server: ChunkServer, tmp_path: Path, workers: int
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
@@ -96,7 +96,7 @@ def test_a_server_that_stays_away_ends_the_stream_without_quarantine(
     ("min_foreground", "workers"),
     [(0, 0), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0.5, 0), (0, 1)))],
 )
-def test_a_run_over_a_volume_that_is_deleted_ends_with_6(
+def test_deleting_the_volume_ends_the_run_with_exit_code_6(
     tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, min_foreground: float, workers: int
 ) -> None:
     """`rm -rf`, the metadata last, as a file system may have it."""

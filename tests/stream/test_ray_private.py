@@ -59,19 +59,19 @@ def command_lines(processes: Iterable[psutil.Process]) -> list[str]:
     return found
 
 
-def test_pyproject_allows_the_releases_that_were_tested_and_the_one_installed() -> None:
+def test_pyproject_allows_tested_and_installed_releases() -> None:
     (low, high) = re.findall(r'"ray\[data\]>=(\d+\.\d+),<(\d+\.\d+)"', (REPOSITORY / "pyproject.toml").read_text())[0]
     installed = tuple(map(int, version("ray").split(".")[:2]))
     assert tuple(map(int, low.split("."))) <= installed < tuple(map(int, high.split(".")))
 
 
-def test_nobody_else_uses_a_private_part_of_ray() -> None:
+def test_only_private_py_uses_private_parts_of_ray() -> None:
     use = re.compile(r"ray\._private|ray\.data\._internal|ray\.core\.generated|streaming_gen_buffer|log_once|unittest")
     users = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if use.search(path.read_text())}
     assert users == {"stream/ray/private.py"}
 
 
-def test_the_table_of_processes_tells_how_one_ended() -> None:
+def test_the_worker_table_reports_how_a_process_ended() -> None:
     actor = Mortal.remote()
     pid, before = ray.get(actor.pid.remote()), time.time()
     node = platform.node()
@@ -86,7 +86,7 @@ def test_the_table_of_processes_tells_how_one_ended() -> None:
     ray.kill(actor)
 
 
-def test_the_stores_say_how_much_they_have_spilled() -> None:
+def test_object_stores_report_spilled_bytes() -> None:
     assert private.spilled_bytes() >= 0
 
 
@@ -142,7 +142,7 @@ def test_a_task_runs_ahead_and_an_execution_can_be_watched_and_ended(tmp_path: P
 
 
 @pytest.mark.long
-def test_a_task_is_not_tried_for_ever(tmp_path: Path) -> None:
+def test_a_task_is_not_retried_forever(tmp_path: Path) -> None:
     context = DataContext.get_current().copy()
     blocks = mapped(tmp_path / "some", context, 5)
     next(blocks)
@@ -153,14 +153,14 @@ def test_a_task_is_not_tried_for_ever(tmp_path: Path) -> None:
     blocks.close()
 
 
-def test_a_shutdown_disconnects_before_it_ends_the_daemons() -> None:
+def test_shutdown_disconnects_before_it_kills_the_daemons() -> None:
     ends = inspect.getsource(worker.shutdown)
     assert 0 < ends.index("del global_worker.core_worker") < ends.index("state.state.disconnect()")
     assert ends.index("state.state.disconnect()") < ends.index("kill_all_processes")
     assert "check_alive=False" in ends, "some may be dead"
 
 
-def test_a_ray_that_is_killed_is_not_started_anew_and_not_shut_down_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_ray_is_not_restarted_or_shut_down_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[psutil.Process] = []
     monkeypatch.setattr(private, "_kill", killed.extend)
     monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)
@@ -172,7 +172,7 @@ def test_a_ray_that_is_killed_is_not_started_anew_and_not_shut_down_at_exit(monk
     assert "atexit.register(shutdown," in inspect.getsource(worker)
 
 
-def test_sigterm_and_the_messages_of_daemons_are_in_functions_that_ray_has() -> None:
+def test_the_replaced_functions_exist_in_ray() -> None:
     handler = utils.set_sigterm_handler
     with private.without_sigterm_handler():
         assert utils.set_sigterm_handler is not handler

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent.parent
         (Exception("something that nobody has met"), None),
     ],
 )
-def test_a_ray_that_does_not_start_is_one_line_with_the_remedy_of_its_cause(
+def test_a_failed_start_is_one_line_with_a_remedy_for_its_cause(
     error: Exception, remedy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever Ray raises, plain `Exception`s too."""
@@ -52,7 +52,7 @@ def test_a_ray_that_does_not_start_is_one_line_with_the_remedy_of_its_cause(
     assert "ray start" not in said
 
 
-def test_a_process_that_ends_while_ray_starts_leaves_its_last_words() -> None:
+def test_the_last_output_of_a_process_that_dies_while_ray_starts_is_shown() -> None:
     """As Ray's C++ core ends it: no Python runs any more."""
     code = """
 import os
@@ -78,7 +78,7 @@ def no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     private.reread_authentication()
 
 
-def test_a_token_is_used_where_there_is_one_and_the_environment_says_nothing_else(no_token: Path) -> None:
+def test_a_token_is_used_unless_the_environment_sets_the_mode(no_token: Path) -> None:
     tokens = set()
     for _ in range(2):
         with start.authenticated(None):  # a private Ray has one of its own, and leaves none
@@ -101,12 +101,12 @@ def test_a_token_is_used_where_there_is_one_and_the_environment_says_nothing_els
     del os.environ["RAY_AUTH_MODE"]
 
 
-def test_a_cluster_that_is_not_there_is_named_at_once(no_token: Path) -> None:
+def test_an_unreachable_cluster_is_named_at_once(no_token: Path) -> None:
     with pytest.raises(ConfigError, match=r"Cannot reach the Ray cluster at cluster.address=127.0.0.1:1:"):
         start.start_ray(start.ClusterConfig(address="127.0.0.1:1"), 2, 2**28)
 
 
-def test_grpc_goes_to_this_machine_whatever_proxy_is_set() -> None:
+def test_local_grpc_ignores_the_proxy() -> None:
     """In this process and, as they inherit it, in Ray's."""
     code = "import os, vesuvius.stream.ray; assert os.environ['grpc_proxy'] == ''"
     environment = os.environ | {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
@@ -122,7 +122,7 @@ def recipe(page: str) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("with_token", [True, False])
-def test_the_recipe_for_a_cluster_works_as_written(
+def test_the_cluster_commands_of_the_docs_work(
     with_token: bool, tiny_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     """From a home that a Ray has left a token in, and from one without.  Two nodes on this machine."""

@@ -35,7 +35,7 @@ def batches_of(address: Path | str, count: int = 16, **data: Any) -> tuple[bytes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_batches_over_http_are_those_from_disk(server: ChunkServer, tmp_path: Path, layout: str) -> None:
+def test_batches_over_http_equal_those_from_disk(server: ChunkServer, tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     expected, _ = batches_of(path)
     server.set_faults([{"path": CHUNK_KEYS, "kind": "delay", "delay_s": 0.01}])
@@ -80,7 +80,7 @@ def test_each_chunk_of_a_region_is_fetched_once(server: ChunkServer, tmp_path: P
     volume.close()
 
 
-def test_regions_staged_together_fetch_what_they_share_once(server: ChunkServer, tmp_path: Path) -> None:
+def test_regions_staged_together_fetch_shared_chunks_once(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     volume = open_volume(VolumeConfig(path=server.url_of(path)))
     boxes = [((0, 0, x), (32, 32, x + 64)) for x in (0, 32, 64)]
@@ -104,7 +104,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("fault", "layout"), [*((fault, "v2") for fault in FAULTS), ("corrupt", "v3-sharded")])
-def test_a_passing_fault_changes_no_byte_and_is_counted(
+def test_a_transient_error_changes_no_byte_and_is_counted(
     server: ChunkServer, tmp_path: Path, fault: str, layout: str
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
@@ -118,7 +118,7 @@ def test_a_passing_fault_changes_no_byte_and_is_counted(
     assert figures.retries > 0
 
 
-def test_an_absent_chunk_is_air_or_the_end_as_asked(server: ChunkServer, tmp_path: Path) -> None:
+def test_an_absent_chunk_is_air_or_an_error_as_configured(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "1/1/1").unlink()
     expected, _ = batches_of(path)
@@ -136,9 +136,7 @@ def test_an_absent_chunk_is_air_or_the_end_as_asked(server: ChunkServer, tmp_pat
             collect(stream, 16)
 
 
-def test_a_store_that_does_not_tell_whether_a_chunk_exists_is_not_taken_for_air(
-    server: ChunkServer, tmp_path: Path
-) -> None:
+def test_an_unclear_answer_about_a_chunk_does_not_count_as_air(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "1/1/1").unlink()
     server.set_faults([{"path": "1/1/1", "kind": "status", "times": 1}])
@@ -149,7 +147,7 @@ def test_a_store_that_does_not_tell_whether_a_chunk_exists_is_not_taken_for_air(
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_a_volume_closed_while_it_is_read_is_not_an_unreadable_one(
+def test_closing_a_volume_during_a_read_does_not_make_it_unreadable(
     server: ChunkServer, tmp_path: Path, staged: bool
 ) -> None:
     """Of 36 chunks 4 are under way and the others wait when the stream that reads them is closed."""
@@ -175,7 +173,7 @@ def cached(directory: Path, mib: float = 64) -> StoreConfig:
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
-def test_a_second_stream_is_answered_by_the_disk_cache(server: ChunkServer, tmp_path: Path, layout: str) -> None:
+def test_a_second_stream_reads_from_the_disk_cache(server: ChunkServer, tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     expected, _ = batches_of(path)
     url, store = server.url_of(path), cached(tmp_path / "cache")
@@ -201,9 +199,7 @@ CORRUPT_ONCE = {
 
 
 @pytest.mark.parametrize("what", CORRUPT_ONCE)
-def test_what_came_corrupt_is_fetched_anew_and_does_not_stay_in_the_cache(
-    server: ChunkServer, tmp_path: Path, what: str
-) -> None:
+def test_corrupt_chunks_are_fetched_again_and_leave_the_cache(server: ChunkServer, tmp_path: Path, what: str) -> None:
     layout, first, box = CORRUPT_ONCE[what]
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     spec, store = VolumeConfig(path=server.url_of(path)), cached(tmp_path / "cache")
@@ -220,7 +216,7 @@ def test_what_came_corrupt_is_fetched_anew_and_does_not_stay_in_the_cache(
     assert again.source.figures.retries == 0
 
 
-def test_volumes_of_other_metadata_at_one_address_do_not_mix(server: ChunkServer, tmp_path: Path) -> None:
+def test_volumes_with_different_metadata_at_one_address_are_not_mixed(server: ChunkServer, tmp_path: Path) -> None:
     """Raw chunks of one size: a mix-up would not show as an error."""
     path, store = tmp_path / "v.zarr", cached(tmp_path / "cache")
     write_array(path, textured(SHAPE), compressors=None)
@@ -248,7 +244,7 @@ def write_shards(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("missing_chunk", ["air", "error"])
-def test_the_indices_of_a_region_are_asked_for_at_once_and_each_once(
+def test_shard_indices_of_a_region_are_fetched_concurrently_and_once(
     server: ChunkServer, tmp_path: Path, missing_chunk: Literal["air", "error"]
 ) -> None:
     path = write_shards(tmp_path / "v.zarr")
@@ -267,9 +263,7 @@ def test_the_indices_of_a_region_are_asked_for_at_once_and_each_once(
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
-def test_where_every_chunk_must_be_stored_none_is_asked_for_twice(
-    server: ChunkServer, tmp_path: Path, layout: str
-) -> None:
+def test_no_chunk_is_requested_twice_if_all_must_exist(server: ChunkServer, tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured((128, 128, 128)), **LAYOUTS[layout])
     volume = open_volume(VolumeConfig(path=server.url_of(path)), FAST, "error")
     server.reset()

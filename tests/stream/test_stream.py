@@ -58,7 +58,7 @@ def job(volume: Path) -> ReaderJob:
     return make_job(volume)
 
 
-def test_patches_are_the_voxels_that_the_plan_names(volume: Path, job: ReaderJob) -> None:
+def test_patches_are_the_voxels_of_the_plan(volume: Path, job: ReaderJob) -> None:
     voxels = textured((96, 128, 128))
     with open_stream(job) as stream:
         patches, indices = collect(stream, 12)
@@ -70,7 +70,7 @@ def test_patches_are_the_voxels_that_the_plan_names(volume: Path, job: ReaderJob
 
 
 @pytest.mark.parametrize("batch_size", [3, 40])
-def test_the_batch_size_cuts_the_same_order(job: ReaderJob, batch_size: int) -> None:
+def test_the_batch_size_does_not_change_the_order(job: ReaderJob, batch_size: int) -> None:
     with open_stream(job, batch_size=4) as stream:
         expected, _ = collect(stream, 30)
     with open_stream(job, batch_size=batch_size, stop=122) as stream:
@@ -81,7 +81,7 @@ def test_the_batch_size_cuts_the_same_order(job: ReaderJob, batch_size: int) -> 
 
 
 @pytest.mark.parametrize("first", [1, 37])
-def test_a_stream_goes_on_at_any_sample(job: ReaderJob, first: int) -> None:
+def test_a_stream_can_start_at_any_sample(job: ReaderJob, first: int) -> None:
     with open_stream(job, batch_size=1) as stream:
         expected, _ = collect(stream, 61)
     with open_stream(job, batch_size=1, first=first, stop=61) as stream:
@@ -102,7 +102,7 @@ def ragged_job(tmp_path: Path) -> ReaderJob:
 
 
 @pytest.mark.parametrize("world", [3, 24])
-def test_the_ranks_of_a_step_deliver_together_the_samples_of_one_rank(job: ReaderJob, world: int) -> None:
+def test_ranks_together_deliver_the_samples_of_one_rank(job: ReaderJob, world: int) -> None:
     """By the hashes of indices and voxels of each global batch: none is missing, none there twice."""
 
     def hashes(rank: int, world: int) -> list[list[str]]:
@@ -119,7 +119,7 @@ def _hash(index: int, patch: Stack) -> str:
     return hashlib.sha256(str(index).encode() + patch.tobytes()).hexdigest()
 
 
-def test_a_ring_goes_on_where_it_was_and_spares_what_is_held_when_readers_change(job: ReaderJob) -> None:
+def test_a_ring_keeps_its_position_and_batches_in_use_when_readers_change(job: ReaderJob) -> None:
     ring = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(4)]
     with open_stream(job) as stream:
         expected, _ = collect(stream, 12)
@@ -133,7 +133,7 @@ def test_a_ring_goes_on_where_it_was_and_spares_what_is_held_when_readers_change
             np.testing.assert_array_equal(batch.patches, expected[4 * number : 4 * number + 4])
 
 
-def test_a_new_ring_is_filled_from_its_beginning_and_the_batches_in_the_old_one_stay(job: ReaderJob) -> None:
+def test_a_new_ring_is_filled_from_its_start_and_old_batches_stay_valid(job: ReaderJob) -> None:
     rings = [[np.zeros((4, 8, 16, 16), np.uint8) for _ in range(count)] for count in (3, 7, 0)]
     with open_stream(job) as stream:
         expected, _ = collect(stream, 12)
@@ -155,7 +155,7 @@ def test_a_new_ring_is_filled_from_its_beginning_and_the_batches_in_the_old_one_
         np.testing.assert_array_equal(patches, expected[4 * number : 4 * number + 4])
 
 
-def test_what_a_running_stream_cannot_change_is_refused_and_it_goes_on(job: ReaderJob) -> None:
+def test_a_refused_change_does_not_stop_the_stream(job: ReaderJob) -> None:
     short = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(2)]
     with open_stream(job) as stream:
         before = stream.options
@@ -170,7 +170,7 @@ def test_what_a_running_stream_cannot_change_is_refused_and_it_goes_on(job: Read
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_chain_of_executions_is_one_sequence_and_its_readers_are_counted(
+def test_a_chain_of_executions_is_one_sequence_with_correct_reader_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From any sample, with regions of different sizes.  Readers end once all is read, though batches remain."""
@@ -196,7 +196,7 @@ def test_a_chain_of_executions_is_one_sequence_and_its_readers_are_counted(
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
-def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: ReaderJob, kills: int) -> None:
+def test_readers_killed_at_random_times_change_no_byte_and_are_reported(job: ReaderJob, kills: int) -> None:
     rng = np.random.default_rng(kills)
     expected = hashlib.sha256()
     with open_stream(job) as stream:
@@ -229,7 +229,7 @@ def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: R
 
 
 @pytest.mark.long
-def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_work_is_remembered(
+def test_reconfiguring_changes_no_byte_and_keeps_the_totals(
     job: ReaderJob, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Ray that is up keeps the memory that it has once used, so /dev/shm may have no room for a second store."""
@@ -264,7 +264,7 @@ def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_wor
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("workers", "batches"), [(0, 5), pytest.param(2, 11, marks=pytest.mark.long)])
-def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
+def test_a_state_continues_with_other_readers_and_rereads_only_regions_in_flight(
     volume: Path, job: ReaderJob, workers: int, batches: int
 ) -> None:
     with open_stream(job) as stream:
@@ -292,7 +292,7 @@ def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
         stream.load_state_dict(state)
 
 
-def test_the_prefetch_limits_what_is_read_ahead(job: ReaderJob) -> None:
+def test_prefetch_limits_reading_ahead(job: ReaderJob) -> None:
     free = StreamOptions(4, workers=2, prefetch_factor=100)
     assert batches_ahead(free) == 200
     with open_stream(job, stop=400) as stream:
@@ -307,7 +307,7 @@ def test_the_prefetch_limits_what_is_read_ahead(job: ReaderJob) -> None:
         assert stream.reader_totals.bytes_read > 4 * read_by_default
 
 
-def test_what_the_feeder_did_is_counted_over_its_reopenings(volume: Path) -> None:
+def test_feeder_totals_continue_across_reopenings(volume: Path) -> None:
     """8 patches of 2 KiB with as many bytes of condition in a batch; 16 samples make a task."""
     spec = VolumeConfig(path=str(volume), condition=ArrayConfig(path=str(volume)))
     job = prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16), patches_per_region=4)).job
@@ -327,9 +327,7 @@ def test_what_the_feeder_did_is_counted_over_its_reopenings(volume: Path) -> Non
     assert min(last.cut_s, last.starved_s, last.full_s) > 0
 
 
-def test_a_feeder_whose_batches_nobody_takes_is_full_and_a_trainer_that_outruns_it_finds_nothing(
-    job: ReaderJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_feeder_stats_show_a_slow_trainer_and_slow_readers(job: ReaderJob, monkeypatch: pytest.MonkeyPatch) -> None:
     read, slow_s = Reader.blocks, 0.03
 
     def slowly(self: Reader, *arguments: Any) -> Iterator[Any]:
@@ -359,7 +357,7 @@ def test_a_feeder_whose_batches_nobody_takes_is_full_and_a_trainer_that_outruns_
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_an_unreadable_chunk_ends_the_stream_with_volume_and_region(tmp_path: Path, workers: int) -> None:
+def test_an_unreadable_chunk_ends_the_stream_naming_volume_and_region(tmp_path: Path, workers: int) -> None:
     path = write_array(tmp_path / "torn.zarr", textured((96, 128, 128)))
     job = make_job(path)
     for chunk in path.glob("[0-9]/*/*"):
@@ -381,12 +379,12 @@ def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) ->
         check_store(job, StreamOptions(4, workers=1), ranks=10**6)
 
 
-def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
+def test_an_unreachable_cluster_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"Cannot reach the Ray cluster at cluster.address=127.0.0.1:1:"):
         check_cluster("127.0.0.1:1")
 
 
-def test_volumes_of_one_run_share_a_dtype(tmp_path: Path) -> None:
+def test_volumes_with_different_dtypes_are_refused(tmp_path: Path) -> None:
     paths = [
         write_array(tmp_path / f"{dtype}.zarr", textured((96, 128, 128), dtype=dtype)) for dtype in ("uint8", "uint16")
     ]

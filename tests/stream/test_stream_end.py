@@ -133,7 +133,7 @@ for instruction in itertools.count(0, int(sys.argv[2])):
 
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.long)])
-def test_an_interrupt_at_any_instruction_of_next_lets_the_stream_close(tmp_path: Path, stride: int) -> None:
+def test_a_stream_closes_after_an_interrupt_at_any_instruction_of_next(tmp_path: Path, stride: int) -> None:
     """One that came while the trainer held a lock of the feeder's would leave it held, and close waited for ever."""
     path = write_array(tmp_path / "volume.zarr", textured((96, 96, 96)), chunk=32)
     ended = fork_server.run(
@@ -145,7 +145,7 @@ def test_an_interrupt_at_any_instruction_of_next_lets_the_stream_close(tmp_path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
-def test_a_signal_to_the_trainer_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_the_trainer_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C unwinds the loop.  SIGTERM, where the loop has no handler for it, and SIGKILL end the process on the spot:
     then Ray's own processes notice, its agents last, within two minutes."""
     before = shared_memory()
@@ -179,7 +179,7 @@ print("closed after", sum(time > closing for time in received), flush=True)
 
 
 @pytest.mark.long
-def test_a_termination_while_ray_ends_is_left_to_the_trainer(tmp_path: Path) -> None:
+def test_sigterm_during_rays_shutdown_reaches_the_trainer(tmp_path: Path) -> None:
     """Ray's core resets the handler early in its shutdown, which then takes seconds."""
     ended = fork_server.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=180)
     assert ended.returncode == 0, ended.stderr
@@ -214,7 +214,7 @@ print("closed", *(child.pid for child in children), flush=True)
 
 @pytest.mark.long
 @pytest.mark.parametrize("when", ["starting", "reading"])
-def test_a_stream_closes_though_the_head_of_its_ray_has_stopped(tmp_path: Path, when: str) -> None:
+def test_a_stream_closes_even_if_its_ray_head_hangs(tmp_path: Path, when: str) -> None:
     """Ray itself waits for it for ever: in its shutdown, and while it starts."""
     before = shared_memory()
     path = write_array(tmp_path / "volume.zarr", textured((96, 96, 96)), chunk=32)

@@ -49,7 +49,7 @@ def refuse(*_: Any) -> None:
     raise ConfigError("no readers today")
 
 
-def test_a_ray_that_does_not_even_end_once_it_is_killed_is_left_behind(
+def test_a_ray_that_survives_being_killed_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where a cluster of others hangs, whose daemons are not ours to kill."""
@@ -91,7 +91,7 @@ sys.exit(3)
 @pytest.mark.parametrize(
     ("workers", "streams", "end"), [(0, 1, "exit"), pytest.param(1, 3, "error", marks=pytest.mark.long)]
 )
-def test_a_stream_that_nobody_closes_does_not_keep_the_interpreter(
+def test_an_unclosed_stream_does_not_block_interpreter_exit(
     tmp_path: Path, workers: int, streams: int, end: str
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
@@ -105,7 +105,7 @@ def test_a_stream_that_nobody_closes_does_not_keep_the_interpreter(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_one_death_too_many_during_a_hand_over_is_said_as_such(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_deaths_during_a_segment_change_end_the_stream(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch interrupts the executions while the next one is being made: the old one then ends without an error, and
     the new one, where it is missed, goes on with other blocks than the next."""
     segments: list[regions.Segment] = []
@@ -135,7 +135,7 @@ def test_one_death_too_many_during_a_hand_over_is_said_as_such(volume: Path, mon
         assert segments[1]._handle.closed, "the new one was not missed"
 
 
-def test_a_state_that_no_stream_can_go_on_from_is_refused(volume: Path) -> None:
+def test_an_invalid_state_is_refused(volume: Path) -> None:
     job = replace(make_job(volume, max_quarantined=5), world=2)
     record = {"volume": "v", "number": 0, "box": [[0, 0, 0], [8, 8, 8]], "chunk": [0, 0, 0], "cause": "torn"}
     bad_records: list[Any] = [
@@ -170,7 +170,7 @@ def test_a_state_that_no_stream_can_go_on_from_is_refused(volume: Path) -> None:
         assert next(stream).indices.tolist() == [4, 6, 8, 10]
 
 
-def test_a_closed_stream_is_not_opened_again(volume: Path) -> None:
+def test_a_closed_stream_cannot_be_reopened(volume: Path) -> None:
     with open_stream(make_job(volume)) as stream:
         state = stream.state_dict()
     with pytest.raises(ConfigError, match="The stream is closed"):
@@ -195,7 +195,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", WRONG, ids=str)
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     assert StreamOptions(np.int64(4), np.int32(0)).batch_size == 4  # type: ignore[arg-type]
     *_, (name, value) = options.items()
     with pytest.raises(
@@ -205,14 +205,14 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("first", "stop"), [(-1, None), (1, None), (8, 6)])
-def test_a_stream_that_begins_nowhere_is_refused(volume: Path, first: int, stop: int | None) -> None:
+def test_an_invalid_sample_range_is_refused(volume: Path, first: int, stop: int | None) -> None:
     job = make_job(volume)
     two_ranks = type(job)(**{**vars(job), "world": 2})
     with pytest.raises(ConfigError, match=f"got first {first} and stop {stop}; change one of them"):
         open_stream(two_ranks, first=first, stop=stop)
 
 
-def test_a_config_made_in_python_fails_with_one_line_of_ours() -> None:
+def test_an_invalid_python_config_raises_a_one_line_config_error() -> None:
     with pytest.raises(ConfigError) as raised:
         DataConfig(volumes=(VolumeConfig(path="v.zarr"),), patch_size=(1, 2, 0), level=3)  # type: ignore[call-arg]
     assert str(raised.value).startswith("DataConfig is not valid: patch_size: ")
@@ -250,7 +250,7 @@ def test_blocks_out_of_order_are_refused(volume: Path, change: Change) -> None:
         cut(volume, change)
 
 
-def test_a_sample_travels_with_its_voxels_and_is_that_of_the_plan(volume: Path) -> None:
+def test_batches_carry_the_samples_of_the_plan(volume: Path) -> None:
     job = make_job(volume)
     with open_stream(job, batch_size=6) as stream:
         samples = [sample for batch in itertools.islice(stream, 8) for sample in batch.samples]
@@ -260,7 +260,7 @@ def test_a_sample_travels_with_its_voxels_and_is_that_of_the_plan(volume: Path) 
 # ---- why a reader died, by Ray's account
 
 
-def test_a_reader_has_died_once_a_younger_process_of_its_actor_has_reported() -> None:
+def test_a_reader_counts_as_dead_once_its_replacement_reports() -> None:
     """A task that was retried may come before one that the process before had done."""
     readers = Readers()
 
@@ -273,7 +273,7 @@ def test_a_reader_has_died_once_a_younger_process_of_its_actor_has_reported() ->
     assert set(readers.living) == {9, 8}
 
 
-def test_ray_s_account_is_cut_to_what_it_knows_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_exit_detail_is_shortened_to_facts_about_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         "2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: f00) was "
         "22.83GB used / 23.54GB limit (0.970000)\nOOM kill reason: Memory usage 24518215680B exceeded threshold of "

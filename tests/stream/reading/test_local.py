@@ -38,7 +38,7 @@ def opened(job: ReaderJob, stop: int, start: Callable[[Iterator[Task]], Regions]
     return LocalThenRay(job, job.tasks(FIRST, stop), None, None, start)
 
 
-def test_what_is_in_flight_at_first_needs_no_ray_and_the_rest_comes_in_order(job: ReaderJob) -> None:
+def test_the_first_window_is_read_without_ray_and_the_rest_follows_in_order(job: ReaderJob) -> None:
     may_start = threading.Event()
 
     def start(tasks: Iterator[Task]) -> Regions:
@@ -53,7 +53,7 @@ def test_what_is_in_flight_at_first_needs_no_ray_and_the_rest_comes_in_order(job
     regions.close()
 
 
-def test_after_a_trainer_that_died_while_it_read_the_readers_read_all(job: ReaderJob, tmp_path: Path) -> None:
+def test_after_a_trainer_died_reading_the_readers_read_everything(job: ReaderJob, tmp_path: Path) -> None:
     """A chunk that crashes who decodes it would end each session in turn; of readers it ends two."""
     given: list[Task] = []
 
@@ -75,14 +75,14 @@ def test_after_a_trainer_that_died_while_it_read_the_readers_read_all(job: Reade
         assert not (tmp_path / "trainer-reads").exists()
 
 
-def test_ray_is_not_started_where_nothing_is_left_for_it(job: ReaderJob) -> None:
+def test_ray_is_not_started_if_nothing_is_left_to_read(job: ReaderJob) -> None:
     regions = opened(job, FIRST + 8, lambda tasks: pytest.fail("started"))
     assert slots(regions) == [slot for task in job.tasks(FIRST, FIRST + 8) for slot in task]
     assert regions.tasks_left == 0
     regions.close()
 
 
-def test_a_start_that_fails_is_said_with_the_next_region(job: ReaderJob) -> None:
+def test_a_failed_start_is_raised_at_the_next_region(job: ReaderJob) -> None:
     failed = threading.Event()
 
     def start(tasks: Iterator[Task]) -> Regions:
@@ -99,7 +99,7 @@ def test_a_start_that_fails_is_said_with_the_next_region(job: ReaderJob) -> None
     regions.close()
 
 
-def test_what_has_started_after_the_end_of_a_stream_reads_nothing(job: ReaderJob) -> None:
+def test_ray_that_starts_after_the_end_of_a_stream_reads_nothing(job: ReaderJob) -> None:
     """Nor is it asked for regions: it may be ending."""
     may_start, given, asked = threading.Event(), list[Task](), list[int]()
 

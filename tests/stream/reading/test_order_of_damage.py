@@ -91,7 +91,7 @@ def alone(job: ReaderJob, tasks: Iterable[Task]) -> Slots:
     return found
 
 
-def test_slots_do_not_depend_on_who_reads_them_or_on_what_is_known(job: ReaderJob) -> None:
+def test_slots_do_not_depend_on_their_reader_or_on_known_damage(job: ReaderJob) -> None:
     tasks = list(job.tasks(0, 240))
     expected = alone(job, tasks)
     replaced = sum(visit.attempt > 0 for visit, _ in expected.values())
@@ -123,7 +123,7 @@ def test_slots_do_not_depend_on_who_reads_them_or_on_what_is_known(job: ReaderJo
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_streams_and_ranks_that_begin_anywhere_deliver_the_same(job: ReaderJob, world: int) -> None:
+def test_streams_and_ranks_deliver_the_same_samples_from_any_start(job: ReaderJob, world: int) -> None:
     with open_stream(job, batch_size=1, stop=96) as stream:
         expected, _ = collect(stream, 96)
     for first in (6, 34, 70):
@@ -137,7 +137,7 @@ def test_streams_and_ranks_that_begin_anywhere_deliver_the_same(job: ReaderJob, 
 @pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_ray_s_readers_deliver_the_same(job: ReaderJob, workers: int) -> None:
+def test_ray_readers_deliver_the_same_samples(job: ReaderJob, workers: int) -> None:
     with open_stream(job, batch_size=8) as stream:
         expected, _ = collect(stream, 150)
     with open_stream(job, batch_size=8, workers=workers) as stream:

@@ -41,9 +41,7 @@ def torn(tmp_path: Path) -> Path:
     return path
 
 
-def test_three_broken_chunks_are_three_lines_however_often_they_are_met(
-    volume: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_three_broken_chunks_are_logged_once_each(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By readers that do not know of each other, in sixteen regions, and again after a resume."""
     broken = [
         {"number": 0, "volume": "v", "box": [[z, 0, 0], [z + 32, 32, 32]], "chunk": [z, 0, 0], "cause": "torn"}
@@ -77,7 +75,7 @@ def patches_of(job: ReaderJob, **options: Any) -> tuple[bytes, list[dict[str, An
         return patches.tobytes(), stream.quarantined
 
 
-def test_samples_of_an_unreadable_region_come_from_another_and_no_other_sample_changes(sound: Path, torn: Path) -> None:
+def test_only_samples_of_unreadable_regions_are_replaced(sound: Path, torn: Path) -> None:
     job, voxels = make_job(torn), textured(SHAPE)
     with open_stream(make_job(sound)) as stream:
         expected, _ = collect(stream, BATCHES)
@@ -102,7 +100,7 @@ def test_samples_of_an_unreadable_region_come_from_another_and_no_other_sample_c
 # Few regions, of which many hold the chunk: a substitute often holds it too.
 
 
-def test_a_list_handed_on_gives_the_same_bytes_without_another_try(server: ChunkServer, torn: Path) -> None:
+def test_a_passed_on_quarantine_gives_the_same_bytes_without_reading_again(server: ChunkServer, torn: Path) -> None:
     job = make_job(server.url_of(torn))
     expected, records = patches_of(job)
     assert server.asked_for(torn)["1/1/1"] > 0
@@ -120,9 +118,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_damage_puts_the_region_into_quarantine_with_its_cause(
-    server: ChunkServer, sound: Path, torn: Path, cause: str
-) -> None:
+def test_damage_is_quarantined_with_its_cause(server: ChunkServer, sound: Path, torn: Path, cause: str) -> None:
     rule, words = CAUSES[cause]
     expected, records = patches_of(make_job(torn))
     server.set_faults([rule | {"path": "sound.zarr/1/1/1"}])
@@ -166,7 +162,7 @@ def records_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
 
 
-def test_a_run_trains_on_past_an_unreadable_chunk_and_its_resume_knows_of_it(
+def test_a_run_continues_past_an_unreadable_chunk_and_its_resume_knows_it(
     tiny_config: Callable[..., Path], torn_volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, run = tiny_config(), tmp_path / "runs" / "tiny"

@@ -62,7 +62,7 @@ def test_a_chunk_is_blamed_once_two_readers_crashed_on_it(tmp_path: Path, death:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_of_any_letters_and_an_outage_are_read_back(tmp_path: Path) -> None:
+def test_unicode_names_and_outages_survive_a_crash(tmp_path: Path) -> None:
     name, outage = '/Volumen/\u5dfb\U0001f4dc\x01"/\udcff.zarr', Outage(1000.0, "\U0001f4dc", "http://store")
     code = f"""
 from vesuvius.volumes.store.retry import Outage
@@ -75,12 +75,12 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert (note.volume, note.chunk, note.outage, note.actor) == (name, (4, 5, 6), outage, "an actor")
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_read_only_folder_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert open_reading_log(Path("/proc/none"), "an actor") is None
     assert "Cannot write the reading log" in caplog.text
 
 
-def test_an_outage_is_said_once_a_minute_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_logged_once_a_minute_and_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     readers = watch.ReaderWatch.__new__(watch.ReaderWatch)
     readers._said, outage = {}, Outage(1000.0, "connection refused", "http://store")
     caplog.set_level("INFO")

@@ -84,7 +84,7 @@ CASES = [plain, torn, foreground, nan_and_coarse_condition, two_volumes]
 
 
 @pytest.mark.parametrize("make", CASES)
-def test_batches_and_quarantine_are_those_of_a_stream_that_reads(
+def test_batches_and_quarantine_equal_those_of_a_reading_stream(
     make: Callable[[Path], ReaderJob], tmp_path: Path
 ) -> None:
     job = make(tmp_path)
@@ -105,7 +105,7 @@ def test_batches_and_quarantine_are_those_of_a_stream_that_reads(
         assert take(stream, 30) == take(reading, 30), "also from there on, with the damage that is known"
 
 
-def test_once_all_is_there_nothing_is_read(tmp_path: Path) -> None:
+def test_a_full_copy_needs_no_reads(tmp_path: Path) -> None:
     job = plain(tmp_path)
     with PatchStream(job, StreamOptions(4, 0)) as reading:
         expected = take(reading, batches_of_passes(job, 8))
@@ -123,7 +123,7 @@ def large_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("make", [torn, pytest.param(nan_and_coarse_condition, marks=pytest.mark.long)])
 @pytest.mark.usefixtures("ray_cluster", "large_volumes")
-def test_readers_fill_it_and_end(make: Callable[[Path], ReaderJob], tmp_path: Path) -> None:
+def test_readers_fill_the_copy_and_end(make: Callable[[Path], ReaderJob], tmp_path: Path) -> None:
     job = make(tmp_path)
     count = batches_of_passes(job, 6)
     with PatchStream(job, StreamOptions(4, 0)) as reading:
@@ -137,7 +137,7 @@ def test_readers_fill_it_and_end(make: Callable[[Path], ReaderJob], tmp_path: Pa
         assert sorted(map(str, stream.quarantined)) == sorted(map(str, places))
 
 
-def test_ranks_of_a_machine_fill_one_copy(tmp_path: Path) -> None:
+def test_ranks_of_a_machine_share_one_copy(tmp_path: Path) -> None:
     job = two_volumes(tmp_path)
     ranks = [replace(job, rank=rank, world=2) for rank in range(2)]
     count = batches_of_passes(job, 2, batch=8)
@@ -159,7 +159,7 @@ def test_ranks_of_a_machine_fill_one_copy(tmp_path: Path) -> None:
     assert together < 0.85 * alone
 
 
-def test_a_copy_of_another_process_that_is_gone_is_an_os_error(tmp_path: Path) -> None:
+def test_the_address_of_a_dead_process_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="/proc/1234567/fd/3"):
         Resident(plain(tmp_path), "/proc/1234567/fd/3")
 
@@ -168,7 +168,7 @@ def in_use() -> Iterator[str]:
     return (line for line in Path("/proc/self/maps").read_text().splitlines() if "vesuvius-resident" in line)
 
 
-def test_it_is_dropped_between_two_batches(tmp_path: Path) -> None:
+def test_the_copy_can_be_dropped_between_two_batches(tmp_path: Path) -> None:
     job = plain(tmp_path)
     with PatchStream(job, StreamOptions(4, 0)) as reading:
         expected = take(reading, 60)
@@ -186,7 +186,7 @@ def test_it_is_dropped_between_two_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("frees", [True, False])
-def test_memory_is_freed_where_the_volumes_take_more_than_the_regions_in_flight(frees: bool, tmp_path: Path) -> None:
+def test_dropping_frees_memory_only_if_volumes_exceed_the_regions_in_flight(frees: bool, tmp_path: Path) -> None:
     few = SMALL | {"regions_in_flight": 2, "patches_per_region": 1}
     job = make_job(write_array(tmp_path / "v.zarr", textured((70, 180, 101))), **few if frees else SMALL)
     with PatchStream(job, StreamOptions(4, 0), resident=Resident(job)) as stream:
@@ -195,7 +195,7 @@ def test_memory_is_freed_where_the_volumes_take_more_than_the_regions_in_flight(
         assert not stream.resident_frees_memory
 
 
-def test_every_brick_is_whole_in_the_region_of_some_cell(tmp_path: Path) -> None:
+def test_every_brick_lies_completely_in_some_region(tmp_path: Path) -> None:
     """Also where patches are smaller than bricks, and where a volume ends within one: else it would never be full."""
     for patch in ((1, 16, 16), (5, 31, 31), (8, 40, 40)):
         job: Any = make_job(write_array(tmp_path / f"{patch[1]}.zarr", textured((70, 90, 101))), patch_size=patch)
@@ -224,7 +224,7 @@ def test_readers_end_after_a_pass(world: int, tmp_path: Path, monkeypatch: pytes
     assert asked[-1] == 0
 
 
-def test_what_lies_beside_a_region_concerns_it_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_outside_a_region_do_not_affect_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be known damage, which may crash who decodes it, or labels that no patch holds."""
     voxels = textured((70, 90, 101))
     write_array(tmp_path / "v.zarr", voxels)

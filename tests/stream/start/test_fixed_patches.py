@@ -44,7 +44,7 @@ def replaced_at(config: DataConfig, count: int, caplog: pytest.LogCaptureFixture
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         found = fixed(config, count)
-    return found, {record.args[0] for record in caplog.records if "is skipped" in record.msg}  # type: ignore[index]
+    return found, {record.args[0] for record in caplog.records if "is replaced" in record.msg}  # type: ignore[index]
 
 
 @settings(max_examples=25, deadline=None)
@@ -55,7 +55,7 @@ def replaced_at(config: DataConfig, count: int, caplog: pytest.LogCaptureFixture
     fraction=st.floats(0.01, 0.4),
     least_gap=st.floats(0, 1.5),
 )
-def test_patches_lie_in_the_held_out_slab_and_a_guard_away_from_what_is_trained_on(
+def test_patches_lie_in_the_held_out_slab_a_gap_away_from_training(
     tmp_path_factory: pytest.TempPathFactory,
     shape: tuple[int, int, int],
     patch: tuple[int, int, int],
@@ -84,9 +84,7 @@ def test_patches_lie_in_the_held_out_slab_and_a_guard_away_from_what_is_trained_
         {"augment": AugmentConfig(flip=False, rot90=False), "max_quarantined": 0},
     ],
 )
-def test_runs_of_other_seeds_mixing_readers_and_counts_look_at_the_same_patches(
-    volume: Path, other: dict[str, Any]
-) -> None:
+def test_patches_do_not_depend_on_seed_mixing_readers_or_count(volume: Path, other: dict[str, Any]) -> None:
     one, two = fixed(data_config(volume)), fixed(data_config(volume, **other), 40, seed=7)
     assert np.array_equal(one.patches, cut(textured(SHAPE), one))
     assert len(set(one.starts_zyx)) == 16
@@ -94,7 +92,7 @@ def test_runs_of_other_seeds_mixing_readers_and_counts_look_at_the_same_patches(
     assert np.array_equal(one.patches, two.patches[:16])
 
 
-def test_without_a_split_patches_come_from_what_is_trained_on_and_say_so(volume: Path) -> None:
+def test_without_a_split_patches_come_from_the_training_box(volume: Path) -> None:
     config = data_config(volume, validation=ValidationConfig(fraction=0))
     found = fixed(config)
     assert not found.held_out
@@ -106,7 +104,7 @@ def test_without_a_split_patches_come_from_what_is_trained_on_and_say_so(volume:
 # ---- air and unreadable chunks
 
 
-def test_a_volume_whose_slab_is_air_is_left_out_with_one_warning(
+def test_a_volume_whose_slab_is_air_is_excluded_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     voxels = textured(SHAPE)
@@ -123,9 +121,7 @@ def test_a_volume_whose_slab_is_air_is_left_out_with_one_warning(
         fixed(data_config(paths[0], min_foreground=0.5))
 
 
-def test_an_unreadable_patch_is_replaced_by_another_the_same_one_every_time(
-    volume: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_patch_is_always_replaced_by_the_same_one(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = fixed(data_config(volume), 32)
     (volume / "2/1/1").write_bytes(b"torn")
     config = data_config(volume)
@@ -141,7 +137,7 @@ def test_an_unreadable_patch_is_replaced_by_another_the_same_one_every_time(
     assert fixed(config, 32).starts_zyx == found.starts_zyx
 
 
-def test_a_patch_whose_condition_is_unreadable_is_replaced_as_a_whole(
+def test_a_patch_with_an_unreadable_condition_is_replaced(
     tmp_path: Path, volume: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     labels = write_array(tmp_path / "c.zarr", textured(SHAPE, seed=1))
@@ -156,11 +152,9 @@ def test_a_patch_whose_condition_is_unreadable_is_replaced_as_a_whole(
     assert np.array_equal(found.conditions, cut(textured(SHAPE, seed=1), found))
 
 
-def test_more_unreadable_patches_than_may_be_replaced_are_refused(
-    volume: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_many_unreadable_patches_are_refused(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
     for chunk in (volume / "2").glob("*/*"):
         chunk.write_bytes(b"torn")
     with pytest.raises(DataError, match=r"replaced data.max_quarantined=3 times; .* patch 0 of .*volume.zarr; restore"):
         fixed(data_config(volume, max_quarantined=3))
-    assert caplog.text.count("is skipped") == 4, "the patch itself and three others"
+    assert caplog.text.count("is replaced") == 4, "the patch itself and three others"

@@ -24,7 +24,7 @@ def estimated(path: Path, voxels: np.ndarray[Any, Any], fill: Any = 0) -> Intens
 
 
 @pytest.mark.parametrize("dtype", FAR)
-def test_a_range_far_from_0_is_found_and_air_left_out(tmp_path: Path, dtype: str) -> None:
+def test_a_range_far_from_zero_is_estimated_without_air(tmp_path: Path, dtype: str) -> None:
     """Greys 1..199 above `FAR`; half of the volume is air, -1024 voxels below or 0."""
     far = FAR[dtype]
     voxels = textured((96, 96, 96)).astype(dtype) + np.array(far, dtype)
@@ -36,7 +36,7 @@ def test_a_range_far_from_0_is_found_and_air_left_out(tmp_path: Path, dtype: str
     assert grey.high - far == pytest.approx(198.5, abs=0.6)
 
 
-def test_a_small_patch_finds_the_range_that_a_large_one_finds(tmp_path: Path) -> None:
+def test_small_and_large_patches_give_the_same_range(tmp_path: Path) -> None:
     """Greys differ from place to place, and 16 patches of 8x16x16 see a few of 512 places; their chunks hold all."""
     voxels = np.kron(np.random.default_rng(0).normal(100, 25, (8, 8, 8)), np.ones((16, 16, 16))).clip(1, 254)
     path = write_array(tmp_path / "v.zarr", voxels.astype("uint8"), chunk=64)
@@ -46,14 +46,14 @@ def test_a_small_patch_finds_the_range_that_a_large_one_finds(tmp_path: Path) ->
     assert [grey.low, grey.high] == pytest.approx(truth.tolist(), abs=3), "patches alone are off by more than 10"
 
 
-def test_a_volume_of_air_alone_is_refused_as_such(tmp_path: Path) -> None:
+def test_a_volume_of_air_or_one_intensity_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"All voxels in \d+ boxes of .*v.zarr equal its fill value"):
         estimated(tmp_path / "v.zarr", np.zeros((96, 96, 96), "uint8"))
     with pytest.raises(DataError, match=r"its values are 7 to 7"):
         estimated(tmp_path / "grey.zarr", np.full((96, 96, 96), 7, "uint8"))
 
 
-def test_grey_ranges_do_not_depend_on_the_seed_of_the_run(tmp_path: Path) -> None:
+def test_intensity_ranges_do_not_depend_on_the_seed(tmp_path: Path) -> None:
     voxels = textured((96, 128, 128)) // np.linspace(1, 4, 96).astype(np.uint8)[:, None, None]
     config = DataConfig(
         volumes=(VolumeConfig(path=str(write_array(tmp_path / "v.zarr", voxels))),), patch_size=(8, 16, 16)

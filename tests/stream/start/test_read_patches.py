@@ -19,7 +19,7 @@ from vesuvius.stream.start.prepare import prepare_data
 SHAPE = (128, 128, 128)
 
 
-def test_a_start_fetches_what_it_reads_next_meanwhile_and_says_how_far_it_is(
+def test_reading_patches_prefetches_and_logs_progress(
     server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A patch touches eight chunks at most: where more are asked for at once, they are those of other patches too."""
@@ -48,7 +48,7 @@ def test_a_start_fetches_what_it_reads_next_meanwhile_and_says_how_far_it_is(
     assert re.search(r": done, 12, .* MiB in ", said[-1])
 
 
-def test_damaged_patches_are_left_out_of_the_grey_range_and_not_fetched_for_ever(
+def test_damaged_patches_are_excluded_from_the_intensity_range_and_released(
     server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), chunk=64)
