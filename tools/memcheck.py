@@ -1,4 +1,4 @@
-"""The same as `vesuvius memcheck`, from a checkout that is not installed: needs Python, psutil and rich alone.
+"""`vesuvius memcheck` from a checkout that is not installed; needs only Python, psutil and rich.
 
 python tools/memcheck.py demo
 python tools/memcheck.py demo --once --json

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def table_svg(found: Inspection, title: str, width: int = 100) -> str:
-    """The table as a picture."""
+    """Return the table as SVG."""
     console = Console(
         record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
     )

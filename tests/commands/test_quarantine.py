@@ -97,4 +97,4 @@ def test_a_run_that_is_not_there_is_told_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert quarantine(["nothing"]) == 13
-    assert "RUN must be a run directory or a name below runs/; got 'nothing'" in capsys.readouterr().err
+    assert "no run 'nothing' in " in capsys.readouterr().err

@@ -43,7 +43,7 @@ NAMES = [
         (ConfigError("a must be b; got c; set a=b"), Finding("fail", "a must be b; got c", "set a=b")),
     ],
 )
-def test_a_check_that_breaks_is_a_failure_with_its_cause(error: BaseException, finding: Finding) -> None:
+def test_an_exception_in_a_check_is_a_failure_with_its_cause(error: BaseException, finding: Finding) -> None:
     def breaks() -> Finding:
         raise error
 
@@ -51,7 +51,7 @@ def test_a_check_that_breaks_is_a_failure_with_its_cause(error: BaseException, f
     assert list(examine(checks, 10)) == [("broken", finding), ("other", FINE)]
 
 
-def test_a_check_that_hangs_is_left_behind_and_a_warning_only_on_a_busy_machine(
+def test_a_hung_check_is_a_failure_and_on_a_busy_machine_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     end = threading.Event()
@@ -63,7 +63,7 @@ def test_a_check_that_hangs_is_left_behind_and_a_warning_only_on_a_busy_machine(
     checks = [Check("hung", waits, "do this"), Check("plan", waits, late="warn"), Check("other", lambda: FINE)]
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     hung, plan, other = (found for _, found in examine(checks, 0.3))
-    assert hung == Finding("fail", "no answer within 0 s", "do this")
+    assert hung == Finding("fail", "no result within 0 s", "do this")
     assert (plan.level, other) == ("warn", FINE)
     monkeypatch.setattr(os, "getloadavg", lambda: (999.0, 0.0, 0.0))
     hung, _, other = (found for _, found in examine(checks, 0.3))
@@ -78,7 +78,7 @@ def config_of(volume: str, **training: Any) -> Any:
     return parse_stored(sections)
 
 
-def test_a_torch_a_gpu_or_a_cudnn_that_does_not_fit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsuitable_torch_gpu_or_cudnn_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"install torch 2\.10 or newer"):
         examination.check_torch("2.9.1")
     assert examination.check_torch("2.13.0").level == "ok"
@@ -87,7 +87,7 @@ def test_a_torch_a_gpu_or_a_cudnn_that_does_not_fit_is_caught(monkeypatch: pytes
     assert examination.check_gpus(None).level == "ok", "a GPU is optional"
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     found = examination.check_gpus(None)
-    assert (found.level, found.value[:36]) == ("fail", "NVIDIA H200, NVIDIA A100, but a torc")
+    assert (found.level, found.value[:36]) == ("fail", "NVIDIA H200, NVIDIA A100, which this")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100")
@@ -101,9 +101,7 @@ def test_a_torch_a_gpu_or_a_cudnn_that_does_not_fit_is_caught(monkeypatch: pytes
     assert examination.check_gpus(config_of("x", amp="bf16")).level == "ok", "channels last by itself"
 
 
-def test_a_ray_that_does_not_start_is_ended_with_all_that_it_has_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_ray_that_does_not_start_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hangs = f"import subprocess, sys; p = subprocess.Popen(['sleep', '600']); open({str(pid)!r}, 'w').write(str(p.pid))"
     monkeypatch.setattr(examination, "_RAY", f"{hangs}; p.wait()")
@@ -129,7 +127,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_each_fault_is_a_line_of_the_whole_examination_and_decides_the_exit_code(
+def test_each_fault_is_a_line_of_the_output_and_decides_the_exit_code(
     fault: str | None, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A check that is written and tested, and is not among those that are made, catches nothing."""
@@ -155,14 +153,14 @@ def test_each_fault_is_a_line_of_the_whole_examination_and_decides_the_exit_code
 
 
 @pytest.mark.parametrize(("ranks", "workers", "stores"), [(1, 1, 1), (3, 1, 3), (3, 0, 0), (1, 0, None)])
-def test_each_rank_counts_its_store_in_shm(
+def test_the_object_stores_of_all_ranks_count_in_shm(
     volume: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, workers: int, stores: int | None
 ) -> None:
     config = config_of(str(volume), ranks=ranks, workers=workers, train_batch_size=3, accumulate_steps=1)
     looked_at: list[int] = []
     monkeypatch.setattr(host, "check_shm", lambda need: looked_at.append(need) or Finding("ok", ""))
     monkeypatch.setattr(examination, "store_bytes", lambda job, options: options.workers * 2**30)
-    {check.name: check for check in examination.checks_of(config)}["/dev/shm"].look()
+    {check.name: check for check in examination.checks_of(config)}["/dev/shm"].run()
     least = 2**28  # what Ray Train itself needs
     assert looked_at == ([] if stores is None else [max(stores * 2**30, least)])
 
@@ -170,7 +168,7 @@ def test_each_rank_counts_its_store_in_shm(
 @pytest.mark.parametrize(
     ("levels", "code"), [(("ok",), EXIT_OK), (("ok", "warn"), EXIT_OK), (("fail", "ok"), EXIT_ERROR)]
 )
-def test_the_exit_code_is_1_for_a_failure_alone_or_a_wrong_config(
+def test_the_exit_code_is_1_only_for_a_failure_or_a_wrong_config(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -193,7 +191,7 @@ def test_the_exit_code_is_1_for_a_failure_alone_or_a_wrong_config(
 
 
 @pytest.mark.long
-def test_the_command_takes_less_than_thirty_seconds_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_command_takes_less_than_30_s_and_leaves_nothing_behind(tmp_path: Path) -> None:
     done = run_vesuvius("doctor", cwd=tmp_path, timeout=30)
     (ray,) = [line for line in done.stdout.splitlines() if line[6:].startswith("Ray ")]
     assert (done.returncode == EXIT_OK and ray.startswith("ok")) or "try again" in ray, done.stdout

@@ -20,7 +20,7 @@ def all_parts(times: StepTimes) -> list[float]:
     return [times.data_s, times.h2d_s, times.forward_s, times.backward_s, times.optimizer_s, times.other_s]
 
 
-def test_parts_of_a_host_step_are_timed_apart_and_add_up() -> None:
+def test_parts_of_a_host_step_are_timed_separately_and_add_up() -> None:
     clock = HostClock()
     around: list[tuple[AbstractContextManager[None], float]] = []
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_a_gap_is_copy_then_wait_then_other_with_its_pause() -> None:
     assert (times.other_s, times.pause_s) == (5.25, 5.0)
 
 
-def test_waits_and_pauses_hidden_behind_computing_are_none() -> None:
+def test_waits_and_pauses_hidden_behind_computing_count_as_zero() -> None:
     gpu = FakeGpu()
     clock = CudaClock(gpu.event, lambda: gpu.host)
     run_step(gpu, clock, Work(forward=10.0))
@@ -186,7 +186,7 @@ def test_waits_and_pauses_hidden_behind_computing_are_none() -> None:
     assert (times.data_s, times.h2d_s, times.other_s, times.pause_s) == (0.0, 0.0, 0.0, 0.0)
 
 
-def test_what_follows_the_last_computing_belongs_to_the_next_step() -> None:
+def test_time_after_the_last_computing_belongs_to_the_next_step() -> None:
     gpu = FakeGpu()
     clock = CudaClock(gpu.event, lambda: gpu.host)
     computing(gpu, clock, "forward", 1.0)
@@ -213,7 +213,7 @@ def seconds_outside(busy: Sequence[tuple[float, float]], copied: Sequence[tuple[
 
 
 @given(st.lists(st.lists(works, min_size=1, max_size=4), min_size=1, max_size=5))
-def test_whatever_happens_the_parts_add_up_computing_is_what_was_computed_and_each_gap_is_split_by_its_own(
+def test_parts_always_add_up_and_each_gap_is_split_by_its_own_activity(
     steps: list[list[Work]],
 ) -> None:
     gpu = FakeGpu()
@@ -240,7 +240,7 @@ def test_whatever_happens_the_parts_add_up_computing_is_what_was_computed_and_ea
     assert sum(times.h2d_s for times in done) == pytest.approx(unhidden_s, abs=near), "not only at most: just that"
 
 
-def test_events_are_used_again_and_no_step_is_waited_for() -> None:
+def test_events_are_reused_without_waiting_for_a_step() -> None:
     gpu = FakeGpu()
     clock = CudaClock(gpu.event, lambda: gpu.host)
     work = Work(launch=0.125, copy=0.25, forward=1.0, backward=2.0, optimizer=0.5, micro_batches=2)
@@ -262,7 +262,7 @@ def test_events_are_used_again_and_no_step_is_waited_for() -> None:
     ("work", "step_s"),
     [(Work(forward=2.0, backward=3.0, optimizer=1.0), 6.0), (Work(wait=2.0, forward=1.0, micro_batches=3), 7.0)],
 )
-def test_parts_that_seem_longer_than_their_step_fill_it_and_no_more(work: Work, step_s: float) -> None:
+def test_parts_longer_than_their_step_by_rounding_are_capped(work: Work, step_s: float) -> None:
     """CUDA rounds each stretch to half a microsecond for itself."""
 
     class Rounded(FakeEvent):
@@ -280,7 +280,7 @@ def test_parts_that_seem_longer_than_their_step_fill_it_and_no_more(work: Work, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_step_is_timed_by_the_gpu() -> None:
+def test_a_gpu_step_is_timed_by_the_device_clock() -> None:
     clock = make_clock(torch.device("cuda"))
     x = torch.randn(2000, 2000, device="cuda")
     for _ in range(3):

@@ -74,7 +74,7 @@ def example(cause: Cause = "cgroup", **fields: object) -> Death:
     return replace(death, **fields)  # type: ignore[arg-type]
 
 
-def test_a_death_is_kept_as_it_was_and_a_torn_record_is_passed_over(tmp_path: Path) -> None:
+def test_deaths_are_read_back_and_torn_records_skipped(tmp_path: Path) -> None:
     path = tmp_path / "post_mortem.jsonl"
     assert read_deaths(path) == []
     first, second = example(), example("signal", victim="run", moments=())
@@ -99,7 +99,7 @@ def test_the_text_names_victim_cause_evidence_memory_and_remedy() -> None:
 
 
 @pytest.mark.parametrize("cause", ["cgroup", "machine", "ray", "gpu", "guard", "signal", "unknown"])
-def test_who_searches_the_log_for_kills_finds_every_one(cause: Cause) -> None:
+def test_a_grep_for_kills_finds_each_kill(cause: Cause) -> None:
     assert any(word in headline(example(cause)).lower() for word in ("killed", "oom", "out of memory"))
 
 
@@ -118,15 +118,15 @@ def test_remedies_name_overrides_that_exist() -> None:
     [
         (KillCounts(cgroup=1), None, "cgroup", "most likely this one"),
         (KillCounts(cgroup=1), FULL, "machine", "most likely this one"),
-        (KillCounts(cgroup=0, machine=2), FULL, "signal", "no kill for memory in this cgroup"),
-        (KillCounts(machine=0), FULL, "signal", "no kill for memory in this machine"),
+        (KillCounts(cgroup=0, machine=2), FULL, "signal", "no process of this cgroup for memory"),
+        (KillCounts(machine=0), FULL, "signal", "no process of this machine for memory"),
         (KillCounts(machine=2), FULL, "machine", "nearly full"),
         (KillCounts(machine=2), NEAR, "cgroup", "nearly full"),
         (KillCounts(machine=2), ROOMY, "unknown", "which ones is unknown"),
         (KillCounts(), None, "unknown", "cannot be read"),
     ],
 )
-def test_the_cause_follows_from_the_kernel_s_counts(
+def test_the_cause_follows_from_the_kernel_s_kill_counts(
     rise: KillCounts, last: MemorySample | None, cause: Cause, says: str
 ) -> None:
     found, evidence = judge(rise, last, "the last sample")
@@ -134,17 +134,17 @@ def test_the_cause_follows_from_the_kernel_s_counts(
     assert says in " ".join(evidence)
 
 
-def test_kills_that_were_counted_long_after_a_death_with_room_may_be_those_of_others() -> None:
+def test_kills_counted_long_after_a_death_with_free_memory_prove_nothing() -> None:
     """A run ended by a scheduler, looked at days later: something else in its cgroup was killed since."""
     rise = KillCounts(cgroup=2)
     found, evidence = judge(rise, ROOMY, "the last sample", counted_s=2 * 24 * 3600)
     assert found == "unknown"
-    assert "which ones is not known" in evidence[0]
+    assert "which ones is unknown" in evidence[0]
     assert judge(rise, ROOMY, "the last sample", counted_s=30)[0] == "machine", "it took all that was left at once"
     assert judge(rise, NEAR, "the last sample", counted_s=2 * 24 * 3600)[0] == "cgroup"
 
 
-def test_a_count_that_falls_or_of_another_cgroup_is_another_count() -> None:
+def test_a_falling_count_or_one_of_another_cgroup_is_not_compared() -> None:
     for before, now, expected in ((3, 5, 2), (3, 3, 0), (None, 5, None), (3, None, None), (5, 3, None)):
         assert KillCounts(now, now).since(KillCounts(before, before)) == KillCounts(expected, expected)
     for path, cgroup in (("/job", 2), ("", 2), ("/other", None)):
@@ -163,17 +163,17 @@ class TestReader:
     def examine(self, **known: object) -> Death:
         return examine_reader(self.end | known, 144, session_record(), moments(time.time()))
 
-    def test_rays_monitor_says_so_itself(self) -> None:
+    def test_ray_s_memory_monitor_reports_its_kills(self) -> None:
         death = self.examine(
             exit_type="NODE_OUT_OF_MEMORY", exit_detail="Memory usage 22.83 GiB exceeded", exit_time=None
         )
         assert death.cause == "ray"
         assert death.evidence[0] == "Ray: NODE_OUT_OF_MEMORY: Memory usage 22.83 GiB exceeded"
-        assert "the reader itself held" in " ".join(death.evidence)
+        assert "the reader itself used" in " ".join(death.evidence)
         assert "training.workers=3" in death.remedy
         assert 55 <= len(death.moments) <= 62
 
-    def test_a_kill_that_was_counted_while_its_successor_started_counts(self) -> None:
+    def test_a_kill_counted_while_the_new_reader_started_is_included(self) -> None:
         """The looks behind the death have the new count already."""
         counts, died = read_counts_of(os.getpid()), time.time() - 5
         if counts.cgroup is None:
@@ -187,9 +187,7 @@ class TestReader:
         assert "most likely this one" in death.evidence[0]
         assert max(moment.time for moment in death.moments) <= died
 
-    def test_the_count_is_that_of_the_readers_cgroup_also_where_there_was_one(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_count_of_the_reader_s_cgroup_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """That of the trainer says nothing of readers of a Ray that somebody else has started."""
         counts = {12: KillCounts(7, 9, "/ray"), os.getpid(): KillCounts(3, 9, "/job")}
         monkeypatch.setattr("vesuvius.monitor.post_mortem.read_counts_of", counts.__getitem__)
@@ -202,7 +200,7 @@ class TestReader:
         assert death.cause == "signal", "by the trainer's own count"
         assert "Ray: SYSTEM_ERROR: Worker unexpectedly exits" in death.evidence
 
-    def test_another_machine_s_kernel_is_not_asked(self) -> None:
+    def test_the_kernel_of_another_machine_is_not_queried(self) -> None:
         death = self.examine(node="elsewhere")
         assert death.cause == "unknown"
         assert "elsewhere" in " ".join(death.evidence)
@@ -219,7 +217,7 @@ def write_run(directory: Path, record: SessionRecord, samples: list[MemorySample
     return directory
 
 
-def test_a_session_that_has_ended_lives_or_is_elsewhere_has_not_died(tmp_path: Path) -> None:
+def test_ended_living_and_remote_sessions_are_no_deaths(tmp_path: Path) -> None:
     assert examine_run(tmp_path) is None
     ended = session_record(end_time=time.time(), exit_code=0)
     assert examine_run(write_run(tmp_path / "ended", ended, [])) is None
@@ -233,7 +231,7 @@ def test_a_session_that_has_ended_lives_or_is_elsewhere_has_not_died(tmp_path: P
     assert read_deaths(run / "post_mortem.jsonl") == []
 
 
-def test_who_holds_the_lock_knows_that_a_session_on_another_machine_is_over(tmp_path: Path) -> None:
+def test_the_lock_holder_knows_that_a_remote_session_is_over(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", session_record(host="elsewhere", boot_id="other"), moments(time.time()))
     death = record_run_death(run)
     assert death is not None
@@ -241,7 +239,7 @@ def test_who_holds_the_lock_knows_that_a_session_on_another_machine_is_over(tmp_
     assert "another machine" in death.evidence[0]
 
 
-def test_the_advice_counts_down_from_the_readers_at_the_end(tmp_path: Path) -> None:
+def test_the_advice_starts_from_the_last_number_of_readers(tmp_path: Path) -> None:
     full = moments(time.time(), workers=2, killer_used_bytes=16 * GIB)  # the guard has dropped four
     death = examine_run(write_run(tmp_path / "run", session_record(workers=6), full))
     assert death is not None
@@ -264,7 +262,7 @@ def restarted_container(tmp_path: Path, session: SessionRecord, kills: int | Non
 
 @pytest.mark.parametrize("kills", [8, None])
 @pytest.mark.parametrize("namespace", ["pid:[4026532001]", "pid:[4026532002]"], ids=["reused", "new"])
-def test_the_successor_of_a_container_knows_that_memory_ended_it(
+def test_a_restarted_container_recognises_an_out_of_memory_kill(
     tmp_path: Path, kills: int | None, namespace: str
 ) -> None:
     session = session_record(cgroup="/", pid_namespace=namespace)
@@ -277,7 +275,7 @@ def test_the_successor_of_a_container_knows_that_memory_ended_it(
     assert "training.workers=3" in death.remedy
 
 
-def test_the_time_of_the_death_is_that_of_the_last_sign_of_life(tmp_path: Path) -> None:
+def test_a_death_is_dated_by_the_last_sign_of_life(tmp_path: Path) -> None:
     end = time.time() - 100
     run = write_run(tmp_path / "run", session_record(), moments(end))
     records = [
@@ -331,7 +329,7 @@ def in_cgroup(cgroup: Path, code: str, *arguments: object) -> subprocess.Complet
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
-def test_a_run_that_the_kernel_really_kills_is_recognised_by_the_cgroup_s_count(tmp_path: Path) -> None:
+def test_a_real_kernel_kill_is_recognised_by_the_cgroup_s_count(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     with memory_cgroup_or_skip(LIMIT_BYTES) as group:

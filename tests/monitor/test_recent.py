@@ -19,7 +19,7 @@ def write(path: Path, steps: range, kept: int = 4) -> None:
     recent.close()
 
 
-def test_moments_come_back_as_they_were_oldest_first_before_the_file_is_closed(tmp_path: Path) -> None:
+def test_samples_are_read_back_in_order_before_the_file_is_closed(tmp_path: Path) -> None:
     """Each line is handed to the system at once: it outlives SIGKILL."""
     path = tmp_path / "recent.jsonl"
     full = moment(
@@ -33,7 +33,7 @@ def test_moments_come_back_as_they_were_oldest_first_before_the_file_is_closed(t
     ring.close()
 
 
-def test_the_last_ones_are_kept_and_two_files_at_most_of_so_many(tmp_path: Path) -> None:
+def test_only_the_last_samples_are_kept_in_two_bounded_files(tmp_path: Path) -> None:
     path = tmp_path / "recent.jsonl"
     for count in (1, 4, 5, 11):
         for file in tmp_path.iterdir():
@@ -44,7 +44,7 @@ def test_the_last_ones_are_kept_and_two_files_at_most_of_so_many(tmp_path: Path)
         assert all(len(file.read_text().splitlines()) <= 4 for file in tmp_path.iterdir())
 
 
-def test_a_new_session_goes_on_behind_the_last_one_of_which_a_torn_line_is_lost(tmp_path: Path) -> None:
+def test_a_new_session_appends_and_drops_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "recent.jsonl"
     write(path, range(100, 103))
     path.write_bytes(path.read_bytes()[:-20])  # as a crash leaves it
@@ -53,7 +53,7 @@ def test_a_new_session_goes_on_behind_the_last_one_of_which_a_torn_line_is_lost(
     assert read_recent(tmp_path / "nowhere") == []
 
 
-def test_a_disk_that_fills_up_later_takes_moments_again_once_the_oldest_are_gone(tmp_path: Path) -> None:
+def test_rotation_frees_space_on_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path, kib=64) as disk:
         recent = RecentFile(disk / "recent.jsonl", 30)  # of 10 KiB
         for step in range(60):

@@ -18,7 +18,7 @@ def times(records: list[dict[str, Any]]) -> list[float]:
     return [record["time"] for record in records]
 
 
-def test_a_tail_reads_the_end_first_and_then_what_is_new_and_whole(tmp_path: Path) -> None:
+def test_a_tail_reads_the_end_first_and_then_complete_new_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = Tail(path, first_bytes=75)
     assert tail.new() == []
@@ -33,7 +33,7 @@ def test_a_tail_reads_the_end_first_and_then_what_is_new_and_whole(tmp_path: Pat
     assert times(tail.new()) == [1001.0]
 
 
-def test_a_tail_follows_a_file_that_is_begun_anew_or_cut(tmp_path: Path) -> None:
+def test_a_tail_follows_a_replaced_or_truncated_file(tmp_path: Path) -> None:
     path = tmp_path / "system.jsonl"
     tail = Tail(path, first_bytes=1000)
     path.write_text(line(1) + line(2))

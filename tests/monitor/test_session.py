@@ -44,7 +44,7 @@ def begun_session(path: Path, *before: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_what_is_written_is_read_back_and_its_end_is_added(tmp_path: Path) -> None:
+def test_a_session_is_read_back_and_its_end_is_added(tmp_path: Path) -> None:
     path = tmp_path / "session.json"
     record = begin_session(path, "tiny", 3, LIMITS)
     assert read_session(path) == record
@@ -60,7 +60,7 @@ def test_what_is_written_is_read_back_and_its_end_is_added(tmp_path: Path) -> No
     assert [file.name for file in tmp_path.iterdir()] == ["session.json"]
 
 
-def test_a_process_is_alive_until_it_is_killed_and_dead_before_it_is_reaped(tmp_path: Path) -> None:
+def test_a_killed_process_is_not_alive_even_before_it_is_reaped(tmp_path: Path) -> None:
     path = tmp_path / "session.json"
     with begun_session(path) as process:
         record = read_session(path)
@@ -74,7 +74,7 @@ def test_a_process_is_alive_until_it_is_killed_and_dead_before_it_is_reaped(tmp_
         assert is_alive(record) is False
 
 
-def test_a_pid_given_to_another_a_restart_and_another_machine_are_told_apart(tmp_path: Path) -> None:
+def test_a_reused_pid_a_reboot_and_another_machine_are_distinguished(tmp_path: Path) -> None:
     record = begin_session(tmp_path / "session.json", "tiny", 0, LIMITS)
     assert is_alive(record) is True
     assert is_alive(replace(record, started_s=record.started_s - 60)) is False
@@ -85,7 +85,7 @@ def test_a_pid_given_to_another_a_restart_and_another_machine_are_told_apart(tmp
 
 
 @pytest.mark.parametrize(("here", "expected"), [("pid:[77]", False), ("pid:[88]", None)])
-def test_only_who_sees_the_runs_own_processes_can_say_that_it_is_dead(
+def test_death_is_known_only_within_the_run_s_pid_namespace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, expected: bool | None
 ) -> None:
     (tmp_path / "sys/kernel/random").mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_only_who_sees_the_runs_own_processes_can_say_that_it_is_dead(
     assert is_alive(record) is expected
 
 
-def test_a_damaged_file_or_figure_is_no_session_and_keys_of_another_version_are_no_damage(tmp_path: Path) -> None:
+def test_a_damaged_file_is_no_session_and_unknown_keys_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "session.json"
     assert read_session(path) is None
     for text in ("", "{", "[]", "null", '{"name": "x"}'):

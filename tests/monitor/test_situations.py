@@ -221,12 +221,12 @@ SITUATIONS = [
         *("LOW", NOTHING),
     ),
     Situation(
-        "4 GiB are left of 256 GiB, and we hold 2 of them",
+        "4 GiB are left of 256 GiB, of which we use 2 GiB",
         lambda p: steady(bare(p, own=2 * GIB, total=256 * GIB, used=252 * GIB)),
         *("CRITICAL, by others", "save"),
     ),
     Situation(
-        "a pod of 16 GiB of which we hold 14.8",
+        "a pod of 16 GiB of which we use 14.8 GiB",
         lambda p: steady(pod(p, own=int(14.8 * GIB), limit=16 * GIB)),
         *("CRITICAL", "exit", "memory.max"),
     ),
@@ -251,7 +251,7 @@ SITUATIONS = [
         *("CRITICAL, by others", "save", "/batch.slice"),
     ),
     Situation(
-        "eight ranks of 7.5 GiB fill a pod of 64 GiB: what one holds would not help",
+        "eight ranks of 7.5 GiB fill a pod of 64 GiB: the memory of one rank would not help",
         lambda p: steady(ranks(p, 8), MemoryPolicy(ranks_here=8)),
         *("CRITICAL", "exit", "60.00 of 64.00 GiB"),
     ),
@@ -266,7 +266,7 @@ SITUATIONS = [
         *("CRITICAL", "exit", "an ancestor"),
     ),
     Situation(
-        "a laptop that begins to swap: 15 of 16 GiB, of which we hold 12",
+        "a laptop that begins to swap: 15 of 16 GiB, of which we use 12 GiB",
         lambda p: steady(bare(p, own=12 * GIB, total=16 * GIB, used=15 * GIB, swap=8 * GIB)),
         *("CRITICAL", "exit", "the machine"),
     ),
@@ -276,12 +276,12 @@ SITUATIONS = [
         *("WARN", "restart", "fastest process 11"),
     ),
     Situation(
-        "another program grows 496 MB/s beside a steady run of 1.4 GiB",
+        "another program grows 496 MB/s next to a steady run of 1.4 GiB",
         lambda p: watched(beside(lambda t: 4 * GIB + 496 * MB * max(t - 100, 0), 138)),
         *("CRITICAL, by others", "save", "growing 496 MB/s"),
     ),
     Situation(
-        "9 GiB pinned and 6 of object store besides 3 of our own, of `ram_limit_gib: 20`",
+        "9 GiB pinned, 6 GiB of object store and 3 GiB private, of `ram_limit_gib: 20`",
         lambda p: steady(pinned(p), MemoryPolicy(configured_bytes=20 * GIB)),
         *("WARN", "shrink", "18.00 of 20.00 GiB in use"),
     ),
@@ -299,13 +299,13 @@ SITUATIONS = [
     Situation(
         "recorded: both readers are in state T, and the trainer starves",
         lambda p: recorded(p, hungry(decode_s=20.0), busy=0.3, readers_s=0.0, stopped=True),
-        *("data-bound (readers stopped)", NOTHING, "SIGSTOP) or a debugger holds 2"),
+        *("data-bound (readers stopped)", NOTHING, "SIGSTOP) or a debugger has stopped 2"),
     ),
 ]
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.what)
-def test_a_situation_is_judged_as_somebody_who_knows_would(situation: Situation, tmp_path: Path) -> None:
+def test_each_situation_is_judged_as_an_expert_would(situation: Situation, tmp_path: Path) -> None:
     found = situation.made(tmp_path)
     assert (found.says, found.does) == (situation.says, situation.does), found.line
     assert situation.words in found.line

@@ -95,7 +95,13 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     (window(), {"channels_last": False}, "compute-bound", "training.channels_last=auto", ""),
     (window(), {"cudnn_benchmark": False}, "compute-bound", "training.cudnn_benchmark=true", ""),
     (window(), {"cudnn_benchmark": False, "deterministic": True}, "compute-bound", "", ""),
-    (window(vram_share=None), {"on_gpu": False}, "compute-bound", "", "nothing to change: the device is a CPU"),
+    (
+        window(vram_share=None),
+        {"on_gpu": False},
+        "compute-bound",
+        "",
+        "the CPU is the bottleneck: no data-path setting will help",
+    ),
     (window(data_s=14.0, h2d_s=14.0, other_s=14.0), {}, "compute-bound", "", ""),
     (window(**HELD_BACK), {}, "compute-bound", "", "used up in 40.0 %"),
     (window(gpu_busy=0.9), {}, "compute-bound", "", ""),
@@ -132,12 +138,12 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     (hungry(), {"memory_is_short": True}, "workers too few", "", "memory is short"),
     (hungry(idle_cores=None, reader_cores=None, cores=4), {}, "workers too few", "training.workers=3", ""),
     (hungry(idle_cores=None, reader_cores=None, cores=3), {}, "decoding", "", ""),
-    (hungry(idle_cores=0.4), {}, "decoding", "", "no core is left"),
+    (hungry(idle_cores=0.4), {}, "decoding", "", "no core is free"),
     # a pod of four cores on 64, which its readers use up; a quota that is
     (hungry(idle_cores=58.0, cores=4, own_cores=3.9, **FOUR), {"workers": 4}, "decoding", "", "0.1 cores"),
     (hungry(**HELD_BACK), {}, "decoding", "", "quota of 4 cores was used up in 40.0 % of its"),
     # disk and store
-    (hungry(reader_cores=0.3), {}, "reading", "", "readers busy 98.0 % but their cores 15.0 %"),
+    (hungry(reader_cores=0.3), {}, "reading", "", "readers busy 98.0 %, but with 15.0 % of a core each"),
     (hungry(reader_cores=0.3, idle_cores=0.2), {}, "decoding", "", ""),
     (
         far(),  # 180 s of waiting with 16 in flight for 20,000 of them
@@ -150,7 +156,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     (far(), {"requests": 64}, "reading", "", ""),
     (far(retries=3000), {}, "store latency", "data.store.requests=8", "15.0 % of the requests retried"),
     (far(bytes_fetched=10**10), {}, "reading", "", "set data.store.cache_dir"),
-    (far(bytes_fetched=10**10), {"cached": True}, "reading", "", "copy the volume to a disk here"),
+    (far(bytes_fetched=10**10), {"cached": True}, "reading", "", "copy the volume to a local disk"),
     (far(read_s=20.0, decode_s=170.0, reader_cores=1.7), {}, "workers too few", "training.workers=4", ""),
     # the queue
     (
@@ -158,14 +164,14 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
         {},
         "prefetch too small",
         "training.prefetch_factor=4",
-        "full for 40.0 % of it and empty for 45",
+        "full 40.0 % of the time and empty for 45",
     ),
     (hungry(**BURSTS), {"memory_is_short": True}, "prefetch too small", "", "memory is short"),
     (hungry(full_s=5.0), {}, "workers too few", "training.workers=4", ""),  # it could have saved 5 s of 60
     # the trainer reads itself
     (hungry(decode_s=97.0, reader_cores=None), {"workers": 0}, "workers too few", "training.workers=2", ""),
     # volumes in memory
-    (hungry(decode_s=97.0, reader_cores=None), {"workers": 0, "resident": True}, "first pass", "", "is not read again"),
+    (hungry(decode_s=97.0, reader_cores=None), {"workers": 0, "resident": True}, "first pass", "", "stays in memory"),
     (window(data_s=40.0, cut_s=9.0), {"workers": 0, "resident": True}, "cutting", "", ""),
     (
         window(other_s=30.0),
@@ -201,7 +207,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("figures", "knobs", "says", "overrides", "words"), RULES)
-def test_figures_have_their_cause_and_what_to_try(
+def test_each_window_has_its_cause_and_override(
     figures: Window, knobs: dict[str, Any], says: str, overrides: str, words: str
 ) -> None:
     found = judge(figures, replace(GPU, **knobs))
@@ -209,17 +215,17 @@ def test_figures_have_their_cause_and_what_to_try(
     assert words in found.text
 
 
-def test_a_device_that_computes_is_compute_bound_and_needs_nothing() -> None:
+def test_a_computing_device_is_compute_bound_without_an_override() -> None:
     found = judge(window(data_s=1.2), GPU)
     assert (found.kind, found.cause, found.overrides) == ("compute-bound", None, ())
     assert found.line(100, 128000) == (
         "Verdict step 100/128000 compute-bound: computed 98.8 % of the time (good: above 80 %; forward 30 % backward "
-        "60 % optimizer 10 %), waited for data 1.2 %; step p50 2 s, p95 2.5 s over 50 steps; nothing to change: the "
-        "device computes"
+        "60 % optimizer 10 %), waited for data 1.2 %; step p50 2 s, p95 2.5 s over 50 steps; the GPU is "
+        "the bottleneck: no data-path setting will help"
     )
 
 
-def test_free_memory_is_for_a_larger_micro_batch_of_the_same_effective_batch() -> None:
+def test_free_vram_suggests_a_larger_micro_batch_with_the_same_effective_batch() -> None:
     halves = replace(GPU, accumulate_steps=4)
     assert judge(window(vram_share=0.9), halves).overrides == ()
     assert judge(window(vram_share=0.3), halves).overrides == (
@@ -228,7 +234,7 @@ def test_free_memory_is_for_a_larger_micro_batch_of_the_same_effective_batch() -
     )
     whole = judge(window(vram_share=0.3), GPU)
     assert whole.overrides == (), "twice the effective batch would be another experiment"
-    assert "70 % of its memory is free" in whole.advice
+    assert "70 % of the GPU's memory is free" in whole.advice
 
 
 # ---- what other programs use
@@ -239,7 +245,7 @@ CROWDED = {"cores": 2.0, "idle_cores": 0.0, "own_cores": 0.9, "reader_cores": 0.
 
 @pytest.mark.parametrize("found", [window(**CROWDED), hungry(**CROWDED), far(**CROWDED), window(other_s=40, **CROWDED)])
 @pytest.mark.parametrize("knobs", [GPU, CPU])
-def test_every_verdict_says_what_other_programs_use(found: Window, knobs: Knobs) -> None:
+def test_every_verdict_names_the_cores_of_other_programs(found: Window, knobs: Knobs) -> None:
     assert judge(found, knobs).evidence.count("other programs use 1.1 of 2 cores") == 1
     alone = replace(found, own_cores=1.9)
     assert "other programs" not in judge(alone, knobs).evidence
@@ -258,7 +264,7 @@ def test_every_verdict_says_what_other_programs_use(found: Window, knobs: Knobs)
         (16, {"cores": 16.0, "own_cores": 6.0, "idle_cores": 9.0}, None),  # one is taken
     ],
 )
-def test_a_trainer_with_more_threads_than_cores_are_left_tries_fewer(
+def test_a_trainer_with_more_threads_than_free_cores_should_use_fewer(
     threads: int | None, figures: dict[str, Any], fewer: int | None
 ) -> None:
     found = judge(window(**(CROWDED | figures)), replace(CPU, threads=threads))
@@ -268,7 +274,7 @@ def test_a_trainer_with_more_threads_than_cores_are_left_tries_fewer(
     assert "THREADS" not in on_gpu.advice, "it computes on a GPU"
 
 
-def test_a_validation_is_neither_host_bound_nor_held_against_the_readers() -> None:
+def test_a_validation_counts_neither_as_host_bound_nor_as_waiting_readers() -> None:
     """90 of the 100 s are a pause, in which all places ahead are full and the readers idle."""
     calm = judge(window(other_s=91.0, pause_s=90.0, full_s=99.0), GPU)
     assert calm.kind == "compute-bound"
@@ -278,7 +284,7 @@ def test_a_validation_is_neither_host_bound_nor_held_against_the_readers() -> No
     assert "readers busy 95.0 %" in found.evidence
 
 
-def test_busy_readers_beside_idle_cores_are_too_few_in_the_line_and_in_the_record() -> None:
+def test_busy_readers_and_idle_cores_mean_too_few_workers() -> None:
     found = judge(hungry(idle_cores=5.1), GPU)
     assert (found.kind, found.cause, found.overrides) == ("data-bound", "workers too few", ("training.workers=4",))
     assert found.line(1200, 128000) == (
@@ -291,10 +297,10 @@ def test_busy_readers_beside_idle_cores_are_too_few_in_the_line_and_in_the_recor
     assert (record["overrides"], record["step_p95_s"]) == (["training.workers=4"], 2.5)
 
 
-def test_readers_that_a_signal_holds_are_said_and_blamed() -> None:
+def test_stopped_readers_are_named_as_the_cause() -> None:
     calm = judge(window(stopped_readers=2), replace(GPU, compile=False))
     assert (calm.kind, calm.overrides) == ("compute-bound", ("training.compile=auto",))
-    assert "(SIGSTOP) or a debugger holds 2 readers" in calm.evidence
+    assert "(SIGSTOP) or a debugger has stopped 2 readers" in calm.evidence
     idle = hungry(decode_s=20.0, reader_cores=0.3)
     assert judge(idle, GPU).cause == "handing over"
     held = judge(replace(idle, stopped_readers=1), GPU)
@@ -312,7 +318,7 @@ def test_readers_that_a_signal_holds_are_said_and_blamed() -> None:
         ({"read_s": None, "decode_s": 60.0, "reader_cores": 1.9}, "workers too few"),
     ],
 )
-def test_readers_without_a_pause_decide_before_the_queue(figures: dict[str, Any], cause: str, full_s: float) -> None:
+def test_saturated_readers_take_precedence_over_the_queue(figures: dict[str, Any], cause: str, full_s: float) -> None:
     """A queue of one batch is full nearly always, and a larger one would be filled no faster."""
     found = judge(far(data_s=30.0, full_s=full_s, starved_s=50.0, **figures), GPU)
     assert (found.kind, found.cause) == ("data-bound", cause)
@@ -330,7 +336,7 @@ RECORDED: dict[str, Any] = {
 OPERATOR = replace(CPU, workers=1, prefetch_factor=1, train_batch_size=1, requests=4)
 
 
-def test_recorded_a_queue_of_one_is_full_half_of_the_time_and_the_store_is_what_is_slow() -> None:
+def test_recorded_window_with_a_queue_of_one_blames_the_store() -> None:
     found = window(**RECORDED)
     assert found.queue_full_s >= found.data_s / 2, "by the queue alone its prefetch is too small"
     assert found.ran_empty

@@ -40,9 +40,7 @@ def watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Watched:
     return Watched(tmp_path)
 
 
-def test_one_error_for_each_stall_and_one_line_when_it_is_over(
-    watched: Watched, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_stall_logs_one_error_and_one_recovery(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         watched.dog.expects("batch", lambda: "regions to be read, for sample 48 on")
         watched.look_for(STALL_S - 1)
@@ -72,9 +70,7 @@ def test_the_stacks_of_all_threads_are_kept(watched: Watched) -> None:
     assert watched.records[0]["stacks"] == f"stacks/{path.name}"
 
 
-def test_a_disk_that_hangs_under_the_log_and_the_records_holds_no_word_of_it_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_disk_does_not_keep_the_watchdog_from_reporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event is what Prometheus counts."""
     monkeypatch.setattr("vesuvius.monitor.watchdog._WITHIN_S", 0.1)
     answers, begun = threading.Event(), []
@@ -98,7 +94,7 @@ def test_a_disk_that_hangs_under_the_log_and_the_records_holds_no_word_of_it_bac
         logging.getLogger("vesuvius").removeHandler(hung)
 
 
-def test_a_process_that_was_stopped_itself_is_not_taken_for_hung(watched: Watched) -> None:
+def test_a_stopped_process_does_not_count_as_hung(watched: Watched) -> None:
     """SIGSTOP and SIGCONT: the clock went on, and neither the loop nor the watchdog did."""
     watched.dog.expects("batch", "the readers")
     watched.seconds += 10 * STALL_S

@@ -40,7 +40,7 @@ def no_file_beyond(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_of_which_half_was_written_is_completed_before_the_next_and_those_beyond_what_is_kept_are_counted(
+def test_half_written_lines_are_completed_first_and_dropped_ones_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_KEPT_LINES", 3)
@@ -56,13 +56,13 @@ def test_a_line_of_which_half_was_written_is_completed_before_the_next_and_those
     assert path.read_text().splitlines() == ["line 0", "line 1", "line 2", "line 3", "line 9"]
     (failing, working) = said(caplog)
     assert failing[0] == "ERROR"
-    assert "File too large; free some space: its next 3 lines are kept in memory" in failing[1]
+    assert "File too large; free some space; the next 3 lines are kept in memory" in failing[1]
     assert working == ("ERROR", f"{path} is writable again; 5 lines were lost")
     with pytest.raises(OSError, match="No such file or directory"):
         AppendFile(tmp_path / "nowhere" / "lines")
 
 
-def test_threads_and_signal_handlers_write_whole_lines_and_lose_none(tmp_path: Path) -> None:
+def test_threads_and_signal_handlers_write_complete_lines(tmp_path: Path) -> None:
     file = AppendFile(tmp_path / "lines")
     per_writer = 1000
     left = iter(range(per_writer))
@@ -98,7 +98,7 @@ def test_threads_and_signal_handlers_write_whole_lines_and_lose_none(tmp_path: P
     assert sorted(handlers) == sorted(f"handler {n}" for n in range(handled))
 
 
-def test_threads_that_write_while_it_is_closed_leave_each_line_once_up_to_one_from_which_on_none_is_taken(
+def test_lines_written_while_closing_are_kept_once_up_to_a_point(
     tmp_path: Path,
 ) -> None:
     """Each thread's lines in the file are its first ones, in order: whatever was taken is there."""
@@ -136,7 +136,7 @@ def test_threads_that_write_while_it_is_closed_leave_each_line_once_up_to_one_fr
         sys.setswitchinterval(before)
 
 
-def test_delayed_writes_are_done_in_order_and_those_beyond_a_thousand_are_counted(
+def test_queued_calls_run_in_order_and_dropped_ones_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begun, goes_on, written, failed = threading.Event(), threading.Event(), list[int](), list[int]()
@@ -157,10 +157,10 @@ def test_delayed_writes_are_done_in_order_and_those_beyond_a_thousand_are_counte
     assert (written, failed) == (list(range(1000)), [1])
     (line,) = caplog.messages
     assert line.startswith("a-writer: ")
-    assert "7 more are lost" in line
+    assert "7 more were lost" in line
 
 
-def test_a_reader_at_any_moment_finds_the_old_file_or_the_new_one_whole_and_nothing_is_left_beside(
+def test_readers_see_the_old_or_the_new_file_and_no_temporary_file_remains(
     tmp_path: Path,
 ) -> None:
     path, texts = tmp_path / "x", [letter * 1_000_000 for letter in (b"a", b"b")]

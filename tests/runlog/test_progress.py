@@ -17,7 +17,7 @@ def threads() -> int:
     return sum(thread.name == "progress" for thread in threading.enumerate())
 
 
-def test_one_item_that_takes_long_is_no_silence(
+def test_progress_is_logged_during_one_long_item(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_EVERY_S", 0.01)
@@ -31,7 +31,7 @@ def test_one_item_that_takes_long_is_no_silence(
 
 
 @pytest.mark.parametrize("ends", ["all are taken", "an error"])
-def test_what_ends_says_no_more(caplog: pytest.LogCaptureFixture, ends: str) -> None:
+def test_a_closed_progress_logs_nothing_more(caplog: pytest.LogCaptureFixture, ends: str) -> None:
     caplog.set_level(logging.INFO)
     before = threads()
     items = with_progress(range(3), "doing it")
@@ -46,7 +46,7 @@ def test_what_ends_says_no_more(caplog: pytest.LogCaptureFixture, ends: str) -> 
     assert not caplog.messages, "what is short is not worth a line"
 
 
-def test_a_command_tells_what_it_counts_and_another_thing_starts_another_estimate(
+def test_another_unit_restarts_the_estimate_of_the_time_left(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_EVERY_S", 0.01)

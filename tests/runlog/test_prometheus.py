@@ -84,7 +84,7 @@ def fetched(port: int | None, host: str = "127.0.0.1") -> dict[tuple[str, str], 
     return {(s.name, "".join(v for k, v in s.labels.items() if k != "run")): s.value for s in samples}
 
 
-def test_the_last_step_and_look_are_served_and_what_is_no_longer_known_is_not() -> None:
+def test_the_latest_figures_are_served_and_unknown_ones_disappear() -> None:
     with Exporter(0, "exp") as exporter:
         for record in (STEP | {"step": 6}, STEP, SYSTEM):
             exporter.take(record)
@@ -105,7 +105,7 @@ def test_the_last_step_and_look_are_served_and_what_is_no_longer_known_is_not() 
     assert not [name for name, _ in samples if "vram" in name]
 
 
-def test_scrapes_that_see_few_of_the_steps_still_add_up_to_all_of_them() -> None:
+def test_sums_between_scrapes_include_all_steps() -> None:
     """150 steps, two scrapes: the differences are the sums over the steps in between, in each part and in all."""
     rng = random.Random(0)
     kinds = ("data", "h2d", "forward", "backward", "optimizer", "comm", "other")
@@ -135,7 +135,7 @@ def test_scrapes_that_see_few_of_the_steps_still_add_up_to_all_of_them() -> None
     assert set(scrapes[0]) >= {name for name in last if name[0].endswith("_total")} - {("vesuvius_steps_total", "")}
 
 
-def test_events_and_verdicts_are_counted_by_labels_that_are_known_from_the_start() -> None:
+def test_events_and_verdicts_are_counted_with_labels_known_from_the_start() -> None:
     with Exporter(0, "exp") as exporter:
         before = fetched(exporter.port)
         assert set(before.values()) == {0}, "counters exist before the first event, or rate() misses it"
@@ -158,7 +158,7 @@ def test_events_and_verdicts_are_counted_by_labels_that_are_known_from_the_start
     assert samples.keys() - before.keys() == {("vesuvius_hung", "")}, "no label beyond those"
 
 
-def test_labels_are_those_that_the_guard_and_the_verdict_know_and_name_no_process() -> None:
+def test_labels_are_those_of_guard_and_verdict_and_name_no_process() -> None:
     """Each process would be a time series of its own for ever, with every reader that is replaced."""
     assert get_args(Rung) == _RUNGS
     assert (*get_args(Kind), "hung") == _BOUNDS
@@ -171,7 +171,7 @@ LABELS |= {f"vesuvius_{name}": what if len(values) > 1 else "" for name, (what, 
 LABELS["vesuvius_step_seconds"] = ""
 
 
-def test_only_the_address_that_was_asked_for_is_opened_and_one_that_cannot_be_had_does_not_end_the_run(
+def test_only_the_requested_address_is_opened_and_an_unavailable_one_does_not_end_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Exporter("127.0.0.2:0", "exp") as exporter:
@@ -202,7 +202,7 @@ def metrics_named_in(text: str) -> set[str]:
     return set(re.findall(r"\bvesuvius_\w+", text))
 
 
-def test_the_table_in_the_docs_has_each_metric_with_its_labels_and_no_other() -> None:
+def test_the_documented_metrics_are_those_served() -> None:
     rows = re.findall(r"^\| `(vesuvius_\w+)` \| (\w+) \| (.*?) \|", (DOCS / "README.md").read_text(), re.M)
     kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in LABELS}
     kinds["vesuvius_step_seconds"] = "histogram"
@@ -211,7 +211,7 @@ def test_the_table_in_the_docs_has_each_metric_with_its_labels_and_no_other() ->
     assert served == LABELS.keys()
 
 
-def test_the_rules_and_the_dashboard_ask_for_metrics_that_are_served() -> None:
+def test_rules_and_dashboard_use_served_metrics() -> None:
     served = {name for name, _ in served_by_a_run_that_has_had_everything()}
     rules = yaml.safe_load((DOCS / "alerts.yaml").read_text())
     alerts = [rule for group in rules["groups"] for rule in group["rules"]]
@@ -230,7 +230,7 @@ def test_the_rules_and_the_dashboard_ask_for_metrics_that_are_served() -> None:
         assert metrics_named_in(expression) <= served
 
 
-def test_the_labels_that_the_rules_and_the_dashboard_select_exist() -> None:
+def test_rules_and_dashboard_select_existing_labels() -> None:
     """`{action="exit"}` of a label or a value that is not served would never match anything."""
     text = (DOCS / "alerts.yaml").read_text() + (DOCS / "grafana.json").read_text().replace('\\"', '"')
     samples = served_by_a_run_that_has_had_everything()

@@ -57,7 +57,7 @@ STEP = {
 MONTH_RECORDS = 30 * 24 * 60
 
 
-def test_the_step_line_is_the_one_that_others_grep() -> None:
+def test_the_step_line_has_its_stable_form() -> None:
     assert step_line(STEP) == (
         "Train step 1200/128000 epoch 1/32 loss 0.03120 lr 1.0e-04 step_s 2.914 data_s 0.412 h2d_s 0.003 gpu_s 2.471 "
         "other_s 0.028 data_pct 14.1 samples_s 1.37 vram_gib 41.2/79.3 ram_gib 38.4/170.0 workers 4 worker_max_gib 6.9 "
@@ -72,7 +72,7 @@ def test_the_step_line_is_the_one_that_others_grep() -> None:
     assert step_line(several).endswith(" eta 4d07h comm_s 0.000 ranks 2 slowest 1 pause_s 0.010")
 
 
-def test_records_are_appended_a_torn_line_is_passed_over_and_listeners_hear_what_stands_in_the_file(
+def test_records_are_appended_torn_lines_skipped_and_listeners_called(
     tmp_path: Path,
 ) -> None:
     path, heard = tmp_path / "metrics.jsonl", list[Any]()
@@ -94,7 +94,7 @@ def test_records_are_appended_a_torn_line_is_passed_over_and_listeners_hear_what
         json.loads(line)
 
 
-def test_going_on_with_a_long_file_does_not_read_it_whole(tmp_path: Path) -> None:
+def test_continuing_a_long_file_does_not_read_all_of_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"{}\n" * 1_000_000 + b"{")
     tracemalloc.start()
@@ -107,7 +107,7 @@ def test_going_on_with_a_long_file_does_not_read_it_whole(tmp_path: Path) -> Non
     assert path.read_bytes().endswith(b"{\n"), "its torn line is closed all the same"
 
 
-def test_listeners_hear_of_a_record_that_the_disk_does_not_take(tmp_path: Path) -> None:
+def test_listeners_get_a_record_even_if_the_disk_hangs(tmp_path: Path) -> None:
     """A full pipe nobody reads from hangs like a disk; a second thread is not held up by the first."""
     path, heard = tmp_path / "metrics.jsonl", queue.Queue[Any]()
     os.mkfifo(path)
@@ -168,7 +168,7 @@ def by_going_back(records: Sequence[Record]) -> list[Record]:
         max_size=30,
     )
 )
-def test_records_are_current_in_one_pass_as_if_each_beginning_had_gone_back(records: list[Record]) -> None:
+def test_current_records_equal_those_of_an_uninterrupted_run(records: list[Record]) -> None:
     assert current(records) == by_going_back(records)
 
 

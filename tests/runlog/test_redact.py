@@ -45,7 +45,7 @@ HARMLESS = [
 ]
 
 
-def test_secrets_of_every_form_are_hidden_wherever_they_stand_and_what_is_none_stays() -> None:
+def test_secrets_of_every_form_are_redacted_and_other_text_is_kept() -> None:
     for text in WITH_SECRET:
         for form in ("{}", "got '{}'; check", 'path: "{}", level: 0', "a {} b {} c"):
             shown = redact(form.replace("{}", text), {})
@@ -55,20 +55,20 @@ def test_secrets_of_every_form_are_hidden_wherever_they_stand_and_what_is_none_s
         assert redact(text, {"HOME": "/home/me"}) == text
 
 
-def test_values_of_secret_variables_are_hidden_in_whatever_holds_them() -> None:
+def test_values_of_secret_variables_are_redacted_anywhere() -> None:
     environment = {"WANDB_API_KEY": "0123456789abcdef", "AWS_PROFILE": "research1", "MY_TOKEN": "1"}
     environment |= {"GOOGLE_APPLICATION_CREDENTIALS": "/home/me/key.json"}
     text = "401 for 0123456789abcdef of research1, try 1: /home/me/key.json"
     assert redact(text, environment) == "401 for *** of research1, try 1: /home/me/key.json"
 
 
-def test_redacted_reaches_every_text_of_nested_data_and_what_has_a_secret_name_and_leaves_numbers() -> None:
+def test_nested_data_is_redacted_by_text_and_by_name() -> None:
     data = {"a": [1, 2.5, None, True, f"https://x:{SECRET}@h"], "b": ({"c": f"k_TOKEN={SECRET}"},)}
     assert redacted(data) == {"a": [1, 2.5, None, True, "https://***@h"], "b": ({"c": "k_TOKEN=***"},)}
     assert redacted({"api_key": "abc", "a": [{"token": "t"}]}) == {"api_key": "***", "a": [{"token": "***"}]}
 
 
-def test_log_lines_and_what_commands_print_hold_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_and_printed_output_contain_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     open_log(tmp_path / "log")
     try:
         logging.getLogger("vesuvius.x").warning("cannot read %s", f"https://me:{SECRET}@h/v")
@@ -87,7 +87,7 @@ def test_log_lines_and_what_commands_print_hold_none(tmp_path: Path, capsys: pyt
     assert SECRET in capsys.readouterr().out, "what --print-config prints reads back"
 
 
-def test_a_report_holds_none_though_the_run_directory_does(tiny_config: WriteConfig, tmp_path: Path) -> None:
+def test_a_report_contains_no_secret_of_the_run_directory(tiny_config: WriteConfig, tmp_path: Path) -> None:
     """In the config, in the events and in the command."""
     address = f"https://me:{SECRET}@h.org/v.zarr?sig={SECRET}&x=<1>"
     config = read_config(tiny_config(), [f'data.volumes=[{{path: "{address}", level: 0}}]'])
@@ -107,19 +107,19 @@ def test_a_report_holds_none_though_the_run_directory_does(tiny_config: WriteCon
     assert SECRET in (run / "config.resolved.yaml").read_text()
 
 
-def test_a_value_is_hidden_as_a_whole_word_and_only_of_a_variable_whose_name_is_that_of_a_secret() -> None:
+def test_only_full_words_of_secret_variables_are_redacted() -> None:
     text = "saved mycheckpoints, checkpoints/1"
     for name in ("GIT_AUTHOR_NAME", "OAUTH_PROVIDER", "TOKENIZERS_PARALLELISM", "MY_TOKEN_FILE"):
         assert redact(text, {name: "checkpoints"}) == text
     assert redact(text, {"A_TOKEN": "checkpoints"}) == "saved mycheckpoints, ***/1"
 
 
-def test_what_a_store_was_told_to_hide_is_hidden_as_a_whole_word() -> None:
+def test_hidden_strings_are_redacted_as_full_words() -> None:
     hide("told-0123456789==", "short")
     assert redact("got told-0123456789==, x-told-0123456789==y, short", {}) == "got ***, x-told-0123456789==y, short"
 
 
-def test_what_stands_around_a_secret_stays() -> None:
+def test_text_around_a_secret_is_kept() -> None:
     for text, shown in {
         "https://me:pw@host:80/a/v.zarr?sig=1; check": "https://***@host:80/a/v.zarr?***; check",
         "https://h/v?sig=a: 403": "https://h/v?***: 403",

@@ -19,13 +19,11 @@ from vesuvius.runlog import run_dir as environment
 from vesuvius.runlog.run_dir import RunDir, run_dir
 
 
-def test_a_second_process_is_kept_out_and_one_that_may_wait_gets_the_lock_once_the_first_has_let_go(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_second_process_is_refused_or_waits_for_the_lock(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory, caplog_at = RunDir(tmp_path / "runs/x"), caplog.at_level(logging.INFO)
     held = directory.locked(new=True)
     held.__enter__()
-    for wait_s, message in ((0.0, r"runs/x is in use by another process"), (0.3, rf"process {os.getpid()} on")):
+    for wait_s, message in ((0.0, r"runs/x is in use by process"), (0.3, rf"process {os.getpid()} on")):
         with pytest.raises(ConfigError, match=message), directory.locked(False, wait_s):
             pass
     first = directory.lock_owner()
@@ -35,11 +33,11 @@ def test_a_second_process_is_kept_out_and_one_that_may_wait_gets_the_lock_once_t
     assert f"is locked by {first}; waiting up to 60 s" in caplog.text
 
 
-def test_a_path_that_is_another_folder_on_this_node_is_refused_and_a_late_one_is_not(tmp_path: Path) -> None:
+def test_an_unshared_run_directory_is_refused_and_a_late_one_is_not(tmp_path: Path) -> None:
     ours, theirs = RunDir(tmp_path / "a/x"), RunDir(tmp_path / "b/x")
     with ours.locked(new=True), theirs.locked(new=True):
         ours.refuse_other_path(ours.lock_owner(), within_s=0)
-        with pytest.raises(ConfigError, match=r"a path that all nodes share; got .*/b/x.*VESUVIUS_RUNS"):
+        with pytest.raises(ConfigError, match=r"/b/x is not shared: .*VESUVIUS_RUNS"):
             theirs.refuse_other_path(ours.lock_owner(), within_s=0.3)
     mark, lock = ours.lock_owner(), ours.path / ".lock"
     lock.write_text("of the session before")
@@ -47,7 +45,7 @@ def test_a_path_that_is_another_folder_on_this_node_is_refused_and_a_late_one_is
     ours.refuse_other_path(mark)
 
 
-def test_a_new_run_never_takes_the_directory_of_another_and_goes_where_other_commands_were(tmp_path: Path) -> None:
+def test_a_new_run_refuses_the_directory_of_a_run_but_not_of_other_commands(tmp_path: Path) -> None:
     """Another has made a step or saved, or it holds something that no run has written."""
     files = ("checkpoints/.step_1.partial", "samples/a.png", "metrics.jsonl", "notes.txt")
     for number, file in enumerate(files):
@@ -67,7 +65,7 @@ def test_a_new_run_never_takes_the_directory_of_another_and_goes_where_other_com
             pass
 
 
-def test_a_start_that_came_to_nothing_is_no_run_and_is_cleared(tmp_path: Path) -> None:
+def test_files_of_a_failed_start_are_no_run_and_are_removed(tmp_path: Path) -> None:
     directory, elsewhere = RunDir(tmp_path / "x"), tmp_path / "large disk"
     directory.make_folders()
     elsewhere.mkdir()
@@ -85,7 +83,7 @@ def test_a_start_that_came_to_nothing_is_no_run_and_is_cleared(tmp_path: Path) -
         assert (directory.path / "tb").readlink() == elsewhere
 
 
-def test_run_directories_lie_where_the_environment_says(
+def test_run_directories_follow_the_environment(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = read_config(tiny_config())
@@ -94,7 +92,7 @@ def test_run_directories_lie_where_the_environment_says(
     assert run_dir(config).path == Path("/scratch/runs/tiny")
 
 
-def test_a_place_that_cannot_be_written_or_has_no_locks_is_refused_in_one_line(
+def test_an_unwritable_or_unlockable_place_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs").write_text("a file")
@@ -108,15 +106,13 @@ def test_a_place_that_cannot_be_written_or_has_no_locks_is_refused_in_one_line(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    expected = pytest.raises(StorageError, match=r"needs a file system with flock; got .*VESUVIUS_RUNS")
+    expected = pytest.raises(StorageError, match=r"does not support flock; .*VESUVIUS_RUNS")
     with expected as refused, RunDir(tmp_path / "x").locked(new=True):
         pass
     assert "\n" not in str(refused.value)
 
 
-def test_the_commit_of_a_run_is_that_of_the_checkout_that_the_package_lies_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repository around the environment that the package is installed in is not its own, nor is that of a hook."""
     ours = tmp_path / "ours/src/vesuvius/runlog/run_dir.py"
     ours.parent.mkdir(parents=True)

@@ -120,9 +120,7 @@ def read(directory: Path) -> Any:
     return EventAccumulator(str(directory), size_guidance=STORE_EVERYTHING_SIZE_GUIDANCE).Reload()
 
 
-def test_the_tags_are_those_that_runs_are_compared_by_each_with_the_records_step_and_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tags_are_stable_with_step_and_time_of_the_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "samples").mkdir()
     Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(tmp_path / PREVIEW["picture"])
     gone = {"kind": "preview", "time": 1023.0, "step": 11, "picture": "samples/gone.png"}
@@ -142,7 +140,7 @@ def test_the_tags_are_those_that_runs_are_compared_by_each_with_the_records_step
     assert (text.step, text.tensor_proto.string_val) == (9, [b'    {"loss": null, "samples": [0, 8]}'])
 
 
-def test_an_event_file_that_could_not_be_opened_at_first_hides_the_same_steps_later(tmp_path: Path) -> None:
+def test_an_event_file_opened_late_hides_the_same_steps(tmp_path: Path) -> None:
     write(tmp_path, START, *(step_record(step) for step in range(1, 6)))
     folder, aside = tmp_path / "tb", tmp_path / "aside"
     folder.rename(aside)
@@ -157,7 +155,7 @@ def test_an_event_file_that_could_not_be_opened_at_first_hides_the_same_steps_la
     assert [event.step for event in read(folder).Scalars("train/loss")] == [1, 2, 3, 4]
 
 
-def test_a_run_that_is_killed_and_goes_on_shows_each_step_once_as_its_records_do(tmp_path: Path) -> None:
+def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     for first, last in ((0, 7), (4, 9), (8, 10)):
         board = TensorBoard(tmp_path / "tb", tmp_path)
         show = partial(lambda board, record: board.write(record, known_figures(record)), board)
@@ -177,7 +175,7 @@ def test_a_run_that_is_killed_and_goes_on_shows_each_step_once_as_its_records_do
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's own thread
-def test_events_that_cannot_be_written_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_events_cause_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path, kib=64) as disk:
         with Tracker("TensorBoard", partial(TensorBoard, disk / "tb", disk)) as tracker:
             tracker.take(START)
@@ -189,7 +187,7 @@ def test_events_that_cannot_be_written_are_one_warning(tmp_path: Path, caplog: p
                 tracker.take(step_record(step))
         (line,) = warnings(caplog)
         assert "TensorBoard does not accept this run's figures: OSError: [Errno 28] No space left on device" in line
-        assert line.endswith("metrics.jsonl has them all")
+        assert line.endswith("metrics.jsonl has all figures")
         ballast.unlink()
         write(disk, START | {"step": 1}, step_record(2))
         assert read(disk / "tb").Scalars("train/loss")[-1].step == 2, "the next session writes again"
@@ -239,7 +237,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_figures_arrive_under_the_tags_of_tensorboard_and_the_next_session_goes_on_with_the_same_run(
+def test_trackers_get_tensorboard_s_tags_and_continue_their_run(
     fake: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     busy = {"kind": "system", "time": 13.0, "step": 3, "cores_busy": 2.0}
@@ -263,10 +261,10 @@ def test_figures_arrive_under_the_tags_of_tensorboard_and_the_next_session_goes_
     [
         ("raise RuntimeError('no network')", "RuntimeError: no network"),
         ("call[0] == 'log' and 1 / 0", "ZeroDivisionError: division by zero"),
-        ("time.sleep(20)", "no answer in time"),
+        ("time.sleep(20)", "no response in time"),
     ],
 )
-def test_a_tracker_that_fails_is_one_warning(
+def test_a_failing_tracker_causes_one_warning(
     fake: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -280,11 +278,11 @@ def test_a_tracker_that_fails_is_one_warning(
     tracked(tmp_path, *(STEP | {"step": step} for step in range(40)), END)
     assert warnings(caplog) == [
         f"monitor.trackers wandb does not accept this run's figures: {cause}; the run continues, and metrics.jsonl has "
-        "them all"
+        "all figures"
     ]
 
 
-def test_a_short_failure_of_a_server_loses_its_own_figures_alone(fake: Path, tmp_path: Path) -> None:
+def test_a_short_server_failure_loses_only_its_figures(fake: Path, tmp_path: Path) -> None:
     (fake / "fault").write_text("if call[0] == 'log' and call[1]['step'] in (1, 2): raise OSError('away')")
     tracked(tmp_path, *(STEP | {"step": step} for step in range(5)), END)
     assert [call[1]["step"] for call in calls(fake) if call[0] == "log"] == [0, 3, 4]
@@ -293,13 +291,13 @@ def test_a_short_failure_of_a_server_loses_its_own_figures_alone(fake: Path, tmp
 
 def test_a_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"monitor.trackers mlflow needs a package.*`pip install mlflow-skinny`"):
+    with pytest.raises(ConfigError, match=r"monitor.trackers: mlflow is not installed.*`pip install mlflow-skinny`"):
         check_trackers(["mlflow"])
     check_trackers([])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed, as it is large")
-def test_the_real_mlflow_keeps_a_run_in_a_folder_over_two_sessions(
+def test_real_mlflow_continues_a_run_in_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -22,7 +22,7 @@ from vesuvius.runlog.units import (
 )
 
 
-def test_figures_are_read_at_a_glance_and_what_is_not_known_is_no_zero() -> None:
+def test_figures_are_formatted_for_people_and_unknown_is_not_zero() -> None:
     durations = {
         0: "0 s",
         0.0209: "20.9 ms",
@@ -51,13 +51,13 @@ def test_figures_are_read_at_a_glance_and_what_is_not_known_is_no_zero() -> None
     assert (format_gib(None), format_gib(0), format_gib(1.234 * GIB)) == ("-", "0.00", "1.23")
 
 
-def test_a_time_is_the_one_that_the_log_would_show() -> None:
+def test_times_are_formatted_as_in_the_log() -> None:
     noon = time.mktime((2026, 3, 29, 12, 5, 6, 0, 0, -1))
     assert format_time(noon) == "2026-03-29 12:05:06"
     assert time.strptime(format_time(noon), DATE_FORMAT)[:6] == (2026, 3, 29, 12, 5, 6)
 
 
-def test_quantiles_are_those_of_numpy() -> None:
+def test_quantiles_equal_numpy_s() -> None:
     values = np.random.default_rng(0).random(37).tolist()
     for share in (0.0, 0.05, 0.5, 0.95, 1.0):
         assert quantile(values, share) == pytest.approx(np.quantile(values, share), rel=1e-12)

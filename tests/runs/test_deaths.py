@@ -91,7 +91,7 @@ def test_a_run_continues_after_reader_deaths_and_reports_their_cause(
     assert [each["victim"] for each in deaths] == ["run", "reader", "reader"]
     death = deaths[1]
     assert death["cause"] == "signal"
-    assert f"it crashed with Aborted, as its own note says, while it read {sharded}" in death["evidence"]
+    assert f"it crashed with Aborted while reading {sharded}, according to its reading log" in death["evidence"]
     quarantined = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
     assert {tuple(record["chunk"]) for record in quarantined} == {(1, 1, 1)}
     assert "damaged regions in quarantine: 1; list them with `vesuvius quarantine tiny`" in done.stderr

@@ -309,7 +309,7 @@ def test_the_only_remaining_rank_waits_for_the_previous_rank_0_and_a_single_rank
 
     monkeypatch.setattr(run_dirs, "take_lock", take)
     if ranks == 1:
-        with pytest.raises(ConfigError, match="is in use by another process: process"):
+        with pytest.raises(ConfigError, match="is in use by process"):
             train_as_rank(request)
     else:
         assert train_as_rank(request) == 0

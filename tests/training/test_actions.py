@@ -165,7 +165,7 @@ def test_shrinking_halves_the_prefetch_and_stops_a_reader_but_never_the_last(
     assert run.monitor.loop_status.can_shrink == (changes is not None)
     assert run.monitor.loop_status.readers == ({41: 7} if training["workers"] else {})
     if changes is not None:
-        assert not run.step(Order("shrink", "near out of memory"))
+        assert not run.step(Order("shrink", "close to running out of memory"))
         assert run.feed.changes == [changes]
         assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, changes["workers"])
         assert [(event["rung"], event["step"]) for event in run.events] == [("shrink", 10)]
@@ -179,17 +179,17 @@ def test_the_advice_after_an_exit_keeps_the_last_reader(
     """The trainer would read then, and leak what the reader did."""
     run = loop(workers=workers, prefetch_factor=prefetch)
     run.step()
-    run.guard.exit(Order("exit", "near out of memory"))
+    run.guard.exit(Order("exit", "close to running out of memory"))
     remedy = f"continue with --resume training.workers={advised} training.prefetch_factor=1"
-    assert run.guard.ended("the machine") == ("near out of memory", remedy)
+    assert run.guard.ended("the machine") == ("close to running out of memory", remedy)
     assert "raise monitor.ram_limit_gib" in run.guard.ended("monitor.ram_limit_gib")[1]
 
 
 def test_leaking_readers_are_restarted_unchanged(loop: Callable[..., Loop]) -> None:
     run = loop(workers=1, prefetch_factor=1)
-    assert not run.step(Order("restart", "near out of memory"))
+    assert not run.step(Order("restart", "close to running out of memory"))
     assert run.feed.changes == [{"workers": 1, "prefetch_factor": 1}]
-    run.guard.exit(Order("exit", "near out of memory"))
+    run.guard.exit(Order("exit", "close to running out of memory"))
     remedy = run.guard.ended("the machine")[1]
     assert "training.workers=1 and training.prefetch_factor=1 are already minimal" in remedy
     assert [event["rung"] for event in run.events] == ["restart", "exit"]
@@ -202,13 +202,13 @@ def test_resident_volumes_are_dropped_and_readers_restarted(loop: Callable[..., 
     run.feed.has_resident = run.feed.resident_frees_memory = True
     run.step()
     assert run.monitor.loop_status.can_drop
-    assert not run.step(Order("drop", "near out of memory"))
+    assert not run.step(Order("drop", "close to running out of memory"))
     assert run.feed.changes == [{"workers": 3, "resident": False}]
     assert [(event["rung"], event["resident"]) for event in run.events] == [("drop", False)]
     assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, 3)
-    run.guard.exit(Order("exit", "near out of memory"))
+    run.guard.exit(Order("exit", "close to running out of memory"))
     remedy = "continue with --resume data.resident=0 training.workers=2 training.prefetch_factor=1"
-    assert run.guard.ended("the machine") == ("near out of memory", remedy)
+    assert run.guard.ended("the machine") == ("close to running out of memory", remedy)
 
 
 def test_resident_volumes_smaller_than_their_readers_are_not_dropped(loop: Callable[..., Loop]) -> None:
@@ -220,7 +220,7 @@ def test_resident_volumes_smaller_than_their_readers_are_not_dropped(loop: Calla
 
 def test_growth_of_other_processes_only_saves_a_checkpoint(loop: Callable[..., Loop]) -> None:
     run = loop()
-    assert run.step(Order("save", "near out of memory"))
+    assert run.step(Order("save", "close to running out of memory"))
     assert not run.step()
     assert (run.feed.changes, run.monitor.obeyed, run.monitor.saves) == ([], 0, 1)
     assert [event["rung"] for event in run.events] == ["save"]
@@ -232,7 +232,7 @@ def test_an_exit_order_stops_at_once_and_the_first_request_sets_the_exit_code(
     loop: Callable[..., Loop], signal_first: bool
 ) -> None:
     run = loop(workers=0)
-    order = Order("exit", "near out of memory")
+    order = Order("exit", "close to running out of memory")
     with run.stop:
         if signal_first:
             signal.raise_signal(signal.SIGTERM)
@@ -241,7 +241,7 @@ def test_an_exit_order_stops_at_once_and_the_first_request_sets_the_exit_code(
         if not signal_first:
             signal.raise_signal(signal.SIGTERM)
     assert run.stop.exit_code == (EXIT_STOPPED if signal_first else EXIT_GUARD)
-    assert run.stop.reason == ("SIGTERM" if signal_first else "memory guard: near out of memory")
+    assert run.stop.reason == ("SIGTERM" if signal_first else "memory guard: close to running out of memory")
     run.step(order)
     assert run.feed.changes == []
 
@@ -296,7 +296,7 @@ def test_a_run_that_saves_for_the_growth_of_others_continues_to_its_end(
 ) -> None:
     """The guard orders it after the third step; no other checkpoint is due but the last."""
     monkeypatch.chdir(tmp_path)
-    orders = [Order("save", "near out of memory: the machine")]
+    orders = [Order("save", "close to running out of memory: the machine")]
     order = property(
         lambda self: orders[0] if orders and self.loop_status.step >= 3 else None, lambda self, order: None
     )

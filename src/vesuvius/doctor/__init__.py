@@ -1,3 +1,3 @@
-"""`vesuvius doctor`: is this machine fit for a run?  In: the machine, and a config if there is one.  Out: findings.
+"""`vesuvius doctor` checks whether this machine is ready for a run.  In: machine, config if any.  Out: findings.
 
-Each check is a function; examination.py puts them in order."""
+Each check is a function; examination.py runs them."""

@@ -1,4 +1,4 @@
-"""The checks in their order, with what they look at, each on a thread of its own: it may break or hang."""
+"""Runs the checks, each on a thread of its own as it may fail or hang."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 WITHIN_S = 25.0
 _RAY_S = 22.0
-_GIVE_UP_MINUTES = 0.05  # an examination does not wait for an outage to pass
+_GIVE_UP_MINUTES = 0.05  # do not wait for the end of an outage
 _GPU_HANGS = "the GPU or its driver hangs: see dmesg; restart the machine"
-_DRY_RUN = "`vesuvius train --dry-run` takes the time to plan it"
+_DRY_RUN = "run `vesuvius train --dry-run`, which has no time limit"
 _STORE_HANGS = "check the network, the mount and the address in data.volumes"
 _RAY = """
 import sys
@@ -45,46 +45,45 @@ Session(ClusterConfig(address=address), workers=1, ranks=1, store_bytes=2**28).c
 
 @dataclass(frozen=True)
 class Check:
-    """Something to look at."""
+    """A check."""
 
     name: str
-    look: Callable[[], Finding]  # returns the finding; whatever it raises is a failure with that as its cause
-    if_late: str = "find out what it waits for"  # what to do where it does not answer
-    late: Level = "fail"  # how bad that is
+    run: Callable[[], Finding]  # an exception counts as a failure
+    if_late: str = "find out what it waits for"  # remedy if it hangs
+    late: Level = "fail"  # level if it hangs
 
 
 def examination(config: Config | None) -> Iterator[tuple[str, Finding]]:
-    """Look at this machine, and with a config at what it needs; name and finding of each check, in order."""
+    """Check this machine, and the needs of a config; yields the name and finding of each check."""
     yield from examine(checks_of(config), WITHIN_S)
 
 
 def examine(checks: Sequence[Check], within_s: float) -> Iterator[tuple[str, Finding]]:
-    """Each check's name and finding, in their order.
+    """Run all checks at once and yield their names and findings in order.
 
-    All begin together.  A check that hangs is left behind in a daemon thread of its own, and is a failure; only a
-    warning where more processes want to run than there are cores.
+    A check that hangs is left in its daemon thread and counts as a failure, or as a warning on an overloaded machine.
 
     Args:
-        within_s: seconds for all together.
+        within_s: timeout for all checks together.
     """
     until = time.monotonic() + within_s
-    begun = [(check, on_thread(_look, check, name=f"doctor: {check.name}")) for check in checks]
+    begun = [(check, on_thread(_run, check, name=f"doctor: {check.name}")) for check in checks]
     for check, found in begun:
         try:
             yield check.name, found.result(max(until - time.monotonic(), 0.0))
         except TimeoutError:
-            late, load, cores = f"no answer within {within_s:.0f} s", os.getloadavg()[0], os.cpu_count() or 1
+            late, load, cores = f"no result within {within_s:.0f} s", os.getloadavg()[0], os.cpu_count() or 1
             finding = Finding(check.late, late, check.if_late)
-            if load > cores + 1:  # one of them is this examination
+            if load > cores + 1:  # this program is one of them
                 late += f", load {load:.1f} on {cores} cores"
                 finding = Finding("warn", late, "try again when the cores are idle")
             yield check.name, finding
 
 
-def _look(check: Check) -> Finding:
+def _run(check: Check) -> Finding:
     try:
-        return check.look()
-    except BaseException as error:  # of any kind: the thread has nobody else to tell
+        return check.run()
+    except BaseException as error:  # nobody else sees exceptions of this thread
         value, _, remedy = one_line(error, 400).rpartition("; ")  # our messages end with what to do
         if value:
             return Finding("fail", value, remedy)
@@ -92,7 +91,7 @@ def _look(check: Check) -> Finding:
 
 
 def checks_of(config: Config | None) -> list[Check]:
-    """In the order in which they are shown; those of a config share the volumes that are opened."""
+    """Return the checks in the order shown; those of a config share the opened volumes."""
     needs_ray = config is None or config.training.workers > 0 or _ranks(config) > 1
     no_ray = Finding("ok", "not needed with training.workers=0")
     opened = None if config is None else on_thread(_open_data, config, name="doctor: volumes")
@@ -117,7 +116,7 @@ def checks_of(config: Config | None) -> list[Check]:
 
 
 def _open_data(config: Config) -> PreparedData:
-    """Open the volumes, without the disk cache.  Raises DataError, soon where a store does not answer."""
+    """Open the volumes without the disk cache.  Raises DataError, soon if a store does not respond."""
     from vesuvius.stream.start.prepare import prepare_data
 
     data = config.data.with_store(outage_minutes=_GIVE_UP_MINUTES, timeout_s=5.0, cache_dir=None)
@@ -125,7 +124,7 @@ def _open_data(config: Config) -> PreparedData:
 
 
 def _ranks(config: Config | None) -> int:
-    """That share this machine."""
+    """Return the number of ranks on this machine."""
     if config is None or config.training.ranks == 1:
         return 1
     from vesuvius.training.forecast.run_plan import num_local_ranks  # imports torch
@@ -143,16 +142,16 @@ def _disk(config: Config | None) -> Finding:
 
 
 def _volumes(data: PreparedData) -> Finding:
-    """Whether a patch of each can be read."""
+    """Read a patch of each volume."""
     texts = []
     for number, volume in enumerate(data.volumes):
         data.read_patch("volume", number, data.plan.uniform_patch(number, 0))
         texts.append(f"{volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}")
-    return Finding("ok", f"{'; '.join(texts)}, a patch of each was read")
+    return Finding("ok", f"{'; '.join(texts)}; a patch of each was read")
 
 
 def _plan(config: Config, opened: Future[PreparedData]) -> Finding:
-    """RAM, and on a GPU its memory, as a dry run has them; tracing the network takes seconds."""
+    """Plan RAM and GPU memory as in a dry run; tracing the network takes seconds."""
     from vesuvius.training.forecast.micro_batch import resolve_micro_batch
     from vesuvius.training.forecast.run_plan import plan_run
 
@@ -168,7 +167,7 @@ def _plan(config: Config, opened: Future[PreparedData]) -> Finding:
 
 
 def _limits(config: Config) -> Finding:
-    """Processes and threads that may be started, as before a run."""
+    """Check the limits on processes and threads, as before a run."""
     from vesuvius.training.forecast.preflight import check_limits
 
     check_limits(config, _ranks(config), 0)
@@ -177,7 +176,7 @@ def _limits(config: Config) -> Finding:
 
 def _shm(config: Config | None, opened: Future[PreparedData] | None) -> Finding:
     if config is not None and config.cluster.address is not None:
-        return Finding("ok", f"the one of the cluster at {config.cluster.address} is used")
+        return Finding("ok", f"not needed: the cluster at {config.cluster.address} has its own")
     need = 0
     if config is not None and opened is not None and not opened.exception():
         options = StreamOptions.from_config(config.training, config.cluster)
@@ -186,7 +185,7 @@ def _shm(config: Config | None, opened: Future[PreparedData] | None) -> Finding:
 
 
 def check_torch(version: str | None = None) -> Finding:
-    """The version, and what it was built for."""
+    """Check the version of torch and of its CUDA."""
     import torch
 
     from vesuvius.diffusion.network.unet import check_torch_version
@@ -197,7 +196,7 @@ def check_torch(version: str | None = None) -> Finding:
 
 
 def check_gpus(config: Config | None) -> Finding:
-    """GPUs as NVML sees them, whether torch can use one, and whether 16-bit convolutions run on cuDNN."""
+    """Check that torch can use the GPUs that NVML finds, and that 16-bit convolutions run on cuDNN."""
     import torch
 
     from vesuvius.training.step.self_test import cudnn_problem
@@ -209,7 +208,7 @@ def check_gpus(config: Config | None) -> Finding:
         if not seen:
             return Finding("ok", "none: training computes on the CPU (for a GPU, docker run needs --gpus all)")
         remedy = "install a torch whose CUDA the driver supports (`nvidia-smi` names it), or a newer driver"
-        return Finding("fail", f"{seen}, but a torch that cannot use it", remedy)
+        return Finding("fail", f"{seen}, which this torch cannot use", remedy)
     device = torch.device("cuda")
     training = TrainingConfig() if config is None else config.training
     amp = resolve_amp(training.amp, device)
@@ -222,13 +221,13 @@ def check_gpus(config: Config | None) -> Finding:
 
 
 def start_ray(address: str | None, within_s: float) -> Finding:
-    """Start a private Ray and end it, or connect to the cluster, in a process of its own."""
+    """Start and stop a private Ray, or connect to the cluster, in a process of its own."""
     began, where = time.monotonic(), f"the cluster at {address}" if address else "a private Ray"
     command, failed = (
         [sys.executable, "-c", _RAY, address or ""],
         "see the message; training.workers=0 runs without Ray",
     )
-    # A file, as Ray's daemons would hold a pipe open.
+    # Not a pipe: Ray's daemons would keep it open.
     with (
         tempfile.TemporaryFile() as output,
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as process,

@@ -1,4 +1,4 @@
-"""Checks of the machine without its GPU: versions, cores, memory, disk."""
+"""Checks of the machine except its GPU: versions, cores, memory, disk."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ _SHOWN = ("torch", "ray", "zarr", "numpy")
 _FEW_BYTES = 4 * GIB
 _RAM_LEFT_SHARE = 0.2
 LEAST_SHM_BYTES = 2**28
-"""What Ray asks for at least."""
+"""Least size that Ray needs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found."""
+    """Result of a check."""
 
     level: Level
-    value: str  # what is there, with its unit
-    remedy: str = ""  # what to do; empty where all is well
+    value: str  # with its unit
+    remedy: str = ""  # empty if all is well
 
 
 def check_versions() -> Finding:
-    """Python and the packages, held to what this distribution asks for, and no other one of its import name."""
-    if (version := installed_version("vesuvius")) is not None:  # one overwrites the other
-        value = f"the distribution 'vesuvius' {version} is installed alongside ours and uses the same import name"
+    """Check Python and packages against the requirements, and that no other distribution has our import name."""
+    if (version := installed_version("vesuvius")) is not None:  # they overwrite each other
+        value = f"the distribution 'vesuvius' {version} is installed as well and uses the same import name"
         return Finding("fail", value, "uninstall it and reinstall ours, or use a fresh virtual environment")
     from packaging.requirements import Requirement  # a dependency of Ray's
 
     try:
         needs = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
     except importlib.metadata.PackageNotFoundError:
-        return Finding("warn", f"{DISTRIBUTION} is not installed: versions cannot be checked", "run `make install`")
+        return Finding("warn", f"{DISTRIBUTION} is not installed, so versions cannot be checked", "run `make install`")
     wrong = []
     for need in (need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})):
         version = installed_version(need.name)
         if version is None or not need.specifier.contains(version, prereleases=True):
             wrong.append((f"{need.name} {version or 'missing'}", f"'{need.name}{need.specifier}'"))
     if wrong:
-        value = f"{', '.join(have for have, _ in wrong)} where {', '.join(want for _, want in wrong)} must be installed"
+        value = f"{', '.join(have for have, _ in wrong)} instead of {', '.join(want for _, want in wrong)}"
         return Finding("fail", value, f"pip install {' '.join(want for _, want in wrong)}")
     shown = ", ".join(f"{name} {installed_version(name) or 'missing'}" for name in _SHOWN)
     return Finding("ok", f"Python {platform.python_version()}, {shown}")
 
 
 def check_cores(workers: int | None, ranks: int = 1) -> Finding:
-    """Cores, by affinity and quota, against the trainers and their readers.
+    """Compare the cores (affinity and quota) with the number of trainers and readers.
 
     Args:
-        workers: readers of a rank; None = no config.
-        ranks: that share this machine.
+        workers: readers per rank; None = no config.
+        ranks: ranks on this machine.
     """
     cores = usable_cores(os.getpid())
     value = f"{cores:g} of {os.cpu_count()} cores"
@@ -78,25 +78,25 @@ def check_cores(workers: int | None, ranks: int = 1) -> Finding:
     if ranks * (workers + 1) <= cores:
         return Finding("ok", value)
     fit, more = max(math.floor(cores / ranks) - 1, 0), f"(docker run --cpus={ranks * (workers + 1)})"
-    return Finding("warn", value, f"set training.workers={fit}, or give more cores {more}")
+    return Finding("warn", value, f"set training.workers={fit}, or provide more cores {more}")
 
 
 def check_memory() -> Finding:
-    """What kills for memory first, and how much is left to it."""
+    """Check the memory left below the tightest limit."""
     limit = tightest(sample_system(os.getpid()), MemoryPolicy())
     value = f"{format_size(limit.limit_bytes)} ({limit.name}), {format_size(limit.used_bytes)} in use"
     if limit.left_bytes < _RAM_LEFT_SHARE * limit.limit_bytes:
-        return Finding("warn", value, "stop what else runs here, or raise the limit (docker run --memory)")
+        return Finding("warn", value, "stop other programs, or raise the limit (docker run --memory)")
     return Finding("ok", value)
 
 
 def check_shm(need_bytes: int) -> Finding:
-    """/dev/shm against what Ray's object stores need."""
+    """Compare the free space in /dev/shm with the need of Ray's object stores."""
     shared = Path("/dev/shm")
-    option = f"--shm-size={math.ceil(1.1 * need_bytes / GIB)}g"  # with room for what else lies there
+    option = f"--shm-size={math.ceil(1.1 * need_bytes / GIB)}g"  # with room for other files
     if not shared.is_dir():
         remedy = f"start the container with {option}"
-        return Finding("warn", "there is no /dev/shm: Ray would keep its object store on disk", remedy)
+        return Finding("warn", "/dev/shm does not exist, so Ray would keep its object store on disk", remedy)
     free = shutil.disk_usage(shared).free
     value = f"{format_size(free)} free in /dev/shm, {format_size(need_bytes)} needed"
     if need_bytes > free:
@@ -106,20 +106,20 @@ def check_shm(need_bytes: int) -> Finding:
 
 
 def check_disk(directory: Path, checkpoint_bytes: int = 0, kept: int = 0) -> Finding:
-    """Whether the run directory can be written and locked, and has room for its checkpoints and one in writing.
+    """Check that the run directory can be written and locked, and has space for its checkpoints plus one.
 
     Args:
-        directory: that will be; its nearest existing parent is tried.
-        checkpoint_bytes, kept: size of a checkpoint, and how many are kept.
+        directory: need not exist; its nearest existing parent is tested.
+        checkpoint_bytes, kept: size and number of checkpoints.
     """
     there = nearest_existing(directory)
     if not there.is_dir():
-        return Finding("fail", f"{there} must be a folder; got a file", "move it away, or set VESUVIUS_RUNS")
+        return Finding("fail", f"{there} is a file, not a folder", "move it away, or set VESUVIUS_RUNS")
     try:
         _try_disk(there)
     except OSError as error:
         remedy = "give this user permission (docker run --user, or chown), or set VESUVIUS_RUNS to another folder"
-        return Finding("fail", f"{there} must be writable; got {error.strerror or error}", remedy)
+        return Finding("fail", f"{there} is not writable: {error.strerror or error}", remedy)
     free, need = free_disk_bytes(there), max((kept + 1) * checkpoint_bytes, _FEW_BYTES)
     value = f"{there}: writable, {format_size(free)} free"
     if checkpoint_bytes:
@@ -131,7 +131,7 @@ def check_disk(directory: Path, checkpoint_bytes: int = 0, kept: int = 0) -> Fin
 
 
 def _try_disk(directory: Path) -> None:
-    """Write, flush and lock a file for a moment.  Raises OSError, and StorageError without locks."""
+    """Write, flush and lock a temporary file.  Raises OSError, and StorageError without locks."""
     path = directory / f".doctor.{uuid.uuid4().hex}"
     try:
         with path.open("wb") as file:

@@ -1,1 +1,1 @@
-"""Where time and memory go.  In: clocks, /proc, cgroups, NVML.  Out: records, verdicts, the memory guard's orders."""
+"""Monitors time and memory.  In: clocks, /proc, cgroups, NVML.  Out: records, verdicts, orders of the memory guard."""

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: waiting for data, copying to the device, computing, and the rest.
+"""Splits the time of a step into waiting for data, copying to the device, computing, and the rest.
 
-On a CPU the host's clock is the truth.  On a GPU the device's clock is: events are recorded around the work and read a
-step or more later, so that the host never waits for the device because of its clock.
+On a CPU the host's clock counts.  On a GPU the device's clock does: events are recorded around the work and read a step
+or more later, so that the host never waits for the device just to read its clock.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Literal, NamedTuple
 import torch
 
 Part = Literal["forward", "backward", "optimizer", "comm"]
-"""What the device does.  Getting a batch ready on the device (cast, normalise, mirror) is part of "forward";
-clipping and the averages of the weights are part of "optimizer"; "comm" is waiting for other ranks."""
+"""Parts of the device's work.  Preparing a batch on the device (cast, normalise, mirror) counts as "forward", clipping
+and weight averages count as "optimizer", and "comm" is waiting for other ranks."""
 
 _PARTS = ("data", "h2d", "forward", "backward", "optimizer", "comm", "pause")
 
 Timed = Callable[[Part], AbstractContextManager[None]]
-"""`StepClock.computing`, or `untimed` where nobody asks where the time goes."""
+"""`StepClock.computing`, or `untimed` if no clock is needed."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of one optimizer step; data, h2d, forward, backward, optimizer, comm and other add up to step_s."""
 
-    step_s: float  # from the end of the step before to the end of this one
-    data_s: float  # the device had nothing to do because the batch was not there
+    step_s: float  # from the end of the previous step to the end of this one
+    data_s: float  # the device waited for a batch
     h2d_s: float  # the device waited for the copy from host to device
-    # forward_s, backward_s, optimizer_s: it computed (on a CPU: the same, by the host's clock)
+    # forward_s, backward_s, optimizer_s: the device computed (on a CPU, by the host's clock)
     forward_s: float
     backward_s: float
     optimizer_s: float
-    pause_s: float = 0.0  # of other_s, what went into work between the steps: validation, pictures, checkpoints
-    comm_s: float = 0.0  # it waited for other ranks: the part of the gradients' all-reduce that no backward pass hid
+    pause_s: float = 0.0  # part of other_s: work between steps, such as validation, pictures and checkpoints
+    comm_s: float = 0.0  # it waited for other ranks: the part of the all-reduce not hidden by the backward pass
 
     @property
     def gpu_s(self) -> float:
@@ -52,15 +52,15 @@ class StepTimes:
 
 
 def untimed(part: Part) -> AbstractContextManager[None]:
-    """In place of a clock: takes no time."""
+    """Stand-in for a clock that times nothing."""
     return nullcontext()
 
 
 class HostClock:
-    """Parts and steps by the host's clock: right where the host itself computes.
+    """Times steps by the host's clock, for a device that is the host.
 
-    Enter the context managers around the parts of a step, any number of times each, none within another, then call
-    `step_done`.  What is done between two steps (`pausing`) belongs to the later one.
+    Enter the context managers around the parts of a step, any number of times but not nested, then call `step_done`.
+    Work between two steps (`pausing`) belongs to the later one.
     """
 
     def __init__(self) -> None:
@@ -87,14 +87,14 @@ class HostClock:
         self._last_end = now
 
     def finished(self, wait: bool = False) -> list[StepTimes]:
-        """The steps finished since the last call, in order; with `wait`, all that were begun."""
+        """Return the steps finished since the last call, in order; with `wait`, all steps begun."""
         done, self._done = self._done, []
         return done
 
 
 @contextmanager
 def _spending(spent: dict[str, float], name: str, now: Callable[[], float] = time.perf_counter) -> Iterator[None]:
-    """Adds the seconds that it is entered for."""
+    """Add the time spent in the context."""
     started = now()
     try:
         yield
@@ -102,42 +102,41 @@ def _spending(spent: dict[str, float], name: str, now: Callable[[], float] = tim
         spent[name] += now() - started
 
 
-_Stretch = tuple[torch.cuda.Event, torch.cuda.Event]
-"""The events at the begin and the end of something that the device does."""
+_Span = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Begin and end of some work of the device."""
 
 
 @dataclass
-class _Meanwhile:
-    """What the host asked for and did since it queued the stretch of computing before."""
+class _HostActivity:
+    """Copies, waits and pauses of the host since it queued the previous span of computing."""
 
-    copied: list[_Stretch] = field(default_factory=list)
+    copied: list[_Span] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "pause": 0.0})
 
 
 class _Computed(NamedTuple):
-    """A stretch of computing, and what the gap in front of it may be due to."""
+    """A span of computing, and what may explain the gap before it."""
 
     part: Part
     begin: torch.cuda.Event
     end: torch.cuda.Event
-    meanwhile: _Meanwhile
+    before: _HostActivity
 
 
 class CudaClock:
-    """As `HostClock`, by the device's clock, without a synchronize per step.
+    """Times steps by the device's clock, without a synchronize per step; used as `HostClock`.
 
     Time in which the device computes is forward, backward or optimizer, whatever the host does meanwhile.  Each gap
-    between two stretches of computing is split by what the host did between queueing the two: the part of its copies
-    that lies within the gap is h2d_s, at most its wait is data_s, the rest is other_s, of which at most its pause is
-    pause_s.  What hides behind computing is 0, but for this: when the host waited is not known on the device's clock,
-    so a hidden wait counts where its own gap is there for another reason, such as launching kernels.
+    between two spans of computing is split by what the host did between queueing them: copies within the gap are h2d_s,
+    then the host's wait is data_s, and the rest is other_s, of which the host's pause is pause_s.  Waits hidden behind
+    computing count as 0, with one exception: the device's clock does not show when the host waited, so a hidden wait
+    counts if its gap exists for another reason, such as launching kernels.
 
-    Events are used again once the step that they belong to has been read, so there are as many as the steps in flight
-    need, however long the run.
+    Events are reused once their step has been read, so their number is bounded by the steps in flight.
 
     Args:
-        new_event: makes an event that can time.
-        now: the host's clock, seconds.
+        new_event: makes an event with timing enabled.
+        now: host clock, in seconds.
     """
 
     def __init__(
@@ -147,37 +146,37 @@ class CudaClock:
         self._now = now
         self._free: list[torch.cuda.Event] = []
         self._end_before = self._recorded()
-        self._step: list[_Computed] = []  # the computing of the present step, in order
-        self._meanwhile = _Meanwhile()
+        self._step: list[_Computed] = []  # of the current step, in order
+        self._activity = _HostActivity()
         self._pending: deque[list[_Computed]] = deque()
 
     def waiting(self) -> AbstractContextManager[None]:
-        return _spending(self._meanwhile.spent, "data", self._now)
+        return _spending(self._activity.spent, "data", self._now)
 
     def pausing(self) -> AbstractContextManager[None]:
-        return _spending(self._meanwhile.spent, "pause", self._now)
+        return _spending(self._activity.spent, "pause", self._now)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Enter on the stream that copies.  The computing that is queued next must wait for what is copied."""
+        """Enter on the copying stream.  The computing queued next must wait for the copy."""
         begin = self._recorded()
         try:
             yield
         finally:
-            self._meanwhile.copied.append((begin, self._recorded()))
+            self._activity.copied.append((begin, self._recorded()))
 
     @contextmanager
     def computing(self, part: Part) -> Iterator[None]:
-        """Enter on the stream that computes."""
-        meanwhile, self._meanwhile = self._meanwhile, _Meanwhile()
+        """Enter on the computing stream."""
+        before, self._activity = self._activity, _HostActivity()
         begin = self._recorded()
         try:
             yield
         finally:
-            self._step.append(_Computed(part, begin, self._recorded(), meanwhile))
+            self._step.append(_Computed(part, begin, self._recorded(), before))
 
     def step_done(self) -> None:
-        # On the device's clock the step ended with its last computing: what the host did since is the next step's.
+        # On the device's clock the step ended with its last computing; what the host does after it belongs to the next.
         self._pending.append(self._step)
         self._step = []
 
@@ -192,9 +191,9 @@ class CudaClock:
                 break
             done.append(_split_step(step, self._end_before))
             events = [event for each in step for event in (each.begin, each.end)]
-            events += [event for each in step for copy in each.meanwhile.copied for event in copy]
+            events += [event for each in step for copy in each.before.copied for event in copy]
             self._free += [self._end_before, *(event for event in events if event is not end)]
-            self._end_before = end  # from which the next step counts
+            self._end_before = end
             self._pending.popleft()
         return done
 
@@ -205,21 +204,21 @@ class CudaClock:
 
 
 def _split_step(step: Sequence[_Computed], end_before: torch.cuda.Event) -> StepTimes:
-    """Read the events of a step that the device has finished."""
+    """Read the events of a finished step."""
     step_s = left_s = _seconds(end_before, step[-1].end)
     spent = dict.fromkeys(_PARTS, 0.0)
     for each in step:
-        # Each is rounded for itself: together they may seem longer than the step.
+        # Events are rounded: their sum may exceed the step.
         seconds = min(_seconds(each.begin, each.end), left_s)
         spent[each.part] += seconds
         left_s -= seconds
     gap_begin = end_before
     for each in step:
-        # How long the device waited for copies, for data and for a pause: together no more than the gap.
-        whole_s = _seconds(gap_begin, each.begin)
-        gap_s = min(whole_s, left_s)
-        copied_s = sum(_seconds_within(whole_s, each.begin, copy) for copy in each.meanwhile.copied)
-        for name, most_s in (("h2d", copied_s), *each.meanwhile.spent.items()):
+        # Waits for copies, data and a pause: together at most the gap.
+        full_s = _seconds(gap_begin, each.begin)
+        gap_s = min(full_s, left_s)
+        copied_s = sum(_seconds_within(full_s, each.begin, copy) for copy in each.before.copied)
+        for name, most_s in (("h2d", copied_s), *each.before.spent.items()):
             seconds = min(most_s, gap_s)
             spent[name] += seconds
             gap_s -= seconds
@@ -228,11 +227,11 @@ def _split_step(step: Sequence[_Computed], end_before: torch.cuda.Event) -> Step
     return StepTimes(step_s, **{f"{name}_s": seconds for name, seconds in spent.items()})
 
 
-def _seconds_within(gap_s: float, gap_end: torch.cuda.Event, copy: _Stretch) -> float:
-    """How long of a copy lies within the gap that ends once it is over.
+def _seconds_within(gap_s: float, gap_end: torch.cuda.Event, copy: _Span) -> float:
+    """Return the part of a copy, in seconds, that lies within the gap that ends after it.
 
-    Measured back from the gap's end, which comes last: a copy may begin before the gap or, where the host is far
-    ahead, before the step, and CUDA does not say what it answers for two events in the wrong order.
+    Measured backwards from the gap's end, the latest event: a copy may begin before the gap or, if the host is far
+    ahead, before the step, and CUDA does not define the elapsed time of two events in reverse order.
     """
     since_begin_s, since_end_s = (_seconds(event, gap_end) for event in copy)
     return max(0.0, min(since_begin_s, gap_s) - min(since_end_s, gap_s))
@@ -246,5 +245,5 @@ StepClock = HostClock | CudaClock
 
 
 def make_clock(device: torch.device) -> StepClock:
-    """The clock of the device that computes.  The first step is counted from here."""
+    """Return the clock for a device.  The first step begins now."""
     return CudaClock() if device.type == "cuda" else HostClock()

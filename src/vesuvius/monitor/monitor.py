@@ -1,8 +1,8 @@
-"""Samples the run every second, writes what it saw every minute, and says how near a kill is.
+"""Samples memory every second, records it every minute, and warns when memory is close to a limit.
 
-What it sees goes to `system.jsonl` (min, mean, max), to `recent.jsonl` (each sample of the last two minutes) and, where
-the guard finds that something must be done, to the loop as an `Order`.  One thread samples and judges, another writes:
-a disk or a GPU driver that hangs does not blind the guard.
+Output: `system.jsonl` (min, mean, max), `recent.jsonl` (each sample of the last two minutes) and, if the guard has to
+act, an `Order` for the loop.  One thread samples and judges, another writes, so that a hung disk or GPU driver does not
+blind the guard.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ log = logging.getLogger(__name__)
 GuardMode = Literal["off", "warn", "act"]
 
 RECORD_S = 60.0
-# So many records at the beginning are of one sample each: short runs and profiles have a course, too.
+# The first records hold one sample each, so that short runs and profiles have curves, too.
 SINGLE_RECORDS = 30
 _RATES_OVER_S = 10.0
 _BLIND_EVERY_S = 600.0
 _DISK_EVERY_S = 60.0
 _JOIN_S = 2.0
-_VRAM_S = 0.5  # takes microseconds; of a GPU that has failed the driver may never answer
+_VRAM_S = 0.5  # takes microseconds; the driver of a failed GPU may never answer
 
 
 @dataclass(frozen=True)
 class LoopStatus:
-    """What the loop tells the monitor, which knows nothing of it."""
+    """State of the training loop, for the monitor."""
 
     step: int = 0  # optimizer steps done
-    step_s: float = 0.0  # how long the longest recent step took
-    # private memory of each reader by pid, as it last said; those on other machines too
+    step_s: float = 0.0  # longest recent step
+    # private memory of each reader by pid, as last reported; includes readers on other machines
     readers: Mapping[int, int] = field(default_factory=dict)
     # pids of the readers on this machine, which may be children of a Ray that another process started
     local_readers: frozenset[int] = frozenset()
-    workers: int | None = None  # readers that there are now
-    can_shrink: bool = False  # whether there are readers or batches ahead to do without
+    workers: int | None = None  # current number of readers
+    can_shrink: bool = False  # whether readers or prefetched batches can be reduced
     can_drop: bool = False  # whether volumes are kept in memory
 
 
@@ -67,20 +67,19 @@ class Monitor:
     """Samples until it is closed.  A context manager.
 
     Args:
-        directory: of the run, in which it writes.
-        policy: what memory is held against.
+        directory: run directory to write to.
         watcher: samples the run's processes.
-        vram, gpu_uuid: memory and identity of the trainer's GPU; None without one.
+        vram, gpu_uuid: memory and UUID of the trainer's GPU; None without one.
         guard: off = no warnings and no orders; warn = no orders.
-        on_exit: called in the sampling thread, once, when the guard orders to exit: that cannot wait for the loop.
+        on_exit: called once in the sampling thread when the guard orders an exit, which cannot wait for the loop.
         on_record: called in the writing thread with each record of `system.jsonl`.
-        silence: what the run waits for, and for how many seconds there was no sign of life, as the watchdog knows.
+        silence: what the run waits for, and seconds since the last sign of life, from the watchdog.
 
     Attributes:
-        told: set by the loop.
-        sample: the last one.
-        risk: how it was judged.
-        order: what the guard wants to be done now; None = nothing.
+        loop_status: set by the loop.
+        sample: latest sample.
+        risk: risk at that sample.
+        order: pending order of the guard, or None.
     """
 
     def __init__(
@@ -108,10 +107,10 @@ class Monitor:
         self._silence = silence
         self._watch, self._guard = RiskWatch(policy), Guard(policy)
         self._obeyed = False
-        self._say_blind_again_s = -math.inf
-        self._moments: deque[MemorySample] = deque(maxlen=KEPT)
+        self._warn_blind_again_s = -math.inf
+        self._last_samples: deque[MemorySample] = deque(maxlen=KEPT)
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
-        self._here: set[int] = set()
+        self._local: set[int] = set()
         self._directory = directory.path
         self._disk: dict[str, int] | None = None
         self._disk_due_s = -math.inf
@@ -122,7 +121,7 @@ class Monitor:
         self.risk: Risk
         self._recent = RecentFile(directory.recent)
         self._records = JsonLines(directory.system)
-        self._writer = AsyncWriter("monitor-writer", self._say_blind)
+        self._writer = AsyncWriter("monitor-writer", self._warn_blind)
         self.sample = watcher.sample()
         self._judge(self.sample, Level.LOW)
         self._keep(self.sample, None)
@@ -136,41 +135,41 @@ class Monitor:
         self._stop.set()
         self._thread.join(_JOIN_S)
         if self._thread.is_alive() or not self._writer.close(_JOIN_S):
-            # In a driver, or on a disk, that does not answer; it must not hold up the end.
-            log.warning("the monitor did not end within %.0f s and is abandoned with its files open", _JOIN_S)
+            # A hung driver or disk must not delay the end of the run.
+            log.warning("the monitor did not stop within %.0f s; its files stay open", _JOIN_S)
             return
         for file in (self._records, self._recent):
             file.close()
 
     def ram(self) -> tuple[int, int]:
-        """Bytes of memory that the run uses, and the limit."""
+        """Memory used by the run and its limit, in bytes."""
         return self.sample.used_bytes, tightest(self.sample, self._policy).limit_bytes
 
     def rates(self) -> Rates | None:
-        """What cores did in the last ten seconds; None at the beginning."""
-        samples = tuple(self._samples)  # a copy in one go: the monitor's thread appends to it
+        """CPU use over the last ten seconds; None at the beginning."""
+        samples = tuple(self._samples)  # an atomic copy: the monitor's thread appends
         return rates_between(samples[0], samples[-1]) if len(samples) > 1 else None
 
     def gpu_busy(self) -> float | None:
-        """Share of the last ten seconds in which a kernel ran on the trainer's GPU, as NVML says; None = not known."""
+        """Share of the last ten seconds in which a kernel ran on the trainer's GPU, from NVML; None if unknown."""
         seen = [gpu for sample in tuple(self._samples) for gpu in sample.gpus if gpu.busy is not None]
         known = [gpu.busy or 0.0 for gpu in seen if self._gpu_uuid and self._gpu_uuid in gpu.uuid]
         return sum(known) / len(known) if known else None
 
     def stopped_readers(self) -> int:
-        """Readers of this machine that a signal (SIGSTOP) or a debugger holds now."""
+        """Number of local readers that a signal (SIGSTOP) or a debugger holds now."""
         return sum(process.is_stopped and process.pid in self.loop_status.readers for process in self.sample.processes)
 
     def memory_is_short(self) -> bool:
-        """Whether there is a warning, or the guard has made the readers smaller in this session."""
+        """Whether the risk is above LOW or the guard has reduced the readers in this session."""
         return self._obeyed or self.risk.level > Level.LOW
 
     def recent_samples(self) -> list[MemorySample]:
         """The samples of the last two minutes."""
-        return list(self._moments)
+        return list(self._last_samples)
 
     def carried_out(self) -> None:
-        """The loop has done what was ordered: readers were restarted."""
+        """Tell the guard that its order was carried out: readers were restarted."""
         with self._judging:
             self._guard.carried_out(time.monotonic())
             self._watch.restart()
@@ -178,13 +177,13 @@ class Monitor:
             self._obeyed = True
 
     def saved(self) -> None:
-        """The loop has saved a checkpoint as ordered."""
+        """Tell the guard that the checkpoint it ordered was saved."""
         with self._judging:
             self._guard.saved()
             self.order = None
 
     def readers_changed(self) -> None:
-        """Readers were restarted, though the guard had not ordered it; what grew before says nothing."""
+        """Forget earlier growth: readers were restarted for another reason."""
         self._watch.restart()
 
     def _run(self) -> None:
@@ -198,16 +197,16 @@ class Monitor:
                 sample, vram = self._sample_once()
                 samples.append(sample)
                 vrams += [vram] if vram is not None else []
-                # What grows dangerous is told at once: alerts are made of these records.
+                # A rising risk is recorded at once: alerts use these records.
                 rises, level = self.risk.level > level, self.risk.level
                 if stopped or rises or single > 0 or len(samples) >= most:
-                    step, readers = self.loop_status.step, self._moments[-1].reader_bytes
+                    step, readers = self.loop_status.step, self._last_samples[-1].reader_bytes
                     limit_bytes = tightest(sample, self._policy).limit_bytes
                     window = SystemWindow(step, samples, vrams, limit_bytes, readers, self.risk, self.rates())
                     self._writer.submit(partial(self._write, window))
                     samples, vrams, single = [], [], single - 1
-            except Exception:  # a monitor must not end the run it watches; the log says that it is blind
-                self._say_blind()
+            except Exception:  # a failing monitor must not end the run
+                self._warn_blind()
 
     def _sample_once(self) -> tuple[SystemSample, VramUse | None]:
         self._watcher.include(self.loop_status.local_readers)
@@ -222,52 +221,52 @@ class Monitor:
         return sample, vram
 
     def _judge(self, sample: SystemSample, before: Level) -> None:
-        """How near a kill is; says so when that has changed, and what the guard makes of it."""
-        told, ordered = self.loop_status, self.order
+        """Judge the risk, log when its level changes, and ask the guard for an order."""
+        loop, ordered = self.loop_status, self.order
         with self._judging:
             self.risk = risk = self._watch.add(sample)
             if self._mode == "act":
                 self.order = self._guard.judge(
-                    time.monotonic(), risk, told.step_s, told.can_shrink, told.readers, told.can_drop
+                    time.monotonic(), risk, loop.step_s, loop.can_shrink, loop.readers, loop.can_drop
                 )
             order = self.order
         if self._mode != "off" and risk.level > before:
-            text = f"risk of an out of memory kill {risk.level.name}: {risk.reason}"
+            text = f"risk of an out of memory kill is {risk.level.name}: {risk.reason}"
             if risk.is_of_others(self._policy):
                 held = format_size(run_bytes(sample, self._policy))
-                text += f"; this run holds {held} of the memory in use, and other programs the rest (see top -o %MEM)"
+                text += f"; this run uses {held} of it, other programs the rest (see top -o %MEM)"
             self._writer.submit(partial(log.warning, "%s", text))
         elif self._mode != "off" and risk.level < before:
-            self._writer.submit(partial(log.info, "memory risk is %s again", risk.level.name))
+            self._writer.submit(partial(log.info, "memory risk is back to %s", risk.level.name))
         if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
             self._on_exit(order)
 
-    def _say_blind(self) -> None:
-        """Seldom: what fails each second would fill the log."""
+    def _warn_blind(self) -> None:
+        """Log that sampling failed, at most every ten minutes."""
         now = time.monotonic()
-        if now >= self._say_blind_again_s:
-            self._say_blind_again_s = now + _BLIND_EVERY_S
+        if now >= self._warn_blind_again_s:
+            self._warn_blind_again_s = now + _BLIND_EVERY_S
             self._writer.submit(partial(log.warning, "sampling failed; retrying", exc_info=sys.exc_info()))
 
     def _keep(self, sample: SystemSample, vram: VramUse | None) -> None:
-        told, risk, first = self.loop_status, self.risk, self.risk.limits[0]
+        loop, risk, first = self.loop_status, self.risk, self.risk.limits[0]
         held = {process.pid: process.anon_bytes for process in sample.processes}
-        self._here |= held.keys() & told.readers.keys()
-        # A reader of this machine that is gone holds nothing, whatever it has said last.
-        gone, (awaits, silent_s) = self._here - held.keys(), self._silence()
-        moment = MemorySample(
+        self._local |= held.keys() & loop.readers.keys()
+        # A local reader that has ended holds nothing, whatever it last reported.
+        gone, (awaits, silent_s) = self._local - held.keys(), self._silence()
+        recent = MemorySample(
             time=sample.time,
-            step=told.step,
+            step=loop.step,
             used_bytes=sample.used_bytes,
             shared_bytes=sample.shared_bytes,
             trainer_bytes=sample.processes[0].anon_bytes,
-            reader_bytes={pid: held.get(pid, said) for pid, said in told.readers.items() if pid not in gone},
+            reader_bytes={pid: held.get(pid, size) for pid, size in loop.readers.items() if pid not in gone},
             killer=first.name,
             killer_used_bytes=first.used_bytes,
             kills_at_bytes=first.kills_at_bytes,
             level=risk.level.name,
             reason=risk.reason,
-            workers=told.workers,
+            workers=loop.workers,
             vram_used_bytes=vram.reserved_bytes if vram else None,
             vram_limit_bytes=vram.total_bytes if vram else None,
             cgroup_oom_kills=sample.cgroup.oom_kills if sample.cgroup else None,
@@ -275,15 +274,15 @@ class Monitor:
             awaits=awaits,
             silent_s=silent_s,
         )
-        self._moments.append(moment)
-        self._writer.submit(partial(self._recent.write, moment))
+        self._last_samples.append(recent)
+        self._writer.submit(partial(self._recent.write, recent))
 
     def _write(self, window: SystemWindow) -> None:
         record = self._records.write("system", **system_figures(window), disk=self._disk_use())
         self._on_record(record)
 
     def _disk_use(self) -> dict[str, int] | None:
-        """Once a minute, as it walks the run directory; None where the disk does not tell."""
+        """Free space and size of the run directory, at most once a minute; None if the disk cannot tell."""
         if time.monotonic() >= self._disk_due_s:
             self._disk_due_s, self._disk = time.monotonic() + _DISK_EVERY_S, None
             with suppress(OSError):
@@ -293,9 +292,9 @@ class Monitor:
 
 
 def kills_text(was: CgroupUse | None, now: CgroupUse | None) -> str:
-    """What to say where the kernel has killed a process, such as one of Ray's own, of which nobody else hears."""
+    """Message about processes that the kernel killed between two samples, Ray's own included; '' if there are none."""
     if was is None or now is None or was.path != now.path or (now.oom_kills or 0) <= (was.oom_kills or 0):
         return ""
     killed = f"{format_count((now.oom_kills or 0) - (was.oom_kills or 0), 'process')} of cgroup {now.path}"
     remedy = "see `vesuvius memcheck`, lower training.workers or monitor.ram_limit_gib"
-    return f"out of memory: the kernel has killed {killed}; {remedy}"
+    return f"out of memory: the kernel killed {killed}; {remedy}"

@@ -1,7 +1,6 @@
-"""The samples of the last two minutes, each of them, in `recent.jsonl`: they outlive the process, and memcheck and
-post-mortems read them.
+"""Keeps the memory samples of the last two minutes in `recent.jsonl`, for memcheck and post-mortems.
 
-Two files: once the newer one is full it becomes the older, whose samples are forgotten.
+There are two files: once the newer one is full, it replaces the older one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ KEPT = 120
 
 @dataclass(frozen=True)
 class MemorySample:
-    """What is kept of a sample."""
+    """Memory of a run at one time."""
 
     time: float  # seconds since 1970
     step: int  # optimizer steps done
@@ -32,30 +31,30 @@ class MemorySample:
     shared_bytes: int
     trainer_bytes: int  # private memory of the trainer
     reader_bytes: Mapping[int, int] = field(default_factory=dict)  # private memory of each reader, by pid
-    # killer, killer_used_bytes, kills_at_bytes: the first killer
+    # killer, killer_used_bytes, kills_at_bytes: the limit reached first, its use, and where it kills
     killer: str = ""
     killer_used_bytes: int = 0
     kills_at_bytes: int = 0
     # level, reason: of the risk
     level: str = "LOW"
     reason: str = ""
-    workers: int | None = None  # readers that there are now; None = not known
+    workers: int | None = None  # number of readers; None = unknown
     # vram_used_bytes, vram_limit_bytes: reserved by the trainer's allocator; None without a GPU
     vram_used_bytes: int | None = None
     vram_limit_bytes: int | None = None
-    # cgroup_oom_kills, machine_oom_kills: the kernel's counters; None where it does not count
+    # cgroup_oom_kills, machine_oom_kills: the kernel's counters; None if it does not count
     cgroup_oom_kills: int | None = None
     machine_oom_kills: int | None = None
-    # awaits, silent_s: what the loop waited for ("batch", "checkpoint"), and seconds since its last sign of life; None
-    # = not known
+    # awaits, silent_s: what the loop waited for ("batch", "checkpoint"), and seconds since its last sign of life
     awaits: str = ""
     silent_s: float | None = None
 
 
 class RecentFile:
-    """Writes samples; continues what an earlier session left.  Outlives a full disk, as `AppendFile` says.
+    """Writes samples, after those of earlier sessions; survives a full disk, see `AppendFile`.  For one thread.
 
-    One thread writes.  Raises OSError on opening.
+    Raises:
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, kept: int = KEPT) -> None:
@@ -66,25 +65,25 @@ class RecentFile:
     def write(self, sample: MemorySample) -> None:
         """Append a sample."""
         if self._lines >= self._kept:
-            self._begin_anew()
+            self._rotate()
         self._file.write_line(json.dumps(asdict(sample), separators=(",", ":")))
         self._lines += 1
 
     def close(self) -> None:
         self._file.close()
 
-    def _begin_anew(self) -> None:
+    def _rotate(self) -> None:
         self._lines, full = 0, self._file
         try:
-            os.replace(self._path, _before(self._path))  # also room on a full disk
+            os.replace(self._path, _before(self._path))  # also frees space on a full disk
             self._file = AppendFile(self._path)
             full.close()
         except OSError as error:
-            log.warning("cannot begin a new %s: %s; it grows until the folder is writable", self._path, error)
+            log.warning("cannot rotate %s: %s; it grows until the folder is writable", self._path, error)
 
 
 def read_recent(path: Path, kept: int = KEPT) -> list[MemorySample]:
-    """The last samples, oldest first; lines that are torn are passed over.  Empty without a file."""
+    """Return the last samples, oldest first, without torn lines; empty without a file."""
     return [*read_dataclasses(MemorySample, _before(path)), *read_dataclasses(MemorySample, path)][-kept:]
 
 

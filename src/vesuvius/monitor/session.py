@@ -1,6 +1,6 @@
-"""`session.json`: who is at work in a run directory, so that it can be watched, and its death noticed, from outside.
+"""`session.json` identifies the process of a run, so that others can watch it and notice its death.
 
-Written when a session begins and once more when it ends.  A session without an end whose process is gone was killed.
+Written when a session begins and again when it ends.  A session without an end whose process is gone was killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vesuvius.monitor.probes.system_sample import read_machine
 from vesuvius.runlog.files import boot_id, write_atomically
 from vesuvius.runlog.records import from_dict
 
-# The kernel counts starts in ticks of 10 ms; two that are nearer than this are the same.
+# The kernel records process starts in ticks of 10 ms; starts closer than this are the same.
 _SAME_START_S = 0.005
 
 
@@ -29,26 +29,26 @@ class SessionRecord:
     """One session of a run."""
 
     name: str  # of the run
-    # host, boot_id: where it runs, and which start of that machine; empty where the system does not tell
+    # host, boot_id: the machine, and which boot of it; empty if unknown
     host: str
     boot_id: str
     pid: int  # of the trainer
-    started_s: float  # seconds after boot: with the pid, its identity
+    started_s: float  # seconds after boot; identifies the process together with the pid
     begin_time: float  # seconds since 1970
     workers: int  # reader processes at the start
-    limits: MemoryPolicy  # what the session's memory is held against
-    # cgroup_oom_kills, machine_oom_kills: the kernel's counters at the beginning; None where it does not count
+    limits: MemoryPolicy
+    # cgroup_oom_kills, machine_oom_kills: the kernel's counters at the beginning; None if it does not count
     cgroup_oom_kills: int | None = None
     machine_oom_kills: int | None = None
-    # end_time, exit_code: of its end; None while it lives, and for ever where it was killed
+    # end_time, exit_code: of its end; None while it runs, and if it was killed
     end_time: float | None = None
     exit_code: int | None = None
-    pid_namespace: str = ""  # in which `pid` counts (each container has its own); empty where the system does not tell
-    cgroup: str = ""  # path of its memory cgroup, whose count of kills `cgroup_oom_kills` is; empty without one
+    pid_namespace: str = ""  # of `pid` (each container has its own); empty if unknown
+    cgroup: str = ""  # path of its memory cgroup; empty without one
 
 
 def begin_session(path: Path, name: str, workers: int, limits: MemoryPolicy) -> SessionRecord:
-    """Write down that this process is at work; returns what was written.  Raises OSError: it cannot be written."""
+    """Record that this process has begun a session, and return the record.  Raises OSError."""
     pid = os.getpid()
     process, cgroup = read_process(pid), read_cgroup(pid)
     record = SessionRecord(
@@ -70,12 +70,12 @@ def begin_session(path: Path, name: str, workers: int, limits: MemoryPolicy) -> 
 
 
 def end_session(path: Path, record: SessionRecord, exit_code: int) -> None:
-    """Write down that it has ended.  Raises OSError: it cannot be written."""
+    """Record the end of a session.  Raises OSError."""
     _write(path, replace(record, end_time=time(), exit_code=exit_code))
 
 
 def read_session(path: Path) -> SessionRecord | None:
-    """The last session of a run; None where none was written or the file is damaged."""
+    """Return the last session of a run; None if there is none or the file is damaged."""
     try:
         return from_dict(SessionRecord, json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -83,18 +83,18 @@ def read_session(path: Path) -> SessionRecord | None:
 
 
 def is_alive(record: SessionRecord) -> bool | None:
-    """Whether its process lives (a zombie does not); None where that cannot be seen from here: on another machine, from
-    another container than the run's or outside of it, or where the system does not tell which machine this is."""
+    """Whether the session's process is alive (a zombie is not); None if that cannot be seen from here: it runs on
+    another machine or in another PID namespace, or the machine cannot be identified."""
     here = boot_id()
     if not here or not record.boot_id:
         return None
-    if here != record.boot_id:  # the same machine under its name, restarted: nothing has survived that
+    if here != record.boot_id:  # the same machine, restarted
         return False if record.host == os.uname().nodename else None
     return find_pid(record) is not None if record.pid_namespace == pid_namespace() else None
 
 
 def find_pid(record: SessionRecord) -> int | None:
-    """The session's process; None where it is not there, or is called otherwise here (in another container)."""
+    """Return the pid of the session's process; None if it has ended or is in another PID namespace."""
     if not record.boot_id or boot_id() != record.boot_id or record.pid_namespace != pid_namespace():
         return None
     process = read_process(record.pid)

@@ -1,4 +1,4 @@
-"""What the monitor writes of some samples: a record of `system.jsonl`."""
+"""Summarises the monitor's samples as a record of `system.jsonl`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from vesuvius.monitor.probes.vram import VramUse
 
 @dataclass(frozen=True)
 class SystemWindow:
-    """What was seen between two records."""
+    """Samples between two records."""
 
     step: int  # optimizer steps done
     samples: Sequence[SystemSample]  # at least one, in order
-    vrams: Sequence[VramUse]  # of the trainer's GPU, as many or none
-    limit_bytes: int  # what the run may use
+    vrams: Sequence[VramUse]  # of the trainer's GPU; one per sample, or none
+    limit_bytes: int  # memory that the run may use
     readers: Mapping[int, int]  # private memory of each reader, by pid
     risk: Risk  # of the last sample
     rates: Rates | None  # of the last ten seconds; None at the beginning
 
 
 def system_figures(window: SystemWindow) -> dict[str, Any]:
-    """The fields of the record: [min, mean, max] where a figure moves within the window; null is not known.  Pure."""
+    """Return the fields of the record: [min, mean, max] for figures that vary, null for unknown ones.  Pure."""
     samples, last, rates, risk = window.samples, window.samples[-1], window.rates, window.risk
     gpus: dict[str, list[GpuUse]] = {}
-    for gpu in (gpu for sample in samples for gpu in sample.gpus):  # one that fails to answer is left out
+    for gpu in (gpu for sample in samples for gpu in sample.gpus):  # without GPUs that fail to answer
         gpus.setdefault(gpu.uuid, []).append(gpu)
     figures: dict[str, Any] = {
         "step": window.step,
@@ -54,7 +54,7 @@ def system_figures(window: SystemWindow) -> dict[str, Any]:
     if rates is not None:
         own = rates.process_cores
         figures["cores_busy"] = round(sum(rates.core_busy), 2)
-        figures["core_busy"] = _shares(rates.core_busy)  # over the cores: each one would be too much on large machines
+        figures["core_busy"] = _shares(rates.core_busy)  # over all cores: one figure per core would be too long
         figures["reader_cores"] = {str(pid): round(own[pid], 2) for pid in window.readers if pid in own}
         figures["trainer_cores"] = round(own.get(last.processes[0].pid, 0.0), 2)
     return figures
@@ -82,5 +82,5 @@ def _sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def _shares(values: Sequence[float]) -> list[float] | None:
-    """Rounded: a month of these must stay below 100 MB."""
+    """Return min, mean and max, rounded: a month of records must stay below 100 MB."""
     return [round(value, 2) for value in (min(values), sum(values) / len(values), max(values))] if values else None

@@ -1,7 +1,7 @@
-"""What holds a run up: from the figures of some steps to one line with the proof and what to try next.  Pure.
+"""Finds the bottleneck of a run: from the figures of some steps to one line with evidence and a setting to try.  Pure.
 
-The device either computes or waits: for data, for copies, for the host.  Where it waits for data, the cause is looked
-for from the trainer backwards: batches ahead, cutting, readers, store.  Each rule stands where it is applied.
+The device either computes or waits: for data, for copies, for the host.  If it waits for data, the cause is traced back
+from the trainer: prefetched batches, cutting, readers, store.
 """
 
 from __future__ import annotations
@@ -30,39 +30,37 @@ Cause = Literal[
 
 # Shares of the working time: waiting is fine below the first, computing above the second.
 _WAITS_GOOD, _COMPUTES_GOOD = 0.15, 0.80
-# Bytes a second that a network gives when it is used up: 1 Gbit/s.
+# Throughput of a saturated 1 Gbit/s link, in bytes per second.
 _LINK_BYTES_S = 125e6
-# A reader that is busy for less of the time than this is not what the trainer waits for; one that is busy for more
-# than the latter fills no larger queue either.
+# Readers busy for less of the time than the first are not the bottleneck; above the second, a larger queue stays empty.
 _BUSY, _SATURATED = 0.5, 0.9
-# Cores that work for less than this share of the time in which a reader is busy: it waits for the disk.
+# A reader whose CPU use is below this share of its busy time waits for the disk.
 _WAITS_FOR_DISK = 0.5
-# More requests in flight per reader than this have not been seen to help.
+# More requests in flight per reader than this have never helped.
 _REQUESTS_MOST = 64
-# A store that makes us try again as often as this is asked too much.
+# A store with this share of retries is overloaded.
 _RETRIES_MANY = 0.05
 _VRAM_PLENTY = 0.5
-# Kernels that run for less than this share of the stretches in which they are queued are launched too slowly.
+# Kernels that run for less than this share of the time they are queued are launched too slowly.
 _LAUNCHING = 0.7
-# Where fewer of the readers have a task, more of them would not help, and these are busier than they seem.
+# If fewer of the readers have a task, more readers would not help.
 _WITH_WORK = 0.75
-# More readers than this to a core, all decoding, are in each other's way.
+# More decoding readers per core than this slow each other down.
 _READERS_PER_CORE = 2
-# Where others use this share of the cores, a trainer with more threads than are left waits in each of its
-# operations for the thread that has none.
+# If other programs use this share of the cores, a trainer with more threads than free cores waits in each operation
+# for the thread without a core.
 _OTHERS_CROWD = 0.25
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds a run up."""
+    """The bottleneck of a run."""
 
-    # kind, cause: the cause is None unless data-bound
     kind: Kind
-    cause: Cause | None
-    evidence: str  # the figures that say so
-    overrides: tuple[str, ...]  # what to try next, to be written after `vesuvius train`; empty where there is nothing
-    advice: str  # in words
+    cause: Cause | None  # None unless data-bound
+    evidence: str  # the figures behind it
+    overrides: tuple[str, ...]  # settings to try next, as arguments of `vesuvius train`; may be empty
+    advice: str  # for people
     window: Window  # all figures
 
     @property
@@ -72,28 +70,28 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """In one line."""
+        """The verdict in one line."""
         return (
             f"{self.bottleneck}: {self.evidence}; step p50 {self.window.step_p50_s:.3g} s, p95 "
             f"{self.window.step_p95_s:.3g} s over {self.window.steps} steps; {self.advice}"
         )
 
     def line(self, step: int, steps: int) -> str:
-        """For the log."""
+        """Line for the log."""
         return f"Verdict step {step}/{steps} {self.text}"
 
     def record(self) -> dict[str, Any]:
-        """For metrics.jsonl, unrounded."""
+        """Record for metrics.jsonl, unrounded."""
         words: dict[str, Any] = {"bound": self.kind, "cause": self.cause, "text": self.text, "evidence": self.evidence}
         words |= {"overrides": list(self.overrides), "advice": self.advice}
         return words | self.window.shares | asdict(self.window)
 
 
 def judge(window: Window, knobs: Knobs) -> Verdict:
-    """Say what holds a run up, and what to try next.  Pure.
+    """Find the bottleneck and what to try next.  Pure.
 
-    Compute-bound is good: the device computes for most of the time, or nothing else takes long.  Otherwise what the
-    device waits for longest.  What a signal or a quota took from the run is said with it.
+    Compute-bound is good: the device computes most of the time, or no wait is long.  Otherwise the longest wait
+    decides.  The evidence also names other programs, CPU quotas and signals that slow the run down.
     """
     found = _Judgement(window, knobs).verdict()
     evidence = found.evidence
@@ -104,7 +102,7 @@ def judge(window: Window, knobs: Knobs) -> Verdict:
         evidence += f", the quota{quota} was used up in {_percent(window.throttled_share)} of its periods"
     if not window.stopped_readers:
         return replace(found, evidence=evidence)
-    evidence += f", a signal (SIGSTOP) or a debugger holds {format_count(window.stopped_readers, 'reader')}"
+    evidence += f", a signal (SIGSTOP) or a debugger has stopped {format_count(window.stopped_readers, 'reader')}"
     if found.kind != "data-bound":
         return replace(found, evidence=evidence, advice=f"{found.advice}; `kill -CONT` resumes readers")
     advice = "no setting helps while readers are stopped: `kill -CONT` resumes them"
@@ -128,23 +126,25 @@ class _Judgement:
             return self._data_bound(f"waited for data {share}")
         if longest == copies:
             evidence = f"waited for copies to the device {share}, {format_size(w.delivered_bytes / w.steps)} per step"
-            advice = "nothing to try: voxels travel in their stored dtype; check the GPU's link (nvidia-smi -q)"
+            advice = "no setting to try: voxels are copied in their stored dtype; check the GPU's link (nvidia-smi -q)"
             return self._found("transfer-bound", evidence, advice)
         if longest == host:
             return self._host_bound(f"the device waited for the host {share}")
-        advice = "nothing to change here: see the log, below ranks/, of the rank that the step line calls slowest; "
-        advice += "if all are alike the network is slow, and a larger training.accumulate_steps uses it less"
+        advice = (
+            "no setting to try: see the log in ranks/ of the slowest rank, named in the step line; if all are equally "
+        )
+        advice += "slow, the network is the bottleneck, and a larger training.accumulate_steps uses it less"
         return self._found("comm-bound", f"waited for other ranks {share}", advice)
 
     def _found(self, kind: Kind, evidence: str, advice: str, *overrides: str, cause: Cause | None = None) -> Verdict:
-        """Where there are overrides, these are the advice."""
+        """Build the verdict; overrides replace the advice."""
         return Verdict(kind, cause, evidence, overrides, f"try {' '.join(overrides)}" if overrides else advice, self.w)
 
     def _data(self, cause: Cause, evidence: str, advice: str, *overrides: str) -> Verdict:
         return self._found("data-bound", evidence, advice, *overrides, cause=cause)
 
     def _more(self, cause: Cause, evidence: str, what: str, override: str) -> Verdict:
-        """More readers or batches ahead, which take memory."""
+        """Advise more readers or prefetched batches, unless memory is short."""
         if self.k.memory_is_short:
             advice = f"more {what} would help, but memory is short; lower data.regions_in_flight first"
             return self._data(cause, evidence, advice)
@@ -154,7 +154,7 @@ class _Judgement:
         w, k = self.w, self.k
         computes, waits, *_ = w.shares.values()
         if k.on_gpu and w.gpu_busy is not None and w.gpu_busy < _LAUNCHING * computes:
-            kernels = f"kernels ran only {_percent(w.gpu_busy)}: launching them is the limit"
+            kernels = f"kernels ran only {_percent(w.gpu_busy)}: launching them is the bottleneck"
             return self._host_bound(f"the GPU had work {_percent(computes)} of the time, but {kernels}")
         gpu_s = w.forward_s + w.backward_s + w.optimizer_s
         parts = " ".join(
@@ -166,19 +166,21 @@ class _Judgement:
             f"{parts}), waited for data {_percent(waits)}"
         )
         if not k.on_gpu:
-            advice = "nothing to change: the device is a CPU"
+            advice = "the CPU is the bottleneck: no data-path setting will help"
             left = max(int(w.cores - w.others_cores - (w.reader_cores or 0.0)), 1)
             if w.others_cores >= _OTHERS_CROWD * w.cores and k.threads is not None and k.threads > left:
-                evidence += f", {k.threads} threads of the trainer wait for each other"
-                advice = f"try OMP_NUM_THREADS={left} in the environment, here of a --resume"
+                evidence += f", the trainer's {k.threads} threads wait for each other"
+                advice = f"try OMP_NUM_THREADS={left} in the environment of a --resume"
             return self._found("compute-bound", evidence, advice)
-        advice = "nothing to change: the device computes"
+        advice = "the GPU is the bottleneck: no data-path setting will help"
         if w.vram_share is not None and w.vram_share < _VRAM_PLENTY:
-            advice += f"; {_percent(1 - w.vram_share, 0)} of its memory is free for a larger training.train_batch_size"
+            advice += (
+                f"; {_percent(1 - w.vram_share, 0)} of the GPU's memory is free for a larger training.train_batch_size"
+            )
         return self._found("compute-bound", evidence, advice, *self._faster_steps())
 
     def _faster_steps(self) -> tuple[str, ...]:
-        """The next switch that may let a GPU compute faster; none changes what is learned beyond rounding."""
+        """Return the next switch that may speed up a GPU; none changes results beyond rounding."""
         k = self.k
         off = (
             ("training.amp=auto", k.amp == "off"),
@@ -189,31 +191,31 @@ class _Judgement:
         return next(((override,) for override, is_off in off if is_off), None) or self._larger_micro_batch()
 
     def _larger_micro_batch(self) -> tuple[str, ...]:
-        """The same effective batch in half as many pieces, where they fit."""
+        """Return the same effective batch in half as many micro-batches, if they fit."""
         batch, pieces = self.k.train_batch_size, self.k.accumulate_steps
         if pieces % 2 or self.w.vram_share is None or self.w.vram_share >= _VRAM_PLENTY:
             return ()
         return f"training.train_batch_size={2 * batch}", f"training.accumulate_steps={pieces // 2}"
 
     def _host_bound(self, evidence: str) -> Verdict:
-        """Launching kernels one by one, logging, or another thread of the trainer holds the interpreter."""
+        """Launching kernels, logging or another thread of the trainer delays the device."""
         w, k = self.w, self.k
         overrides: tuple[str, ...] = ()
         if k.on_gpu and k.workers == 0 and not k.resident and not k.memory_is_short:
             overrides = ("training.workers=2",)
         elif k.on_gpu:
             overrides = self._larger_micro_batch() if k.compile else ("training.compile=auto",)
-        advice = "nothing to try: no setting reduces the trainer's own work"
+        advice = "no setting reduces the trainer's own work"
         if w.idle_cores is not None and w.idle_cores < 1:
-            advice = "nothing to try: no core is idle; see what else runs on this machine"
+            advice = "no core is idle; see what else runs on this machine"
         return self._found("host-bound", evidence, advice, *overrides)
 
     def _data_bound(self, waited: str) -> Verdict:
         w, k = self.w, self.k
-        # Readers without a pause bring no more, however much is kept: the next queue would be as full and as empty.
+        # Readers without a pause deliver no more, however large the queue.
         saturated = max(self._readers_busy(), (w.reader_cores or 0.0) / max(k.workers, 1)) >= _SATURATED
-        # The rule of tf.data's autotuner: a buffer that was full and yet ran empty is too small for how data come.
-        # With endless places the feeder would have worked where it was held up: at most so much less would be waited.
+        # The rule of tf.data's autotuner: a buffer that was full and yet ran empty is too small.  With unlimited space
+        # the feeder would have worked while the queue was full, so the wait would shrink by at most that time.
         if w.ran_empty and w.queue_full_s >= w.data_s / 2 and not saturated:
             evidence = (
                 f"{waited}, though the prefetch was full {_percent(w.queue_full_s / w.working_s)} of the time and "
@@ -223,46 +225,46 @@ class _Judgement:
             return self._more("prefetch too small", evidence, "batches ahead", override)
         if w.cut_s > w.starved_s:
             evidence = f"{waited}, cutting patches into batches took {_percent(w.cut_s / w.working_s)}"
-            advice = "nothing to try: one thread of the trainer copies patches, and its memory is too slow"
+            advice = "no setting to try: the trainer's memory is too slow for the thread that copies patches"
             return self._data("cutting", evidence, advice)
         return self._readers_too_slow(waited)
 
     def _reader_s(self) -> float:
-        """Seconds of all readers in which they had reason to read."""
+        """Total time of all readers in which they had work."""
         return self.w.reading_s * max(self.k.workers, 1)
 
     def _readers_busy(self) -> float:
-        """Share of it in which they read or decoded; above 1 where blocks that were read before have come since."""
+        """Share of it spent reading or decoding; above 1 if blocks read earlier arrived in this window."""
         return (self.w.decode_s + (self.w.read_s or 0.0)) / self._reader_s()
 
     def _readers_too_slow(self, waited: str) -> Verdict:
-        """The feeder had nothing to cut: what were the readers doing?"""
+        """Find out what the readers were doing while the feeder had nothing to cut."""
         w, k = self.w, self.k
         if k.resident:
-            advice = "nothing to change: what has been read once stays in memory, and is not read again"
-            return self._data("first pass", f"{waited}, what memory does not hold yet was read", advice)
+            advice = "nothing to change: what has been read stays in memory"
+            return self._data("first pass", f"{waited}, voxels not yet in memory were read", advice)
         if w.working_readers is not None and w.working_readers < _WITH_WORK * k.workers:
             evidence = f"{waited}, {w.working_readers:.3g} of {format_count(k.workers, 'reader')} had a task on average"
-            fewer = "a lower data.regions_per_task or data.patches_per_region makes more of them"
-            advice = f"nothing to try: the samples left are too few tasks; in a new run, {fewer}"
+            more = "a lower data.regions_per_task or data.patches_per_region makes more tasks"
+            advice = f"the remaining samples are too few tasks; in a new run, {more}"
             return self._data("too few tasks", evidence, advice)
         read_s, busy = w.read_s or 0.0, self._readers_busy()
         on_core = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers
         if k.workers and max(busy, on_core or 0.0) < _BUSY:
-            advice = "nothing to try: regions are small for what Ray needs to pass one on; see data.region_size"
+            advice = "regions are small compared with Ray's overhead per region; see data.region_size"
             return self._data("handing over", f"{waited}, readers busy only {_percent(busy)}", advice)
         if read_s > w.decode_s:
             return self._store_too_slow(f"{waited}, readers waited for the store {_percent(read_s / self._reader_s())}")
         evidence = f"{waited}, readers busy {_percent(busy)}"
         waits_for_disk = on_core is not None and on_core < _WAITS_FOR_DISK * busy
         if w.read_s is None and waits_for_disk and w.free_cores >= 1:
-            evidence += f" but their cores {_percent(on_core or 0.0)}"
-            advice = "nothing to try: the disk is too slow; `vesuvius volume copy` to a faster one"
+            evidence += f", but with {_percent(on_core or 0.0)} of a core each"
+            advice = "the disk is too slow; copy the volume to a faster one with `vesuvius volume copy`"
             return self._data("reading", evidence, advice)
         return self._too_few_cores_or_workers(evidence)
 
     def _too_few_cores_or_workers(self, evidence: str) -> Verdict:
-        """Where nobody measured which cores are idle, those are that neither the trainer nor a reader needs."""
+        """If idle cores were not measured, all cores without a trainer or reader count as idle."""
         w, k = self.w, self.k
         free = w.free_cores if w.idle_cores is not None else w.free_cores - k.workers - 1
         if w.idle_cores is not None:
@@ -271,17 +273,19 @@ class _Judgement:
             workers = min(k.workers + int(free), 2 * k.workers) if k.workers else 2
             return self._more("workers too few", evidence, "readers", f"training.workers={workers}")
         if k.workers > _READERS_PER_CORE * w.cores:
-            evidence += f", {k.workers} readers share {w.cores:.3g} cores"
+            evidence += f", {format_count(k.workers, 'reader')} share {w.cores:.3g} cores"
             return self._data("decoding", evidence, "", f"training.workers={math.ceil(w.cores)}")
         if w.others_cores >= max(w.cores / 4, 1):
-            advice = "nothing to try here: other programs use the cores; stop them, or train elsewhere"
+            advice = "other programs use the cores; stop them, or train elsewhere"
             return self._data("decoding", evidence, advice)
-        advice = "nothing to try: no core is left; a new run with a higher data.patches_per_region decodes less"
-        return self._data("decoding", evidence, f"{advice}, a faster codec or more cores help too")
+        advice = (
+            "no core is free; more cores, a faster codec, or a new run with a higher data.patches_per_region will help"
+        )
+        return self._data("decoding", evidence, advice)
 
     def _store_too_slow(self, waited: str) -> Verdict:
-        """Latency, which more requests at once hide, or a link that is used up, which nothing hides.  What a link gives
-        is not known, so more requests are tried first, up to where no link known to us gains by them."""
+        """Latency, which more concurrent requests hide, or a saturated link, which nothing hides.  The link's capacity
+        is unknown, so more requests are tried first."""
         w, k = self.w, self.k
         rate, count = w.bytes_fetched / w.reading_s, max(w.requests, 1)
         request_s = (w.read_s or 0.0) * k.requests / count
@@ -296,8 +300,8 @@ class _Judgement:
             requests = k.requests // 2
         if retried or (rate < _LINK_BYTES_S / 2 and k.requests < _REQUESTS_MOST):
             return self._data("store latency", evidence, "", f"data.store.requests={requests}")
-        copy = "copy the volume to a disk here (`vesuvius volume copy`)"
-        advice = copy if k.cached else f"set data.store.cache_dir to a folder on a disk here, or {copy}"
+        copy = "copy the volume to a local disk (`vesuvius volume copy`)"
+        advice = copy if k.cached else f"set data.store.cache_dir to a folder on a local disk, or {copy}"
         return self._data("reading", evidence, advice)
 
 

@@ -1,6 +1,6 @@
-"""Notices that a run stands still, and says what it waits for.
+"""Detects a hung run and logs what it waits for.
 
-On a thread of its own: neither the loop nor the monitor, nor a disk that hangs under one of them, can hold it up.
+Runs on a thread of its own, so that a hung loop, monitor or disk cannot block it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WITHIN_S, _NEXT_AFTER_S = 5.0, 0.5
 
 
 class _Expected(NamedTuple):
-    """What the loop waits for, what that needs, and since when: what came before has come."""
+    """The sign of life that is due next."""
 
     what: str
     waiting_for: str | Callable[[], str]
@@ -31,16 +31,16 @@ class _Expected(NamedTuple):
 
 
 class Watchdog:
-    """Logs one ERROR when nothing has come for so long, with the stacks of all threads, and one INFO when it continues.
+    """Logs one ERROR with the stacks of all threads when the run hangs, and one INFO when it continues.
 
-    A context manager.  The loop calls `expects`, which costs next to nothing.
+    A context manager.  The loop calls `expects`, which is nearly free.
 
     Args:
-        stall_s: seconds; 0 = never.
-        stacks: folder for stacks, made when there are some.
-        record: writes a record of `metrics.jsonl`: its kind, then its fields.
-        step: the last finished optimizer step, and that at which the run ends.
-        now: a clock, seconds.
+        stall_s: seconds without progress after which the run counts as hung; 0 = off.
+        stacks: folder for stacks, created on first use.
+        record: writes a record to `metrics.jsonl`: its kind, then its fields.
+        step: returns the last finished optimizer step and the final one.
+        now: clock, in seconds.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Watchdog:
         self._step = step
         self._now = now
         self._expected = _Expected("step", "the run to begin", now())
-        self._looked_s = self._awake_s = now()
+        self._sampled_s = self._awake_s = now()
         self._stalled: _Expected | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -73,30 +73,30 @@ class Watchdog:
             self._thread.join(_JOIN_S)
 
     def expects(self, what: str, waiting_for: str | Callable[[], str]) -> None:
-        """The loop continues: from now on `what` is to come, e.g. "batch".  For the loop's thread.
+        """Note a sign of life; from now on the loop waits for `what`, e.g. "batch".  For the loop's thread.
 
         Args:
-            waiting_for: what that needs, for people; a function is called in the watchdog's thread.
+            waiting_for: the cause of the wait, for the log; a function is called in the watchdog's thread.
         """
         self._expected = _Expected(what, waiting_for, self._now())
 
     def silence(self) -> tuple[str, float]:
-        """What the loop waits for, and seconds since the last sign of life.  Any thread may call."""
+        """Return what the loop waits for, and seconds since the last sign of life.  Thread-safe."""
         expected = self._expected
         return expected.what, self._now() - expected.since_s
 
     def sample(self) -> None:
-        """Compare the last sign of life with the clock, and say what is new."""
+        """Compare the last sign of life with the clock, and log if the run has hung or recovered."""
         expected, now = self._expected, self._now()
-        if now - self._looked_s > self._stall_s / 2:  # the whole process was stopped: nothing could come
+        if now - self._sampled_s > self._stall_s / 2:  # the whole process was stopped
             self._awake_s = now
-        self._looked_s = now
+        self._sampled_s = now
         if self._stalled is not None and self._stalled != expected:
             before, self._stalled = self._stalled, None
-            self._say_recovered(before)
+            self._report_recovered(before)
         if self._stalled is None and now - max(expected.since_s, self._awake_s) >= self._stall_s:
             self._stalled = expected
-            self._say_hung(expected, now - expected.since_s)
+            self._report_hung(expected, now - expected.since_s)
 
     def _run(self) -> None:
         poll_s = min(_POLL_S, self._stall_s / 10)
@@ -106,7 +106,7 @@ class Watchdog:
             except Exception:
                 log.exception("the watchdog failed; retrying")
 
-    def _say_hung(self, expected: _Expected, seconds: float) -> None:
+    def _report_hung(self, expected: _Expected, seconds: float) -> None:
         waiting_for = expected.waiting_for if isinstance(expected.waiting_for, str) else expected.waiting_for()
         text = f"hung: no {expected.what} for {seconds / 60:.1f} min: waiting for {waiting_for}"
         path = self._stacks / time.strftime("%Y%m%dT%H%M%S.txt")
@@ -114,17 +114,17 @@ class Watchdog:
         line = f"Verdict step {step}/{last} {text}; stacks of all threads in {path}"
         fields: dict[str, Any] = {"step": step, "text": text, "stacks": f"{self._stacks.name}/{path.name}"}
         heard = {"event": "hung", "what": expected.what, "waiting_for": waiting_for, "seconds": seconds}
-        _beside(
+        _write_all(
             lambda: self._dump(path, text),
-            lambda: log.error("%s; the run keeps waiting, a stop saves step %d", line, step),
+            lambda: log.error("%s; the run keeps waiting, and stopping it saves step %d", line, step),
             lambda: self._record("verdict", **fields, bound="hung", cause=None, overrides=[]),
             lambda: self._record("event", **fields, **heard),
         )
 
-    def _say_recovered(self, expected: _Expected) -> None:
+    def _report_recovered(self, expected: _Expected) -> None:
         seconds = self._now() - expected.since_s
         text = f"no longer hung: the wait for a {expected.what} is over after {seconds / 60:.1f} min"
-        _beside(
+        _write_all(
             lambda: log.info("%s", text),
             lambda: self._record("event", event="recovered", step=self._step()[0], text=text, seconds=seconds),
         )
@@ -139,11 +139,11 @@ class Watchdog:
             log.warning("cannot write the stacks of a hung run to %s: %s; free some space", path, error)
 
 
-def _beside(*writes: Callable[[], object]) -> None:
-    """Each on a thread of its own, which none of the others waits for long: the disk may be what hangs."""
+def _write_all(*writes: Callable[[], object]) -> None:
+    """Run each write on a thread of its own, and wait only briefly: the disk may be what hangs."""
     deadline = time.monotonic() + _WITHIN_S
     for write in writes:
         call = on_thread(write, name="watchdog-writer")
         wait([call], max(deadline - time.monotonic(), _NEXT_AFTER_S))
         if call.done() and (error := call.exception()):
-            log.error("the watchdog could not say what it saw", exc_info=error)
+            log.error("the watchdog could not write its report", exc_info=error)

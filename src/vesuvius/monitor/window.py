@@ -1,18 +1,18 @@
-"""The figures of some steps, the settings of a run, and what is good: what a verdict is made from."""
+"""Input of a verdict: figures of some steps, and the settings of the run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A CPU quota that is used up in this share of its periods holds the run up.
+# A CPU quota that is used up in this share of its periods slows the run down.
 THROTTLED = 0.05
 
 
 @dataclass(frozen=True)
 class Window:
-    """What happened over some steps: sums, where nothing else is said."""
+    """Figures of some steps: sums unless stated otherwise."""
 
-    steps: int  # how many
+    steps: int  # number of steps
     # step_s, data_s, h2d_s, forward_s, backward_s, optimizer_s, comm_s, other_s, pause_s: as `StepTimes`
     step_s: float
     data_s: float
@@ -22,10 +22,10 @@ class Window:
     optimizer_s: float
     other_s: float
     pause_s: float
-    # step_p50_s, step_p95_s: of the steps, without their pauses
+    # step_p50_s, step_p95_s: quantiles of the steps without their pauses
     step_p50_s: float
     step_p95_s: float
-    read_s: float | None  # readers waited for bytes of a remote store; None on disk, where reading is part of decode_s
+    read_s: float | None  # readers waited for a remote store; None on disk: reading is part of decode_s
     # decode_s, bytes_read, bytes_fetched, requests, retries: of all readers, as `BlockReport`
     decode_s: float
     bytes_read: int
@@ -39,48 +39,48 @@ class Window:
     batches: int
     ran_empty: int
     delivered_bytes: int
-    # of several ranks on a node, its share of the cores; None = not known
-    cores: float  # that this process may use, by its affinity and the quotas of its cgroups
-    idle_cores: float | None = None  # of those that this process is bound to, on average
-    own_cores: float | None = None  # cores that the whole run used; None = not known
-    # throttled_share, throttled_quota: of the CPU quota (the cgroup's, or one above) that was used up most often,
-    # the share of its periods in which it was, and its cores; None without a quota
+    # Cores are averages; with several ranks on a node, of the rank's share.  None = unknown.
+    cores: float  # usable by this process: affinity and cgroup quotas
+    idle_cores: float | None = None  # idle, of those this process is bound to
+    own_cores: float | None = None  # used by the whole run
+    # throttled_share, throttled_quota: the CPU quota (of the cgroup or an ancestor) that was used up most often: the
+    # share of its periods in which it was, and its cores; None without a quota
     throttled_share: float | None = None
     throttled_quota: float | None = None
-    working_readers: float | None = None  # readers for which there was a task, on average; None = all
-    stopped_readers: int = 0  # readers that a signal (SIGSTOP) or a debugger holds at the end
-    reader_cores: float | None = None  # that all reader processes used; None = not known, or `workers: 0`
-    # share of the time in which a kernel ran, as NVML says; None = not known.  Events around a stretch of computing
-    # cannot tell kernels from the gaps that a slow host leaves between them.
+    working_readers: float | None = None  # readers that had a task, on average; None = all
+    stopped_readers: int = 0  # readers stopped by a signal (SIGSTOP) or a debugger at the end
+    reader_cores: float | None = None  # used by all reader processes; None = unknown, or `workers: 0`
+    # share of the time in which a kernel ran, from NVML; None = unknown.  Events around a span of computing cannot
+    # distinguish kernels from the gaps that a slow host leaves between them.
     gpu_busy: float | None = None
     vram_share: float | None = None  # share of the device's memory that is reserved; None on a CPU
     comm_s: float = 0.0
 
     @property
     def working_s(self) -> float:
-        """The time that the shares are of: validation and saving are no part of it."""
+        """Time without pauses such as validation and saving; base of the shares."""
         return self.step_s - self.pause_s
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the working time: `compute_share`, and what the device waited for; data first, as in a tie it decides."""
+        """Shares of the working time: computing, then what the device waited for; data first, so that it wins ties."""
         computing_s, host_s = self.forward_s + self.backward_s + self.optimizer_s, self.other_s - self.pause_s
         waits = {"data": self.data_s, "h2d": self.h2d_s, "host": host_s, "comm": self.comm_s}
         return {f"{name}_share": each / self.working_s for name, each in ({"compute": computing_s} | waits).items()}
 
     @property
     def queue_full_s(self) -> float:
-        """The feeder had no free place.  In a pause that is as it should be."""
+        """Time in which the queue was full, without pauses."""
         return max(self.full_s - self.pause_s, 0.0)
 
     @property
     def reading_s(self) -> float:
-        """The time in which readers had reason to read: not that part of a pause in which all places were full."""
+        """Time in which readers had work: without the part of a pause in which the queue was full."""
         return self.step_s - min(self.full_s, self.pause_s)
 
     @property
     def free_cores(self) -> float:
-        """Idle cores that this process may use besides its own; where nobody measured, all that it may use."""
+        """Usable cores that are idle; all usable ones if that was not measured."""
         if self.throttled_share is not None and self.throttled_share >= THROTTLED:
             return 0.0
         left = max(self.cores - (self.own_cores or 0.0), 0.0)
@@ -88,7 +88,7 @@ class Window:
 
     @property
     def others_cores(self) -> float:
-        """Of the cores that this process may use, those that other programs keep busy; 0 where not known."""
+        """Usable cores kept busy by other programs; 0 if unknown."""
         if self.idle_cores is None or self.own_cores is None:
             return 0.0
         return max(self.cores - self.own_cores - self.idle_cores, 0.0)
@@ -96,9 +96,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Knobs:
-    """The settings that a verdict may want to change, by their names in the config."""
+    """Settings that a verdict may suggest to change, by their names in the config."""
 
-    on_gpu: bool  # whether the device is one
+    on_gpu: bool
     amp: str
     compile: bool
     channels_last: bool
@@ -110,6 +110,6 @@ class Knobs:
     prefetch_factor: int
     requests: int
     cached: bool  # whether `data.store.cache_dir` is set
-    threads: int | None = None  # that a trainer on a CPU computes with; None = not known
-    resident: bool = False  # whether the trainer reads the rest of volumes that it keeps in memory, without readers
-    memory_is_short: bool = False  # more readers or batches ahead are out of the question
+    threads: int | None = None  # computing threads of a trainer on a CPU; None = unknown
+    resident: bool = False  # whether volumes are kept in memory and the trainer reads the rest, without readers
+    memory_is_short: bool = False  # rules out more readers or prefetched batches

@@ -1,4 +1,4 @@
-"""Files that survive a crash: appended to, replaced as a whole, locked, written late; and the room on their disk."""
+"""Crash-safe files: append, atomic replacement, locks, asynchronous writes; and free disk space."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from vesuvius.errors import StorageError
 
 log = logging.getLogger(__name__)
 
-_KEPT_LINES = 10_000  # that may wait; what comes beyond is lost
+_KEPT_LINES = 10_000  # that may wait; further lines are lost
 _KEPT_CALLS = 1000
-# What file systems without flock say: NFS without its lock service, Lustre without the mount option, some of FUSE.
+# Errors of file systems without flock: NFS without its lock service, Lustre without -o flock, some FUSE systems.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def write_atomically(path: Path, data: bytes, check: Callable[[BinaryIO], None] = lambda file: None) -> None:
-    """Through a file beside it, so that who reads at any moment finds the old one or the new one whole.
+    """Write through a temporary file, so that readers see either the old or the new content.
 
     Args:
-        check: given the flushed file before it gets its name.
+        check: called with the flushed file before it is renamed.
 
-    Raises OSError, and leaves nothing behind then.
+    Raises OSError; the temporary file is removed then.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("w+b") as file:
+        with temporary.open("w+b") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
             check(file)
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def flush_to_disk(path: Path) -> None:
-    """Flush a file or the names in a directory to disk.  Raises OSError."""
+    """Flush a file, or the names in a directory, to disk.  Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -58,18 +58,17 @@ def flush_to_disk(path: Path) -> None:
 
 
 class AppendFile:
-    """An append-only text file that outlives a full disk.
+    """An append-only text file that survives a full disk.
 
-    A line is handed to the system at once.  What the disk does not take is kept in memory, the rest of a half-written
-    line first, and tried again with the next line: once there is room, the file holds every line whole and in order.
-    The log says when lines begin to wait, when they are written, and how many were lost.  Threads and signal handlers
-    may write.
+    A line is handed to the system at once.  Lines that the disk does not take are kept in memory and retried with the
+    next line, so that the file holds every line in order once there is space.  The log reports when lines begin to
+    wait, when they are written, and how many were lost.  Threads and signal handlers may write.
 
     Args:
-        path: the file; a last line that a crash has torn is closed.
+        path: the file; a last line torn by a crash is terminated.
 
     Raises:
-        OSError: on opening, where the file cannot be opened.  Nothing else raises it.
+        OSError: the file cannot be opened; nothing else raises it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,61 +79,61 @@ class AppendFile:
         self._writing = threading.Lock()
 
     def write_line(self, text: str) -> None:
-        """Append a text and a newline; nothing once it is closed."""
+        """Append a line; ignored once the file is closed."""
         if self._descriptor is None:
             return
         self._waiting.append(text.encode("utf-8", "backslashreplace") + b"\n")
-        # Where the lock is taken, a thread or the code below this signal handler is writing, and takes this line along.
+        # If the lock is taken, another thread or the interrupted code is writing, and writes this line, too.
         while self._waiting and self._descriptor is not None and self._writing.acquire(blocking=False):
             try:
                 error = self._write_waiting()
             finally:
                 self._writing.release()
-            self._say_if_changed(error)
+            self._report_changes(error)
             if error is not None:
                 return
 
     def close(self) -> None:
-        """Write what waits, if the disk takes it now, and close the file."""
+        """Write pending lines if the disk takes them, and close the file."""
         with self._writing:
             if self._descriptor is None:
                 return
             error, descriptor, self._descriptor = self._write_waiting(), self._descriptor, None
             try:
                 os.close(descriptor)
-            except OSError as late:  # network file systems say only now that the disk is full
+            except OSError as late:  # network file systems report a full disk only now
                 error = error or late
         if error is None:
-            self._say_if_changed(None)
+            self._report_changes(None)
         else:
             lost = self._lost + len(self._waiting)
-            log.error("%s must be writable; got %s; free some space: %d lines are lost", self._path, error, lost)
+            log.error("cannot write %s: %s; %d lines are lost; free some space", self._path, error, lost)
 
     def _write_waiting(self) -> OSError | None:
-        """Write until nothing waits, or no more than may wait: then returns what the system said."""
+        """Write pending lines; on an error, drop those beyond the limit and return the error."""
         while self._waiting and self._descriptor is not None:
             line = self._waiting[0]
             try:
                 written = os.write(self._descriptor, line)
             except OSError as error:
-                while len(self._waiting) > _KEPT_LINES:  # the newest, as the first may be the rest of a torn line
+                while len(self._waiting) > _KEPT_LINES:  # the newest: the first may be the rest of a torn line
                     self._waiting.pop()
                     self._lost += 1
                 return error
-            if written < len(line):  # the disk is full now: the next write says so
+            if written < len(line):  # the disk is full: the next write raises
                 self._waiting[0] = line[written:]
             else:
                 self._waiting.popleft()
         return None
 
-    def _say_if_changed(self, error: OSError | None) -> None:
-        """Called without the lock, and sets the state first: a message about the run's log is a line of that log."""
+    def _report_changes(self, error: OSError | None) -> None:
+        """Log if writing began to fail or works again.  Called without the lock: the message may go to this file."""
         if self._failing == (error is not None):
             return
         self._failing = error is not None
         if error is not None:
-            what = f"its next {_KEPT_LINES} lines are kept in memory until then"
-            log.error("%s must be writable; got %s; free some space: %s", self._path, error, what)
+            kept = f"the next {_KEPT_LINES} lines are kept in memory"
+            log.error("cannot write %s: %s; free some space; %s until then", self._path, error, kept)
         else:
             lost, self._lost = self._lost, 0
             level = logging.ERROR if lost else logging.INFO
@@ -142,7 +141,7 @@ class AppendFile:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether the last line has no end.  Reads one byte: the file of a long run is long."""
+    """Whether the last line is incomplete.  Reads one byte."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -151,22 +150,22 @@ def _is_torn(path: Path) -> bool:
 
 
 class AsyncWriter:
-    """Calls what it is given, in order, on a thread of its own: a disk or server that hangs holds up nobody else.
+    """Runs calls in order on a thread of its own, so that a hung disk or server blocks nobody else.
 
     Args:
-        name: of the thread.
-        on_error: called in place of an exception, which ends nothing.
+        name: name of the thread.
+        on_error: called if a call raises; the exception is available as `sys.exception()`.
     """
 
     def __init__(self, name: str, on_error: Callable[[], None]) -> None:
         self._name, self._on_error = name, on_error
-        self._lost = 0  # a message about it may miss one of two threads' at once
+        self._lost = 0  # approximate: not locked
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(_KEPT_CALLS)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[[], object]) -> bool:
-        """Any thread may call.  Returns whether it was taken: where 1000 calls wait the next are lost, and counted."""
+        """Queue a call; returns False if it is dropped because 1000 calls wait already.  Thread-safe."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
@@ -175,7 +174,7 @@ class AsyncWriter:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Finish what waits; returns whether that was done in time."""
+        """Finish the queued calls; returns whether that was done in time."""
         deadline = time.monotonic() + timeout_s
         with suppress(queue.Full):
             self._calls.put(None, timeout=timeout_s)
@@ -187,8 +186,8 @@ class AsyncWriter:
         lost, self._lost = self._lost, 0
         if lost:
             log.error(
-                "%s: at most %d writes may wait for a disk or server that does not answer; %d more are "
-                "lost: records, or lines of this log",
+                "%s: the disk or server does not respond; %d writes are waiting, %d more were lost (records "
+                "or log lines)",
                 *(self._name, _KEPT_CALLS, lost),
             )
 
@@ -202,12 +201,12 @@ class AsyncWriter:
 
 
 def take_lock(descriptor: int, path: Path) -> bool:
-    """Lock an open file (flock), without waiting; returns whether it was free.
+    """Lock an open file (flock) without waiting; returns whether it was free.
 
-    The lock is held until the file is closed, and the kernel frees it when its holder dies.
+    The lock is held until the file is closed or its holder dies.
 
     Raises:
-        StorageError: the file system has no locks.
+        StorageError: the file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,15 +216,14 @@ def take_lock(descriptor: int, path: Path) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         raise StorageError(
-            f"a folder that only one process may write needs a file system with flock; got {error} for {path}; "
-            "put it on another disk (VESUVIUS_RUNS for runs), or mount this one with locks (Lustre: -o flock; NFS: "
-            "start its lock service)"
+            f"cannot lock {path}: {error}: the file system does not support flock; use another disk (VESUVIUS_RUNS for "
+            "runs), or mount this one with locks (Lustre: -o flock; NFS: start its lock service)"
         ) from error
     return True
 
 
 def directory_bytes(path: Path) -> int:
-    """Bytes of all files in it and below; links are not followed, and what vanishes meanwhile is not counted."""
+    """Return the total size of all files in a directory tree, without following links."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
@@ -235,18 +233,18 @@ def directory_bytes(path: Path) -> int:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path, or the nearest one above it, where something is."""
+    """Return the path or its nearest existing parent."""
     path = path.absolute()
     return next(each for each in (path, *path.parents) if each.exists())
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Free bytes of the disk that a path lies on, or will.  Raises OSError."""
+    """Return the free bytes of the disk of a path, which need not exist.  Raises OSError."""
     return shutil.disk_usage(nearest_existing(path)).free
 
 
 def boot_id() -> str:
-    """Which start of which machine this is; empty where the system does not tell."""
+    """Return an id of this boot of this machine; empty if unknown."""
     try:
         return Path(psutil.PROCFS_PATH, "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Where run directories are, and which one a user means."""
+"""Finds run directories."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _FILES = ("session.json", "metrics.jsonl", "config.resolved.yaml")
 
 
 def runs_root() -> Path:
-    """The folder of run directories: `VESUVIUS_RUNS` of the environment, or `runs` where the command runs."""
+    """Return the folder of run directories: `VESUVIUS_RUNS`, or `runs` in the working directory."""
     return Path(os.path.expanduser(os.environ.get("VESUVIUS_RUNS") or "runs"))
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is that of a run; what may not be read, or has no possible name, is none."""
+    """Whether a directory is that of a run; False if it cannot be read."""
     try:
         return any((directory / name).is_file() for name in _FILES)
     except OSError:
@@ -24,10 +24,10 @@ def is_run(directory: Path) -> bool:
 
 
 def find_run(text: str) -> Path:
-    """The run directory that a user means.  Raises NoRunError: there is none."""
+    """Return the run directory given by path or name.  Raises NoRunError: there is none."""
     for directory in (Path(text), runs_root() / text):
         if is_run(directory):
             return directory.resolve()
     names = sorted(path.name for path in runs_root().glob("*") if is_run(path))
-    there = f"there are {', '.join(names[:10])}" if names else f"there is none below {runs_root().resolve()}"
-    raise NoRunError(f"RUN must be a run directory or a name below runs/; got {text!r}; {there}")
+    known = f"; runs are {', '.join(names[:10])}" if names else ""
+    raise NoRunError(f"no run {text!r} in {runs_root().resolve()}; name a run directory, or one in runs/{known}")

@@ -1,4 +1,4 @@
-"""The run's log: plain lines in `logs/train_full.log` and on the terminal, and the line of a step."""
+"""Writes the run's log to `logs/train_full.log` and the terminal, and formats the line of a step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _REDRAW_S = 0.1  # least time between two status lines
 
 
 def step_line(record: Record) -> str:
-    """The line that `grep 'Train step'` shows, of a step's record.  Others read it by its field names: they stay."""
+    """Format a step's record as the line for `grep 'Train step'`.  Its field names are stable: scripts read them."""
     f = SimpleNamespace(**record)
     vram = "-" if f.vram_used_bytes is None else f"{f.vram_used_bytes / GIB:.1f}/{f.vram_limit_bytes / GIB:.1f}"
     eta = "-" if f.eta_s is None else format_duration(round(f.eta_s)).replace(" ", "")
-    pause = f" pause_s {f.pause_s:.3f}" if f.pause_s >= 0.0005 else ""  # of other_s
+    pause = f" pause_s {f.pause_s:.3f}" if f.pause_s >= 0.0005 else ""  # part of other_s
     slowest = "-" if f.slowest_rank is None else f.slowest_rank
     ranks = "" if f.ranks == 1 else f" comm_s {f.comm_s:.3f} ranks {f.ranks} slowest {slowest}"
     mfu = "" if f.mfu is None else f" mfu_pct {100 * f.mfu:.1f}"
@@ -59,17 +59,18 @@ def status_line(record: Record, bottleneck: str) -> str:
 
 
 def open_log(path: Path) -> None:
-    """Send this package's messages to a file as well, until `close_logs`.  A full disk is said once, on the terminal.
+    """Also send this package's messages to a file, until `close_logs`.  A full disk is reported once, on the terminal.
 
-    Raises OSError: the file cannot be opened.
+    Raises:
+        OSError: the file cannot be opened.
     """
     _add(_LogFile(path))
 
 
 def log_to_terminal() -> None:
-    """Send this package's messages to the terminal, once: warnings and errors to standard error, the rest to output.
+    """Send this package's messages to the terminal: warnings and errors to stderr, the rest to stdout.
 
-    What a command prints, say `--print-config > x.yaml`, is then not mixed with a warning.
+    Thus warnings do not mix with redirected output such as `--print-config > x.yaml`.
     """
     package = logging.getLogger("vesuvius")
     package.setLevel(logging.INFO)
@@ -81,7 +82,7 @@ def log_to_terminal() -> None:
 
 
 def _log_thread_end(failed: threading.ExceptHookArgs) -> None:
-    """A thread of a library that a full disk ends, as that of TensorBoard's writer, is one line, no traceback."""
+    """Log one line instead of a traceback if a full disk ends a thread of a library, such as TensorBoard's writer."""
     if isinstance(failed.exc_value, OSError):
         log.warning("thread %s ended: %s", failed.thread and failed.thread.name, failed.exc_value)
     else:
@@ -89,14 +90,14 @@ def _log_thread_end(failed: threading.ExceptHookArgs) -> None:
 
 
 def close_logs() -> None:
-    """Close the files of `open_log`, and clear the status line of the terminal."""
+    """Close the files opened by `open_log`, and clear the status line of the terminal."""
     _close(_LogFile)
     for handler in logging.getLogger("vesuvius").handlers:
         handler.flush()
 
 
 def close_terminal() -> None:
-    """Send no more messages to the terminal."""
+    """Stop sending messages to the terminal."""
     _close(_TerminalHandler)
 
 
@@ -114,25 +115,25 @@ def _close(kind: type[logging.Handler]) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Keeps secrets out of the log, whoever quotes them."""
+    """Redacts secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 class _LogFile(logging.Handler):
-    """Sends lines to a file that outlives a full disk, where logging's own handler prints a traceback a line."""
+    """Writes to a file and survives a full disk, for which logging's own handler prints a traceback per line."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._file = AppendFile(path)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Without logging's lock: a thread that waits for a stalled disk would hold up the guard and the watchdog.
-        `AppendFile` takes lines of all threads."""
+        """Write without logging's lock: a thread waiting for a hung disk would block the guard and the watchdog.
+        `AppendFile` is thread-safe."""
         try:
             self._file.write_line(self.format(record))
-        except Exception:  # as logging's own handlers: a line that cannot be formatted must not end the run
+        except Exception:  # a line that cannot be formatted must not end the run
             self.handleError(record)
         return True
 
@@ -142,11 +143,11 @@ class _LogFile(logging.Handler):
 
 
 def silence(stream: TextIO) -> None:
-    """Send what else is written to a stream to the null device, also what Python flushes when it exits.
+    """Redirect a stream without a reader to the null device, including Python's flush on exit.
 
-    For a stream whose reader has left.  See the note on SIGPIPE in the documentation of Python's `signal`.
+    See the note on SIGPIPE in the documentation of Python's `signal`.
     """
-    with suppress(OSError):  # no descriptor (a program that captures output): each write fails, and nobody minds
+    with suppress(OSError):  # no descriptor: output is captured
         descriptor = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, descriptor)
@@ -154,14 +155,14 @@ def silence(stream: TextIO) -> None:
 
 
 def silence_lost_terminal() -> None:
-    """Silence standard output and error where each is a terminal that has closed, or else every write raises."""
+    """Silence stdout and stderr if their terminal has closed; otherwise every write would raise."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and is_lost_terminal(stream):
             silence(stream)
 
 
 def is_lost_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that has closed (or another device that is none)."""
+    """Whether a stream is a closed terminal (or another character device)."""
     try:
         descriptor = stream.fileno()
         return stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor)
@@ -170,7 +171,7 @@ def is_lost_terminal(stream: TextIO) -> bool:
 
 
 class _TerminalHandler(logging.Handler):
-    """Warnings and errors to standard error, the rest to standard output, as they are at that time.
+    """Writes warnings and errors to the current stderr, the rest to stdout.
 
     On a terminal, a message with a `status` (`extra=`) is replaced with its status line: the last line of the screen,
     rewritten in place, with the log above it.
@@ -182,7 +183,7 @@ class _TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         stream: TextIO | None = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        if stream is None or stream.closed:  # None: the process was started with it closed
+        if stream is None or stream.closed:  # None: closed when the process started
             return
         status = getattr(record, "status", "")
         try:
@@ -196,13 +197,13 @@ class _TerminalHandler(logging.Handler):
             stream.write(line)
             stream.flush()
             self._draw(status)
-        except OSError:  # `| head` has read enough, the terminal is gone: the run continues, with its log file
+        except OSError:  # `| head` has exited or the terminal is gone: the run continues with its log file
             silence(stream)
-        except RuntimeError:  # "reentrant call": a signal's handler logs while its thread writes to the same stream
+        except RuntimeError:  # "reentrant call": a signal handler logs while its thread writes to this stream
             with suppress(OSError, ValueError):
                 line = f"{_CLEAR}{line}" if stream.isatty() else line
                 os.write(stream.fileno(), line.encode(errors="backslashreplace"))
-        except Exception:  # as logging's own handlers: a line that cannot be printed must not end the run
+        except Exception:  # a line that cannot be printed must not end the run
             self.handleError(record)
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""How far something is that may take minutes: a line in the log every few seconds, on a terminal or not."""
+"""Logs the progress of long operations, a line every few seconds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LAST_LINE_S = 1.0  # longest wait for a line that is being written
 
 
 class Progress:
-    """Says every few seconds how much is done; nothing of what is done sooner.  A context manager, or to be closed.
+    """Logs progress every few seconds; short operations log nothing.  A context manager, or call `close`.
 
     Args:
-        what: is done, e.g. "reading the shards of v.zarr".
-        total: items in all, where it is known.
+        what: the operation, e.g. "reading the shards of v.zarr".
+        total: number of items, if known.
     """
 
     def __init__(self, what: str, total: int | None = None) -> None:
@@ -31,9 +31,9 @@ class Progress:
         self._unit = self._more = ""
         self._count = self._first = self._bytes = 0
         self._started = self._counted_from = time.monotonic()
-        self._has_said = False
+        self._has_logged = False
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._say_at_times, name="progress", daemon=True)
+        self._thread = threading.Thread(target=self._log_regularly, name="progress", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -43,34 +43,34 @@ class Progress:
         self.close()
 
     def add(self, num_bytes: int = 0) -> None:
-        """Count an item, with the bytes that it has brought."""
+        """Count an item and its bytes."""
         self._count += 1
         self._bytes += num_bytes
 
     def update(self, unit: str, done: int, total: int, more: str = "") -> None:
-        """Set what is counted ("chunks"), the number of those done and of all, and what else there is to say.
+        """Set the unit ("chunks"), the numbers done and in total, and further text.
 
-        Another thing that is counted starts another estimate of the time left.
+        Another unit restarts the estimate of the time left.
         """
         if unit != self._unit:
             self._counted_from, self._first = time.monotonic(), done
         self._unit, self._count, self._total, self._more = unit, done, total, more
 
     def end(self) -> None:
-        """Close it, and say what it came to, if anything was said before."""
+        """Close it, and log the total if progress was logged."""
         self.close()
         self._thread.join(_LAST_LINE_S)  # its last line comes before this one
-        if self._has_said:
+        if self._has_logged:
             took = format_duration(time.monotonic() - self._started)
             log.info("%s: done, %d%s in %s", self._what, self._count, self._size, took)
 
     def close(self) -> None:
-        """Say no more."""
+        """Stop logging."""
         self._closed.set()
 
-    def _say_at_times(self) -> None:
+    def _log_regularly(self) -> None:
         while not self._closed.wait(_EVERY_S):
-            self._has_said = True
+            self._has_logged = True
             text, done = f"{self._what}: {self._count}", self._count - self._first
             text += f" of {self._total}" if self._total is not None else ""
             text += (self._unit and f" {self._unit}") + (self._more and f", {self._more}") + self._size
@@ -85,7 +85,7 @@ class Progress:
 
 
 def with_progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """The items, counted by a `Progress`."""
+    """Yield the items and log the progress."""
     with Progress(what, total) as progress:
         for item in items:
             yield item

@@ -1,6 +1,6 @@
-"""The latest figures of a run where Prometheus may fetch them: `http://HOST:PORT/metrics`.
+"""Exports the latest figures of a run to Prometheus at `http://HOST:PORT/metrics`.
 
-Base units, counters that only grow within a session, labels with few values.  What is not known has no sample.
+Base units, counters that only grow within a session, labels with few values.  Unknown figures have no sample.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BOUNDS = ("compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 900.0)
 LATEST = {
     "session_start_timestamp_seconds": ("run_start.time", "when this session began"),
-    "steps_total": ("step.step", "optimizer steps done, the last step's number"),
+    "steps_total": ("step.step", "optimizer steps done"),
     "samples_total": ("step.samples_total", "samples trained on"),
     "last_step_timestamp_seconds": ("step.time", "when the last step was logged"),
-    "mfu_ratio": ("step.mfu", "share of the GPU's dense peak in the last step; absent if that is not known"),
-    "remaining_seconds": ("step.eta_s", "time until the session ends, as the step line's eta"),
+    "mfu_ratio": ("step.mfu", "share of the GPU's dense peak in the last step; absent if unknown"),
+    "remaining_seconds": ("step.eta_s", "time until the session ends, as eta in the step line"),
     "loss": ("step.loss", "loss of the last step"),
     "gradient_norm": ("step.grad_norm", "norm of the gradient in the last step, before clipping"),
     "learning_rate": ("step.lr", "learning rate of the last step"),
@@ -35,9 +35,9 @@ LATEST = {
     "validation_loss": ("validation.weights.loss", "loss of the last validation"),
     "validation_relative_error": ("validation.relative_error", "error against the best linear denoiser"),
     "last_checkpoint_timestamp_seconds": ("checkpoint.saved_time", "when the last checkpoint was complete"),
-    "last_checkpoint_bytes": ("checkpoint.bytes", "its size"),
+    "last_checkpoint_bytes": ("checkpoint.bytes", "size of the last checkpoint"),
     "hung": ("event.hung", "1 while the watchdog reports the run as hung, else 0"),
-    "ram_used_bytes": ("system.used_bytes", "memory of the run, shared memory once; maximum of the window"),
+    "ram_used_bytes": ("system.used_bytes", "memory of the run, counting shared memory once; maximum of the window"),
     "ram_shared_bytes": (
         "system.shared_bytes",
         "shared memory: Ray's object store and volumes kept in memory; maximum of the window",
@@ -56,53 +56,53 @@ LATEST = {
     "disk_run_bytes": ("system.disk.run_bytes", "size of the run directory"),
     "cpu_throttled_ratio": ("verdict.throttled_share", "share of quota periods with the quota used up"),
 }
-"""By name, without `vesuvius_`: kind of the record and place of the figure in it, and what it means."""
+"""By name, without `vesuvius_`: kind of record and path of the figure in it, and the meaning."""
 COUNTED = {
-    "step_part_seconds_total": ("part", _PARTS, "time in each part; they add up to all steps"),
-    "step_pause_seconds_total": ("part", ("pause",), "time of pauses, within part other"),
+    "step_part_seconds_total": ("part", _PARTS, "time in each part; the parts add up to the time of all steps"),
+    "step_pause_seconds_total": ("part", ("pause",), "time of pauses, included in part other"),
     "checkpoint_failures_total": ("event", ("save_failed",), "checkpoints not saved"),
-    "nonfinite_steps_total": ("event", ("nonfinite",), "steps not applied: loss or gradient not finite"),
+    "nonfinite_steps_total": ("event", ("nonfinite",), "steps skipped because the loss or gradient was not finite"),
     "quarantined_boxes_total": ("event", ("quarantine",), "damaged boxes put in quarantine"),
     "reader_deaths_total": ("event", ("reader_died",), "readers that died and were replaced"),
     "hangs_total": ("event", ("hung",), "times the watchdog reported the run as hung"),
     "guard_actions_total": ("action", _RUNGS, "actions of the memory guard"),
-    "verdicts_total": ("bound", _BOUNDS, "verdicts by what limits the run"),
+    "verdicts_total": ("bound", _BOUNDS, "verdicts by bottleneck"),
 }
-"""By name: what is counted, its values, and what it means.  Where there are several values, they have a label."""
+"""By name: what is counted, its values, and the meaning.  Several values become a label."""
 
 
 class Exporter:
-    """Serves what it has been told.  A context manager.  Any thread may call.
+    """Serves the latest figures.  A context manager, thread-safe.
 
-    A port that cannot be had is no reason to end a run: the log says so.
+    If the port is not available, the run continues with a warning.
 
     Args:
-        where: a port of this machine alone, or HOST:PORT, which whoever reaches it may read; port 0 = any free one.
-        name: of the run, the label `run`.
+        address: a port, for this machine only, or HOST:PORT, readable by all who can reach it; port 0 = any free one.
+        name: name of the run, the label `run`.
 
     Attributes:
-        port: that it listens on; None where it could not.
+        port: port it listens on, or None.
     """
 
-    def __init__(self, where: int | str, name: str) -> None:
+    def __init__(self, address: int | str, name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._run, registry = name, CollectorRegistry()
-        # By name, by the value of the label; a latest figure that is not known is not there.
+        # By name and value of the label, without unknown figures.
         self._figures = {name: dict.fromkeys(values, 0.0) for name, (_, values, _) in COUNTED.items()}
         times = Histogram("vesuvius_step_seconds", "time of each step", ["run"], registry=registry, buckets=_BUCKETS_S)
         self._step_seconds = times.labels(name)
         registry.register(self)
         self._server: Any = None
         self.port: int | None = None
-        host, _, port = str(where).rpartition(":")
+        host, _, port = str(address).rpartition(":")
         try:
             self._server, _ = start_http_server(int(port), addr=host.strip("[]") or "127.0.0.1", registry=registry)
             self.port = self._server.server_port
         except (OSError, OverflowError) as error:
             log.warning(
-                "monitor.prometheus_port %s cannot be opened: %s; choose a free port, or a host of this machine; the "
-                "run continues without",
-                *(where, error),
+                "monitor.prometheus_port %s cannot be opened: %s; choose a free port or a host of this machine; the "
+                "run continues without it",
+                *(address, error),
             )
 
     def __enter__(self) -> Exporter:
@@ -114,14 +114,14 @@ class Exporter:
             self._server.server_close()
 
     def take(self, record: Record) -> None:
-        """Learn from a record of `metrics.jsonl` or `system.jsonl`."""
+        """Update the figures from a record of `metrics.jsonl` or `system.jsonl`."""
         kind, event = record["kind"], record.get("event")
         if kind in {"run_start", "step"} or event in {"hung", "recovered"}:
             self._figures["hung"] = {"": float(event == "hung")}
         for name, (source, _) in LATEST.items():
-            of, place, *below = source.split(".")
-            if of == kind and place in record:  # the watchdog's verdict has no figures
-                self._figures[name] = {k: float(v) for k, v in _latest(place, record[place], *below) if v is not None}
+            of, key, *below = source.split(".")
+            if of == kind and key in record:  # the watchdog's verdict has no figures
+                self._figures[name] = {k: float(v) for k, v in _latest(key, record[key], *below) if v is not None}
         match kind:
             case "step":
                 if (seconds := record.get("step_s")) is not None:
@@ -137,10 +137,10 @@ class Exporter:
     def _count(self, what: str, amounts: Mapping[str | None, float | None]) -> None:
         for name, (counted, values, _) in COUNTED.items():
             for value in values if counted == what else ():
-                self._figures[name][value] += max(amounts.get(value) or 0.0, 0.0)  # of clocks it may be below 0
+                self._figures[name][value] += max(amounts.get(value) or 0.0, 0.0)  # clock differences may be below 0
 
     def collect(self) -> Iterator[Metric]:
-        """All figures but the histogram's, as prometheus_client asks for them."""
+        """Yield all figures except the histogram, for prometheus_client."""
         labels = {name: (label_of(source), meaning) for name, (source, meaning) in LATEST.items()}
         labels |= {name: (what if len(values) > 1 else None, text) for name, (what, values, text) in COUNTED.items()}
         for name, (label, meaning) in labels.items():
@@ -152,24 +152,24 @@ class Exporter:
 
 
 def label_of(source: str) -> str | None:
-    """The label beside `run` of a latest figure."""
+    """Return the label of a latest figure in addition to `run`."""
     return {"gpus": "gpu", "weights": "weights"}.get(source.split(".")[1])
 
 
-def _latest(place: str, found: Any, *below: str) -> Iterator[tuple[str, float | None]]:
-    """By the value of the label: of [min, mean, max] in a window the most, of a GPU the mean."""
-    match place:
+def _latest(key: str, value: Any, *below: str) -> Iterator[tuple[str, float | None]]:
+    """Yield figures with the value of their label: of [min, mean, max] the maximum, for GPUs the mean."""
+    match key:
         case "gpus":
-            for gpu in found or []:
+            for gpu in value or []:
                 figure = gpu.get(below[0])
                 yield str(gpu["index"]), figure[1] if isinstance(figure, list) else figure
         case "weights":
-            yield from ((name, each.get(below[0])) for name, each in (found or {}).items())
+            yield from ((name, each.get(below[0])) for name, each in (value or {}).items())
         case "readers":
-            yield "", max((found or {}).values(), default=None)
+            yield "", max((value or {}).values(), default=None)
         case "risk":
-            yield "", _RISKS.get(found)
+            yield "", _RISKS.get(value)
         case _:
             for word in below:
-                found = (found or {}).get(word)
-            yield "", found[-1] if isinstance(found, list) and found else found
+                value = (value or {}).get(word)
+            yield "", value[-1] if isinstance(value, list) and value else value

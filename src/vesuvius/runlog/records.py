@@ -1,6 +1,6 @@
-"""`metrics.jsonl` and `system.jsonl`: one JSON object a line, appended, never rewritten.
+"""Reads and writes `metrics.jsonl` and `system.jsonl`: append-only, one JSON object per line.
 
-Figures are unrounded, units stand in the names, and what is not known is null (a NaN has no other form in JSON).
+Figures are unrounded, names carry units, and unknown figures and NaN are null.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ _START = "run_start"
 
 
 class JsonLines:
-    """An append-only file of records, one a line.  Outlives a full disk, as `AppendFile` says.  Threads may write.
+    """An append-only file of records.  Thread-safe; survives a full disk, see `AppendFile`.
 
     Args:
-        listeners: called with each record as it stands in the file, by whichever thread writes it; they must not wait
-            for a disk or a server.
+        listeners: called with each record in the writing thread; they must not wait for a disk or a server.
 
     Raises:
-        OSError: on opening, where the file cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
@@ -41,9 +40,9 @@ class JsonLines:
         self._listeners = listeners
 
     def write(self, kind: str, **figures: Any) -> Record:
-        """Append one record with its kind and the time (seconds since 1970), and return it as it was written.
+        """Append a record with its kind and the time (seconds since 1970), and return it.
 
-        Listeners hear it first: the disk may be what hangs.
+        Listeners get it first, as the disk may hang.
         """
         record: Record = replace_nonfinite({"kind": kind, "time": time.time(), **figures})
         try:
@@ -53,33 +52,33 @@ class JsonLines:
         return record
 
     def share(self, record: Record) -> None:
-        """Hand a record that stands in another file to the listeners only."""
+        """Pass a record of another file to the listeners."""
         for listener in self._listeners:
             listener(record)
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write pending records and close the file."""
         self._file.close()
 
 
 def iter_records(path: Path) -> Iterator[Record]:
-    """All whole records of a file, in order, one in memory at a time; torn lines are passed over."""
+    """Iterate over the records of a file in order; torn lines are skipped."""
     with path.open("rb") as lines:
         yield from records_in(lines)
 
 
 def read_records(path: Path) -> list[Record]:
-    """As `iter_records`, for files that are short."""
+    """Read all records of a short file; see `iter_records`."""
     return list(iter_records(path))
 
 
 def records_in(lines: Iterable[bytes]) -> Iterator[Record]:
-    """The whole records among lines."""
+    """Parse lines; torn ones are skipped."""
     return (record for line in lines if (record := parse_record(line)) is not None)
 
 
 def parse_record(text: str | bytes) -> Record | None:
-    """A JSON object; None for anything else, such as a torn line."""
+    """Parse a JSON object; None for anything else, such as a torn line."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -88,21 +87,22 @@ def parse_record(text: str | bytes) -> Record | None:
 
 
 def run_starts(path: Path) -> list[Record]:
-    """The `run_start` of each session, in order.  Reads the file but parses little of it."""
+    """Return the `run_start` of each session, in order, without parsing other records."""
     with path.open("rb") as lines:
         return [record for record in records_in(line for line in lines if _START.encode() in line) if _begins(record)]
 
 
 def current_records(records: Iterable[Record], starts: Sequence[Record]) -> Iterator[Record]:
-    """The records of a run as if it had never been interrupted, in their order, one in memory at a time.  Pure.
+    """Iterate over the records of a run as if it had never been interrupted.  Pure.
 
-    A session that begins at step n (`run_start`) does again what others did beyond n: what they recorded of that is
-    dropped, and of validations and previews what its checkpoint does not know of.  Records without a step stay.
+    A session that begins at step n (`run_start`) repeats what earlier sessions did after step n.  Their records of
+    those steps are dropped, and so are validations and previews unknown to its checkpoint.  Records without a step
+    are kept.
 
     Args:
-        starts: each `run_start` that is among them; `run_starts` reads them first.
+        starts: all `run_start` records among them, see `run_starts`.
     """
-    # After so many starts, the last step of each kind that no later start goes back behind.
+    # By number of starts so far: the last step of each kind that no later session repeats.
     bounds: list[dict[str, float]] = [{}]
     for start in reversed(starts):
         later, step = bounds[-1], start["step"]
@@ -117,7 +117,7 @@ def current_records(records: Iterable[Record], starts: Sequence[Record]) -> Iter
     for record in records:
         if _begins(record):
             begun += 1
-            if begun > len(starts):  # a session that began since they were read
+            if begun > len(starts):  # a session that began after they were read
                 return
         last = bounds[begun]
         if (record.get("step") or 0) <= last.get(record["kind"], last.get("", math.inf)):
@@ -129,7 +129,7 @@ def _begins(record: Record) -> bool:
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Plain data with None in place of every NaN and infinity, which JSON does not have; tuples become lists."""
+    """Replace NaN and infinity, which JSON lacks, by None; tuples become lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -140,17 +140,17 @@ def replace_nonfinite(value: Any) -> Any:
 
 
 def from_dict(kind: type[T], data: Mapping[str, Any]) -> T:
-    """A dataclass from the plain data that JSON has of it (`dataclasses.asdict` the other way round).  Pure.
+    """Build a dataclass from plain data, the inverse of `dataclasses.asdict`.  Pure.
 
-    Names that it does not have are passed over, those that are missing have their default.
-    Raises KeyError, TypeError, ValueError, AttributeError: something needed is missing or of another kind.
+    Unknown names are ignored, missing ones get their defaults.
+    Raises KeyError, TypeError, ValueError, AttributeError: a value is missing or has the wrong type.
     """
     hints = _hints(kind)  # type: ignore[arg-type]
     return kind(**{name: _typed(hint, data[name]) for name, hint in hints.items() if name in data})
 
 
 def read_dataclasses(kind: type[T], path: Path) -> list[T]:
-    """One for each line of a file of records, in order; lines that are torn are passed over.  Empty without a file."""
+    """Read a dataclass from each line of a file, without torn lines; empty without a file."""
     try:
         records = read_records(path)
     except OSError:
@@ -175,7 +175,7 @@ def _typed(hint: Any, value: Any) -> Any:
         return _typed(next(kind for kind in arguments if kind is not NoneType), value)
     if origin is Literal:
         if value not in arguments:
-            raise ValueError(f"must be one of {arguments}; got {value!r}")
+            raise ValueError(f"{value!r} is not one of {arguments}")
         return value
     if origin is tuple:
         return tuple(_typed(arguments[0], each) for each in value)
@@ -186,15 +186,15 @@ def _typed(hint: Any, value: Any) -> Any:
     return hint(value)
 
 
-METRICS_BYTES = 2**18  # some hundred records of the end of a file, which is long in a long run
+METRICS_BYTES = 2**18  # some hundred records
 
 
 class Tail:
-    """A file of lines, as a rule of JSON, from its end on: first the last ones, after that each time what was appended.
+    """Follows a file of lines: first returns the last ones, then those appended since.
 
     Args:
-        path: the file; it need not be there yet, and may be moved away and started over.
-        first_bytes: how much of the end is read first.
+        path: the file; it may not exist yet, and may be replaced.
+        first_bytes: how much of the end to read first.
     """
 
     def __init__(self, path: Path, first_bytes: int = METRICS_BYTES) -> None:
@@ -204,12 +204,12 @@ class Tail:
         self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The records since the last call; lines that are torn or not yet whole are passed over."""
+        """Return the records appended since the last call, without torn or incomplete lines."""
         records = [parse_record(line) for line in self.lines().splitlines()]
         return [r for r in records if r and isinstance(r.get("kind"), str) and is_number(r.get("time"))]
 
     def lines(self) -> bytes:
-        """The whole lines since the last call."""
+        """Return the complete lines appended since the last call."""
         with suppress(OSError), self._path.open("rb") as file:
             now = os.fstat(file.fileno())
             if self._file is None:
@@ -218,12 +218,12 @@ class Tail:
                 self._offset = 0
             self._file = now.st_dev, now.st_ino
             text = os.pread(file.fileno(), now.st_size - self._offset, self._offset)
-            whole = text.rfind(b"\n") + 1
-            self._offset += whole
-            return text[:whole]
+            complete = text.rfind(b"\n") + 1
+            self._offset += complete
+            return text[:complete]
         return b""
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a record is a figure."""
+    """Whether a value of a record is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)

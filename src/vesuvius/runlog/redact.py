@@ -1,6 +1,6 @@
-"""Takes secrets out of what is shown or shared: log lines, what commands print, pages, settings for trackers.
+"""Redacts secrets in log lines, printed output, pages, and settings for trackers.
 
-The run directory's configs and checkpoints keep them: a resume needs them.
+Configs and checkpoints of the run keep them, as a resume needs them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 HIDDEN = "***"
 _hidden = set[str]()  # of `hide`
 
-_USER = re.compile(r"(?<=://)(?:[^/\s]*|[^/\s:@]+:[^/\n]{0,200})@")  # a password may hold "@", or a blank by mistake
-# Signatures and tokens have many names.  What ends a sentence stays.
+_USER = re.compile(r"(?<=://)(?:[^/\s]*|[^/\s:@]+:[^/\n]{0,200})@")  # a password may contain "@", or a space by mistake
+# The whole query: signatures and tokens have many names.  Punctuation at the end of a sentence is kept.
 _QUERY = re.compile(r"(\bhttps?://[^\s?\"']*)\?[^\s\"']*?(?=[:;,.)]*(?:[\s\"']|$))", re.IGNORECASE)
 _SECRET = (
     r"(?:SECRET(?:[_-]?KEY)?|PASSW(?:OR)?D|TOKEN|ACCESS[_-]?KEY(?:[_-]ID)?|CREDENTIALS?|SIGNATURE|AUTH|"
@@ -24,17 +24,17 @@ _SECRET = (
 _SECRET_NAME = re.compile(rf"(?:^|[_.-]){_SECRET}$|^{_SECRET}$", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(\b[\w.-]*{_SECRET}=)(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)", re.IGNORECASE)
 _QUOTED = re.compile(rf"([\"'][\w.-]*(?:{_SECRET}|AUTHORIZATION)[\"']: *)(?:\"[^\"]*\"|'[^']*')", re.IGNORECASE)
-_LEAST_LENGTH = 8  # characters of a variable's value that is looked for: shorter ones are parts of words
+_LEAST_LENGTH = 8  # shortest value of a variable that is redacted; shorter ones are parts of words
 
 
 def hide(*secrets: str) -> None:
-    """Let `redact` take these out of all texts, in this process."""
+    """Make `redact` remove these strings from all texts in this process."""
     _hidden.update(secret for secret in secrets if len(secret) >= _LEAST_LENGTH)
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The text without users and passwords of addresses, queries of http addresses, values given to names such as
-    `..._TOKEN=`, and the values of environment variables with such names; and what `hide` was told."""
+    """Redact users and passwords in URLs, queries of http URLs, values assigned to names such as `..._TOKEN=`, values
+    of environment variables with such names, and the strings of `hide`."""
     if "://" in text:
         text = _QUERY.sub(rf"\1?{HIDDEN}", _USER.sub(f"{HIDDEN}@", text))
     if "=" in text:
@@ -45,15 +45,15 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     for name in environment:
         value = environment.get(name, "")
         if len(value) >= _LEAST_LENGTH and value in text and _SECRET_NAME.search(name) and value[0] not in "/~":
-            secrets.append(value)  # a path, as of GOOGLE_APPLICATION_CREDENTIALS, is none and may stay
+            secrets.append(value)  # paths, as in GOOGLE_APPLICATION_CREDENTIALS, are kept
     for secret in secrets:
-        if secret in text:  # and as a part of a word it may stay
+        if secret in text:  # parts of words are kept
             text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", HIDDEN, text)
     return text
 
 
 def redacted(value: Any) -> Any:
-    """A copy of dataclasses, lists, tuples and mappings with all their texts redacted; anything else as it is."""
+    """Copy dataclasses, lists, tuples and mappings with all strings redacted; other values are returned as they are."""
     match value:
         case str():
             return redact(value)

@@ -1,4 +1,4 @@
-"""The run directory `runs/<name>/`: where each file is, how it begins, and what env.json says of the machine."""
+"""The run directory `runs/<name>/`: paths, creation, lock, and env.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PACKAGES = (
 
 def describe_environment() -> dict[str, Any]:
     """Versions, machine and command line, for env.json."""
-    import torch  # takes seconds: who only asks where a run is need not wait for it
+    import torch  # takes seconds; only needed here
 
     return {
         "command": redacted([sys.executable, *sys.argv]),
@@ -52,7 +52,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a distribution; None where it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -60,11 +60,15 @@ def installed_version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this package's own checkout, with '+' where files differ; None where it is installed or unknown."""
+    """Return the commit of this checkout, with '+' if files are modified; None if installed or unknown."""
     checkout = Path(__file__).resolve().parents[3]
     if not (repository := checkout / ".git").exists():
         return None
-    command = ["git", f"--git-dir={repository}", f"--work-tree={checkout}"]  # within a hook, GIT_DIR is of another one
+    command = [
+        "git",
+        f"--git-dir={repository}",
+        f"--work-tree={checkout}",
+    ]  # within a git hook, GIT_DIR is that of another repository
     command += ["describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
@@ -76,8 +80,8 @@ def _commit() -> str | None:
 log = logging.getLogger(__name__)
 
 TUNE, BENCHES = "tune", "benches"
-_BESIDE = (TUNE, BENCHES, "profiles", "reports")
-"""What other commands keep in a run directory, also before the run has begun."""
+_OTHER_COMMANDS = (TUNE, BENCHES, "profiles", "reports")
+"""Written by other commands, also before the run has begun."""
 
 _LOCK = ".lock"
 _OF_A_START = (
@@ -85,8 +89,8 @@ _OF_A_START = (
     *("recent.jsonl", "session.json", "post_mortem.jsonl", "quarantine.jsonl"),
     *("logs", "reading", "checkpoints", "samples", "stacks", "tb", "ranks"),
 )
-"""What a session writes before its first step."""
-_LOOK_AGAIN_S = 0.2
+"""Written by a session before its first step."""
+_POLL_S = 0.2
 
 
 class _Below:
@@ -111,7 +115,7 @@ class RunDir:
     session = _Below("session.json")
     post_mortem = _Below("post_mortem.jsonl")
     quarantine = _Below("quarantine.jsonl")
-    reading = _Below("reading")  # notes of the processes that read, and what those left that crashed
+    reading = _Below("reading")  # reading logs of the reader processes
     checkpoints = _Below("checkpoints")
     samples = _Below("samples")
     stacks = _Below("stacks")
@@ -119,17 +123,17 @@ class RunDir:
 
     @property
     def tune_command(self) -> str:
-        """What to type to find the best setting for the run."""
+        """Command to find the best setting for the run."""
         return shlex.join(["vesuvius", "tune", "--config", str(self.path / "config.resolved.yaml")])
 
     def exists(self) -> bool:
-        """Whether a run has begun here: it has made a step, or saved.
+        """Whether a run has begun here: it has made a step or saved.
 
-        What a tune or a bench has written is none, nor is what a start that came to nothing has left.
+        Files of other commands and of failed starts do not count.
         """
         try:
-            names = {entry.name for entry in self.path.iterdir()} - {*_BESIDE, _LOCK}
-            if not names <= {*_OF_A_START}:  # something that no run has written
+            names = {entry.name for entry in self.path.iterdir()} - {*_OTHER_COMMANDS, _LOCK}
+            if not names <= {*_OF_A_START}:  # other files
                 return True
             if any(next(folder.iterdir(), None) for folder in (self.checkpoints, self.samples) if folder.is_dir()):
                 return True
@@ -137,13 +141,13 @@ class RunDir:
                 return False
             with self.metrics.open("rb") as records:
                 return any(re.search(rb'"kind": ?"step"', line) for line in records)
-        except OSError:  # it is not there, is a file, or may not be read
+        except OSError:  # missing, a file, or unreadable
             return self.path.exists()
 
     def clear(self) -> None:
-        """Remove what a start that came to nothing has left: its records would be taken for the new run's."""
+        """Remove files of a failed start, whose records would be taken for the new run's."""
         for path in map(self.path.joinpath, _OF_A_START):
-            if path.is_symlink():  # a folder that somebody has put on a larger disk
+            if path.is_symlink():  # a folder moved to another disk
                 continue
             if path.is_dir():
                 shutil.rmtree(path)
@@ -151,19 +155,19 @@ class RunDir:
                 path.unlink(missing_ok=True)
 
     def of_rank(self, rank: int) -> RunDir:
-        """Where another rank than 0 keeps its log, its records and its notes."""
+        """Return the directory for the log, records and reading logs of a rank; for rank 0, the run directory."""
         return RunDir(self.path / "ranks" / str(rank)) if rank else self
 
     @contextmanager
     def locked(self, new: bool, wait_s: float = 0.0) -> Iterator[None]:
-        """Make the directory (`new`) or continue in it, and keep other processes out of it while the context lasts.
+        """Create the directory (`new`) or continue in it, and lock it while the context lasts.
 
         Args:
-            wait_s: how long another process may take to let go of it.
+            wait_s: how long to wait for another process to release it.
 
         Raises:
-            ConfigError: it exists although it is to be new, or another process is at work in it.
-            StorageError: it cannot be made, or its file system has no locks.
+            ConfigError: it exists although `new` is set, or another process uses it.
+            StorageError: it cannot be created, or its file system does not support locks.
         """
         if new:
             refuse_existing(self)
@@ -175,13 +179,11 @@ class RunDir:
                 log.info("%s is locked by %s; waiting up to %g s for it to end", self.path, self.lock_owner(), wait_s)
             while not free:
                 if time.monotonic() >= deadline:
-                    raise ConfigError(
-                        f"{self.path} is in use by another process: {self.lock_owner()}; wait for it or stop it"
-                    )
-                time.sleep(_LOOK_AGAIN_S)
+                    raise ConfigError(f"{self.path} is in use by {self.lock_owner()}; wait for it or stop it")
+                time.sleep(_POLL_S)
                 free = take_lock(lock.fileno(), self.path / _LOCK)
             if new:
-                refuse_existing(self)  # another process may have begun and ended it meanwhile
+                refuse_existing(self)  # another process may have begun and ended a run meanwhile
                 self.clear()
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')} {uuid.uuid4().hex}")
@@ -190,52 +192,51 @@ class RunDir:
             yield
 
     def lock_owner(self) -> str:
-        """What the process that works on the run, or did so last, has written into its lock; '' where there is none."""
+        """Return the text in the lock file, which identifies its latest owner; '' if there is none."""
         try:
             return (self.path / _LOCK).read_text(encoding="utf-8")
         except OSError:
             return ""
 
     def refuse_other_path(self, mark: str, within_s: float = 90.0) -> None:
-        """Raises ConfigError where this path is not that of rank 0: its mark does not appear here.
+        """Raise ConfigError if this is not the same directory as on rank 0, whose lock text is `mark`.
 
         Args:
-            within_s: a network file system may show it late.
+            within_s: time to wait for a network file system to show it.
         """
         deadline = time.monotonic() + within_s
         while self.lock_owner() != mark:
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"the run directory must be on a path that all nodes share; got {self.path.absolute()}, which "
-                    f"is a different folder on {platform.node()} than on rank 0 ({mark}); put runs/ on a shared "
-                    "file system, or point VESUVIUS_RUNS at one"
+                    f"the run directory {self.path.absolute()} is not shared: on {platform.node()} it is a different "
+                    f"folder than on rank 0 ({mark}); put runs/ on a file system that all nodes share, or set "
+                    "VESUVIUS_RUNS to one"
                 )
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
 
     def make_folders(self) -> None:
-        """Raises OSError where the directory is not writable."""
+        """Create the subfolders.  Raises OSError: the directory is not writable."""
         for folder in (self.log.parent, self.checkpoints, self.samples):
             folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, config: Config, source: Path, split: dict[str, Any]) -> None:
-        """Write down what this session runs with.  Raises StorageError: the disk is full or not writable."""
+        """Write the config, environment and split of this session.  Raises StorageError."""
         with storage_errors(f"the run directory {self.path}", "free some space or choose another folder"):
             self.make_folders()
-            write_atomically(self.path / "config.source.yaml", read_source(source))  # which may be that very file
+            write_atomically(self.path / "config.source.yaml", read_source(source))  # possibly this very file
             (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
             for name, content in (("env.json", describe_environment()), ("split.json", split)):
                 (self.path / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def run_dir(config: Config) -> RunDir:
-    """The run directory of a config."""
+    """Return the run directory of a config."""
     return RunDir(runs_root() / config.name)
 
 
 def refuse_existing(directory: RunDir) -> None:
-    """Raises ConfigError where the run exists: nothing of it may be overwritten by a new one."""
+    """Raise ConfigError if the run exists, as a new run must not overwrite it."""
     if directory.exists():
         raise ConfigError(
-            f"a new run needs a directory of its own; got {directory.path}, which exists; continue it with "
-            "--resume, choose another name, or move it away"
+            f"{directory.path} already contains a run; continue it with --resume, choose another name, or move it away"
         )

@@ -1,8 +1,8 @@
-"""The figures of a run for TensorBoard, Weights & Biases and MLflow, by their own packages; the latter two are extras.
+"""Sends the figures of a run to TensorBoard, Weights & Biases and MLflow; the latter two are extras.
 
-On a thread each, so that a disk, a package or a server that hangs costs the run nothing but a line in the log.  Where a
-server stands, and as whom one writes there, is the packages' business: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI
-and so on in the environment, or their own files.
+Each has a thread of its own, so that a hung disk, package or server costs the run only a log line.  Servers and
+credentials are configured as usual for these packages: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI and so on in the
+environment, or their own files.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ _FLUSH_S = 10
 
 
 class Board(Protocol):
-    """Where figures go.  Its methods may wait for a disk or a server, and raise what the package raises."""
+    """A backend.  Its methods may block on a disk or server and raise the package's exceptions."""
 
     def write(self, record: Record, figures: Mapping[str, float]) -> object:
-        """Take a record; `figures`: what is known of it, by tag."""
+        """Write a record; `figures`: its known figures, by tag."""
 
     def close(self, exit_code: int) -> object: ...
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError where the package of a tracker is not installed."""
+    """Raise ConfigError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"monitor.trackers {name} needs a package; got none; `pip install {_PACKAGES[name]}`, or leave it out"
+                f"monitor.trackers: {name} is not installed; `pip install {_PACKAGES[name]}`, or remove {name}"
             )
 
 
 class Tracker:
-    """Hands records to a board on a thread of its own.  A context manager, which gives it 30 seconds at the end.
+    """Passes records to a board on a thread of its own.  A context manager, which waits up to 30 s at the end.
 
     Args:
-        name: of the board, for messages.
-        begin: makes the board, on the thread.
+        name: name of the board, for messages.
+        begin: creates the board, on that thread.
     """
 
     def __init__(self, name: str, begin: Callable[[], Board]) -> None:
         self._name = name
-        self._exit_code = 1  # a run that was killed has no end
+        self._exit_code = 1  # a killed run records no end
         self._failed = False
         self._board: Board | None = None
-        self._calls = AsyncWriter(name, self._say_failed)
+        self._calls = AsyncWriter(name, self._warn_failed)
 
         def open_board() -> None:
             self._board = begin()
@@ -79,23 +79,23 @@ class Tracker:
     def __exit__(self, *_: object) -> None:
         self._calls.submit(lambda: self._board and self._board.close(self._exit_code))
         if not self._calls.close(_CLOSE_S):
-            self._say_failed()
+            self._warn_failed()
 
     def take(self, record: Record) -> None:
-        """Hand a record on.  Returns at once and raises nothing."""
+        """Pass a record on.  Returns at once and raises nothing."""
         if record["kind"] == "run_end":
             self._exit_code = record.get("exit_code", 1)
         if not self._calls.submit(lambda: self._board and self._board.write(record, known_figures(record))):
-            self._say_failed()
+            self._warn_failed()
 
-    def _say_failed(self) -> None:
-        """Once a session."""
+    def _warn_failed(self) -> None:
+        """Log a failure, once per session."""
         if not self._failed:
             self._failed = True
             error = sys.exception()
-            cause = f"{type(error).__name__}: {redact(one_line(str(error), 300))}" if error else "no answer in time"
+            cause = f"{type(error).__name__}: {redact(one_line(str(error), 300))}" if error else "no response in time"
             log.warning(
-                "%s does not accept this run's figures: %s; the run continues, and metrics.jsonl has them all",
+                "%s does not accept this run's figures: %s; the run continues, and metrics.jsonl has all figures",
                 *(self._name, cause),
             )
 
@@ -104,17 +104,17 @@ class TensorBoard:
     """The event file of one session, in `tb/` of the run.
 
     Args:
-        directory: where event files lie; made with the first record.
-        run: the run directory, which pictures are named relative to.
+        directory: folder of event files, created with the first record.
+        run: run directory, to which paths of pictures are relative.
     """
 
     def __init__(self, directory: Path, run: Path) -> None:
         self._directory, self._run = directory, run
         self._writer: SummaryWriter | None = None
-        self._purge_step: int | None = None  # from there on, the first file hides what earlier sessions wrote
+        self._purge_step: int | None = None  # events of earlier sessions from this step on are hidden
 
     def write(self, record: Record, figures: Mapping[str, float]) -> None:
-        """Write the events of one record, at its own time and step.  Raises OSError."""
+        """Write the events of a record at its time and step.  Raises OSError."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -135,7 +135,7 @@ class TensorBoard:
                 with Image.open(self._run / record["picture"]) as image:
                     pixels = np.asarray(image.convert("RGB"))
             except OSError as error:
-                log.warning("the picture of a preview must be readable; got %s; TensorBoard does without it", error)
+                log.warning("cannot read the picture of a preview: %s; it is missing in TensorBoard", error)
             else:
                 writer.add_image("preview/picture", pixels, dataformats="HWC", **at)
 
@@ -146,7 +146,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, the same in each session."""
+    """A Weights & Biases run, continued by each session."""
 
     def __init__(self, run: str, directory: Path, settings: Mapping[str, Any]) -> None:
         kept = directory / "wandb_id"
@@ -159,9 +159,9 @@ class Wandb:
             resume="allow",
             dir=str(directory),
             config=dict(settings),
-            settings={"console": "off", "silent": True},  # the terminal and the log stay ours
+            settings={"console": "off", "silent": True},  # keep the terminal and the log to ourselves
         )
-        self._run.define_metric("*", step_metric="step")  # its own must not fall, and after a resume ours does
+        self._run.define_metric("*", step_metric="step")  # wandb's own step must not decrease; after a resume ours does
 
     def write(self, record: Record, figures: Mapping[str, float]) -> None:
         if figures:
@@ -172,10 +172,10 @@ class Wandb:
 
 
 class Mlflow:
-    """A run of MLflow, the same in each session."""
+    """An MLflow run, continued by each session."""
 
     def __init__(self, run: str, directory: Path, settings: Mapping[str, Any]) -> None:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else version 3 refuses a folder
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise version 3 rejects a folder
         os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", "vesuvius")
         self._mlflow = mlflow = importlib.import_module("mlflow")
         folder = (directory / "mlruns").resolve().as_uri()
@@ -185,7 +185,7 @@ class Mlflow:
             mlflow.start_run(run_id=kept.read_text().strip())
         else:
             kept.write_text(mlflow.start_run(run_name=run).info.run_id)
-            for first in range(0, len(settings), 100):  # it takes no more at once
+            for first in range(0, len(settings), 100):  # its limit per call
                 mlflow.log_params(dict(list(settings.items())[first : first + 100]))
 
     def write(self, record: Record, figures: Mapping[str, float]) -> None:
@@ -197,17 +197,17 @@ class Mlflow:
 
 
 TRACKERS: dict[str, Callable[[str, Path, Mapping[str, Any]], Board]] = {"wandb": Wandb, "mlflow": Mlflow}
-"""By the names of `monitor.trackers`: from a run's name, its directory, where the board keeps by what id it knows the
-run and what it writes offline, and its settings by their keys."""
+"""By the names of `monitor.trackers`.  Arguments: the run's name, its directory, for the board's run id and offline
+files, and its settings by key."""
 
 
 def known_figures(record: Record) -> dict[str, float]:
-    """What is known, by tags that never change: runs are compared by them."""
+    """Return the known figures of a record by tag.  Tags are stable, as runs are compared by them."""
     return {tag: value for tag, value in _figures(record) if value is not None}
 
 
 def _figures(record: Record) -> Iterator[tuple[str, float | None]]:
-    """Tag and figure of what a record says, None where it is not known."""
+    """Yield tags and figures of a record; None = unknown."""
     get = record.get
     match record["kind"]:
         case "step":
@@ -227,7 +227,7 @@ def _figures(record: Record) -> Iterator[tuple[str, float | None]]:
         case "preview":
             for name in ("histogram_distance", "spectrum_distance_db", "correlation_distance"):
                 yield f"preview/{name}", get(name)
-        case "system":  # the most in its window for memory, the mean for what was busy
+        case "system":  # maximum of the window for memory, mean for busy shares
             vram = get("vram") or {}
             yield "system/ram_gib", _gib(get("used_bytes"))
             yield "system/trainer_gib", _gib(get("trainer_bytes"))
@@ -241,7 +241,7 @@ def _figures(record: Record) -> Iterator[tuple[str, float | None]]:
 
 
 def _gib(found: Any) -> float | None:
-    """Of a figure, or the most of a window's [min, mean, max]."""
+    """Convert a figure, or the maximum of [min, mean, max], to GiB."""
     return _quotient((found[-1] if found else None) if isinstance(found, list) else found, GIB)
 
 

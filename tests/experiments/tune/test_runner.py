@@ -177,7 +177,7 @@ def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., P
     with closing(TrialRunner(config, trials)) as lab:
         block = lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
     assert block.ended == "guard"
-    assert "near out of memory: monitor.ram_limit_gib: " in block.cause
+    assert "close to running out of memory: monitor.ram_limit_gib: " in block.cause
 
 
 def test_a_trainer_ends_by_itself_when_its_tune_is_killed(config: Config, trials: Path, tmp_path: Path) -> None:

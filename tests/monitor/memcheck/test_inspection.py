@@ -66,7 +66,7 @@ def row(found: Inspection, part: str, pid: int | None = None) -> Row:
     return one
 
 
-def test_the_parts_are_the_total_and_the_store_counts_once() -> None:
+def test_parts_add_up_to_the_total_and_the_store_counts_once() -> None:
     one_look = seen(1.0)
     found = looked(one_look)
     assert [(r.part, r.pid, r.now_bytes) for r in found.rows] == [
@@ -84,7 +84,7 @@ def test_the_parts_are_the_total_and_the_store_counts_once() -> None:
     assert [r.part for r in found.rows] == ["root", "store", "total"], "what is not there has no row"
 
 
-def test_peaks_are_those_of_the_record_or_what_is_held_now() -> None:
+def test_peaks_are_the_recorded_ones_or_the_present_size() -> None:
     found = looked(seen(11.0, readers=(5, 9)), root=12 * GIB, r101=7 * GIB, r102=3 * GIB, r103=99 * GIB)
     assert row(found, "root").peak_bytes == 12 * GIB
     assert [(r.pid, r.peak_bytes) for r in found.rows if r.part == "reader"] == [(102, 9 * GIB), (101, 7 * GIB)]
@@ -106,7 +106,7 @@ def begin(directory: Path, workers: int = 2) -> SessionRecord:
     return begin_session(directory / "session.json", "tiny", workers, MemoryPolicy())
 
 
-def test_a_living_run_says_its_own_risk_and_older_sessions_nothing(tmp_path: Path) -> None:
+def test_the_risk_of_a_living_run_comes_from_its_own_session(tmp_path: Path) -> None:
     """It has seen the growth, of which one look knows nothing."""
     session = begin(tmp_path)
     before, after = session.begin_time - 5, session.begin_time
@@ -127,17 +127,17 @@ def test_a_living_run_says_its_own_risk_and_older_sessions_nothing(tmp_path: Pat
     assert find_pid(session) == os.getpid() == found.sample.processes[0].pid  # type: ignore[union-attr]
 
 
-def test_a_silent_monitor_is_said_and_judged_anew(tmp_path: Path) -> None:
+def test_a_silent_monitor_is_reported_and_the_risk_judged_again(tmp_path: Path) -> None:
     session = begin(tmp_path)
     (tmp_path / "session.json").write_text(json.dumps(asdict(session) | {"begin_time": session.begin_time - 100}))
     keep(tmp_path, [MemorySample(session.begin_time - 50, 7, 10, 0, 10, level="CRITICAL", reason="old")])
     found = RunInspector(tmp_path, Gpus()).inspect()
     assert found.reason != "old"
-    assert "its own monitor is silent for 5" in found.remarks[0].replace("the run's own", "its own")
+    assert "its own monitor has been silent for 5" in found.remarks[0].replace("the run's own", "its own")
 
 
 @pytest.mark.parametrize("workers", [2, 0])
-def test_the_rows_of_a_run_that_has_ended_add_up_to_its_total(tmp_path: Path, workers: int) -> None:
+def test_the_rows_of_an_ended_run_add_up_to_its_total(tmp_path: Path, workers: int) -> None:
     """Readers, the trainer, what neither is, and shared memory once.  A program that leaves the processes of Ray out,
     or counts all shared memory in each, shows a total that is another sum."""
     session = begin(tmp_path, workers)
@@ -158,7 +158,7 @@ def test_the_rows_of_a_run_that_has_ended_add_up_to_its_total(tmp_path: Path, wo
     assert sum(row.now_bytes or 0 for row in found.rows if row.part == "reader") == (3 * GIB if workers else 0)
 
 
-def test_a_run_whose_sampling_alone_has_stalled_is_as_silent_as_its_records() -> None:
+def test_stalled_sampling_alone_is_not_silence_of_the_run() -> None:
     """Ten minutes without a sample, and a step a second ago."""
     stalled = MemorySample(400.0, 1, 0, 0, 0, awaits="batch", silent_s=0.5)
     assert silence(stalled, 999.0, 1000.0) == ("batch", 1.0)
@@ -169,25 +169,25 @@ def test_a_run_whose_sampling_alone_has_stalled_is_as_silent_as_its_records() ->
 @pytest.mark.parametrize(
     ("cause", "exit_code", "level"), [("guard", EXIT_MEMORY_CRITICAL, Level.CRITICAL), (None, EXIT_OK, None)]
 )
-def test_a_run_that_the_guard_ended_says_so_and_why(
+def test_a_run_stopped_by_the_guard_shows_the_reason(
     tmp_path: Path, cause: Literal["guard"] | None, exit_code: int, level: Level | None
 ) -> None:
     """Also after the next session has ended as it should: that one is looked at."""
     session = begin(tmp_path)
-    reason = "near out of memory: the machine: 23 of 24 GiB in use"
+    reason = "close to running out of memory: the machine: 23 of 24 GiB in use"
     if cause:
         append_death(tmp_path / "post_mortem.jsonl", death_of_this_run(cause, 7, reason, (), "continue with --resume"))
     end_session(tmp_path / "session.json", session, 4)
     found = RunInspector(tmp_path, Gpus()).inspect()
     assert (found.exit_code, found.level, found.kills) == (exit_code, level, ())
     if cause:
-        assert found.state_text.endswith("with exit code 4: the memory guard ended it")
+        assert found.state_text.endswith("with exit code 4: ended by the memory guard")
         assert (found.reason, found.remarks[0]) == (reason, "continue with --resume")
         end_session(tmp_path / "session.json", begin(tmp_path), 0)
         assert RunInspector(tmp_path, Gpus()).inspect().exit_code == EXIT_OK
 
 
-def test_a_run_that_has_ended_early_shows_its_cause(tmp_path: Path) -> None:
+def test_a_run_that_ended_early_shows_its_cause(tmp_path: Path) -> None:
     """Of its last session alone, and not where it has ended as it should."""
     for cause, code in (("step 7 was not applied: loss nan", 5), ("done", 0)):
         session = begin(tmp_path)
@@ -198,7 +198,7 @@ def test_a_run_that_has_ended_early_shows_its_cause(tmp_path: Path) -> None:
         assert text.endswith(f"with exit code {code}" + (f": {cause}" if code else ""))
 
 
-def test_steps_and_verdicts_are_the_last_ones_and_pauses_no_part_of_a_step(tmp_path: Path) -> None:
+def test_the_last_step_and_verdict_are_shown_and_pauses_excluded(tmp_path: Path) -> None:
     """A validation every third step would make a run that hangs look like one that is slow."""
     steps: list[dict[str, Any]] = [
         {
@@ -217,7 +217,7 @@ def test_steps_and_verdicts_are_the_last_ones_and_pauses_no_part_of_a_step(tmp_p
     assert run.steps_at(119.0) == {"step": 99, "age_s": 10.0, "step_s_p95": 0.5, "verdict": verdicts[1]["text"]}
 
 
-def test_peaks_come_from_records_and_moments_and_absent_figures_are_no_zeros(tmp_path: Path) -> None:
+def test_peaks_come_from_records_and_samples_and_missing_figures_are_not_zero(tmp_path: Path) -> None:
     write_records(
         tmp_path / "system.jsonl",
         {"kind": "system", "time": 1.0, "trainer_bytes": [1, 2, 50], "readers": {"7": 90, "x": 1}, "vram": None},
@@ -238,7 +238,7 @@ def test_peaks_come_from_records_and_moments_and_absent_figures_are_no_zeros(tmp
         {"kind": "step", "time": 1e300, "step": 1, "step_s": 1.0, "pause_s": "long"},
     ],
 )
-def test_a_record_that_no_run_writes_is_one_clean_line(tmp_path: Path, record: dict[str, Any]) -> None:
+def test_a_wrong_record_is_reported_in_one_line(tmp_path: Path, record: dict[str, Any]) -> None:
     for name in ("system", "metrics"):
         write_records(tmp_path / f"{name}.jsonl", record)
     with pytest.raises(VesuviusError, match=rf"cannot read the records of {tmp_path}: a line of its .jsonl files"):

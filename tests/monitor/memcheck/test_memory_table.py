@@ -46,7 +46,7 @@ def full() -> Inspection:
     return looked(replace(seen(120.0), gpus=(gpu,)), known, MemoryPolicy(ray_share=0.95), r101=5.12 * GIB)
 
 
-def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
+def test_the_table_shows_parts_peaks_growth_and_limits() -> None:
     table = text(full())
     assert cells(table, "trainer") == ["trainer", "10.00", "10.00"]
     assert cells(table, "reader 101") == ["reader 101", "5.00", "5.12"]
@@ -55,11 +55,11 @@ def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
     assert cells(table, "VRAM of")[1:3] == ["41.20 of 79.30", "43.50"]
     assert cells(table, "GPU 0") == ["GPU 0", "42.00 GiB of 80.00 GiB, busy 97 %, NVIDIA A100-SXM4-80GB"]
     assert cells(table, "risk")[:2] == ["risk", "LOW"]
-    assert "Ray's memory monitor at 95.00 GiB; it counts 30.00 GiB, 65.00 GiB" in table
+    assert "Ray's memory monitor: kills at 95.00 GiB; 30.00 GiB used, 65.00" in table
     assert "1200, 3.2 s ago; 95 % of steps take less than 2.91 s" in table
 
 
-def test_one_reader_alone_needs_no_sum_above_it() -> None:
+def test_a_single_reader_has_no_total_row() -> None:
     rows = (Row("readers", "readers (1)", None, GIB, GIB), Row("reader", "reader 7", 7, GIB, GIB))
     assert "readers (" in text(full())
     assert "readers (" not in (table := text(replace(full(), rows=rows)))
@@ -67,14 +67,14 @@ def test_one_reader_alone_needs_no_sum_above_it() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
-def test_no_line_is_wider_than_the_terminal_and_nothing_is_lost(width: int) -> None:
+def test_no_line_exceeds_the_terminal_and_no_text_is_lost(width: int) -> None:
     table = text(full(), width)
     assert max(map(len, table.splitlines())) <= width
     assert "\x1b" not in table
     assert "".join(table.split()).count("training.workers=6") == 2
 
 
-def test_what_is_not_known_is_a_dash_and_never_zero() -> None:
+def test_unknown_figures_are_a_dash_and_never_zero() -> None:
     unknown = dict.fromkeys(("step", "age_s", "step_s_p95", "verdict"))
     known = replace(NOTHING, steps=unknown, no_gpus="nvidia-ml-py is not installed")
     table = text(looked(seen(1.0), found=known))
@@ -83,7 +83,7 @@ def test_what_is_not_known_is_a_dash_and_never_zero() -> None:
     assert "VRAM" not in table
 
 
-def test_of_many_readers_the_largest_are_shown_and_the_rest_is_summed() -> None:
+def test_the_largest_readers_are_shown_and_the_rest_summed_up() -> None:
     found = looked(seen(1.0, readers=[1 + 0.01 * i for i in range(20)]))
     table = text(found)
     assert len(re.findall(r"reader \d", table)) == 8
@@ -91,7 +91,7 @@ def test_of_many_readers_the_largest_are_shown_and_the_rest_is_summed() -> None:
     assert cells(table, "12 more")[:2] == ["12 more", f"{sum(1 + 0.01 * i for i in range(12)):.2f}"]
 
 
-def test_a_healthy_runs_table_has_no_word_that_a_search_for_kills_finds_and_a_kill_has() -> None:
+def test_a_grep_for_kills_finds_only_kills_in_the_table() -> None:
     found = full()
     assert not HYGIENE.search(text(found))
     assert HYGIENE.search(text(replace(found, kills=("reader 7 was killed",))))

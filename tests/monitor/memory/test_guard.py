@@ -97,7 +97,7 @@ def test_no_order_in_twenty_healthy_minutes(name: str):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("rate", "step_s"), [(50 * MB, 18.0), (12 * MB, 3.0)])
-def test_a_leak_in_the_readers_is_answered_by_reopening_them(rate: float, step_s: float):
+def test_leaking_readers_are_restarted(rate: float, step_s: float):
     """Each order sets the readers back to their base, so memory falls; nothing is killed in half an hour."""
     machine = Machine(step_s=step_s, reader=lambda age: 1 * GIB + rate / 4 * age).run(1500)
     assert machine.killed_s is None
@@ -105,7 +105,7 @@ def test_a_leak_in_the_readers_is_answered_by_reopening_them(rate: float, step_s
     assert set(machine.rungs) == {"restart"}, "as many readers and batches ahead as before"
 
 
-def test_the_last_reader_that_leaks_is_started_anew_too():
+def test_the_last_leaking_reader_is_restarted_too():
     """One reader and one batch ahead: nothing can be made smaller, and without a reader the trainer would leak."""
     machine = Machine(step_s=18.0, workers=1, prefetch=1, reader=lambda age: 1 * GIB + 25 * MB * age).run(1000)
     assert machine.killed_s is None
@@ -113,7 +113,7 @@ def test_the_last_reader_that_leaks_is_started_anew_too():
     assert set(machine.rungs) == {"restart"}
 
 
-def test_readers_that_leak_too_fast_to_be_started_anew_end_in_exit():
+def test_readers_that_leak_too_fast_lead_to_an_exit():
     machine = Machine(reader=lambda age: 1 * GIB + 90 * MB * max(age - 100, 0)).run(2000)
     assert machine.killed_s is None
     assert machine.exited_s is not None
@@ -121,7 +121,7 @@ def test_readers_that_leak_too_fast_to_be_started_anew_end_in_exit():
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("rate", "step_s"), [(50 * MB, 18.0), (8 * MB, 30.0), (100 * MB, 0.5), (100 * MB, 30.0)])
-def test_a_leak_in_the_trainer_ends_in_exit_a_step_before_the_kill(rate: float, step_s: float):
+def test_a_leaking_trainer_exits_a_step_before_the_kill(rate: float, step_s: float):
     machine = Machine(step_s=step_s, trainer=lambda t: 4 * GIB + _leak(rate)(t)).run(20_000)
     assert machine.killed_s is None
     assert machine.rungs[-1] == "exit"
@@ -129,7 +129,7 @@ def test_a_leak_in_the_trainer_ends_in_exit_a_step_before_the_kill(rate: float, 
     assert left > 0
 
 
-def test_smaller_readers_come_once_before_exit_where_there_is_time():
+def test_readers_are_reduced_once_before_the_exit_if_there_is_time():
     machine = Machine(trainer=lambda t: 4 * GIB + _leak(6 * MB)(t)).run(20_000)
     assert machine.rungs == ["shrink", "exit"]
     assert (machine.prefetch, machine.workers) == (4, 3)
@@ -139,9 +139,7 @@ def test_smaller_readers_come_once_before_exit_where_there_is_time():
 @pytest.mark.parametrize(
     ("rate", "step_s", "own"), [(100 * MB, 3.0, 8 * GIB), (20 * MB, 18.0, 0.3 * GIB), (496 * MB, 0.5, 0.3 * GIB)]
 )
-def test_other_peoples_growth_ends_no_run_and_is_answered_by_a_checkpoint_before_the_kill(
-    rate: float, step_s: float, own: float
-):
+def test_growth_of_other_programs_leads_to_a_checkpoint_but_no_exit(rate: float, step_s: float, own: float):
     """The run is as large as it was beside the others before they grew."""
     machine = Machine(
         step_s=step_s,
@@ -154,7 +152,7 @@ def test_other_peoples_growth_ends_no_run_and_is_answered_by_a_checkpoint_before
     assert 0 < machine.killed_s - machine.saved_s[-1] <= 300 + step_s + 0.01 * 24 * GIB / rate
 
 
-def test_a_run_that_grows_beside_others_that_grow_faster_is_told_what_is_its_own():
+def test_growth_is_attributed_to_the_run_or_to_other_programs():
     """20 MB/s of theirs and a tenth of it ours is theirs; as much of ours is ours."""
     theirs = Machine(others=lambda t: 2 * GIB + _leak(20 * MB)(t), trainer=lambda t: 4 * GIB + _leak(2 * MB)(t))
     assert set(theirs.run(3000).rungs) == {"save"}
@@ -163,7 +161,7 @@ def test_a_run_that_grows_beside_others_that_grow_faster_is_told_what_is_its_own
     assert both.killed_s is None
 
 
-def test_checkpoints_for_others_are_five_minutes_apart_and_end_with_their_growth():
+def test_checkpoints_because_of_other_programs_are_five_minutes_apart():
     machine = Machine(others=lambda t: 2 * GIB + min(_leak(20 * MB)(t), 11.8 * GIB)).run(3000)
     assert machine.killed_s is None
     assert set(machine.rungs) == {"save"}
@@ -171,19 +169,19 @@ def test_checkpoints_for_others_are_five_minutes_apart_and_end_with_their_growth
     assert all(later - earlier >= 300 for earlier, later in zip(machine.saved_s, machine.saved_s[1:], strict=False))
 
 
-def test_other_peoples_memory_that_stops_below_exit_leaves_a_run_as_it_is_unless_it_was_there_from_the_start():
+def test_constant_memory_of_other_programs_counts_only_if_it_was_there_from_the_start():
     assert Machine(others=lambda t: 11.5 * GIB if t > 400 else 2 * GIB).run(1200).rungs == []
     assert Machine(others=lambda t: 12 * GIB).run(1200).rungs[0] == "shrink"
 
 
-def test_a_burst_that_passes_before_the_step_ends_leaves_nothing_to_do():
+def test_an_order_is_withdrawn_if_a_burst_passes_within_the_step():
     """5 s at 86 %, and over long before the step of 40 s is: the order is taken back."""
     machine = Machine(step_s=40.0, trainer=lambda t: (12 if 405 <= t < 410 else 4) * GIB + 2 * GIB).run(1200)
     assert machine.rungs == ["shrink"]
     assert (machine.prefetch, machine.workers, machine.exited_s) == (8, 4, None)
 
 
-def test_a_peak_of_two_seconds_beyond_exit_at_shrinks_the_run_instead_of_ending_it():
+def test_a_short_peak_beyond_exit_at_shrinks_the_run_instead_of_ending_it():
     machine = Machine(trainer=lambda t: (15.3 if 405 <= t < 407 else 4) * GIB).run(600)
     assert machine.rungs == ["shrink"]
     assert machine.exited_s is None
@@ -201,7 +199,7 @@ def _leaking(rate: float, step_s: float, slack_s: float, begin_s: int) -> Machin
     return machine
 
 
-def test_exit_comes_a_step_before_exhaustion_for_leaks_that_last_long_enough():
+def test_the_exit_comes_a_step_before_exhaustion_if_the_leak_lasts_long_enough():
     """Long enough: 45 s to be seen, and two steps and 15 s to act; what is faster nobody can answer.
 
     The same leaks each time, as the law has rare exceptions, of which one is below.
@@ -251,11 +249,11 @@ def _rung(
         (_risk(0.6, left_s=10.0, firm=False), True, None),
     ],
 )
-def test_what_a_risk_calls_for(risk: Risk, can_shrink: bool, rung: str | None):
+def test_the_order_for_each_risk(risk: Risk, can_shrink: bool, rung: str | None):
     assert _rung(Guard(LIMITS), 0, risk, can_shrink=can_shrink) == rung
 
 
-def test_volumes_in_memory_go_before_readers_and_the_run():
+def test_volumes_in_memory_are_dropped_before_readers_are_changed():
     guard, full = Guard(LIMITS), _risk(0.855)
     assert _rung(guard, 0, _risk(0.835), can_drop=True) is None
     assert _rung(guard, 1, full, can_drop=True) == "drop"
@@ -266,14 +264,14 @@ def test_volumes_in_memory_go_before_readers_and_the_run():
     assert [_rung(guard, s, full) for s in (16, 30)] == [None, None], "once"
 
 
-def test_readers_that_leak_are_started_anew_while_there_is_time_as_often_as_they_do():
+def test_leaking_readers_are_restarted_as_often_as_needed_while_there_is_time():
     guard = Guard(LIMITS)
     assert [_rung(guard, 0, _risk(0.6, left), readers={7}) for left in (60.0, 45.0)] == [None, "restart"]
     guard.carried_out(1)
     assert [_rung(guard, s, _risk(0.6, 45.0), readers={7}) for s in (2, 10, 11)] == [None, None, "restart"]
 
 
-def test_an_order_stays_until_it_was_carried_out_and_comes_once_but_for_the_exit():
+def test_an_order_is_repeated_until_carried_out():
     """That needs its share for three seconds."""
     guard = Guard(LIMITS)
     first = guard.judge(0, _risk(0.86), 3.0, True)
@@ -284,19 +282,19 @@ def test_an_order_stays_until_it_was_carried_out_and_comes_once_but_for_the_exit
     assert [_rung(guard, 70 + s, _risk(0.93)) for s in range(5)] == [None, None, None, "exit", "exit"]
 
 
-def test_an_exit_replaces_an_order_that_waits_and_is_not_taken_back():
+def test_an_exit_replaces_a_pending_order_and_is_final():
     guard = Guard(LIMITS)
     rungs = [_rung(guard, 0, _risk(0.86)), _rung(guard, 3, _risk(0.86, left_s=10.0)), _rung(guard, 4, _risk(0.81))]
     assert rungs == ["shrink", "exit", "exit"]
 
 
-def test_a_peak_is_not_waited_out_where_half_of_the_rest_is_gone() -> None:
+def test_halfway_to_the_limit_no_peak_is_waited_out() -> None:
     limits = MemoryPolicy(configured_bytes=100 * GIB)
 
     def at(share: float) -> Risk:
         used = int(share * 100 * GIB)
         killer = MemoryLimit("monitor.ram_limit_gib", used, 100 * GIB, 100 * GIB, own_bytes=used)
-        return Risk(Level.CRITICAL, "near out of memory", (killer,), None, None, {})
+        return Risk(Level.CRITICAL, "close to running out of memory", (killer,), None, None, {})
 
     guard = Guard(limits)
     assert guard.judge(0.0, at(0.95), 1.0, False) is None, "5 of the last 8 % are left: it may pass"

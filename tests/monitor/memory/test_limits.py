@@ -21,7 +21,7 @@ def _named(killers):
     return {killer.name: killer for killer in killers}
 
 
-def test_the_machine_is_always_there_and_counts_what_is_not_available():
+def test_the_machine_is_always_a_limit_and_counts_unavailable_memory():
     (killer,) = limits_of(sample(0, 24 * GIB, 6 * GIB), MemoryPolicy())
     figures = (killer.name, killer.used_bytes, killer.limit_bytes, killer.kills_at_bytes)
     assert figures == ("the machine", 6 * GIB, 24 * GIB, 24 * GIB)
@@ -33,7 +33,7 @@ def test_the_machine_is_always_there_and_counts_what_is_not_available():
     assert killer.share == pytest.approx(20 / 24)
 
 
-def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
+def test_the_tightest_limit_is_the_smallest_of_machine_cgroups_and_config():
     levels = [CgroupLevel("/a/b", "memory.max", 8 * GIB, 1 * GIB, True)]
     assert tightest(sample(0, 24 * GIB, 1 * GIB), MemoryPolicy(ray_share=0.5)).limit_bytes == 24 * GIB
     assert tightest(sample(0, 24 * GIB, 1 * GIB, levels=levels), MemoryPolicy()).limit_bytes == 8 * GIB
@@ -44,7 +44,7 @@ def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
     assert tightest(at, MemoryPolicy(configured_bytes=7 * GIB)).limit_bytes == 6 * GIB
 
 
-def test_ray_kills_where_its_raylet_said_on_the_machine_of_this_project():
+def test_ray_s_threshold_equals_the_one_logged_by_its_raylet():
     """raylet.out of Ray 2.60: "usage threshold at 24012685312 bytes (95.000008% of system memory), total ...
 
     25276510208".  Ray computes in float32, hence not to the byte.
@@ -57,7 +57,7 @@ def test_ray_kills_where_its_raylet_said_on_the_machine_of_this_project():
 @pytest.mark.parametrize(
     ("path", "is_top", "total_gib"), [("/", True, 8), ("/docker/1f2e", True, 8), ("/user.slice", False, 24)]
 )
-def test_ray_knows_of_a_containers_limit_but_not_of_a_slices(path: str, is_top: bool, total_gib: int):
+def test_ray_uses_a_container_s_limit_but_not_a_slice_s(path: str, is_top: bool, total_gib: int):
     level = CgroupLevel(path, "memory.max", 8 * GIB, 2 * GIB, True, is_top)
     killers = _named(limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), MemoryPolicy(ray_share=0.95)))
     ray = killers["Ray's memory monitor"]
@@ -65,7 +65,7 @@ def test_ray_knows_of_a_containers_limit_but_not_of_a_slices(path: str, is_top: 
     assert ray.used_bytes == (2 * GIB if total_gib == 8 else 9 * GIB)
 
 
-def test_the_free_bytes_that_ray_keeps_are_of_the_containers_memory():
+def test_ray_s_minimum_of_free_bytes_refers_to_the_container_s_memory():
     """2 GiB of 16 are an eighth: 95 % is later; of the machine's 128 they would be 1.6 %, and later than that."""
     level = CgroupLevel("/", "memory.max", 16 * GIB, 2 * GIB, True, True)
     at = sample(0, 128 * GIB, 9 * GIB, levels=[level])
@@ -76,7 +76,7 @@ def test_the_free_bytes_that_ray_keeps_are_of_the_containers_memory():
     )
 
 
-def test_ray_counts_the_caches_of_the_kernel_where_the_kernels_own_kill_does_not():
+def test_ray_counts_kernel_caches_but_the_kernel_does_not():
     """Many chunk files: 3 GiB of names of files are charged to the container, and could be given back."""
     level = CgroupLevel("/", "memory.max", 8 * GIB, 4 * GIB, True, True, charged_bytes=7 * GIB)
     killers = limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), MemoryPolicy(ray_share=0.95))
@@ -89,7 +89,7 @@ def test_ray_counts_the_caches_of_the_kernel_where_the_kernels_own_kill_does_not
     ("swap_left", "free", "kills_at_gib"),
     [(None, 4, 12), (None, 0, 8), (2 * GIB, 4, 10), (6 * GIB, 4, 12), (0, 4, 8), (-GIB, 4, 7)],
 )
-def test_a_cgroup_kills_once_what_it_may_swap_is_in_swap(swap_left: int | None, free: int, kills_at_gib: int):
+def test_a_cgroup_kills_only_once_its_swap_is_full(swap_left: int | None, free: int, kills_at_gib: int):
     level = CgroupLevel("/a", "memory.max", 8 * GIB, 4 * GIB, True, swap_left_bytes=swap_left)
     swap = {"swap_used_bytes": GIB, "swap_total_bytes": (1 + free) * GIB}
     killers = _named(limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level], **swap), MemoryPolicy(ray_share=0.95)))
@@ -97,7 +97,7 @@ def test_a_cgroup_kills_once_what_it_may_swap_is_in_swap(swap_left: int | None, 
     assert (killer.limit_bytes, killer.kills_at_bytes) == (8 * GIB, kills_at_gib * GIB)
 
 
-def test_the_configured_limit_counts_the_run_alone_and_the_largest_share_counts_not_the_fewest_bytes_left():
+def test_the_configured_limit_counts_only_the_run_and_the_largest_share_decides():
     at = sample(0, 170 * GIB, 150 * GIB, processes={1: 2 * GIB, 2: 1 * GIB})
     killers = limits_of(at, MemoryPolicy(configured_bytes=4 * GIB))
     assert killers[0].name == "monitor.ram_limit_gib"
@@ -107,20 +107,20 @@ def test_the_configured_limit_counts_the_run_alone_and_the_largest_share_counts_
 
 @pytest.mark.parametrize("total_gib", [24, 2048])
 @pytest.mark.parametrize("limits", [MemoryPolicy(), MemoryPolicy(ray_share=0.95), MemoryPolicy(ray_share=0.7)])
-def test_what_is_left_below_the_first_rung_is_left(total_gib: int, limits: MemoryPolicy):
+def test_left_bytes_lead_exactly_to_the_shrink_share(total_gib: int, limits: MemoryPolicy):
     at = sample(0, total_gib * GIB, total_gib * GIB / 2)
     left = left_bytes(limits_of(at, limits), limits)
     full = limits_of(sample(0, total_gib * GIB, total_gib * GIB / 2 + left), limits)
     assert largest_share(full, limits) == pytest.approx(limits.shrink_at)
 
 
-def test_of_a_large_limit_the_shares_are_of_200_gib():
+def test_limits_above_200_gib_are_treated_as_200_gib():
     (killer,) = limits_of(sample(0, 2048 * GIB, (2048 - 16) * GIB), MemoryPolicy())
     assert used_share(killer, MemoryPolicy()) == pytest.approx(0.92)
 
 
 @pytest.mark.parametrize("ray_share", [0.7, 0.8, 0.9])
-def test_the_ladder_is_squeezed_below_a_ray_that_kills_early(ray_share: float):
+def test_shares_are_scaled_below_an_early_kill_by_ray(ray_share: float):
     limits = MemoryPolicy(ray_share=ray_share)
     just_killed = sample(0, 100 * GIB, ray_share * 100 * GIB)
     ray = _named(limits_of(just_killed, limits))["Ray's memory monitor"]
@@ -141,5 +141,5 @@ def test_the_ladder_is_squeezed_below_a_ray_that_kills_early(ray_share: float):
         ({"RAY_min_memory_free_bytes": "-1"}, 0.95),
     ],
 )
-def test_rays_environment_is_read_as_ray_reads_it(environ: dict[str, str], share: float | None):
+def test_ray_s_environment_is_read_as_ray_does(environ: dict[str, str], share: float | None):
     assert ray_share_from_environment(environ, total_bytes=100 * GIB) == share

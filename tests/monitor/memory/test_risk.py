@@ -40,7 +40,7 @@ _MACHINES = [(8, 0), (24, 1), (170, 2)]
     ("name", "total_gib", "seed"),
     [(name, *_MACHINES[n % 3]) for n, name in enumerate(sorted(healthy_series()))],
 )
-def test_no_alarm_in_twenty_healthy_minutes_that_peak_just_below_the_warning(name: str, total_gib: int, seed: int):
+def test_no_alarm_in_20_healthy_minutes_with_peaks_just_below_the_warning(name: str, total_gib: int, seed: int):
     series = healthy_series(seed)[name]
     used = series + 0.78 * total_gib * GIB - series.max()
     risks = _risks(used, total_gib * GIB)
@@ -59,7 +59,7 @@ _FITTING = [
 @pytest.mark.sample(11)
 @pytest.mark.parametrize("noise", [0, 30 * MB, 100 * MB, 200 * MB])
 @pytest.mark.parametrize(("total_gib", "lasts_s"), _FITTING)
-def test_a_leak_of_50_mb_s_is_told_60_s_before_a_kill(lasts_s: int, total_gib: int, noise: float):
+def test_a_leak_of_50_mb_s_is_reported_60_s_before_the_kill(lasts_s: int, total_gib: int, noise: float):
     """Wherever it goes on for more than 100 s; it begins after five and a half flat minutes."""
     base = 0.95 * total_gib * GIB - lasts_s * 50 * MB
     t = np.arange(333 + lasts_s)
@@ -71,7 +71,7 @@ def test_a_leak_of_50_mb_s_is_told_60_s_before_a_kill(lasts_s: int, total_gib: i
 
 
 @pytest.mark.parametrize(("leaks", "level"), [(0, Level.LOW), (50 * MB, Level.CRITICAL)])
-def test_volumes_that_are_kept_in_memory_fill_their_place_and_do_not_grow(leaks: int, level: Level):
+def test_loading_volumes_into_memory_is_no_growth(leaks: int, level: Level):
     """Half of the free memory within five minutes; what leaks beside them is told."""
     watch = RiskWatch(LIMITS)
     for second in range(300):
@@ -86,7 +86,7 @@ def test_volumes_that_are_kept_in_memory_fill_their_place_and_do_not_grow(leaks:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("total_gib", "noise"), [(24, 100 * MB), (8, 0)])
-def test_a_leak_of_1_mb_s_is_told_by_its_share_minutes_before_a_kill(total_gib: int, noise: float):
+def test_a_leak_of_1_mb_s_is_reported_by_share_minutes_before_the_kill(total_gib: int, noise: float):
     """At so slow a pace there is time; only the growing process is named before."""
     t = np.arange(1200)
     used = 0.795 * total_gib * GIB + 1 * MB * t - np.abs(np.random.default_rng((6, 4)).normal(0, noise, 1200))
@@ -98,14 +98,14 @@ def test_a_leak_of_1_mb_s_is_told_by_its_share_minutes_before_a_kill(total_gib: 
     assert risks[-1].growing.keys() == {1}
 
 
-def test_a_leak_below_a_sawtooth_of_long_steps_is_told_60_s_before_a_kill():
+def test_a_leak_below_a_sawtooth_is_reported_60_s_before_the_kill():
     t = np.arange(700)
     used = 2 * GIB + 600 * MB * (t % 18) / 18 + 50 * MB * np.maximum(t - 400, 0)
     end = int(np.argmax(used > 0.95 * 8 * GIB))
     assert end - _first(_risks(used[:end], 8 * GIB), Level.WARN) >= 60 - 18  # the last tooth shortens the time
 
 
-def test_the_killer_that_growth_reaches_first_is_named_first_though_another_has_less_left():
+def test_the_limit_that_growth_reaches_first_is_named_first():
     watch = RiskWatch(MemoryPolicy(configured_bytes=4 * GIB))
     for second in range(240):
         risk = watch.add(sample(second, 24 * GIB, 8 * GIB + 50 * MB * second, processes={1: 1 * GIB}))
@@ -121,7 +121,7 @@ def test_the_level_does_not_flap_around_its_threshold():
     assert sum(a != b for a, b in itertools.pairwise(levels)) == 1
 
 
-def test_the_process_that_grows_is_found_and_named_and_the_others_are_not():
+def test_only_the_growing_process_is_named():
     watch, rng = RiskWatch(LIMITS), np.random.default_rng((6, 5))
     for second in range(420):
         processes = {pid: 1 * GIB + rng.normal(0, 20 * MB) for pid in range(100, 108)}
@@ -132,7 +132,7 @@ def test_the_process_that_grows_is_found_and_named_and_the_others_are_not():
     assert "process 104 (20" in risk.reason
 
 
-def test_private_memory_that_was_swapped_out_counts_as_growth():
+def test_swapped_private_memory_counts_as_growth():
     watch = RiskWatch(LIMITS)
     for second in range(120):
         reader = process(7, 1 * GIB, swap_bytes=10 * MB * second)
@@ -140,7 +140,7 @@ def test_private_memory_that_was_swapped_out_counts_as_growth():
     assert risk.growing[7].bytes_per_s == pytest.approx(10 * MB)
 
 
-def test_a_pid_given_to_another_process_begins_anew():
+def test_a_reused_pid_restarts_the_series():
     watch = RiskWatch(LIMITS)
     for second in range(120):
         watch.add(sample(second, 24 * GIB, 6 * GIB, processes=[process(7, 10 * MB * second)]))
@@ -160,7 +160,7 @@ def test_restart_forgets_growth_and_judges_again_within_50_s():
 
 
 @pytest.mark.parametrize("name", ["ray::zoom", "systemd-oomd", "killed"])
-def test_a_calm_reason_names_nothing_that_could_look_like_a_kill(name: str):
+def test_the_reason_at_low_risk_has_no_word_of_a_kill(name: str):
     level = CgroupLevel(f"/{name}.service", "memory.max", 8 * GIB, 2 * GIB, True)
     watch = RiskWatch(LIMITS)
     for second in range(120):
@@ -172,6 +172,6 @@ def test_a_calm_reason_names_nothing_that_could_look_like_a_kill(name: str):
 def test_a_warning_gives_used_limit_growth_time_and_process():
     reason = _risks(4 * GIB + 50 * MB * np.arange(66), 8 * GIB)[-1].reason
     assert reason == (
-        "near out of memory: Ray's memory monitor: 7.03 of 8.00 GiB in use (88%); kills at 7.60 GiB, "
+        "close to running out of memory: Ray's memory monitor: 7.03 of 8.00 GiB in use (88%); kills at 7.60 GiB, "
         "growing 50 MB/s: full in 12 s (12 s to 12 s), fastest process 1 (50 MB/s)"
     )

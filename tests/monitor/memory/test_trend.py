@@ -14,7 +14,7 @@ def _fed(values, begin_s: float = 1e9) -> PeakSeries:
     return series
 
 
-def test_nine_wild_values_of_sixty_do_not_move_the_slope_far():
+def test_nine_outliers_of_sixty_barely_change_the_slope():
     """Theil-Sen breaks down at 29 % of outliers; a least-squares line is off by a factor here."""
     points = [(float(i), 2.0 * i + (1e4 if i in {0, 3, 5, 9, 17, 23, 30, 33, 52} else 0)) for i in range(60)]
     assert slope_of(points).bytes_per_s == pytest.approx(2.0, rel=0.02)
@@ -22,7 +22,7 @@ def test_nine_wild_values_of_sixty_do_not_move_the_slope_far():
 
 
 @pytest.mark.parametrize("count", [6, 12, 60])
-def test_interval_holds_the_true_slope_in_19_of_20_draws(count: int):
+def test_the_interval_contains_the_true_slope_in_19_of_20_draws(count: int):
     """At least 93 %: 400 draws have a standard deviation of 1.1 %; ranks taken outwards may only make it more."""
     times = 5.0 * np.arange(count)
     held = 0
@@ -35,7 +35,7 @@ def test_interval_holds_the_true_slope_in_19_of_20_draws(count: int):
 
 @pytest.mark.parametrize("rate", [50 * MB, 1 * MB])
 @pytest.mark.parametrize("noise", [0, 5 * MB])
-def test_a_leak_is_seen_as_fast_as_it_is(rate: float, noise: float):
+def test_a_leak_is_measured_at_its_true_rate(rate: float, noise: float):
     """From second 600 of a flat series; after six minutes the trend is that of the last five."""
     t = np.arange(960)
     values = 1e9 + rate * np.maximum(t - 600, 0) + np.random.default_rng((6, 1)).normal(0, noise, 960)
@@ -48,7 +48,7 @@ def test_a_leak_is_seen_as_fast_as_it_is(rate: float, noise: float):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("noise", [0, 50 * MB])
 @pytest.mark.parametrize("begin_s", [600, 601, 602, 603, 604])
-def test_a_fast_leak_is_seen_within_45_s_of_its_start_after_a_long_flat_time(begin_s: int, noise: float):
+def test_a_fast_leak_is_detected_within_45_s_after_a_long_flat_time(begin_s: int, noise: float):
     t = np.arange(begin_s + 45)
     values = 1e9 + 50 * MB * np.maximum(t - begin_s, 0) + np.random.default_rng((6, 2)).normal(0, noise, len(t))
     assert _fed(values[:begin_s]).trend is None
@@ -67,14 +67,14 @@ def test_a_single_step_is_never_a_trend(at_s: int, shape: str):
 
 
 @pytest.mark.parametrize("name", ["quiet", "sawtooth of 7 s", "sawtooth of 18 s", "a step without noise"])
-def test_what_keeps_its_height_has_no_trend_at_any_time(name: str):
+def test_series_without_growth_never_have_a_trend(name: str):
     series = PeakSeries()
     for second, value in enumerate(healthy_series()[name]):
         series.add(second, value)
         assert series.trend is None
 
 
-def test_a_buffer_that_fills_again_to_where_it_was_does_not_grow():
+def test_a_buffer_that_refills_to_its_old_level_is_no_growth():
     """Only the first filling, at 15 MB/s, may be taken for a leak; later noise is left, a third of that at most."""
     series = PeakSeries()
     for second, value in enumerate(healthy_series()["sawtooth of 100 s"]):
@@ -83,7 +83,7 @@ def test_a_buffer_that_fills_again_to_where_it_was_does_not_grow():
 
 
 @pytest.mark.parametrize("jump_s", [-3600, 3600])
-def test_a_clock_that_jumps_makes_the_series_begin_anew(jump_s: int):
+def test_a_clock_jump_restarts_the_series(jump_s: int):
     series = _fed(1e9 + 50 * MB * np.arange(120.0), begin_s=1e6)
     assert series.trend is not None
     series.add(1e6 + 120 + jump_s, 1e9)

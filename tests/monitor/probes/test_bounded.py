@@ -9,7 +9,7 @@ import pytest
 from vesuvius.threads import BoundedCall
 
 
-def test_what_a_call_returns_or_raises_is_passed_on() -> None:
+def test_results_and_exceptions_of_a_bounded_call_are_passed_on() -> None:
     results = iter([1, 2])
     call = BoundedCall(lambda: next(results), 60)
     assert [call(), call()] == [1, 2]
@@ -18,7 +18,7 @@ def test_what_a_call_returns_or_raises_is_passed_on() -> None:
     assert not call.is_running
 
 
-def test_where_no_thread_can_be_started_nothing_is_known_until_one_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_call_returns_none_until_a_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

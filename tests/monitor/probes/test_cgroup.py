@@ -28,14 +28,14 @@ def read(roots: Roots) -> CgroupUse:
     return use
 
 
-def test_version_2_of_a_container_sees_its_own_limit_at_the_top(tmp_path: Path) -> None:
+def test_version_2_container_sees_its_own_limit_at_the_root(tmp_path: Path) -> None:
     use = read(write_v2(tmp_path, limit=8 * GIB, anon=GIB, shmem=2 * GIB, file=3 * GIB, oom_kills=2))
     assert (use.path, use.oom_kills) == ("/", 2)
     assert (use.anon_bytes, use.shmem_bytes, use.file_bytes) == (GIB, 2 * GIB, 3 * GIB)
     assert use.levels == (CgroupLevel("/", "memory.max", 8 * GIB, 3 * GIB, kills=True, is_top=True),)
 
 
-def test_version_2_limits_of_ancestors_hold_and_each_counts_its_own_use(tmp_path: Path) -> None:
+def test_version_2_limits_of_ancestors_apply_with_their_own_use(tmp_path: Path) -> None:
     roots = write_v2(tmp_path, path="/user.slice/user-1.slice/run.scope", limit=8 * GIB, high=7 * GIB, anon=GIB)
     write_cgroup_v2(roots, "/user.slice/user-1.slice", high=4 * GIB, anon=2 * GIB)
     write_cgroup_v2(roots, "/user.slice", limit=6 * GIB, anon=5 * GIB, file=60 * GIB)
@@ -83,7 +83,7 @@ def test_version_2_counts_each_byte_of_memory_current_once_on_every_kernel(tmp_p
     assert read(roots).levels[0].charged_bytes is None, "the kernel does not say"
 
 
-def test_version_2_may_swap_what_the_tightest_limit_above_leaves(tmp_path: Path) -> None:
+def test_version_2_swap_left_follows_from_the_tightest_ancestor(tmp_path: Path) -> None:
     roots = write_v2(tmp_path, path="/pods/run", limit=8 * GIB)
     assert read(roots).levels[0].swap_left_bytes is None, "no swap accounting: all that the machine has"
     inner, outer = (roots.sys / "fs/cgroup" / path for path in ("pods/run", "pods"))
@@ -110,14 +110,14 @@ def test_version_1_limits_memory_and_swap_together(tmp_path: Path) -> None:
     assert read(roots).levels[0].swap_left_bytes == 3 * GIB
 
 
-def test_a_strangers_death_below_the_same_ancestor_is_not_counted(tmp_path: Path) -> None:
+def test_a_kill_in_a_sibling_cgroup_is_not_counted(tmp_path: Path) -> None:
     roots = write_v2(tmp_path, path="/pods/ours", oom_kills=0)
     write_cgroup_v2(roots, "/pods", limit=4 * GIB, oom_kills=5)
     assert read(roots).oom_kills == 0
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["hybrid", "version 1 alone"])
-def test_version_1_sees_limit_use_and_kills(tmp_path: Path, unified: bool) -> None:
+def test_version_1_reads_limit_use_and_kills(tmp_path: Path, unified: bool) -> None:
     figures = {"limit": 8 * GIB, "anon": GIB, "shmem": 2 * GIB, "file": 3 * GIB, "oom_kills": 1}
     use = read(write_v1(tmp_path, path="/process_api/box", unified=unified, **figures))
     assert (use.path, use.oom_kills) == ("/process_api/box", 1)
@@ -125,7 +125,7 @@ def test_version_1_sees_limit_use_and_kills(tmp_path: Path, unified: bool) -> No
     assert use.levels == (CgroupLevel("/process_api/box", "memory.limit_in_bytes", 8 * GIB, 3 * GIB, kills=True),)
 
 
-def test_version_1_limits_of_ancestors_hold(tmp_path: Path) -> None:
+def test_version_1_limits_of_ancestors_apply(tmp_path: Path) -> None:
     roots = write_v1(tmp_path, path="/a/b", limit=8 * GIB, hierarchical_limit=4 * GIB, anon=GIB)
     write_cgroup_v1(roots, "/a", limit=4 * GIB, anon=2 * GIB)
     assert read(roots).levels == (
@@ -135,7 +135,7 @@ def test_version_1_limits_of_ancestors_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mount_root", ["/docker/abc", "/"], ids=["the mount says so", "the mount does not say so"])
-def test_version_1_of_a_container_that_is_named_as_outside(tmp_path: Path, mount_root: str) -> None:
+def test_version_1_container_with_the_host_s_cgroup_path(tmp_path: Path, mount_root: str) -> None:
     roots = write_v1(tmp_path, path="/docker/abc", mount_root="/docker/abc", limit=2 * GIB, anon=GIB)
     mountinfo = roots.proc / "self" / "mountinfo"
     mountinfo.write_text(mountinfo.read_text().replace("/docker/abc", mount_root))
@@ -144,7 +144,7 @@ def test_version_1_of_a_container_that_is_named_as_outside(tmp_path: Path, mount
     )
 
 
-def test_nothing_to_read_is_no_cgroup(tmp_path: Path) -> None:
+def test_without_files_there_is_no_cgroup(tmp_path: Path) -> None:
     roots = empty_roots(tmp_path)
     write_process(roots, pid=10)
     assert read_cgroup(10) is None

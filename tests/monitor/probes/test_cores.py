@@ -45,7 +45,7 @@ def bound() -> float:
     ("own", "above", "cores"),
     [("max 100000", "max 100000", None), ("50000 100000", "max 100000", 0.5), ("max 100000", "25000 100000", 0.25)],
 )
-def test_version_2_takes_the_smallest_quota_of_the_cgroup_and_those_above(
+def test_version_2_uses_the_smallest_quota_of_the_cgroup_and_its_ancestors(
     tmp_path: Path, own: str, above: str, cores: float | None
 ) -> None:
     tree(tmp_path, "0::/job/step\n", V2, {"job/cpu.max": above, "job/step/cpu.max": own})
@@ -54,7 +54,7 @@ def test_version_2_takes_the_smallest_quota_of_the_cgroup_and_those_above(
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("-1", None), ("75000", 0.75), ("", None)])
-def test_version_1_has_two_files(tmp_path: Path, quota: str, cores: float | None) -> None:
+def test_version_1_reads_quota_and_period(tmp_path: Path, quota: str, cores: float | None) -> None:
     files = {"cpu/job/cpu.cfs_quota_us": quota, "cpu/job/cpu.cfs_period_us": "100000"}
     tree(tmp_path, "4:cpu,cpuacct:/job\n0::/\n", V1, files)
     assert usable_cores(PID) == (cores or bound())
@@ -87,7 +87,7 @@ def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, 
         ((200, 5), (90_100, 50_000), 0.05, 2.0),
     ],
 )
-def test_what_holds_back_now_is_the_quota_that_was_used_up_most_often_since(
+def test_throttling_names_the_quota_used_up_most_often_since(
     tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, int], share: float, cores: float
 ) -> None:
     before = nested(tmp_path / "before", version, (100, 0), (90_000, 50_000))
@@ -99,6 +99,6 @@ def test_what_holds_back_now_is_the_quota_that_was_used_up_most_often_since(
     assert throttling(after, after) is None, "no period since"
 
 
-def test_what_other_programs_use_is_said_from_a_tenth_of_the_cores_on() -> None:
+def test_other_programs_are_named_from_a_tenth_of_the_cores_on() -> None:
     assert others_text(1.14, 2.0) == "other programs use 1.1 of 2 cores"
     assert others_text(0.1, 2.0) == ""

@@ -56,7 +56,7 @@ class FakeNvml(ModuleType):
         return answer(*arguments)
 
 
-def test_each_gpu_is_looked_at_and_what_one_does_not_tell_is_none() -> None:
+def test_each_gpu_is_sampled_and_unsupported_figures_are_none() -> None:
     first, second = Gpus(FakeNvml()).sample()
     assert (first.index, first.uuid, first.name) == (0, "GPU-0A", "NVIDIA H200")
     assert (first.used_bytes, first.total_bytes, first.busy) == (GIB, 80 * GIB, 0.75)
@@ -64,7 +64,7 @@ def test_each_gpu_is_looked_at_and_what_one_does_not_tell_is_none() -> None:
     assert (second.name, second.used_bytes, second.power_w) == ("NVIDIA A100", 2 * GIB, None)
 
 
-def test_a_driver_that_hangs_is_waited_for_briefly_and_not_asked_again_until_it_answers() -> None:
+def test_a_hung_driver_is_waited_for_briefly_and_not_called_again_until_it_responds() -> None:
     answer = threading.Event()
 
     def hang(handle: int) -> Any:
@@ -84,7 +84,7 @@ def test_a_driver_that_hangs_is_waited_for_briefly_and_not_asked_again_until_it_
     assert nvml.asked["Shutdown"] == 1
 
 
-def test_a_driver_that_hangs_does_not_hold_up_the_end() -> None:
+def test_a_hung_driver_does_not_delay_the_end() -> None:
     nvml = FakeNvml(DeviceGetMemoryInfo=lambda handle: threading.Event().wait())
     with Gpus(nvml, within_s=0.05) as gpus:
         assert gpus.sample() == []
@@ -92,10 +92,10 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end() -> None:
     assert gpus.sample() == []
 
 
-def test_a_machine_without_a_driver_or_nvidia_ml_py_has_no_gpus_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_driver_or_nvidia_ml_py_there_are_no_gpus_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for gpus, reason in (
-        (Gpus(FakeNvml(Init=refuse)), "NVML does not answer: Not Supported"),
+        (Gpus(FakeNvml(Init=refuse)), "NVML does not respond: Not Supported"),
         (Gpus(), "nvidia-ml-py is not installed"),
     ):
         with gpus:

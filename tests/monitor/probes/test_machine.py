@@ -28,7 +28,7 @@ def roots(tmp_path: Path) -> Roots:
     return roots
 
 
-def test_memory_is_used_as_far_as_it_cannot_be_given_back(roots: Roots) -> None:
+def test_used_memory_is_what_cannot_be_reclaimed(roots: Roots) -> None:
     machine = read_machine()
     assert (machine.total_bytes, machine.available_bytes, machine.used_bytes) == (64 * GIB, 40 * GIB, 24 * GIB)
     assert machine.page_cache_bytes == 20 * GIB
@@ -38,7 +38,7 @@ def test_memory_is_used_as_far_as_it_cannot_be_given_back(roots: Roots) -> None:
     assert machine.core_total_s == (1000.0, 1000.0)
 
 
-def test_a_kernel_without_some_files_reports_less(roots: Roots) -> None:
+def test_figures_that_the_kernel_lacks_are_none(roots: Roots) -> None:
     (roots.proc / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nCached: 300 kB\nShmem: 50 kB\n")
     (roots.proc / "vmstat").unlink()
     machine = read_machine()

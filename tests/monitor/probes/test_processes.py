@@ -37,7 +37,7 @@ def test_all_figures_of_a_process_are_read(roots: Roots) -> None:
     assert (use.anon_bytes, use.shmem_bytes, use.file_bytes, use.swap_bytes) == (GIB, 2 * MIB, 3 * MIB, 4 * MIB)
 
 
-def test_a_kernel_that_only_looks_like_linux_tells_pages_of_files_apart_in_statm(roots: Roots) -> None:
+def test_without_rss_details_file_pages_come_from_statm(roots: Roots) -> None:
     directory = write_process(roots, 10)
     (directory / "status").write_text("Name:\tpython\nVmRSS:\t    4096 kB\nVmSwap:\t 8 kB\n")
     page = os.sysconf("SC_PAGE_SIZE")
@@ -47,7 +47,7 @@ def test_a_kernel_that_only_looks_like_linux_tells_pages_of_files_apart_in_statm
     assert (use.anon_bytes, use.shmem_bytes, use.file_bytes, use.swap_bytes) == (3 * MIB, 0, MIB, 8192)
 
 
-def test_new_descendants_are_found_at_the_next_look(roots: Roots) -> None:
+def test_new_descendants_are_found_by_the_next_sample(roots: Roots) -> None:
     write_process(roots, 1, parent=0)
     write_process(roots, 10)
     write_process(roots, 20)
@@ -59,7 +59,7 @@ def test_new_descendants_are_found_at_the_next_look(roots: Roots) -> None:
     assert pids(tree) == [10, 11, 12]
 
 
-def test_a_fork_that_is_still_the_image_of_its_parent_does_not_double_the_memory(roots: Roots) -> None:
+def test_a_fresh_fork_does_not_double_the_memory(roots: Roots) -> None:
     write_process(roots, 10, anon=GIB)
     tree = ProcessTree(10)
     tree.sample()
@@ -70,7 +70,7 @@ def test_a_fork_that_is_still_the_image_of_its_parent_does_not_double_the_memory
     assert set(pids(ProcessTree(10))) == {10, 11, 12}, "to one who comes later it is no newcomer"
 
 
-def test_a_descendant_stays_one_when_its_parent_ends(roots: Roots) -> None:
+def test_a_descendant_remains_a_member_when_its_parent_ends(roots: Roots) -> None:
     for pid, parent in ((10, 1), (11, 10), (12, 11)):
         write_process(roots, pid, parent)
     tree = ProcessTree(10)
@@ -81,7 +81,7 @@ def test_a_descendant_stays_one_when_its_parent_ends(roots: Roots) -> None:
     assert set(pids(tree)) == {10, 12, 13}
 
 
-def test_a_stranger_with_the_pid_of_a_former_child_is_none_of_ours(roots: Roots) -> None:
+def test_a_process_that_reuses_the_pid_of_a_child_is_no_member(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, parent=10)
     tree = ProcessTree(10)
@@ -90,7 +90,7 @@ def test_a_stranger_with_the_pid_of_a_former_child_is_none_of_ours(roots: Roots)
     assert pids(tree) == [10]
 
 
-def test_a_stranger_whose_dead_parents_pid_is_ours_now_is_none_of_ours(roots: Roots) -> None:
+def test_a_process_whose_dead_parent_s_pid_was_reused_by_us_is_no_member(roots: Roots) -> None:
     """The kernel has handed the stranger to process 1, which only a fresh look tells."""
     write_process(roots, 10)
     write_process(roots, 30, started_s=50)
@@ -106,7 +106,7 @@ def test_a_stranger_whose_dead_parents_pid_is_ours_now_is_none_of_ours(roots: Ro
     assert pids(tree) == [10, 30, 32], "its own child is"
 
 
-def test_a_child_of_a_stranger_with_the_pid_of_a_reader_is_none_of_ours(roots: Roots) -> None:
+def test_a_child_of_a_process_that_reuses_a_reader_s_pid_is_no_member(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, 10)
     tree = ProcessTree(10)
@@ -117,9 +117,7 @@ def test_a_child_of_a_stranger_with_the_pid_of_a_reader_is_none_of_ours(roots: R
     assert pids(tree) == [10]
 
 
-def test_a_reader_named_by_its_pid_is_not_whoever_has_the_pid_after_it(
-    roots: Roots, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_included_pid_that_is_reused_is_no_member(roots: Roots, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_RESCAN_EVERY_S", 0.0)
     write_process(roots, 10)
     write_process(roots, 40, started_s=50)
@@ -135,14 +133,14 @@ def test_a_reader_named_by_its_pid_is_not_whoever_has_the_pid_after_it(
     assert pids(tree) == [10, 40]
 
 
-def test_a_zombie_child_holds_nothing(roots: Roots) -> None:
+def test_a_zombie_child_is_no_member(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, parent=10, state="Z")
     assert pids(ProcessTree(10)) == [10]
 
 
 @pytest.mark.parametrize("end", ["gone", "zombie", "pid given to another"])
-def test_the_end_of_the_root_is_an_error(roots: Roots, end: str) -> None:
+def test_sampling_after_the_end_of_the_root_raises(roots: Roots, end: str) -> None:
     write_process(roots, 1, parent=0)
     write_process(roots, 10)
     tree = ProcessTree(10)
@@ -157,7 +155,7 @@ def test_the_end_of_the_root_is_an_error(roots: Roots, end: str) -> None:
         tree.sample()
 
 
-def test_a_process_that_ends_between_two_reads_is_left_out(roots: Roots) -> None:
+def test_a_process_that_ends_while_it_is_read_is_skipped(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, parent=10, anon=GIB)
     tree = ProcessTree(10)
@@ -166,7 +164,7 @@ def test_a_process_that_ends_between_two_reads_is_left_out(roots: Roots) -> None
     assert pids(tree) == [10]
 
 
-def test_shared_memory_without_a_readable_file_is_the_most_that_one_has_touched(roots: Roots) -> None:
+def test_shared_memory_without_a_readable_file_is_the_largest_touched_size(roots: Roots) -> None:
     write_process(roots, 10, shmem=3 * MIB)
     write_process(roots, 11, parent=10, shmem=5 * MIB)
     tree = ProcessTree(10)

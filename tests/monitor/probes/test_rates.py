@@ -37,7 +37,7 @@ def test_counters_become_shares_and_rates(samples: tuple[SystemSample, SystemSam
     assert rates.process_cores == pytest.approx({10: 1.5, 11: 0.25})
 
 
-def test_a_clock_that_was_set_changes_no_rate_and_no_time_or_a_counter_that_fell_gives_none(
+def test_rates_ignore_the_wall_clock_and_are_none_if_a_counter_fell(
     samples: tuple[SystemSample, SystemSample],
 ) -> None:
     first, second = samples
@@ -48,7 +48,7 @@ def test_a_clock_that_was_set_changes_no_rate_and_no_time_or_a_counter_that_fell
     assert rates_between(replace(first, machine=higher), second) is None
 
 
-def test_a_process_that_came_or_went_or_took_the_pid_of_another_has_no_rate(
+def test_new_ended_and_pid_reusing_processes_have_no_rate(
     samples: tuple[SystemSample, SystemSample],
 ) -> None:
     first, second = samples

@@ -92,7 +92,7 @@ def obedient(cgroup: Path | None = None) -> Iterator[Obedient]:
 
 
 @pytest.mark.parametrize("where", ["/dev/shm", "memfd"])
-def test_shared_memory_counts_once_with_the_pages_that_were_touched(where: str) -> None:
+def test_shared_memory_counts_once_by_touched_pages(where: str) -> None:
     if where != "memfd" and not os.path.isdir(where):
         pytest.skip("needs /dev/shm")
     path = Path(f"/dev/shm/vesuvius-test-{uuid.uuid4().hex}")
@@ -116,7 +116,7 @@ def test_shared_memory_counts_once_with_the_pages_that_were_touched(where: str) 
     assert after_both.anon_bytes - before.anon_bytes <= 2 * SLACK
 
 
-def test_volumes_kept_in_memory_are_told_from_other_shared_memory(tmp_path: Path) -> None:
+def test_volumes_kept_in_memory_are_distinguished_from_other_shared_memory(tmp_path: Path) -> None:
     volume = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
     job = make_job(volume, patch_size=(16, 32, 32))
     with obedient() as parent:
@@ -132,7 +132,7 @@ def test_volumes_kept_in_memory_are_told_from_other_shared_memory(tmp_path: Path
     assert after.shared_bytes == before.shared_bytes + after.kept_bytes
 
 
-def test_pinned_buffers_are_the_trainer_s_own_and_add_to_the_object_store() -> None:
+def test_pinned_buffers_count_as_private_memory_of_the_trainer() -> None:
     """CUDA pins shared memory without a file; the store is a file that the trainer has hardly touched."""
     with obedient() as parent:
         parent.tell(f"child open memfd {64 * MIB}")
@@ -145,7 +145,7 @@ def test_pinned_buffers_are_the_trainer_s_own_and_add_to_the_object_store() -> N
     assert after.used_bytes - before.used_bytes == pytest.approx(48 * MIB, abs=2 * SLACK)
 
 
-def test_the_accounted_memory_is_the_cgroups() -> None:
+def test_the_accounted_memory_equals_the_cgroup_s() -> None:
     with memory_cgroup_or_skip() as group, obedient(group.path) as parent:
         parent.tell(f"anon {100 * MIB}")
         parent.tell(f"child anon {100 * MIB}")

@@ -50,7 +50,7 @@ def cgroups() -> Iterator[tuple[Path, Path]]:
 
 
 @pytest.mark.parametrize("limited", [0, 1])
-def test_as_many_threads_can_be_started_as_the_tightest_cgroup_leaves(limited: int, cgroups: tuple[Path, Path]) -> None:
+def test_the_tightest_cgroup_limits_the_number_of_threads(limited: int, cgroups: tuple[Path, Path]) -> None:
     """Of the own cgroup and of its parent, beside another process with threads."""
     (cgroups[limited] / "pids.max").write_text("40")
     other = popen_in(cgroups[1], [sys.executable, "-c", "import time; time.sleep(60)"])
@@ -65,7 +65,7 @@ def test_as_many_threads_can_be_started_as_the_tightest_cgroup_leaves(limited: i
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root, to become another user")
 @pytest.mark.parametrize("root", [False, True])
-def test_the_limit_of_a_user_holds_for_all_but_root(root: bool) -> None:
+def test_the_user_limit_applies_to_all_but_root(root: bool) -> None:
     readable = "+dac_read_search,+dac_override"  # whatever folder the interpreter lies in
     user = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"]
     user += [f"--inh-caps={readable}", f"--ambient-caps={readable}"]
@@ -80,7 +80,7 @@ def test_the_limit_of_a_user_holds_for_all_but_root(root: bool) -> None:
         assert limits[0]["left"] == threads == 60
 
 
-def test_own_threads_are_not_those_of_others() -> None:
+def test_own_threads_are_not_counted_as_others() -> None:
     over = threading.Event()
     before = {limit.name: limit.others for limit in task_limits()}
     threads = [threading.Thread(target=over.wait) for _ in range(200)]

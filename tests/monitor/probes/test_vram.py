@@ -38,7 +38,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vesuvius.monitor.probes.vram._ended", Peaks())
 
 
-def test_each_figure_is_where_it_belongs_and_the_peak_is_that_since_the_window_before() -> None:
+def test_vram_figures_are_read_and_the_peak_is_that_of_the_window() -> None:
     vram = Vram(1, fake_cuda([5 * GIB, 2 * GIB, GIB]))
     first = VramUse(2 * GIB, 6 * GIB, 5 * GIB, GIB, 10 * GIB, retries=3, failures=1)
     assert [vram.read(new_window) for new_window in (False, True, True, False)] == [
@@ -69,14 +69,14 @@ def test_the_peak_of_the_process_outlives_the_windows_of_the_monitor(monkeypatch
         Vram(1, cuda).read()
 
 
-def test_a_gpu_that_is_not_in_use_or_has_failed_is_not_known() -> None:
+def test_vram_of_an_unused_or_failed_gpu_is_none() -> None:
     assert Vram(1, fake_cuda([GIB], initialized=False)).read() is None
     assert Vram(1, fake_cuda([])).read() is None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_tensor_on_a_gpu_is_seen_and_its_peak_forgotten() -> None:
+def test_a_tensor_on_a_gpu_is_counted_and_its_peak_reset() -> None:
     vram = Vram(torch.device("cuda"))
     kept = torch.zeros(2**20, device="cuda")
     vram.read()

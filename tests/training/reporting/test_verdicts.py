@@ -55,12 +55,12 @@ def test_a_computing_run_is_compute_bound_and_its_records_account_for_every_seco
     assert (first["step"], first["steps"]) == (6, 5), "the first step holds the start of the readers"
     assert (second["step"], second["steps"]) == (12, 6)
     assert (second["bound"], second["cause"], second["overrides"]) == ("compute-bound", None, [])
-    assert second["advice"] == "nothing to change: the device is a CPU"
+    assert second["advice"] == "the CPU is the bottleneck: no data-path setting will help"
     for name in ("step_s", "data_s", "forward_s", "backward_s", "optimizer_s", "other_s"):
         assert second[name] == pytest.approx(math.fsum(record[name] for record in steps[6:]), rel=1e-12)
     (line,) = [text for text in caplog.messages if text.startswith("Verdict step 12/20")]
     assert re.search(
-        r"compute-bound: computed [\d.]+ % of the time .*; step p50 [\d.]+ s, p95 [\d.]+ s over \d+ steps; nothing",
+        r"compute-bound: computed [\d.]+ % of the time .*; step p50 [\d.]+ s, p95 [\d.]+ s over \d+ steps; the CPU",
         line,
     )
 

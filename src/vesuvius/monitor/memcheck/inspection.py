@@ -1,7 +1,7 @@
-"""A run, or the machine, seen from outside at one moment, for `memory_table.py`.  Reads only.
+"""Inspects a run or the machine from outside, for `memory_table.py`.  Reads only.
 
-A run's records say what it saw: memory by part, risk, steps, verdict.  What a dead, hung or distant run cannot have
-said is looked up: whether its process lives, what it holds now, whether something was killed.
+The run's records give memory by part, risk, steps and verdict.  For dead, hung or remote runs the system is asked, too:
+whether the process is alive, what it uses now, whether something was killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, 
 from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.session import SessionRecord, find_pid, is_alive, read_session
 from vesuvius.runlog.records import Record, Tail, is_number
-from vesuvius.runlog.units import format_duration, format_size, format_time, quantile
+from vesuvius.runlog.units import format_count, format_duration, format_size, format_time, quantile
 
 State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
 
@@ -45,50 +45,50 @@ _PROCESS_STATES = {
 
 @dataclass(frozen=True)
 class Row:
-    """A part of the memory."""
+    """Memory of one part of a run."""
 
     # "root" (the trainer), "readers" (all), "reader" (one), "others", "store", "total", or "vram"
     part: str
     name: str  # for people
     pid: int | None = None  # of a single process
-    # now_bytes, peak_bytes: None = not known
+    # now_bytes, peak_bytes: None = unknown
     now_bytes: float | None = None
     peak_bytes: float | None = None
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found."""
+    """Result of an inspection."""
 
     time: float  # of the inspection, seconds since 1970
     what: Literal["run", "machine"]
     name: str  # of the run or the machine, for people
-    state: State = "running"  # of the run; `elsewhere` = on another machine, where only its files can be read
-    state_text: str = ""  # the same for people, with the figure that says so
-    stalled: bool = False  # it hangs: by its own watchdog, or because there is no sign of life
+    state: State = "running"  # of the run; `elsewhere` = on another machine, where only its files are visible
+    state_text: str = ""  # the same for people, with evidence
+    stalled: bool = False  # the run hangs, according to its watchdog or for lack of signs of life
     rows: tuple[Row, ...] = ()  # the parts, then the total
-    peaks_since: float | None = None  # from when on the run has recorded its memory, seconds since 1970
+    peaks_since: float | None = None  # when the run began to record its memory, seconds since 1970
     limit_bytes: int | None = None  # the smallest limit
-    # files that the system keeps in memory and gives back when asked; no part of the total
+    # reclaimable file pages; not part of the total
     page_cache_bytes: int | None = None
-    # level, reason: the risk; None = it cannot be judged
+    # level, reason: the risk; None = unknown
     level: Level | None = None
     reason: str = ""
-    killers: tuple[MemoryLimit, ...] = ()  # what may kill, nearest first
-    vram: Row | None = None  # what the trainer has reserved; None without a GPU
+    limits: tuple[MemoryLimit, ...] = ()  # first the one that would be reached first
+    vram: Row | None = None  # memory reserved by the trainer; None without a GPU
     vram_limit_bytes: int | None = None  # of its GPU
     no_gpus: str | None = None  # why no GPU is seen
-    # of a run: the last `step`, `age_s` since it was recorded, `step_s_p95` of recent ones, and the last `verdict`
+    # of a run: the last `step`, its `age_s`, `step_s_p95` of recent steps, and the last `verdict`
     steps: Mapping[str, Any] | None = None
-    kills: tuple[str, ...] = ()  # what says that something was killed, a line each
-    remarks: tuple[str, ...] = ()  # what else one should know, a line each
-    # sample, rates: what the system says; None where it was not looked at
+    kills: tuple[str, ...] = ()  # evidence of kills, a line each
+    remarks: tuple[str, ...] = ()  # further notes, a line each
+    # sample, rates: what the system reports; None if it was not sampled
     sample: SystemSample | None = None
     rates: Rates | None = None
 
     @property
     def exit_code(self) -> int:
-        """A kill outweighs the risk, and a critical risk a run that hangs: 0, 10, 11 or 12."""
+        """0, 10 (warning or hung), 11 (critical) or 12 (a kill); the highest that applies."""
         if self.kills:
             return EXIT_MEMORY_KILL
         if self.level is Level.CRITICAL:
@@ -96,8 +96,9 @@ class Inspection:
         return EXIT_MEMORY_WARN if self.stalled or self.level is Level.WARN else EXIT_OK
 
     def as_json(self) -> dict[str, Any]:
-        """One object for scripts.  Null is not known; no key is a word that a search of logs for kills would find."""
+        """Return an object for scripts; null is unknown.  No key matches a grep for kills."""
         found, sample = asdict(self), self.sample
+        del found["limits"]  # scripts know them as "killers"
         seen, rates, machine = found.pop("sample") or {}, found.pop("rates"), None
         if sample is not None:
             machine = seen["machine"] | {
@@ -109,7 +110,7 @@ class Inspection:
             "exit_code": self.exit_code,
             "level": self.level.name if self.level is not None else None,
             "parts": found.pop("rows"),
-            "killers": [asdict(killer) | {"left_bytes": killer.left_bytes} for killer in self.killers],
+            "killers": [asdict(each) | {"left_bytes": each.left_bytes} for each in self.limits],
             "processes": seen.get("processes"),
             "machine": machine,
             "gpus": seen.get("gpus"),
@@ -117,7 +118,7 @@ class Inspection:
 
 
 class Watch:
-    """A run (`pid`: its trainer) or, without one, the machine alone, sampled again and again."""
+    """Samples a run (`pid`: its trainer) or, without one, the machine alone."""
 
     def __init__(self, limits: MemoryPolicy, gpus: Gpus, pid: int | None = None) -> None:
         self._limits, self._gpus = limits, gpus
@@ -130,7 +131,7 @@ class Watch:
         return self._watcher.sample() if self._watcher else sample_system(os.getpid(), self._gpus)
 
     def add_to(self, found: Inspection, sample: SystemSample) -> Inspection:
-        """`found` with what follows from a sample; a risk that it has stays."""
+        """Add to `found` what follows from a sample; a known risk is kept."""
         risk = self._watch.add(sample)
         stopped = ", ".join(str(process.pid) for process in sample.processes if process.is_stopped)
         remark = f"stopped by a signal (SIGSTOP) or a debugger: process {stopped}; kill -CONT resumes it"
@@ -143,14 +144,14 @@ class Watch:
             page_cache_bytes=cgroup.file_bytes if cgroup else sample.machine.page_cache_bytes,
             level=risk.level if found.level is None else found.level,
             reason=found.reason or risk.reason,
-            killers=risk.limits,
+            limits=risk.limits,
             sample=sample,
             rates=rates_between(before, sample) if before else None,
         )
 
 
 def machine_inspector(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Callable[[], Inspection]:
-    """Looks at the machine and the limits of what is started from here; `remarks`: what else is to be said of it."""
+    """Return a function that inspects the machine and the limits of processes started from here."""
     watch, name = Watch(MemoryPolicy(), gpus), f"machine {os.uname().nodename}"
 
     def inspect() -> Inspection:
@@ -161,7 +162,7 @@ def machine_inspector(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Callable[[],
 
 
 class RunInspector:
-    """Inspects the last session of a run; a new session is found by itself."""
+    """Inspects the latest session of a run, also when a new one begins."""
 
     def __init__(self, directory: Path, gpus: Gpus) -> None:
         self._directory = directory
@@ -170,20 +171,23 @@ class RunInspector:
         self._watch: Watch | None = None
 
     def inspect(self) -> Inspection:
-        """What its files say, and the system where the run lives on it.
+        """Inspect the run's files and, if it runs on this machine, its processes.
 
-        Raises VesuviusError: a record has something else than a run writes, such as a list in place of a figure.
+        Raises:
+            VesuviusError: a record has a value of the wrong type.
         """
         try:
             return self._inspect()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            why = f"a line of its .jsonl files has a value that no run writes ({type(error).__name__}: {error})"
-            raise VesuviusError(f"cannot read the records of {self._directory}: {why}; remove it") from error
+            raise VesuviusError(
+                f"cannot read the records of {self._directory}: a line of its .jsonl files has a wrong value "
+                f"({type(error).__name__}: {error}); remove that line"
+            ) from error
 
     def _inspect(self) -> Inspection:
         run = RunFiles(self._directory)
         if (sample := self._sample(run.session)) is None:
-            run = RunFiles(self._directory)  # it may have written its end, and then ended, since it was read
+            run = RunFiles(self._directory)  # it may have ended since the files were read
         now, session, last = time.time(), run.session, run.last
         vram = last.vram_used_bytes if last else None
         deaths = [d for d in deaths_of(self._directory) if session is not None and is_of_session(d, session)]
@@ -195,7 +199,7 @@ class RunInspector:
             "run",
             f"run {self._directory.name}",
             state,
-            f"{text}: the memory guard ended it" if guard and not run.end_cause else text,
+            f"{text}: ended by the memory guard" if guard and not run.end_cause else text,
             stalled=state == "hung" or (state == "elsewhere" and run.watchdog is not None),
             no_gpus=self._gpus.reason,
             steps=run.steps_at(now),
@@ -207,15 +211,15 @@ class RunInspector:
         )
         if sample is not None and self._watch is not None:
             if last is not None and now - last.time <= _MONITOR_LATE_S and last.reason:
-                found = replace(found, level=Level[last.level], reason=last.reason)  # it has seen more than we have
+                found = replace(found, level=Level[last.level], reason=last.reason)  # it has more samples
             rows = rows_of(sizes_in(sample, last.reader_bytes if last else ()), peaks, others)
             return self._watch.add_to(replace(found, rows=rows), sample)
-        if last is not None:  # the last moment as the run itself saw it: it is dead, or on another machine
+        if last is not None:  # it is dead or on another machine: use its last sample
             fresh = state == "elsewhere" and abs(now - last.time) <= _FRESH_S
             used, most = format_size(last.killer_used_bytes), format_size(last.kills_at_bytes)
             found = replace(
                 found,
-                rows=rows_of(_sizes_then(last), peaks, others),
+                rows=rows_of(_recorded_sizes(last), peaks, others),
                 level=Level[last.level] if fresh else None,
                 reason=f"{last.killer}: {used} in use; kills at {most}" if last.killer else "",
                 remarks=(*found.remarks, f"figures from {format_time(last.time)}"),
@@ -223,7 +227,7 @@ class RunInspector:
         return replace(found, level=Level.CRITICAL, reason=" ".join(guard.evidence[:1])) if guard else found
 
     def _sample(self, session: SessionRecord | None) -> SystemSample | None:
-        """None where it does not live, or not here."""
+        """Sample the run; None if it has ended or runs elsewhere."""
         if session is None or session.end_time is not None:
             return None
         if session != self._session:
@@ -237,13 +241,13 @@ class RunInspector:
 
 
 class RunFiles:
-    """What the files say now of the last session, None where none was written.
+    """The files of the latest session, as they are now.
 
     Attributes:
-        last: its last sample.
-        since: from when on memory was recorded.
-        end_cause: why the session ended, as it has recorded itself.
-        watchdog: what the run's own watchdog says it hangs in, and since when.
+        last: last memory sample.
+        since: time of the first memory record.
+        end_cause: why the session ended, as it recorded.
+        watchdog: what the run hangs in according to its watchdog, and since when.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -251,21 +255,21 @@ class RunFiles:
         begin = self.session.begin_time if self.session else -math.inf
         self._metrics = [r for r in Tail(directory / "metrics.jsonl").new() if r["time"] >= begin]
         self._system = [r for r in Tail(directory / "system.jsonl", _SYSTEM_BYTES).new() if r["time"] >= begin]
-        self._moments = [moment for moment in read_recent(directory / "recent.jsonl") if moment.time >= begin]
-        self.last = self._moments[-1] if self._moments else None
+        self._recent = [sample for sample in read_recent(directory / "recent.jsonl") if sample.time >= begin]
+        self.last = self._recent[-1] if self._recent else None
         steps = [r for r in self._metrics if r["kind"] == "step" and is_number(r.get("step"))]
         recent = [r for r in steps[-_RECENT_STEPS:] if is_number(r.get("step_s"))]
         work_s = [r["step_s"] - (r.get("pause_s") or 0.0) for r in recent]
         self._step_s_p95 = quantile(work_s, 0.95) if work_s else None
         self._step = steps[-1] if steps else None
         end = self._metrics[-1] if self._metrics else None
-        self._sign_time = end["time"] if end else None  # of any record: a validation takes longer than a step
-        self.since = min([r["time"] for r in self._system] + [m.time for m in self._moments], default=None)
+        self._sign_time = end["time"] if end else None  # of any record: validation takes longer than a step
+        self.since = min([r["time"] for r in self._system] + [sample.time for sample in self._recent], default=None)
         self.end_cause = str(end.get("cause") or "") if end and end["kind"] == "run_end" else ""
         self.watchdog = _watchdog(self._metrics)
 
     def steps_at(self, now: float) -> dict[str, Any]:
-        """How the run gets on: `Inspection.steps`."""
+        """Progress of the run, for `Inspection.steps`."""
         verdicts = [str(r["text"]) for r in self._metrics if r["kind"] == "verdict" and r.get("text")]
         return {
             "step": int(self._step["step"]) if self._step else None,
@@ -275,10 +279,10 @@ class RunFiles:
         }
 
     def state(self, sample: SystemSample | None, now: float) -> tuple[State, str]:
-        """What it does, also for people; `sample`: None where it does not live, or not here."""
+        """Return the state and a text for people; `sample` is None if the run has ended or is elsewhere."""
         session = self.session
         if session is None:
-            return "unknown", "no session.json: it has not started, or an older version wrote it"
+            return "unknown", "no session.json: the run has not started, or an older version wrote it"
         if session.end_time is not None:
             cause = f": {self.end_cause}" if session.exit_code and self.end_cause else ""
             return "ended", f"ended {format_time(session.end_time)} with exit code {session.exit_code}{cause}"
@@ -290,57 +294,57 @@ class RunFiles:
         if is_alive(session) is False:
             seen = f"; last seen {format_time(self.last.time)}" if self.last else ""
             return "killed", f"killed: process {session.pid} is gone and recorded no end{seen}"
-        return "elsewhere", f"on {session.host}, which is not visible from here; its files say"
+        return "elsewhere", f"on {session.host}, which is not visible from here; from its files"
 
     def _hung(self, trainer: ProcessUse, now: float) -> str:
-        """Why a living run is taken for one that hangs; '' = it is at work."""
+        """Return why a living run counts as hung; '' if it does not."""
         if self.watchdog is not None:
             return f"{self.watchdog[0]}, since {format_time(self.watchdog[1])}"
         if trainer.is_stopped:
-            return f"process {trainer.pid} does nothing"
+            return f"process {trainer.pid} is stopped"
         if self._sign_time is None or self._step_s_p95 is None:
             return ""
         what, silent_s = silence(self.last, self._sign_time, now)
         if silent_s <= max(_HUNG_AFTER_S, _HUNG_AFTER_P95 * self._step_s_p95):
             return ""
-        usual = f"95 % of the steps take less than {self._step_s_p95:.2f} s"
-        return f"no {what} for {format_duration(silent_s)}, where {usual}"
+        usual = f"95 % of the steps take less than {format_duration(self._step_s_p95)}"
+        return f"no {what} for {format_duration(silent_s)}, although {usual}"
 
     def kills(self, sample: SystemSample | None, state: State, deaths: Sequence[Death]) -> tuple[str, ...]:
-        """What says that something was killed in this session, a line each.  Of the kernel's counts the cgroup's, where
-        there is one: the machine's has other people's processes too."""
+        """Return the evidence of kills in this session, a line each.  The cgroup's count is preferred, as the machine's
+        includes other users' processes."""
         if (session := self.session) is None:
             return ()
         lines = [f"{headline(death)}, noticed {format_time(death.time)}" for death in deaths if death.cause != "guard"]
         if state == "killed":
             return tuple(lines or [f"process {session.pid} is gone and recorded no end"])
-        # Without paths: a container's cgroup is called otherwise from outside, and these are all of the run's own.
-        now = KillCounts() if self.last is None else KillCounts.noted(self.last)
+        # Without paths: they differ inside and outside of a container.
+        now = KillCounts() if self.last is None else KillCounts.of(self.last)
         if sample is not None:
             now = KillCounts(sample.cgroup.oom_kills if sample.cgroup else None, sample.machine.oom_kills)
-        rise = now.since(KillCounts.noted(session))
+        rise = now.since(KillCounts.of(session))
         count, where = (rise.machine, "of the machine") if rise.cgroup is None else (rise.cgroup, "of the run's cgroup")
-        counted = f"out of memory: the kernel's count of killed processes {where} rose by {count} in this session"
+        counted = f"out of memory: the kernel killed {format_count(count or 0, 'process')} {where} in this session"
         return (*lines, counted) if count else tuple(lines)
 
     def remarks(self, sample: SystemSample, now: float) -> Iterator[str]:
-        """What else one should know of a run that lives here."""
+        """Return notes about a run on this machine."""
         last, began = self.last, self.session.begin_time if self.session else now
         if (silent_s := now - (last.time if last else began)) > _MONITOR_LATE_S:
-            yield f"the run's own monitor is silent for {format_duration(silent_s)}"
+            yield f"the run's own monitor has been silent for {format_duration(silent_s)}"
         if last and last.reader_bytes and not any(process.pid in last.reader_bytes for process in sample.processes):
-            yield "its readers are not children of its process (a Ray cluster): their memory is not in the table"
+            yield "the readers are not child processes of the run (Ray cluster): their memory is not in the table"
 
     def peaks(self) -> dict[str | int, float]:
-        """The most bytes that were recorded of each part, by its name or, of a reader, by its pid."""
+        """Return the largest recorded size of each part, by name or, for readers, by pid."""
         seen: list[tuple[str | int, Any]] = []
         for record in self._system:
             vram, readers = record.get("vram") or {}, record.get("readers") or {}
             seen += [("total", record.get("used_bytes")), ("store", record.get("shared_bytes"))]
             seen += [("root", record.get("trainer_bytes")), ("vram", vram.get("reserved_bytes"))]
             seen += [(int(pid), size) for pid, size in readers.items() if pid.isdecimal()]
-        for moment in self._moments:
-            seen += [("vram", moment.vram_used_bytes), *_sizes_then(moment).items()]
+        for sample in self._recent:
+            seen += [("vram", sample.vram_used_bytes), *_recorded_sizes(sample).items()]
         peaks: dict[str | int, float] = {}
         for name, size in seen:
             most = size[-1] if isinstance(size, list) and size else size  # [min, mean, max]
@@ -350,8 +354,8 @@ class RunFiles:
 
 
 def silence(last: MemorySample | None, sign_time: float, now: float) -> tuple[str, float]:
-    """What was awaited last, and for how long there was no sign of life: a record, or what the run itself knows of
-    progress within a validation.  The sampling may have stalled.  Pure."""
+    """Return what was awaited last and the seconds since the last sign of life: a record, or the run's own
+    report, which covers progress within a validation.  Pure."""
     since_s = max(now - sign_time, 0.0)
     if last is None or last.silent_s is None:
         return "step", since_s
@@ -359,7 +363,7 @@ def silence(last: MemorySample | None, sign_time: float, now: float) -> tuple[st
 
 
 def _watchdog(metrics: Sequence[Record]) -> tuple[str, float] | None:
-    """Its last event, unless something has come since."""
+    """Return text and time of the last `hung` event, unless the run has continued since."""
     for record in reversed(metrics):
         if record["kind"] == "step" or record.get("event") == "recovered":
             return None
@@ -368,26 +372,26 @@ def _watchdog(metrics: Sequence[Record]) -> tuple[str, float] | None:
     return None
 
 
-def sizes_in(sample: SystemSample, said: Collection[int] = ()) -> dict[str | int, int]:
-    """The sizes of a living run; `said`: pids that it has called its readers.  Pure."""
+def sizes_in(sample: SystemSample, reported: Collection[int] = ()) -> dict[str | int, int]:
+    """Return the sizes of a living run; `reported`: pids of the readers it has reported.  Pure."""
     trainer, *rest = sample.processes
-    readers = {each.pid: each.anon_bytes for each in rest if each.pid in said or each.is_reader}
+    readers = {each.pid: each.anon_bytes for each in rest if each.pid in reported or each.is_reader}
     return _sizes_of(trainer.anon_bytes, readers, sample.shared_bytes, sample.used_bytes)
 
 
-def _sizes_then(moment: MemorySample) -> dict[str | int, int]:
-    return _sizes_of(moment.trainer_bytes, moment.reader_bytes, moment.shared_bytes, moment.used_bytes)
+def _recorded_sizes(sample: MemorySample) -> dict[str | int, int]:
+    return _sizes_of(sample.trainer_bytes, sample.reader_bytes, sample.shared_bytes, sample.used_bytes)
 
 
 def _sizes_of(root: int, readers: Mapping[int, int], shared: int, used: int) -> dict[str | int, int]:
-    """Memory by part, of each reader by its pid; the parts add up to "total".  `used` lacks readers elsewhere."""
+    """Return memory by part, and by pid for readers; parts add up to "total".  `used` lacks remote readers."""
     known = root + sum(readers.values()) + shared
     parts: dict[str | int, int] = {"root": root, "readers": sum(readers.values()), "store": shared}
     return parts | {"others": max(used - known, 0), "total": max(used, known)} | dict(readers)
 
 
 def rows_of(sizes: Mapping[str | int, int], peaks: Mapping[str | int, float], others: str) -> tuple[Row, ...]:
-    """A row for each part that there is, the largest reader first, and the total as the last row.  Pure."""
+    """Return a row for each part, readers by size, and the total last.  Pure."""
     pids = sorted((name for name in sizes if isinstance(name, int)), key=lambda pid: -sizes[pid])
     names: dict[str | int, str] = {"root": "trainer", "readers": f"readers ({len(pids)})"}
     names |= {pid: f"reader {pid}" for pid in pids} | {"others": others, "store": "shared memory", "total": "total"}

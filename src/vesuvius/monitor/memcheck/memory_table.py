@@ -1,6 +1,6 @@
-"""The table that memcheck shows: an `Inspection` for people, drawn with rich.  Readable from 80 columns on.
+"""Renders an `Inspection` as memcheck's table, with rich.  Readable from 80 columns on.
 
-What is not known is "-", never 0.  Page cache is shown but is no part of the total, and shared memory counts once.
+Unknown figures are "-", never 0.  Page cache is not part of the total, and shared memory counts once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from vesuvius.runlog.units import format_duration, format_gib, format_size, form
 _LEVEL_STYLES = {Level.LOW: "bold green", Level.WARN: "bold yellow", Level.CRITICAL: "bold red"}
 _STATE_STYLES = {"running": "green", "hung": "bold yellow", "killed": "bold red"}
 _SHOWN_READERS = 8
-_SHOWN_KILLERS = 3
+_SHOWN_LIMITS = 3
 
 
 def memory_table(found: Inspection) -> RenderableType:
-    """The whole of it: a heading, the parts, and below them what limits and threatens them."""
+    """Return the full table: a heading, memory by part, then limits, risk and the machine."""
     heading = Text(found.name, style="bold")
     heading.append(f"  {found.state_text}" if found.state_text else "", style=_STATE_STYLES.get(found.state, "default"))
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")  # long values are broken
+    facts.add_column(overflow="fold")  # wraps long values
     for name, value in _facts(found):
         facts.add_row(name, Text(value) if isinstance(value, str) else value)  # rich would read markup in a string
     return Group(heading, *([_parts(found)] if found.rows else []), facts)
@@ -50,7 +50,7 @@ def _parts(found: Inspection) -> Table:
 
 
 def _shown(rows: Sequence[Row]) -> Iterator[Row]:
-    """The largest readers, and the rest of them as one row; one alone needs no sum above it."""
+    """Keep the largest readers and sum up the rest; a single reader needs no total."""
     readers = [row for row in rows if row.part == "reader"]
     left = readers[_SHOWN_READERS:]
     for row in rows:
@@ -61,25 +61,22 @@ def _shown(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:
-    """Name and value, a line each."""
+    """Yield names and values."""
     if found.level is not None:
         yield "risk", Text.assemble((found.level.name, _LEVEL_STYLES[found.level]), f"  {found.reason}")
     elif found.reason:
-        yield "first killer", found.reason
+        yield "first limit", found.reason
     for line in found.kills:
         yield "kill seen", Text(line, style="bold red")
-    for number, killer in enumerate(found.killers[:_SHOWN_KILLERS]):
-        counted = f"it counts {format_size(killer.used_bytes)}, {format_size(killer.left_bytes)} are left"
-        yield (
-            "then" if number else "first killer",
-            f"{killer.name} at {format_size(killer.kills_at_bytes)}; {counted}",
-        )
+    for number, limit in enumerate(found.limits[:_SHOWN_LIMITS]):
+        used = f"{format_size(limit.used_bytes)} used, {format_size(limit.left_bytes)} left"
+        yield "then" if number else "first limit", f"{limit.name}: kills at {format_size(limit.kills_at_bytes)}; {used}"
     if found.sample is not None:
         yield from _machine_facts(found, found.sample)
     if found.steps is not None:
         age_s, p95 = found.steps["age_s"], found.steps["step_s_p95"]
         ago = "-" if age_s is None else f"{found.steps['step']}, {format_duration(age_s)} ago"
-        yield "last step", ago + ("" if p95 is None else f"; 95 % of steps take less than {p95:.2f} s")
+        yield "last step", ago + ("" if p95 is None else f"; 95 % of steps take less than {format_duration(p95)}")
         if found.steps["verdict"] is not None:
             yield "verdict", found.steps["verdict"]
     for remark in found.remarks:
@@ -98,7 +95,7 @@ def _machine_facts(found: Inspection, sample: SystemSample) -> Iterator[tuple[st
     if rates is not None:
         busy, own = sum(rates.core_busy), sum(rates.process_cores.values())
         cores += f", {busy:.1f} of them busy"
-        cores += f": {own:.1f} by this, {max(busy - own, 0.0):.1f} by other programs" if sample.processes else ""
+        cores += f": {own:.1f} by this run, {max(busy - own, 0.0):.1f} by other programs" if sample.processes else ""
     yield "cores", cores
     for gpu in sample.gpus:
         share = "-" if gpu.busy is None else f"{100 * gpu.busy:.0f} %"
@@ -107,4 +104,4 @@ def _machine_facts(found: Inspection, sample: SystemSample) -> Iterator[tuple[st
             f"{format_size(gpu.used_bytes)} of {format_size(gpu.total_bytes)}, busy {share}, {gpu.name}",
         )
     if not sample.gpus:
-        yield "GPU", f"- ({found.no_gpus or 'NVML does not answer'})"
+        yield "GPU", f"- ({found.no_gpus or 'NVML does not respond'})"

@@ -1,4 +1,4 @@
-"""The memory guard: what to do, and when, before something kills.  A pure state machine: it acts on nothing itself."""
+"""The memory guard decides what to do before the run is killed for its memory.  A pure state machine."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from vesuvius.monitor.memory.risk import Level, Risk
 
 Rung = Literal["save", "drop", "restart", "shrink", "exit"]
 
-_SHOWS_S = 10.0  # until readers that were started anew show in the memory, at the earliest
-_TREND_S = 45.0  # until growth is known again after that: readers start and fill buffers, then six windows of 5 s
-_SAVE_S = 15.0  # to write a checkpoint and let go
-_EXIT_HOLD_S = 3.0  # a peak above exit_at that passes sooner ends no run
-_GROWN_BY = 0.01  # share by which others must have grown before a checkpoint is saved for them again,
-_SAVED_S = 300.0  # and the least time between two of these
+_SHOWS_S = 10.0  # before a restart of the readers shows in memory
+_TREND_S = 45.0  # before growth is known again after it: readers fill their buffers, then six windows of 5 s
+_SAVE_S = 15.0  # to write a checkpoint and exit
+_EXIT_HOLD_S = 3.0  # a shorter peak above exit_at is ignored
+_GROWN_BY = 0.01  # growth of other programs, as a share, before another checkpoint is saved because of them
+_SAVED_S = 300.0  # least time between two such checkpoints
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the loop is to do after the current step."""
+    """Something the loop must do after the current step."""
 
-    # save a checkpoint and go on; let go of the volumes in memory, and read them again; start the readers anew, as they
-    # are; go on with half the prefetch and a reader fewer; or save and exit
+    # save: save a checkpoint and continue; drop: release the volumes kept in memory; restart: restart the readers
+    # unchanged; shrink: continue with half the prefetch and one reader fewer; exit: save and exit
     rung: Rung
-    reason: str  # the figures that make it necessary, for people
+    reason: str  # the figures behind it, for people
 
 
 class Guard:
-    """Orders one smaller set of readers, then the exit; readers that leak are started anew instead, whenever they do.
+    """Orders fewer readers once, then the exit; leaking readers are restarted instead, as often as needed.
 
-    Where memory stands at `shrink_at`, first of all the volumes go that are kept in memory, if there are any.  The
-    readers are changed there if there is time to exit should that not help; those that leak also where growth leaves
-    just time for it.  Exit is ordered where memory stands at `exit_at`, or growth leaves two steps and the time to
-    save.  The guard counts what the run has a hand in (`Risk.ours`).  Where others bring a kill near, a checkpoint is
-    saved and the run goes on: its end would leave them as they are, and the next start would find the same.
+    At `shrink_at`, volumes kept in memory are dropped first.  Otherwise the readers are reduced, if an exit is still
+    possible should that not help; leaking readers are also restarted if growth leaves just enough time.  Exit is
+    ordered at `exit_at`, or when growth leaves only two steps and the time to save.
 
-    One thread at a time may call it.
+    Only memory that the run can influence counts (`Risk.ours`).  If other programs fill the memory, a checkpoint is
+    saved and the run continues: stopping it would not help, and the next start would meet the same.
+
+    Not thread-safe.
     """
 
     def __init__(self, policy: MemoryPolicy) -> None:
@@ -48,7 +49,7 @@ class Guard:
         self._carried_out_s = -math.inf
         self._has_shrunk = False
         self._beyond_exit_since_s: float | None = None
-        self._saved_s, self._saved_at = -math.inf, -math.inf  # a checkpoint was last ordered for others, at what share
+        self._saved_s, self._saved_at = -math.inf, -math.inf  # time and share of the last "save" order
 
     def judge(
         self,
@@ -59,12 +60,12 @@ class Guard:
         readers: Collection[int] = (),
         can_drop: bool = False,
     ) -> Order | None:
-        """What is to be done now, again and again until it was carried out, an exit is needed, or the risk is LOW.
+        """Return the pending order; it is repeated until carried out, replaced by an exit, or the risk is LOW.
 
         Args:
-            time_s: of the sample, seconds of any clock.
-            step_s: how long the longest recent step took: so late may an order be carried out.
-            can_shrink: whether there are readers or batches ahead to do without.
+            time_s: time of the sample, in seconds of any clock.
+            step_s: longest recent step: the delay with which an order may be carried out.
+            can_shrink: whether readers or prefetched batches can be reduced.
             readers: pids of the readers.
             can_drop: whether volumes are kept in memory.
         """
@@ -82,11 +83,11 @@ class Guard:
         return self._order or self._save(time_s, risk, helped)
 
     def saved(self) -> None:
-        """The order to save was carried out."""
+        """Note that the order to save was carried out."""
         self._order = None
 
     def carried_out(self, time_s: float) -> None:
-        """The readers were changed as ordered: give it time to show."""
+        """Note that the readers were changed as ordered, which takes time to show."""
         self._has_shrunk |= self._order is not None and self._order.rung == "shrink"
         self._order, self._carried_out_s = None, time_s
 
@@ -101,7 +102,7 @@ class Guard:
         can_drop: bool,
     ) -> Rung | None:
         share = largest_share(helped, self._policy)
-        exit_s = 2 * step_s + _SAVE_S  # an order is seen after the current step, and the step after it may be as long
+        exit_s = 2 * step_s + _SAVE_S  # an order waits for the current step, and the next one may be as long
         shows = time_s - self._carried_out_s >= _SHOWS_S
         if self._stays_beyond_exit(time_s, share, helped[0]) or (shows and left_s <= exit_s):
             return "exit"
@@ -112,13 +113,13 @@ class Guard:
             return "drop"
         if leaks and left_s > exit_s + step_s and (is_full or left_s <= exit_s + 2 * step_s + 2 * _SHOWS_S):
             return "restart"
-        # While the trend starts over nothing is known of growth that goes on.
+        # While the trend restarts, continuing growth is not visible.
         if is_full and can_shrink and not self._has_shrunk and left_s > exit_s + step_s + _TREND_S:
             return "shrink"
         return None
 
     def _stays_beyond_exit(self, time_s: float, share: float, nearest: MemoryLimit) -> bool:
-        """Beyond `exit_at` for long enough; where half of what that leaves is used up too, no peak is waited for."""
+        """Whether memory stayed above `exit_at` for long enough; halfway from there to the limit, at once."""
         if share < self._policy.exit_at:
             self._beyond_exit_since_s = None
             return False
@@ -128,11 +129,11 @@ class Guard:
         return used_share(nearest, self._policy) >= halfway > self._policy.exit_at or time_s - since_s >= _EXIT_HOLD_S
 
     def _save(self, time_s: float, risk: Risk, helped: Sequence[MemoryLimit]) -> Order | None:
-        """An order to save and go on, where others bring a kill near; again once they have grown since."""
+        """Return an order to save and continue if other programs fill the memory; again once they have grown."""
         self._order = self._order if self._order and self._order.rung == "save" else None
         ours = bool(helped) and (risk.own_grows or largest_share(helped, self._policy) >= self._policy.exit_at)
         share = largest_share(risk.limits, self._policy)
-        # The level alone falls late: it may be that of what the last order has answered.
+        # The level falls with a delay, so it may still be that of the last order.
         near = share >= self._policy.exit_at or (risk.exhaustion is not None and risk.exhaustion.firm)
         due = time_s - self._saved_s >= _SAVED_S and share >= self._saved_at + _GROWN_BY
         if self._order is None and risk.level is Level.CRITICAL and near and not ours and due:
@@ -142,6 +143,6 @@ class Guard:
 
 
 def _leaks(risk: Risk, readers: Collection[int]) -> bool:
-    """Whether most of what grows is readers."""
+    """Whether readers account for most of the growth."""
     rates = {pid: max(trend.bytes_per_s, 0.0) for pid, trend in risk.growing.items()}
     return 2 * sum(rate for pid, rate in rates.items() if pid in readers) > sum(rates.values())

@@ -1,4 +1,4 @@
-"""What may kill a run for its memory: the machine, control groups, Ray's memory monitor, our own limit.  Pure."""
+"""Memory limits of a run: the machine, cgroups, Ray's memory monitor, and `monitor.ram_limit_gib`.  Pure."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ from vesuvius.runlog.units import GIB
 RAY_NAME = "Ray's memory monitor"
 CONFIGURED_NAME = "monitor.ram_limit_gib"
 _RAY_SHARE = 0.95  # Ray's own default, RAY_memory_usage_threshold
-_BELOW_KILL = 0.03  # share of the limit by which exit_at stays below where a limit strikes
-_LARGEST_BYTES = 200 * GIB  # of a larger limit, shares are of this much: 8 % of 2 TiB are not short of memory
+_BELOW_KILL = 0.03  # exit_at stays this far below the kill, as a share
+_LARGEST_BYTES = 200 * GIB  # shares of larger limits are of this size: with 8 % of 2 TiB left, memory is not short
 
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """What a run's memory is held against; shares are of the limit of whichever limit is nearest, see `used_share`."""
+    """Thresholds of the memory guard; shares are of the nearest limit, see `used_share`."""
 
-    # share of the memory at which Ray's own monitor kills a reader; None without readers of Ray, or where that monitor
-    # is switched off
+    # share at which Ray's memory monitor kills a reader; None without Ray's readers or if that monitor is switched off
     ray_share: float | None = None
-    configured_bytes: int | None = None  # `monitor.ram_limit_gib`, for the run's own memory; None = none
+    configured_bytes: int | None = None  # `monitor.ram_limit_gib`, for the run's own memory
     exit_at: float = 0.92  # share at which the guard saves and exits
-    # ranks of this run on this machine, each with a guard: what one holds, the others are taken to hold too
+    # ranks of this run on this machine, each with a guard; each assumes that the others use as much memory as itself
     ranks_here: int = 1
 
     @property
     def warn_at(self) -> float:
-        """Share at which there is a warning: 80 % for an exit at 92 %, and in proportion."""
+        """Share at which the guard warns: 80 % for an exit at 92 %, in proportion otherwise."""
         return 0.80 / 0.92 * self.exit_at
 
     @property
     def shrink_at(self) -> float:
-        """Share at which the guard makes the readers smaller: 84 % for an exit at 92 %, and in proportion."""
+        """Share at which the guard reduces the readers: 84 % for an exit at 92 %, in proportion otherwise."""
         return 0.84 / 0.92 * self.exit_at
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Something that ends processes when memory runs out."""
+    """A limit beyond which processes are killed."""
 
     name: str  # for people: "Ray's memory monitor", "memory.max of cgroup /x", "the machine", "monitor.ram_limit_gib"
-    used_bytes: int  # what it counts as used now
-    limit_bytes: int  # what the shares of `MemoryPolicy` are of
-    kills_at_bytes: int  # where it kills; below the limit for Ray's monitor
-    own_bytes: int = 0  # what the run, with its other ranks here, holds of it
-    least_others_bytes: int = 0  # the least that was seen of the rest
+    used_bytes: int  # current use, as it is counted for this limit
+    limit_bytes: int  # base of the shares in `MemoryPolicy`
+    kills_at_bytes: int  # use at which it kills; below the limit for Ray's monitor
+    own_bytes: int = 0  # part of it used by the run, with its other ranks on this machine
+    least_others_bytes: int = 0  # smallest use by other programs seen so far
 
     @property
     def left_bytes(self) -> int:
@@ -59,14 +58,14 @@ class MemoryLimit:
 
 
 def ray_share_from_environment(environ: Mapping[str, str], total_bytes: int | None = None) -> float | None:
-    """The share of memory, 0 to 1, at which Ray's monitor kills; None where Ray's environment switches it off.
+    """Return the share of memory, 0 to 1, at which Ray's monitor kills; None if the environment switches it off.
 
-    As Ray 2.60 does it (`ThresholdMemoryMonitor`): RAY_memory_usage_threshold (0.95) of the total, or where
-    RAY_min_memory_free_bytes is set, the later of that and so many bytes below the total;
-    RAY_memory_monitor_refresh_ms=0 switches it off.  A value that is no number counts as not set.
+    As in Ray 2.60 (`ThresholdMemoryMonitor`): RAY_memory_usage_threshold (0.95) of the total, or, if
+    RAY_min_memory_free_bytes is set, the higher of that and the total minus so many bytes;
+    RAY_memory_monitor_refresh_ms=0 switches it off.  Values that are not numbers are ignored.
 
     Args:
-        total_bytes: the memory that Ray counts with (`ray_memory`); None = RAY_min_memory_free_bytes is ignored.
+        total_bytes: total memory as Ray counts it (`ray_memory`); None ignores RAY_min_memory_free_bytes.
     """
     if _number(environ, "RAY_memory_monitor_refresh_ms", 250) <= 0:
         return None
@@ -86,11 +85,11 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 def limits_of(sample: SystemSample, policy: MemoryPolicy) -> tuple[MemoryLimit, ...]:
-    """All that may kill, nearest (least left) first; never empty: the machine's own is always there.
+    """Return all limits, the one with least memory left first; the machine itself is always among them.
 
-    Shares of the machine are of its memory without swap, beyond which a run crawls; but nothing is killed before free
-    swap is full.  Cgroups too are killed for only once what they may swap out is in swap; a limit that the machine's
-    memory does not reach is none.
+    Shares of the machine are of its memory without swap, beyond which a run crawls, but processes are killed only once
+    free swap is full.  Likewise a cgroup's processes are killed only once its swap is used up.  Limits above the
+    machine's memory are ignored.
     """
     machine = sample.machine
     free_swap = max(machine.swap_total_bytes - machine.swap_used_bytes, 0)
@@ -111,18 +110,17 @@ def limits_of(sample: SystemSample, policy: MemoryPolicy) -> tuple[MemoryLimit, 
 
 
 def run_bytes(sample: SystemSample, policy: MemoryPolicy) -> int:
-    """What the run holds on this machine; of ranks at least that, as they may share one object store or not."""
+    """Memory of the run on this machine; with several ranks a lower bound, as they may share one object store."""
     return policy.ranks_here * sample.anon_bytes + sample.shared_bytes
 
 
 def ray_memory(sample: SystemSample) -> tuple[int, int]:
-    """Bytes in use, and in all, as Ray's monitor of Ray 2.60 counts them (its `memory_monitor_utils.cc`).
+    """Return used and total bytes as counted by the memory monitor of Ray 2.60 (`memory_monitor_utils.cc`).
 
-    It takes the smaller of the machine's memory and the hard limit at the root of the mounted cgroup file system (a
-    container sees its own limit there, a process in a slice of the machine does not), and counts what belongs to it:
-    the machine's total less available, or all that the cgroup is charged for but file pages.  The kernel's caches of
-    file names are counted there, though they could be given back.  No swap, unless RAY_count_swap_in_memory_monitor is
-    set, which is not looked at here.
+    Ray takes the smaller of the machine's memory and the hard limit at the root of the mounted cgroup file system (a
+    container sees its own limit there, a process in a slice of the machine does not).  Use is the machine's total less
+    available, or everything the cgroup is charged for except file pages; this includes the kernel's reclaimable caches
+    of file names.  Swap is not counted; RAY_count_swap_in_memory_monitor is ignored here.
     """
     used, total = sample.machine.used_bytes, sample.machine.total_bytes
     for level in sample.cgroup.levels if sample.cgroup else ():
@@ -133,31 +131,31 @@ def ray_memory(sample: SystemSample) -> tuple[int, int]:
 
 
 def tightest(sample: SystemSample, policy: MemoryPolicy) -> MemoryLimit:
-    """The one with the smallest limit: that is what a run may use."""
+    """Return the smallest limit: the memory that a run may use."""
     return min(limits_of(sample, policy), key=lambda limit: limit.limit_bytes)
 
 
 def left_bytes(limits: Iterable[MemoryLimit], policy: MemoryPolicy) -> int:
-    """Memory that may be taken more before the guard's first rung, as the tightest of all limits counts it."""
+    """Return the memory left below `shrink_at`, by the tightest limit."""
     return min(
-        int((policy.shrink_at - used_share(limit, policy)) / _squeeze(limit, policy) * _whole_bytes(limit))
+        int((policy.shrink_at - used_share(limit, policy)) / _squeeze(limit, policy) * _base_bytes(limit))
         for limit in limits
     )
 
 
 def used_share(limit: MemoryLimit, policy: MemoryPolicy) -> float:
-    """A limit's share as the thresholds of `policy` mean it; may be below 0.
+    """Return the used share to compare with the thresholds of `policy`; may be below 0.
 
-    That is `limit.share` of a limit up to 200 GiB.  Of a larger one the same bytes are left as of 200 GiB: 16 GiB at
-    0.92.  Where a limit strikes so early (Ray's monitor at RAY_memory_usage_threshold=0.7) that `policy.exit_at` would
-    come too late, the ladder is squeezed below the point where it strikes.
+    Up to 200 GiB it is `limit.share`.  Larger limits are treated as 200 GiB: 16 GiB are left at 0.92.  If the limit
+    kills so early (Ray's monitor at RAY_memory_usage_threshold=0.7) that `policy.exit_at` would come too late, shares
+    are scaled so that `exit_at` lies below the kill.
     """
     end_bytes = min(limit.kills_at_bytes, limit.limit_bytes)  # beyond it is swap
     end = end_bytes / limit.limit_bytes
-    return (end - (end_bytes - limit.used_bytes) / _whole_bytes(limit)) * _squeeze(limit, policy)
+    return (end - (end_bytes - limit.used_bytes) / _base_bytes(limit)) * _squeeze(limit, policy)
 
 
-def _whole_bytes(limit: MemoryLimit) -> int:
+def _base_bytes(limit: MemoryLimit) -> int:
     return min(limit.limit_bytes, _LARGEST_BYTES)
 
 
@@ -166,11 +164,10 @@ def _squeeze(limit: MemoryLimit, policy: MemoryPolicy) -> float:
 
 
 def largest_share(limits: Iterable[MemoryLimit], policy: MemoryPolicy) -> float:
-    """The share that counts: the largest `used_share` of all limits."""
+    """Return the largest `used_share` of all limits."""
     return max(used_share(limit, policy) for limit in limits)
 
 
 def shrinking_helps(limit: MemoryLimit, policy: MemoryPolicy) -> bool:
-    """Whether without this run there would be no risk: otherwise its end leaves the others' memory as it is, and the
-    next start finds the same."""
+    """Whether there would be no risk without this run; otherwise reducing or stopping it would not help."""
     return used_share(replace(limit, used_bytes=limit.used_bytes - limit.own_bytes), policy) < policy.warn_at

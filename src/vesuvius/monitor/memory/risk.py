@@ -1,8 +1,8 @@
-"""How near a kill is: which limit comes first, and in how many seconds at the present growth.  Pure.
+"""Risk of running out of memory: which limit is reached first, and when at the present growth.  Pure.
 
-A leak must be told from what healthy runs do as well: steps (validation takes 1 GB and keeps it), the sawtooth of
-buffers, allocators that grow ever more slowly.  So what counts are the peaks of windows of 5 s, and a trend must hold
-in every third of the time that it claims.
+A leak must be distinguished from healthy behaviour: steps (validation takes 1 GB and keeps it), the sawtooth of
+buffers, allocators that grow ever more slowly.  Therefore the peaks of 5 s windows count, and a trend must hold in
+each third of its span.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.runlog.units import format_duration, format_gib, format_rate, format_size
 
 _WINDOW_S = 5.0
-_SPANS = (60, 24, 12, 10, 8, 6)  # windows; fewer than 6 have no 95 % interval that is worth the name
-_CLOCK_JUMP_S = 60.0  # longer without a sample: the machine slept, or its clock was set
+_SPANS = (60, 24, 12, 10, 8, 6)  # windows; fewer than 6 give no useful 95 % interval
+_CLOCK_JUMP_S = 60.0  # a longer gap between samples: the machine slept, or its clock was set
 
 
 @dataclass(frozen=True)
 class Trend:
-    """Bytes a second: the Theil-Sen slope and its 95 % interval (Sen 1968), seen for so many seconds."""
+    """Theil-Sen slope in bytes per second and its 95 % interval (Sen 1968), over `seen_s` seconds."""
 
     bytes_per_s: float
     low: float
@@ -40,13 +40,13 @@ class Trend:
 
 
 class PeakSeries:
-    """The peaks of windows of a series, in bytes, and its trend over the longest of several spans that end now.
+    """Windowed peaks of a series, in bytes, and its trend over the longest of several spans that end now.
 
-    A shorter span speaks where it is surely steeper, or falls: the flat time before a leak thins its slope out.  For
-    `warmup_s` after the first sample nothing is kept: processes start, and the first step allocates.
+    A shorter span replaces it if it is significantly steeper, or falls: the flat time before a leak dilutes the slope.
+    Samples in the first `warmup_s` are ignored: processes start, and the first step allocates.
 
     Attributes:
-        trend: growth beyond doubt (the interval is above 0), or shrinking beyond doubt; None = no trend, or too early.
+        trend: significant growth (the interval is above 0) or shrinking; None = no trend, or too early.
     """
 
     def __init__(self, warmup_s: float = 30.0) -> None:
@@ -56,7 +56,7 @@ class PeakSeries:
         self._last_s, self._warmup_s = 0.0, warmup_s
 
     def add(self, time_s: float, value: float) -> None:
-        """Take a sample in; where the clock ran backwards, or stood still for long, the past is forgotten."""
+        """Add a sample; if the clock ran backwards or jumped, forget the past."""
         if self._begin_s is None:
             self._begin_s = time_s + self._warmup_s
         elif not 0 <= time_s - self._last_s <= _CLOCK_JUMP_S:
@@ -75,11 +75,11 @@ def _find_trend(points: list[tuple[float, float]]) -> Trend | None:
     found: Trend | None = None
     for span in (span for span in _SPANS if span <= len(points)):
         values, before = [value for _, value in points[-span:]], [value for _, value in points[:-span]]
-        # The lower of two medians, never between them: half of a step would look like a rise.
+        # The lower median, not their mean: half of a step would look like a rise.
         thirds = values[: span // 3], values[span // 3 : -(span // 3)], values[-(span // 3) :]
         first, middle, last = (sorted(part)[(len(part) - 1) // 2] for part in thirds)
-        # Theil-Sen alone takes a single step for a trend.  But that is all in one half, as, nearly, is growth that
-        # began just now; and growth that is about to end has done two thirds in the first.
+        # Theil-Sen alone mistakes a single step for a trend.  A step rises within one half, as does growth that has
+        # just begun; growth that is about to end has two thirds of its rise in the first half.
         if first == last or not 0.2 <= (middle - first) / (last - first) <= 2 / 3:
             continue
         recent = slope_of(points[-span:])
@@ -92,27 +92,27 @@ def _find_trend(points: list[tuple[float, float]]) -> Trend | None:
 
 
 def slope_of(points: list[tuple[float, float]]) -> Trend:
-    """Of (seconds, bytes), in rising order of time: n points cost n (n - 1) / 2 slopes and a sort of them."""
+    """Return the trend of (seconds, bytes) points in order of time; sorts n (n - 1) / 2 slopes."""
     n = len(points)
     slopes = sorted([(y2 - y1) / (t2 - t1) for i, (t2, y2) in enumerate(points) for t1, y1 in points[:i]])
-    # Sen (1968): the ranks of the interval's ends follow from the variance of Kendall's statistic.
+    # Sen (1968): the variance of Kendall's statistic gives the ranks of the interval's ends.
     rank = max(int((len(slopes) - 1.96 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)) / 2) - 1, 0)
     median = (slopes[(len(slopes) - 1) // 2] + slopes[len(slopes) // 2]) / 2
     return Trend(median, slopes[rank], slopes[-1 - rank], points[-1][0] - points[0][0])
 
 
-_EASED_BY, _EASED_FOR_S = 0.02, 10.0  # the level falls only this share below its threshold, and after so long
+_EASED_BY, _EASED_FOR_S = 0.02, 10.0  # the level falls this far below its threshold, after so many seconds
 _WARN_WITHIN_S = 300.0
 _CRITICAL_WITHIN_S = 60.0
 _FIRST_WITHIN_S = 600.0
-_CARRIED_ON = 1.25  # growth that was seen for t seconds is believed to go on for so many times t,
-_CARRIED_ON_S = 65.0  # at least for so long: a leak that lasts 100 s must be told 60 s before its end
+_CARRIED_ON = 1.25  # growth seen for t seconds is extrapolated for so many times t,
+_CARRIED_ON_S = 65.0  # but at least for this long: a leak of 100 s must be reported 60 s before its end
 _RESTART_WARMUP_S = 15.0  # readers start in 3 to 5 s and fill their buffers in about ten more
-_WORTH_SAYING_BYTES = 16e6  # what has surely grown by less is not said to grow: noise passes the test now and then
+_LEAST_GROWTH_BYTES = 16e6  # smaller growth is not reported: noise passes the test now and then
 
 
 class Level(IntEnum):
-    """How great the risk is."""
+    """Level of risk."""
 
     LOW = 0
     WARN = 1
@@ -121,12 +121,12 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Exhaustion:
-    """Seconds until the first limit strikes if memory goes on growing as it does; a 95 % interval.
+    """Seconds until a limit is reached at the present growth, with a 95 % interval.
 
     Attributes:
-        earliest_s, likely_s, latest_s: at the fastest growth that fits what was seen, its median, and the slowest.
-        firm: the growth was seen for long enough to be believed to go on that far, and the interval is not wide.
-            Growth of 30 s says something of the next minute, nothing of the next hour: allocators fill up and stop.
+        earliest_s, likely_s, latest_s: at the fastest, median and slowest growth of the interval.
+        firm: the growth was seen for long enough to be extrapolated that far, and the interval is not wide.  Growth of
+            30 s says something about the next minute, nothing about the next hour: allocators fill up and stop.
     """
 
     earliest_s: float
@@ -136,53 +136,52 @@ class Exhaustion:
 
     @property
     def within_s(self) -> float:
-        """The time that is left, where it is firm; infinite otherwise."""
+        """Likely time left if it is firm, else infinity."""
         return self.likely_s if self.firm else math.inf
 
 
 @dataclass(frozen=True)
 class Risk:
-    """What a sample came to."""
+    """Risk at one sample."""
 
     # level, reason: for people; the reason names the figure
     level: Level
     reason: str
-    # nearest first: those that strike within ten minutes if growth goes on, by time; then the others, by the bytes that
-    # are left
+    # first those reached within ten minutes at the present growth, by time; then the others, by bytes left
     limits: tuple[MemoryLimit, ...]
-    trend: Trend | None  # of the memory that the first limit counts; None = too little was seen, or no trend
+    trend: Trend | None  # of the use of the first limit; None = no trend, or too early
     exhaustion: Exhaustion | None  # None without growth
-    growing: Mapping[int, Trend]  # by pid, the processes whose private memory grows beyond doubt
-    own_grows: bool = True  # whether the growth of the first limit's memory is the run's, at least half of it
+    growing: Mapping[int, Trend]  # by pid, processes whose private memory grows significantly
+    own_grows: bool = True  # whether the run accounts for at least half of the growth
 
     @property
     def ours(self) -> tuple[MemoryLimit, ...]:
-        """What the run has a hand in: the limits as they are if it grows, else as if the others had not grown."""
+        """The limits as far as the run can influence them: unless it grows, as if other programs had not grown."""
         if self.own_grows:
             return self.limits
         return tuple(replace(each, used_bytes=each.own_bytes + each.least_others_bytes) for each in self.limits)
 
     def is_of_others(self, policy: MemoryPolicy) -> bool:
-        """Whether there is a risk that a smaller run would not lessen: others fill the memory, or only they grow."""
+        """Whether other programs cause the risk, so that a smaller run would not reduce it."""
         tight = (limit for limit in self.ours if used_share(limit, policy) >= policy.warn_at)
         grows = self.own_grows and self.exhaustion is not None and self.exhaustion.firm
         return self.level > Level.LOW and not grows and not any(shrinking_helps(limit, policy) for limit in tight)
 
 
 class RiskWatch:
-    """Judges sample after sample.
+    """Judges the risk of successive samples.
 
-    A level is that of the largest share of a limit (`used_share`) or of the time that firm growth leaves, whichever is
-    higher.  It rises at once, and falls after memory stood a little below it for ten seconds: a sawtooth would flap.
+    The level follows from the largest share of a limit (`used_share`) or from the time that firm growth leaves,
+    whichever is worse.  It rises at once and falls only after memory stayed slightly below the threshold for ten
+    seconds, so that a sawtooth does not make it flap.
 
     Args:
-        policy: what memory is held against.
-        warmup_s: so long after the first sample growth is not judged; 0 where the run has been at work for long.
+        warmup_s: time after the first sample in which growth is not judged; 0 for a run that has been running for long.
     """
 
     def __init__(self, policy: MemoryPolicy, warmup_s: float = 30.0) -> None:
         self._policy = policy
-        self._least_others: dict[str, int] = {}  # by limit, in the whole session
+        self._least_others: dict[str, int] = {}  # by limit, since the beginning
         self._level = Level.LOW
         self._held_at_s = 0.0
         self._restarted = False
@@ -190,27 +189,27 @@ class RiskWatch:
 
     def _begin(self, warmup_s: float) -> None:
         self._warmup_s = warmup_s
-        self._of_killer: dict[str, PeakSeries] = {}
+        self._of_limit: dict[str, PeakSeries] = {}
         self._own = PeakSeries(warmup_s)
         self._of_process: dict[tuple[int, float], PeakSeries] = {}
 
     def restart(self) -> None:
-        """Forget the past from the next sample on: readers were restarted.  Any thread may call."""
+        """Forget the past from the next sample on, as readers were restarted.  Thread-safe."""
         self._restarted = True
 
     def add(self, sample: SystemSample) -> Risk:
-        """Take a sample in and say how it stands."""
+        """Add a sample and return the risk."""
         if self._restarted:
             self._restarted = False
             self._begin(_RESTART_WARMUP_S)
-        limits = [self._beside_others(limit) for limit in limits_of(sample, self._policy)]
-        # Volumes kept in memory grow as planned, and then no more: that is no trend.
+        limits = [self._with_least_others(limit) for limit in limits_of(sample, self._policy)]
+        # Volumes kept in memory grow to a planned size: not a trend.
         self._own.add(sample.time, max(limit.own_bytes for limit in limits) - sample.kept_bytes)
         for limit in limits:
-            series = self._of_killer.setdefault(limit.name, PeakSeries(self._warmup_s))
+            series = self._of_limit.setdefault(limit.name, PeakSeries(self._warmup_s))
             series.add(sample.time, limit.used_bytes - sample.kept_bytes)
         growing = self._growing(sample)
-        trends = {name: series.trend for name, series in self._of_killer.items()}
+        trends = {name: series.trend for name, series in self._of_limit.items()}
         left = {limit.name: _exhaustion(limit, trends[limit.name]) for limit in limits}
 
         def nearness(limit: MemoryLimit) -> tuple[bool, float]:
@@ -226,13 +225,13 @@ class RiskWatch:
         own_grows = own is not None and _grows(own) and (trend is None or 2 * own.bytes_per_s >= trend.bytes_per_s)
         return Risk(level, reason, tuple(limits), trend, exhaustion, growing, own_grows)
 
-    def _beside_others(self, limit: MemoryLimit) -> MemoryLimit:
+    def _with_least_others(self, limit: MemoryLimit) -> MemoryLimit:
         others = limit.used_bytes - limit.own_bytes
         least = self._least_others[limit.name] = min(others, self._least_others.get(limit.name, others))
         return replace(limit, least_others_bytes=least)
 
     def _growing(self, sample: SystemSample) -> dict[int, Trend]:
-        """Of each process, in memory and swap; those that are gone are forgotten."""
+        """Return the trends of growing processes (memory and swap), and forget those that have ended."""
         before, self._of_process = self._of_process, {}
         for process in sample.processes:
             identity = process.pid, process.started_s
@@ -244,7 +243,7 @@ class RiskWatch:
     def _next_level(self, time_s: float, share: float, exhaustion: Exhaustion | None) -> Level:
         self._level = max(self._level, self._level_at(share, exhaustion))
         eased = self._level_at(share + _EASED_BY, exhaustion)
-        if eased >= self._level or time_s < self._held_at_s:  # the latter: the clock was set back
+        if eased >= self._level or time_s < self._held_at_s:  # or the clock was set back
             self._held_at_s = time_s
         elif time_s - self._held_at_s >= _EASED_FOR_S:
             self._level = eased
@@ -258,7 +257,7 @@ class RiskWatch:
 
 
 def _grows(trend: Trend) -> bool:
-    return trend.low * trend.seen_s >= _WORTH_SAYING_BYTES
+    return trend.low * trend.seen_s >= _LEAST_GROWTH_BYTES
 
 
 def _exhaustion(limit: MemoryLimit, trend: Trend | None) -> Exhaustion | None:
@@ -278,7 +277,7 @@ def _reason(
     exhaustion: Exhaustion | None,
     growing: Mapping[int, Trend],
 ) -> str:
-    """One line.  Log hygiene: at LOW no name of a cgroup or process, which may be anything; else the words to grep."""
+    """Return one line.  At LOW it names no cgroup or process, whose name might match a grep for kills."""
     first, growth = limits[0], "no significant growth"
     if trend is not None and exhaustion is not None:
         seconds = (exhaustion.earliest_s, exhaustion.likely_s, exhaustion.latest_s)
@@ -290,7 +289,8 @@ def _reason(
     if level is Level.LOW:
         return f"{_in_use(first)}, {growth}"
     fullest = max(limits, key=lambda each: used_share(each, policy))
-    text = f"near out of memory: {first.name}: {_in_use(first)}; kills at {format_size(first.kills_at_bytes)}, {growth}"
+    text = f"close to running out of memory: {first.name}: {_in_use(first)}; "
+    text += f"kills at {format_size(first.kills_at_bytes)}, {growth}"
     if fullest.name != first.name and used_share(fullest, policy) >= policy.warn_at:
         text += f"; {fullest.name}: {_in_use(fullest)}; kills at {format_size(fullest.kills_at_bytes)}"
     return text

@@ -1,1 +1,1 @@
-"""What the system reports.  In: /proc, /sys, NVML.  Out: processes, cgroups, machine, GPUs as plain data."""
+"""Reads the system.  In: /proc, /sys, NVML.  Out: processes, cgroups, machine, GPUs as plain data."""

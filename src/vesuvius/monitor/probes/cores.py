@@ -1,4 +1,4 @@
-"""Cores that a process may use, how often quotas of its cgroups hold it back, and the tasks that it may start."""
+"""Reads the cores that a process may use, throttling by CPU quotas, and limits on tasks."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from vesuvius.monitor.probes.files import read_counts, read_text
 
 @dataclass(frozen=True)
 class CpuQuota:
-    """What a cgroup, that of a process or one above it, lets all in it use together."""
+    """CPU quota of a cgroup: of a process or an ancestor."""
 
     cgroup: str  # its path
-    cores: float  # cores
-    periods: int  # of the quota so far
+    cores: float
+    periods: int  # so far
     throttled: int  # those in which it was used up
 
 
 def bound_cores(pid: int = 0) -> frozenset[int]:
-    """Cores that a process is bound to (its cpuset); 0 = this one."""
+    """Return the cores that a process is bound to (cpuset); 0 = this process."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(pid))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def usable_cores(pid: int) -> float:
-    """Cores that a process of this machine may use; a container with a quota of 3.5 has 3.5."""
+    """Return the number of cores that a process may use; with a quota of 3.5 cores, 3.5."""
     return min([float(len(bound_cores(pid))), *(quota.cores for quota in cpu_quotas(pid))])
 
 
 def cpu_quotas(pid: int) -> tuple[CpuQuota, ...]:
-    """The quotas that hold for a process: of its cgroup and of those above that can be seen, the innermost first."""
+    """Read the CPU quotas of a process: of its cgroup and visible ancestors, innermost first."""
     version, chain = cgroup_chain(pid, "cpu")
     quotas = []
     for path, directory in chain:
@@ -53,8 +53,7 @@ def others_text(others: float, cores: float) -> str:
 
 
 def throttling(before: Iterable[CpuQuota], after: Iterable[CpuQuota]) -> tuple[float, CpuQuota] | None:
-    """The quota that was used up most often since, which need not be the smallest, with the share of its periods; None
-    where none had a period.  Pure."""
+    """Return the quota that was used up most often, with the share of its periods; None if no period passed.  Pure."""
     counted = {quota.cgroup: (quota.periods, quota.throttled) for quota in before}
     shares = []
     for quota in after:
@@ -65,7 +64,7 @@ def throttling(before: Iterable[CpuQuota], after: Iterable[CpuQuota]) -> tuple[f
 
 
 def _cores(version: int | None, directory: Path) -> float | None:
-    """Microseconds of CPU time in each period, as cores; None for `max` or, in version 1, -1."""
+    """Read a quota in cores; None if there is none (`max`, or -1 in version 1)."""
     names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     figures = " ".join(read_text(directory / name) or "" for name in names).split()
     if len(figures) != 2 or not all(figure.isdigit() for figure in figures):
@@ -76,20 +75,20 @@ def _cores(version: int | None, directory: Path) -> float | None:
 
 @dataclass(frozen=True)
 class TaskLimit:
-    """A limit on tasks, as the kernel calls processes and threads alike."""
+    """A limit on tasks: processes and threads."""
 
     name: str
     limit: int
-    others: int  # tasks that count for it and are not this process's own
+    others: int  # tasks that count towards it, without this process's own
 
     @property
     def left(self) -> int:
-        """Tasks that this process may have, with its children."""
+        """Tasks that this process and its children may have."""
         return self.limit - self.others
 
 
 def task_limits() -> list[TaskLimit]:
-    """The limits of the user and of the cgroups, the tightest first.  Does I/O: a small file for each process."""
+    """Read the task limits of the user and the cgroups, tightest first.  Reads a small file per process."""
     own = psutil.Process().num_threads()
     limits = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -104,6 +103,6 @@ def task_limits() -> list[TaskLimit]:
 
 
 def _tasks_of_user() -> int:
-    """Threads of all visible processes of the real user of this one."""
+    """Count the threads of all visible processes of this user."""
     seen = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
     return sum(info["num_threads"] or 0 for info in seen if info["uids"] and info["uids"].real == os.getuid())

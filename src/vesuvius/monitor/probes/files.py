@@ -1,7 +1,4 @@
-"""Reading the small files of /proc and /sys, which may vanish at any moment.
-
-/proc is where psutil reads it, `psutil.PROCFS_PATH`.
-"""
+"""Reads small files of /proc (`psutil.PROCFS_PATH`) and /sys, which may vanish at any time."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ SYSFS_PATH = Path("/sys")
 
 
 def read_text(path: Path | str) -> str | None:
-    """The whole of a file; None where it is not there, is forbidden, or its process has just ended."""
+    """Read a file; None if it does not exist or is not readable."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read().decode("utf-8", "replace")
@@ -20,7 +17,7 @@ def read_text(path: Path | str) -> str | None:
 
 
 def read_counts(path: Path | str) -> dict[str, int]:
-    """The figures of a file with a name and a whole number on each line, such as `memory.stat`; others are left out."""
+    """Read a file with a name and an integer per line, such as `memory.stat`; other lines are ignored."""
     counts = {}
     for line in (read_text(path) or "").splitlines():
         name, _, figure = line.partition(" ")

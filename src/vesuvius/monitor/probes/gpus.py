@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through NVML: one handle for the life of the process, no subprocess."""
+"""Reads NVIDIA GPUs through NVML, without subprocesses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from vesuvius.threads import BoundedCall
 
 @dataclass(frozen=True)
 class GpuUse:
-    """One GPU, all processes on it together; None = it does not tell."""
+    """Use of one GPU by all processes; None = unknown."""
 
-    # index, uuid, name: which it is; index is NVML's, not that of CUDA_VISIBLE_DEVICES
-    index: int
+    index: int  # NVML's, not that of CUDA_VISIBLE_DEVICES
     uuid: str
     name: str
     # used_bytes, total_bytes: memory
@@ -30,12 +29,11 @@ class Gpus:
     """Open NVML.  A context manager.
 
     Args:
-        nvml: the module `pynvml`, or what stands for it in a test; None imports it.
-        within_s: how long `sample` waits.  Usually it takes milliseconds; of a GPU that has failed the driver may never
-            answer.
+        nvml: the module `pynvml`, or a fake in tests; None imports it.
+        within_s: timeout of `sample`, which takes milliseconds unless a GPU has failed.
 
     Attributes:
-        reason: why no GPU is seen, None where some are.
+        reason: why there are no GPUs; None if there are some.
     """
 
     def __init__(self, nvml: ModuleType | None = None, within_s: float = 0.5) -> None:
@@ -44,35 +42,35 @@ class Gpus:
         self.reason = self._open(nvml)
 
     def _open(self, nvml: ModuleType | None) -> str | None:
-        """Find the GPUs; returns why there is none."""
+        """Find the GPUs; return why there are none, or None."""
         try:
-            # Here, because a machine without GPUs need not have it.
+            # Imported here: machines without GPUs need not have it.
             self._nvml: Any = nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
             count = self._nvml.nvmlDeviceGetCount()
         except ImportError:
             return "nvidia-ml-py is not installed"
         except self._nvml.NVMLError as error:
-            return f"NVML does not answer: {error}"
+            return f"NVML does not respond: {error}"
         for index in range(count):
             handle = self._ask("nvmlDeviceGetHandleByIndex", index)
             uuid = None if handle is None else self._ask("nvmlDeviceGetUUID", handle)
-            if uuid is not None:  # one that does not even say who it is has fallen off the bus
+            if uuid is not None:  # a GPU without a UUID has fallen off the bus
                 self._gpus.append((index, uuid, self._ask("nvmlDeviceGetName", handle) or "GPU", handle))
-        return None if self._gpus else f"none of {count} GPUs answers NVML" if count else "NVML sees no GPU"
+        return None if self._gpus else f"none of {count} GPUs responds to NVML" if count else "NVML finds no GPU"
 
     def __enter__(self) -> Gpus:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let NVML go, unless it hangs."""
+        """Shut NVML down, unless it hangs."""
         if self._gpus:
             self._gpus = []
             if not self._sample_all.is_running:
                 self._ask("nvmlShutdown")
 
     def sample(self) -> list[GpuUse]:
-        """Each GPU once, without those that fail to answer.  Empty once closed, and while NVML hangs."""
+        """Sample each GPU that responds.  Empty once closed, and while NVML hangs."""
         return (self._sample_all() or []) if self._gpus else []
 
     def _sample_one(self, index: int, uuid: str, name: str, handle: Any) -> GpuUse | None:
@@ -93,8 +91,8 @@ class Gpus:
         )
 
     def _ask(self, function: str, *arguments: object) -> Any:
-        """What NVML answers; None where the GPU does not support the question or has failed."""
+        """Query NVML; None if the GPU does not support the query or has failed."""
         try:
             return getattr(self._nvml, function)(*arguments)
-        except (self._nvml.NVMLError, AttributeError):  # also a question that this version of nvidia-ml-py lacks
+        except (self._nvml.NVMLError, AttributeError):  # AttributeError: this version of nvidia-ml-py lacks the query
             return None

@@ -1,4 +1,4 @@
-"""Processes: how much private memory each holds, and how much they share, counted once."""
+"""Samples the memory of a process tree: private memory of each process, and shared memory counted once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NAME_LENGTH = 60
 _RESCAN_EVERY_S = 5.0
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _SHARED = ("/dev/shm/", "/memfd:")
-_KEPT = "/memfd:vesuvius-resident"  # as stream/reading/resident.py calls it
-# Shared memory without a name: what CUDA pins is mapped like this.  Addresses are hexadecimal.
+_KEPT = "/memfd:vesuvius-resident"  # name used by stream/reading/resident.py
+# Anonymous shared memory, as mapped for CUDA's pinned buffers.  Addresses are hexadecimal.
 _NAMELESS = re.compile(r"^(\w+)-(\w+) ...s .* /dev/zero \(deleted\)$", re.MULTILINE)
 _SIZE = re.compile(r"^(\w+):[ \t]+(\d+) kB$", re.MULTILINE)
 
@@ -30,65 +30,62 @@ class ProcessUse:
 
     pid: int
     parent: int  # its pid
-    # its title, as `ps` shows it, shortened to 60 characters: Ray's say what they are (`ray::MapWorker(...)`)
-    name: str
-    started_s: float  # when it began, in seconds after boot: with the pid, its identity
-    status: str  # psutil's word for its state: running, sleeping, disk-sleep, stopped, ...
-    # private memory in use, what ending it would free: RssAnon, and of RssShmem what has no file, such as CUDA's pinned
-    # buffers
+    name: str  # title as shown by `ps`, at most 60 characters, e.g. `ray::MapWorker(...)`
+    started_s: float  # seconds after boot; identifies the process together with the pid
+    status: str  # of psutil: running, sleeping, disk-sleep, stopped, ...
+    # private memory: RssAnon, and the part of RssShmem without a file, such as CUDA's pinned buffers
     anon_bytes: int
-    shmem_bytes: int  # other shared memory that it has touched (RssShmem)
-    file_bytes: int  # page cache that it maps (RssFile)
-    swap_bytes: int  # private memory that was swapped out
+    shmem_bytes: int  # other shared memory it has touched (RssShmem)
+    file_bytes: int  # mapped page cache (RssFile)
+    swap_bytes: int  # swapped private memory
     cpu_s: float  # CPU time so far, user and system
 
     @property
     def is_stopped(self) -> bool:
-        """By a signal (SIGSTOP) or a debugger."""
+        """Whether a signal (SIGSTOP) or a debugger has stopped it."""
         return self.status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     @property
     def is_reader(self) -> bool:
-        """Whether its title says that it is one of our readers, an actor of Ray Data."""
+        """Whether it is one of our readers, an actor of Ray Data, by its title."""
         return self.name.startswith("ray::") and ("_RayReader" in self.name or "MapWorker" in self.name)
 
 
 class ProcessTree:
-    """A process and its descendants, sampled again and again.
+    """Samples a process and its descendants repeatedly.
 
-    Each sample lists the machine's processes and asks new ones for their parents; all of them every five seconds, when
-    titles, mappings and open files of shared memory are read too, as whenever a process was found.  A descendant stays
-    one when its parent ends and it is handed to another.  A pid is given out again: whoever is taken in must have a
-    living member for its parent.
+    Each sample lists the machine's processes and reads the parents of new ones.  Every five seconds, and whenever a
+    process is found, it reads all parents, titles, mappings and open files of shared memory.  A descendant remains a
+    member when its parent ends.  As pids are reused, a new member must have a living member as its parent.
 
-    A forked child shares its parent's pages until one of them writes, or the child executes another program within
-    milliseconds.  A newcomer that is an image of its parent is therefore left out of its first sample; if it stays
-    one, what both still share counts twice.
+    A forked child shares its parent's pages until one of them writes or the child executes another program, usually
+    within milliseconds.  A new process that is a copy of its parent is therefore left out of its first sample; after
+    that, pages that both still share count twice.
 
     Raises:
-        ProcessLookupError: from `sample`, once the root has ended (a zombie has), also if its pid was reused.
+        ProcessLookupError: from `sample`, once the root has ended (zombies included), also if its pid was reused.
     """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         root = _find_member(pid)
         self._members = {pid: root} if root else {}
-        self._also: dict[int, float | None] = {}  # pids, with the start of each once it was seen
+        self._also: dict[int, float | None] = {}  # pids of `include`, with their start times once seen
         self._seen: set[int] = set()  # pids of the machine at the last sample
         self._shared_files: dict[tuple[int, int], list[str]] = {}
         self._scanned_at = -float("inf")
         self._uses: list[ProcessUse] = []
 
     def include(self, pids: Collection[int]) -> None:
-        """Take processes in from other trees, such as readers of a Ray that somebody else has started."""
+        """Include processes of other trees, such as readers of a shared Ray, from now on."""
         self._also = {pid: self._also.get(pid) for pid in pids}
 
     def sample(self) -> list[ProcessUse]:
-        """The root first, then its living descendants."""
+        """Return the root, then its living descendants."""
         first, pids = not self._uses, set(psutil.pids())
         due = time.monotonic() - self._scanned_at >= _RESCAN_EVERY_S
         found = self._find_new((pids if due else pids - self._seen) | self._also.keys())
-        found += self._find_new(pids) if found else []  # theirs may have been seen before them
+        found += self._find_new(pids) if found else []  # children may have been listed before their parents
         self._seen = pids
         if found or due:
             self._scanned_at = time.monotonic()
@@ -97,28 +94,27 @@ class ProcessTree:
             self._shared_files = _find_shared_files(self._members)
         uses = {pid: use for pid, member in self._members.items() if (use := member.read()) is not None}
         if self._pid not in uses:
-            raise ProcessLookupError(f"the process to watch must be alive; got {self._pid}, which is not")
+            raise ProcessLookupError(f"process {self._pid} has ended")
         self._members = {pid: self._members[pid] for pid in uses}
         young = [] if first else [pid for pid in found if pid in uses and _is_copy(uses[pid], uses)]
         self._uses = [use for pid, use in uses.items() if pid not in young]
         return self._uses
 
     def shared_bytes(self) -> int:
-        """Shared memory of the processes sampled last, counted once.
+        """Return the shared memory of the processes sampled last, counted once.
 
-        Each file of shared memory that one of them holds open (Ray's object store is one, deleted by name) counts with
-        its allocated pages, or with the most that any process has touched if that is more (shared memory without
-        a file).
+        That is the allocated pages of all shared-memory files they hold open (such as Ray's object store, a deleted
+        file), or the most that one process has touched if that is more (shared memory without a file).
         """
         files = sum(_held_bytes(file, links) for file, links in self._shared_files.items())
         return max([files, *(use.shmem_bytes for use in self._uses)])
 
     def kept_bytes(self) -> int:
-        """What of it is volumes that the run keeps in memory."""
+        """Return the part of it that holds volumes kept in memory."""
         return sum(_held_bytes(file, links) for file, links in self._shared_files.items() if any(map(_is_kept, links)))
 
     def _find_new(self, pids: set[int]) -> list[int]:
-        """Take in those of `pids` that descend from members, and return them, parents before their children."""
+        """Add those of `pids` that descend from members, and return them, parents first."""
         parents, found = dict[int, int](), list[int]()
         for pid in pids - self._members.keys():
             with suppress(psutil.Error):
@@ -137,7 +133,7 @@ class ProcessTree:
 
 
 def read_process(pid: int) -> ProcessUse | None:
-    """One process; None if there is none, or only a zombie."""
+    """Sample one process; None if it does not exist or is a zombie."""
     if (member := _find_member(pid)) is None:
         return None
     member.rescan()
@@ -146,23 +142,23 @@ def read_process(pid: int) -> ProcessUse | None:
 
 @dataclass
 class _Member:
-    """A process that is sampled again and again."""
+    """A process that is sampled repeatedly."""
 
-    process: psutil.Process  # psutil's handle, which notices that a pid was reused
+    process: psutil.Process  # detects that the pid was reused
     started_s: float  # seconds after boot
-    name: str = ""  # its title when last read; Ray's processes change theirs
-    nameless_bytes: int = 0  # shared memory without a file that it has mapped, when last read
+    name: str = ""  # title when last read; Ray's processes change theirs
+    nameless_bytes: int = 0  # mapped shared memory without a file, when last read
 
     def rescan(self) -> None:
-        """Read what changes seldom: title and mappings."""
+        """Read the title and mappings, which seldom change."""
         maps = read_text(f"{psutil.PROCFS_PATH}/{self.process.pid}/maps") or ""
         self.nameless_bytes = sum(int(end, 16) - int(begin, 16) for begin, end in _NAMELESS.findall(maps))
-        with suppress(psutil.Error):  # it has ended: `read` says so
+        with suppress(psutil.Error):  # it has ended: `read` returns None
             words = " ".join(self.process.cmdline()).split()
             self.name = " ".join(words)[:_NAME_LENGTH] or self.process.name()
 
     def read(self) -> ProcessUse | None:
-        """None if it has ended, also if its pid is still there: a zombie, or reused."""
+        """Sample it; None if it has ended, is a zombie, or its pid was reused."""
         process = self.process
         try:
             with process.oneshot():
@@ -185,14 +181,14 @@ def _find_member(pid: int) -> _Member | None:
         with process.oneshot():
             if process.status() in _ENDED:
                 return None
-            # Both parts follow the wall clock; their difference does not.
+            # Both times follow the wall clock; their difference does not.
             return _Member(process, round(process.create_time() - psutil.boot_time(), 2))
     except psutil.Error:
         return None
 
 
 def _is_copy(use: ProcessUse, uses: Mapping[int, ProcessUse]) -> bool:
-    """Whether a process has its parent's title and nearly its size.  Pure."""
+    """Whether a process has its parent's title and about its size.  Pure."""
     parent = uses.get(use.parent)
     if parent is None or parent.name != use.name:
         return False
@@ -200,9 +196,9 @@ def _is_copy(use: ProcessUse, uses: Mapping[int, ProcessUse]) -> bool:
 
 
 def _memory(process: psutil.Process) -> tuple[int, int, int, int]:
-    """Private, shared, file and swapped bytes, which psutil does not tell apart without walking every page.
+    """Read private, shared, file and swapped bytes; psutil would have to walk every page.
 
-    Kernels that only look like Linux (gVisor) do not either; there psutil's figures are used, and all that is not
+    Kernels that only resemble Linux (gVisor) lack these figures; there psutil's are used, and all memory that is not
     private counts as file pages.
     """
     status = read_text(f"{psutil.PROCFS_PATH}/{process.pid}/status") or ""
@@ -216,7 +212,7 @@ def _memory(process: psutil.Process) -> tuple[int, int, int, int]:
 
 
 def _find_shared_files(pids: Iterable[int]) -> dict[tuple[int, int], list[str]]:
-    """Files of shared memory that processes hold open, with all links to each, by device and inode."""
+    """Find the shared-memory files that processes hold open: their links, by device and inode."""
     files: dict[tuple[int, int], list[str]] = {}
     for pid in pids:
         links: list[str] = []
@@ -237,7 +233,7 @@ def _is_kept(link: str) -> bool:
 
 
 def _held_bytes(file: tuple[int, int], links: Iterable[str]) -> int:
-    """Memory that a file of shared memory has; 0 when none of the links leads to it any more."""
+    """Return the allocated bytes of a shared-memory file; 0 if none of the links leads to it any more."""
     for link in links:
         with suppress(OSError):
             stat = os.stat(link)
