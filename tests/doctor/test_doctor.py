@@ -1,4 +1,4 @@
-"""`vesuvius doctor`: checks that break or hang, the GPU and torch on fakes, whole examinations, and the command."""
+"""`vesuvius doctor`: failing and hung checks, fake GPUs and torch, full examinations, and the command."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_ray_that_does_not_start_is_killed_with_its_children(monkeypatch: pyte
     assert examination.start_ray("h:1", 60.0).value == "the cluster at h:1 did not start: no room"
 
 
-# What is patched where the machine is asked, and the line that must say so.
+# Patches of the machine, and the line expected for each.
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "few processes": (
         {"training.forecast.preflight.task_limits": lambda: [TaskLimit("pids.max of cgroup /", 150, 10)]},
@@ -130,7 +130,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 def test_each_fault_is_a_line_of_the_output_and_decides_the_exit_code(
     fault: str | None, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A check that is written and tested, and is not among those that are made, catches nothing."""
+    """Guards against a check that exists but is never run."""
     path = tiny_config(training={"workers": 1, "amp": "bf16"})
     monkeypatch.chdir(path.parent)
     monkeypatch.setattr(examination, "start_ray", lambda *_: Finding("ok", "not tried here"))

@@ -1,4 +1,4 @@
-"""Checks of the machine: each on a recorded or a small real one, with what must be caught and what must not."""
+"""Checks of the machine, on recorded or small real ones: faults are found, and healthy machines pass."""
 
 from __future__ import annotations
 

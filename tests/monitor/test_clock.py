@@ -33,7 +33,7 @@ def test_parts_of_a_host_step_are_timed_separately_and_add_up() -> None:
     time.sleep(0.01)
     clock.step_done()
     (times,) = clock.finished()
-    # Sleeps are never shorter than asked for; how much longer depends on the machine.
+    # Sleeps are never shorter than requested; how much longer depends on the machine.
     assert times.data_s >= 0.04
     assert times.h2d_s >= 0.02
     assert times.forward_s >= 0.06
@@ -53,7 +53,7 @@ def test_parts_of_a_host_step_are_timed_separately_and_add_up() -> None:
 
 @dataclass
 class FakeGpu:
-    """A device that works off a queue of computing and a queue of copies, and the clock of a host that fills them.
+    """A device with a queue of computing and a queue of copies, and the clock of the host that fills them.
 
     Attributes:
         host: what the host's clock says, seconds.
@@ -93,7 +93,7 @@ class FakeGpu:
 
 
 class FakeEvent:
-    """As a CUDA event: recorded anew, it forgets when it was before."""
+    """Like a CUDA event: recording it again overwrites its time."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
@@ -118,7 +118,7 @@ class FakeEvent:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step takes, seconds: the host's part, then the device's."""
+    """Durations of a step, in seconds: the host's part, then the device's."""
 
     pause: float = 0.0
     wait: float = 0.0
@@ -131,7 +131,7 @@ class Work:
 
 
 def run_step(gpu: FakeGpu, clock: StepClock, *works: Work) -> None:
-    """As the training loop: the host queues all and waits for data only.  Several works are one step together."""
+    """Like the training loop: the host queues everything and waits only for data.  Several works form one step."""
     for work in works:
         with clock.pausing():
             gpu.host += work.pause
@@ -207,7 +207,7 @@ works = st.builds(Work, seconds, seconds, seconds, seconds, seconds, seconds, se
 
 
 def seconds_outside(busy: Sequence[tuple[float, float]], copied: Sequence[tuple[float, float]]) -> float:
-    """How long was copied while nothing was computed."""
+    """Return the copying time that computing does not hide."""
     hidden = sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in copied for b, e in busy)
     return sum(end - begin for begin, end in copied) - hidden
 
@@ -224,7 +224,7 @@ def test_parts_always_add_up_and_each_gap_is_split_by_its_own_activity(
         done += clock.finished()
     assert gpu.synchronized == 0, "the host never waits for the device because of the clock"
     done += clock.finished(wait=True)
-    # The fake's seconds are float64, so only rounding is left: of sums of at most some 1000 s.
+    # The fake uses float64 seconds, so only rounding of sums up to about 1000 s is left.
     near = 1e-9
     for mixed, times in zip(steps, done, strict=True):
         assert sum(all_parts(times)) == pytest.approx(times.step_s, rel=1e-12, abs=near)
@@ -237,7 +237,7 @@ def test_parts_always_add_up_and_each_gap_is_split_by_its_own_activity(
         assert times.h2d_s <= sum(work.micro_batches * work.copy for work in mixed) + near
     assert sum(times.step_s for times in done) == pytest.approx(gpu.computed_until, abs=near), "no time is lost"
     unhidden_s = seconds_outside(gpu.busy, gpu.copied)
-    assert sum(times.h2d_s for times in done) == pytest.approx(unhidden_s, abs=near), "not only at most: just that"
+    assert sum(times.h2d_s for times in done) == pytest.approx(unhidden_s, abs=near), "exactly, not only at most"
 
 
 def test_events_are_reused_without_waiting_for_a_step() -> None:
@@ -247,14 +247,14 @@ def test_events_are_reused_without_waiting_for_a_step() -> None:
     done: list[StepTimes] = []
     for number in range(300):
         run_step(gpu, clock, work)
-        # A real host cannot run ahead for ever either; this one is two steps ahead of the device.
+        # Like a real host, it does not run ahead without bound, but by two steps.
         gpu.host = max(gpu.host, gpu.computed_until - 2 * 6.5)
         done += clock.finished()
         assert number - len(done) <= 3
     assert gpu.synchronized == 0
     events_per_step = 2 * (2 * 3 + 1)
     assert len(gpu.events) <= 4 * events_per_step + 1
-    # An event that was recorded anew before its step was read would have given other seconds.
+    # Reusing an event before its step was read would change the times.
     assert {(times.forward_s, times.backward_s, times.optimizer_s) for times in done} == {(2.0, 4.0, 0.5)}
 
 
@@ -263,7 +263,7 @@ def test_events_are_reused_without_waiting_for_a_step() -> None:
     [(Work(forward=2.0, backward=3.0, optimizer=1.0), 6.0), (Work(wait=2.0, forward=1.0, micro_batches=3), 7.0)],
 )
 def test_parts_longer_than_their_step_by_rounding_are_capped(work: Work, step_s: float) -> None:
-    """CUDA rounds each stretch to half a microsecond for itself."""
+    """CUDA rounds each span to half a microsecond."""
 
     class Rounded(FakeEvent):
         def elapsed_time(self, end: FakeEvent, /) -> float:

@@ -1,4 +1,4 @@
-"""The monitor: a record a window, the rest at the end, orders of the guard; and it never ends the run it watches."""
+"""The monitor: a record per window, the rest at the end, orders of the guard; it never ends the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GIB = 2**30
 
 
 class ScriptedWatcher(Watcher):
-    """Looks of this process, whose memory is what a function of the number of the look says."""
+    """Samples this process, with its memory given by a function of the number of the sample."""
 
     def __init__(self, anon_bytes: Callable[[int], int]) -> None:
         super().__init__(os.getpid())
@@ -114,7 +114,7 @@ def test_each_window_becomes_a_record_including_the_last(tmp_path: Path, monkeyp
 
 
 def test_an_exit_order_is_passed_on_at_once_and_only_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The run's own limit is passed at once; nothing is left but to exit."""
+    """The run exceeds its own limit at once, so only an exit is left."""
     orders: list[Order] = []
     caplog.set_level(logging.INFO, "vesuvius")
     limits = MemoryPolicy(configured_bytes=4 * GIB)
@@ -136,7 +136,7 @@ def test_memory_of_other_programs_causes_a_warning_but_no_exit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Crowded(ScriptedWatcher):
-        """A machine with 1 % left, of which this run holds next to nothing."""
+        """A machine with 1 % left, on which this run uses almost nothing."""
 
         def sample(self) -> SystemSample:
             sample = super().sample()
@@ -153,7 +153,7 @@ def test_memory_of_other_programs_causes_a_warning_but_no_exit(
 
 
 def test_a_hung_disk_or_gpu_driver_does_not_blind_the_guard(tmp_path: Path) -> None:
-    """The limit is passed while the record of the first sample waits for the disk, and torch for the driver."""
+    """The limit is exceeded while the first record waits for the disk, and torch for the driver."""
     answers = threading.Event()
     orders: list[Order] = []
 
@@ -176,7 +176,7 @@ def test_a_hung_disk_or_gpu_driver_does_not_blind_the_guard(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["GPU", "MIG"])
 def test_our_gpu_is_identified_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Of two, the first fails to answer every other time, and ours is the idle one.  torch does not say the kind."""
+    """Of two GPUs, the first fails every other time, and ours is the idle one.  torch's UUID lacks the prefix."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="5-f"))
     monkeypatch.setattr(monitor_module, "SINGLE_RECORDS", 0)
     ours = gpu_uuid(torch.device("cuda"))
@@ -196,7 +196,7 @@ def test_our_gpu_is_identified_by_uuid(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_stopped_and_ended_local_readers_are_recognised(tmp_path: Path) -> None:
-    """One elsewhere holds what it says."""
+    """Readers on other machines count as they report."""
     with (
         subprocess.Popen(["sleep", "60"]) as reader,
         Monitor(in_dir(tmp_path), MemoryPolicy(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
@@ -214,7 +214,7 @@ def test_stopped_and_ended_local_readers_are_recognised(tmp_path: Path) -> None:
 
 
 def test_readers_of_a_shared_ray_count_towards_the_run(tmp_path: Path) -> None:
-    """As under Ray Train, where readers are children of a raylet: `monitor.ram_limit_gib` is held against them too."""
+    """As under Ray Train, where readers are children of a raylet: they count towards `monitor.ram_limit_gib`."""
     with (
         subprocess.Popen(["sleep", "60"]) as trainer,
         subprocess.Popen(["sleep", "60"]) as reader,
@@ -233,7 +233,7 @@ def test_readers_of_a_shared_ray_count_towards_the_run(tmp_path: Path) -> None:
 
 
 def test_growth_before_a_change_of_readers_is_forgotten(tmp_path: Path) -> None:
-    """A look counts as a second; memory grows by 1 MiB in each, before and after."""
+    """Each sample counts as a second; memory grows by 1 MiB per sample, before and after."""
 
     class Hurried(ScriptedWatcher):
         def sample(self) -> SystemSample:
@@ -296,12 +296,12 @@ def test_a_full_disk_is_logged_once_per_file_without_a_traceback(
     messages = [record.getMessage() for record in caplog.records]
     failing = [text for text in messages if "cannot write " in text and "[Errno 28]" in text]
     working = [text for text in messages if " is writable again; 0 lines were lost" in text]
-    assert len(set(failing)) == len(set(working)) == len(messages) / 2 >= 1  # of recent.jsonl too, if it takes long
+    assert len(set(failing)) == len(set(working)) == len(messages) / 2 >= 1  # also of recent.jsonl if it takes long
     assert not any(record.exc_info for record in caplog.records)
 
 
 def test_a_hung_monitor_does_not_delay_the_end_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As in a driver that does not answer any more."""
+    """Hangs like a driver that no longer responds."""
     answers = threading.Event()
 
     class HungWatcher(ScriptedWatcher):
@@ -319,7 +319,7 @@ def test_a_hung_monitor_does_not_delay_the_end_of_the_run(tmp_path: Path, caplog
 
 
 def test_a_kill_in_the_cgroup_of_the_run_is_logged() -> None:
-    """For whoever searches the log."""
+    """So that a grep of the log finds it."""
     looks = [CgroupUse("/job", 0, 0, 0, (), kills) for kills in (3, 3, 5)]
     assert kills_text(looks[0], looks[1]) == ""
     text = kills_text(looks[1], looks[2])

@@ -1,4 +1,4 @@
-"""Post-mortems: causes from evidence, text and record, a real kernel kill, and the story of a real run."""
+"""Post-mortems: causes from evidence, text and record, a real kernel kill, and a killed run."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ LIMIT_BYTES = 48 * 2**20
 
 
 def session_record(**fields: object) -> SessionRecord:
-    """Of this machine, whose process is gone."""
+    """A session on this machine whose process is gone."""
     record = SessionRecord(
         name="tiny",
         host=os.uname().nodename,
         boot_id=boot_id(),
-        pid=2**22 + 1,  # beyond the highest pid there is
+        pid=2**22 + 1,  # above the highest possible pid
         started_s=1.0,
         begin_time=time.time() - 3600,
         workers=4,
@@ -135,7 +135,7 @@ def test_the_cause_follows_from_the_kernel_s_kill_counts(
 
 
 def test_kills_counted_long_after_a_death_with_free_memory_prove_nothing() -> None:
-    """A run ended by a scheduler, looked at days later: something else in its cgroup was killed since."""
+    """A run ended by a scheduler and examined days later: something else in its cgroup was killed since."""
     rise = KillCounts(cgroup=2)
     found, evidence = judge(rise, ROOMY, "the last sample", counted_s=2 * 24 * 3600)
     assert found == "unknown"
@@ -154,7 +154,7 @@ def test_a_falling_count_or_one_of_another_cgroup_is_not_compared() -> None:
 class TestReader:
     @property
     def end(self) -> dict[str, Any]:
-        """Now, not when the tests were imported."""
+        """The current time, not that of the import."""
         return {
             "pid": 11, "node": "", "exit_type": "SYSTEM_ERROR", "exit_detail": "Worker unexpectedly exits",
             "exit_time": time.time(), "signal": None, "volume": None,
@@ -174,7 +174,7 @@ class TestReader:
         assert 55 <= len(death.moments) <= 62
 
     def test_a_kill_counted_while_the_new_reader_started_is_included(self) -> None:
-        """The looks behind the death have the new count already."""
+        """Samples after the death already have the new count."""
         counts, died = read_counts_of(os.getpid()), time.time() - 5
         if counts.cgroup is None:
             pytest.skip("no count of kills of this cgroup")
@@ -188,7 +188,7 @@ class TestReader:
         assert max(moment.time for moment in death.moments) <= died
 
     def test_the_count_of_the_reader_s_cgroup_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """That of the trainer says nothing of readers of a Ray that somebody else has started."""
+        """The trainer's count says nothing about readers of a shared Ray."""
         counts = {12: KillCounts(7, 9, "/ray"), os.getpid(): KillCounts(3, 9, "/job")}
         monkeypatch.setattr("vesuvius.monitor.post_mortem.read_counts_of", counts.__getitem__)
         samples = [
@@ -207,7 +207,7 @@ class TestReader:
 
 
 def write_run(directory: Path, record: SessionRecord, samples: list[MemorySample]) -> Path:
-    """A run directory as a killed session leaves it."""
+    """Write the run directory of a killed session."""
     directory.mkdir()
     (directory / "session.json").write_text(json.dumps(asdict(record)))
     recent = RecentFile(directory / "recent.jsonl")
@@ -240,14 +240,14 @@ def test_the_lock_holder_knows_that_a_remote_session_is_over(tmp_path: Path) -> 
 
 
 def test_the_advice_starts_from_the_last_number_of_readers(tmp_path: Path) -> None:
-    full = moments(time.time(), workers=2, killer_used_bytes=16 * GIB)  # the guard has dropped four
+    full = moments(time.time(), workers=2, killer_used_bytes=16 * GIB)  # the guard has stopped four
     death = examine_run(write_run(tmp_path / "run", session_record(workers=6), full))
     assert death is not None
     assert "training.workers=1" in death.remedy
 
 
 def restarted_container(tmp_path: Path, session: SessionRecord, kills: int | None) -> None:
-    """The successor of a session's container: a cgroup of the same name whose count begins at 0."""
+    """A restarted container: a cgroup with the same path whose count begins at 0."""
     roots = write_v2(tmp_path / "system", limit=16 * GIB, oom_kills=0)
     write_machine(roots, total=64 * GIB, available=40 * GIB, oom_kills=kills)
     write_process(roots, 1, parent=0, started_s=session.started_s + 100)
@@ -335,11 +335,11 @@ def test_a_real_kernel_kill_is_recognised_by_the_cgroup_s_count(tmp_path: Path) 
     with memory_cgroup_or_skip(LIMIT_BYTES) as group:
         cgroup = group.path
         assert in_cgroup(cgroup, DYING, run).returncode == -9
-        by_count = in_cgroup(cgroup, EXAMINE, run)  # as the next session in the same container finds it
+        by_count = in_cgroup(cgroup, EXAMINE, run)  # from the same container
     assert by_count.returncode == 0, by_count.stderr
     assert by_count.stdout.startswith("cgroup | the kernel killed 1 process of this cgroup for memory")
     assert "training.train_batch_size" in by_count.stdout, "there are no readers to do without"
-    # Seen from another cgroup, it could have been anybody.
+    # From another cgroup, it could have been any process.
     elsewhere = examine_run(run)
     assert elsewhere is not None
     assert elsewhere.cause in ("machine", "cgroup", "unknown")
@@ -359,7 +359,7 @@ def test_a_run_killed_from_outside_is_examined_once(tmp_path: Path) -> None:
     restarted = examine_run(write_run(tmp_path / "restarted", replace(record, boot_id="0-0-0"), kept))
     assert restarted is not None
     assert restarted.cause == "restart"
-    # As if one more had been counted since the last look, at which the cgroup was nearest to its limit.
+    # As if one more kill had been counted since the last sample, at which the cgroup was the first limit.
     last = replace(kept[-1], cgroup_oom_kills=-1, killer="memory.max of cgroup /job")
     counted = examine_run(write_run(tmp_path / "counted", record, [last]))
     assert counted is not None

@@ -1,4 +1,4 @@
-"""The samples of the last minutes: what is kept, and what it outlives."""
+"""Recent samples: which are kept, and that they survive crashes and full disks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(path: Path, steps: range, kept: int = 4) -> None:
 
 
 def test_samples_are_read_back_in_order_before_the_file_is_closed(tmp_path: Path) -> None:
-    """Each line is handed to the system at once: it outlives SIGKILL."""
+    """Each line is handed to the system at once, so it survives SIGKILL."""
     path = tmp_path / "recent.jsonl"
     full = moment(
         1, killer="the machine", killer_used_bytes=5, kills_at_bytes=9, level="WARN", reason="near", vram_used_bytes=3,
@@ -47,7 +47,7 @@ def test_only_the_last_samples_are_kept_in_two_bounded_files(tmp_path: Path) -> 
 def test_a_new_session_appends_and_drops_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "recent.jsonl"
     write(path, range(100, 103))
-    path.write_bytes(path.read_bytes()[:-20])  # as a crash leaves it
+    path.write_bytes(path.read_bytes()[:-20])  # torn by a crash
     write(path, range(1))  # the clock was set back
     assert [m.step for m in read_recent(path)] == [100, 101, 0]
     assert read_recent(tmp_path / "nowhere") == []

@@ -1,4 +1,4 @@
-"""The ends of files that grow."""
+"""Following files that grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is at work in a run directory, and whether it still lives, asked from outside."""
+"""Identity of a run's process, and whether it is alive, seen from outside."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ time.sleep(600)
 
 @contextmanager
 def begun_session(path: Path, *before: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that has written its session; `before`: a command that it is started by."""
+    """A process that has written its session; `before`: command prefix to start it with."""
     command = [*before, sys.executable, "-c", BEGIN, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -68,7 +68,7 @@ def test_a_killed_process_is_not_alive_even_before_it_is_reaped(tmp_path: Path) 
         assert is_alive(record) is True
         assert find_pid(record) == process.pid
         process.send_signal(signal.SIGKILL)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and a zombie still
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, but still a zombie
         assert is_alive(record) is False
         process.wait()
         assert is_alive(record) is False

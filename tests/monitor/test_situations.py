@@ -1,4 +1,4 @@
-"""Situations of real runs, and what somebody who knows would say and do: written down before the code was asked.
+"""Situations of real runs, and the expected judgement, written down before the code was run.
 
 `docs/monitoring.md` shows the same table.  A situation is recorded (files as a machine has them) or simulated
 (figures); `says` and `does` are the whole of what vesuvius makes of it, `words` must stand in its line for people.
@@ -41,18 +41,18 @@ LIMITS = MemoryPolicy()
 
 @dataclass(frozen=True)
 class Found:
-    """What vesuvius makes of a situation: a word or two, what it does or proposes, and its line for people."""
+    """Judgement of a situation: one or two words, the action or suggestion, and the line for people."""
 
     says: str
     does: str
     line: str
 
 
-# ---- memory: what a sample every second comes to
+# ---- memory, sampled every second
 
 
 def watched(samples: list[SystemSample], limits: MemoryPolicy = LIMITS) -> Found:
-    """The level, the order of the guard if nobody follows it, and the reason; all of the last sample."""
+    """Level, order of the guard if it is not carried out, and reason, at the last sample."""
     watch, guard, order = RiskWatch(limits), Guard(limits), None
     for each in samples:
         risk = watch.add(each)
@@ -62,7 +62,7 @@ def watched(samples: list[SystemSample], limits: MemoryPolicy = LIMITS) -> Found
 
 
 def steady(_built: Roots, limits: MemoryPolicy = LIMITS) -> Found:
-    """Ten seconds in which nothing changes on the recorded machine that was just built."""
+    """Ten seconds without changes on the recorded machine that was just built."""
     seen = Watcher(TRAINER).sample()
     return watched([replace(seen, time=float(second)) for second in range(10)], limits)
 
@@ -70,7 +70,7 @@ def steady(_built: Roots, limits: MemoryPolicy = LIMITS) -> Found:
 def pod(
     directory: Path, own: int, limit: int, node: int = 256 * GIB, node_used: int = 40 * GIB, **figures: Any
 ) -> Roots:
-    """A container with cgroups version 2 and one process that holds so much."""
+    """A container with cgroups version 2 and one process of this size."""
     roots = write_v2(directory, limit=limit, anon=own, **figures)
     write_machine(roots, total=node, available=node - node_used)
     write_process(roots, TRAINER, anon=own)
@@ -86,7 +86,7 @@ def bare(directory: Path, own: int, total: int, used: int, swap: int = 0) -> Roo
 
 
 def ranks(directory: Path, count: int) -> Roots:
-    """One of so many ranks of 7.5 GiB each, in a pod of 64 GiB that they fill."""
+    """One of several ranks of 7.5 GiB each, in a pod of 64 GiB that they fill."""
     roots = write_v2(directory, limit=64 * GIB, anon=int(count * 7.5 * GIB))
     write_machine(roots, total=256 * GIB, available=180 * GIB)
     write_process(roots, TRAINER, anon=int(7.5 * GIB))
@@ -94,7 +94,7 @@ def ranks(directory: Path, count: int) -> Roots:
 
 
 def below_a_slice(directory: Path, own: int, slice_used: int) -> Roots:
-    """A job without a limit of its own, in a slice of 40 GiB that others share."""
+    """A job without a limit of its own, in a shared slice of 40 GiB."""
     roots = write_v2(directory, path="/batch.slice/job7", anon=own)
     write_cgroup_v2(roots, "/batch.slice", limit=40 * GIB, anon=slice_used)
     write_machine(roots, total=256 * GIB, available=200 * GIB)
@@ -112,7 +112,7 @@ def nested(directory: Path) -> Roots:
 
 
 def version_1(directory: Path, own: int, cache: int = 0) -> Roots:
-    """A container that sees no limit at its own level, but is told of one above: 8 GiB."""
+    """A container without a limit at its own level, below a hidden one of 8 GiB."""
     roots = write_v1(directory, path="/docker/ab12", mount_root="/docker/ab12")
     write_cgroup_v1(roots, "/", hierarchical_limit=8 * GIB, anon=own, file=cache)
     write_machine(roots, total=64 * GIB, available=40 * GIB)
@@ -121,21 +121,21 @@ def version_1(directory: Path, own: int, cache: int = 0) -> Roots:
 
 
 def growing(trainer: Callable[[int], float], reader: Callable[[int], float], seconds: int) -> list[SystemSample]:
-    """A trainer, a reader and 2 GiB of others on 24 GiB, second by second."""
+    """A trainer, a reader and 2 GiB of other programs on 24 GiB, second by second."""
     return [
         sample(float(t), 24 * GIB, 2 * GIB + trainer(t) + reader(t), {TRAINER: trainer(t), 11: reader(t)})
         for t in range(seconds)
     ]
 
 
-def beside(others: Callable[[int], float], seconds: int) -> list[SystemSample]:
-    """A trainer of 1 GiB and a reader of 0.4 beside others on 24 GiB, second by second."""
+def with_others(others: Callable[[int], float], seconds: int) -> list[SystemSample]:
+    """A trainer of 1 GiB, a reader of 0.4 GiB and other programs on 24 GiB, second by second."""
     own = {TRAINER: GIB, 11: 0.4 * GIB}
     return [sample(float(t), 24 * GIB, 1.4 * GIB + others(t), own) for t in range(seconds)]
 
 
 def pinned(directory: Path) -> Roots:
-    """A trainer with 2 GiB of its own and 9 pinned, and a reader with 1, which map 6 of an object store."""
+    """A trainer with 2 GiB private and 9 GiB pinned, and a reader with 1 GiB; both map a 6 GiB object store."""
     roots = bare(directory, own=0, total=64 * GIB, used=20 * GIB)
     trainer = write_process(roots, TRAINER, anon=2 * GIB, shmem=9 * GIB)
     (trainer / "maps").write_text(
@@ -145,7 +145,7 @@ def pinned(directory: Path) -> Roots:
     return roots
 
 
-# ---- speed: what the figures of a hundred seconds come to
+# ---- speed, over a hundred seconds
 
 
 def judged(figures: Window, knobs: Knobs = GPU) -> Found:
@@ -167,12 +167,12 @@ def recorded(
     """A verdict on `figures`, with cores and processes as the probes read them from files 100 s apart.
 
     Args:
-        busy: cores of the 8 of the machine that worked all the time.
+        busy: cores of the machine's 8 that were busy all the time.
         readers_s: CPU seconds of each of the two readers; the trainer has 20.
         stopped: the readers are, by a signal.
         quota: cores that the container may use, whose quota was used up in the share `throttled` of its periods.
     """
-    roots, pid = write_v2(directory), os.getpid()  # whose affinity counts: the system's, not one of a file
+    roots, pid = write_v2(directory), os.getpid()  # its real affinity counts, not one in a file
     cpu = roots.sys / "fs" / "cgroup"
     if quota is not None:
         (cpu / "cpu.max").write_text(f"{round(quota * 100_000)} 100000\n")
@@ -204,7 +204,7 @@ def recorded(
 
 @dataclass(frozen=True)
 class Situation:
-    """One row of the table."""
+    """A row of the table."""
 
     what: str
     made: Callable[[Path], Found]
@@ -277,7 +277,7 @@ SITUATIONS = [
     ),
     Situation(
         "another program grows 496 MB/s next to a steady run of 1.4 GiB",
-        lambda p: watched(beside(lambda t: 4 * GIB + 496 * MB * max(t - 100, 0), 138)),
+        lambda p: watched(with_others(lambda t: 4 * GIB + 496 * MB * max(t - 100, 0), 138)),
         *("CRITICAL, by others", "save", "growing 496 MB/s"),
     ),
     Situation(

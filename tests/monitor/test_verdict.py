@@ -1,4 +1,4 @@
-"""Verdicts on windows made up so that one thing holds the run up."""
+"""Verdicts on constructed windows with a known bottleneck."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = replace(GPU, on_gpu=False, amp="off", compile=False, channels_last=False)
 
 
 def window(**figures: Any) -> Window:
-    """100 s of 50 steps, computing but for what `figures` say; the readers are idle and the batches are there."""
+    """50 steps in 100 s, all computing except for `figures`; the readers are idle and batches are ready."""
     waits = {name: figures.pop(name, 0.0) for name in ("data_s", "h2d_s", "other_s", "comm_s", "pause_s")}
     computed = 100 - sum(waits.values()) + waits["pause_s"]
     healthy: dict[str, Any] = {
@@ -78,7 +78,7 @@ def hungry(**figures: Any) -> Window:
 
 
 def far(**figures: Any) -> Window:
-    """The same, but the readers wait for a store: 20,000 requests of 50 kB, with 16 at once per reader."""
+    """The same, but the readers wait for a store: 20,000 requests of 50 kB, 16 at once per reader."""
     remote = {"read_s": 180.0, "decode_s": 15.0, "requests": 20_000, "bytes_fetched": 10**9, "reader_cores": 0.3}
     return hungry(**(remote | figures))
 
@@ -87,7 +87,7 @@ HELD_BACK = {"throttled_share": 0.4, "throttled_quota": 4.0}
 BURSTS = {"data_s": 30.0, "full_s": 40.0, "starved_s": 50.0, "decode_s": 120.0, "reader_cores": 1.2}
 FOUR = {"decode_s": 390.0, "reader_cores": 3.9}
 
-# Figures, settings that differ, cause (of data-bound) or kind, overrides, and words of the line.
+# Figures, changed settings, cause (if data-bound) or kind, overrides, and words of the line.
 RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     # the device computes
     (window(), {"amp": "off", "compile": False}, "compute-bound", "training.amp=auto", ""),
@@ -105,7 +105,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     (window(data_s=14.0, h2d_s=14.0, other_s=14.0), {}, "compute-bound", "", ""),
     (window(**HELD_BACK), {}, "compute-bound", "", "used up in 40.0 %"),
     (window(gpu_busy=0.9), {}, "compute-bound", "", ""),
-    # events span the gaps between kernels; NVML does not
+    # events include the gaps between kernels; NVML does not
     (window(gpu_busy=0.4), {"compile": False}, "host-bound", "training.compile=auto", "kernels ran only 40.0 %"),
     # the longest wait names the kind
     (hungry(data_s=30.0, h2d_s=20.0, other_s=25.0), {}, "workers too few", "training.workers=4", ""),
@@ -131,7 +131,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
         "",
     ),
     (window(other_s=40.0), {"on_gpu": False, "compile": False}, "host-bound", "", ""),
-    # as many readers as cores are idle, at most twice as many; idle cores of others are not ours
+    # as many readers as cores are idle, at most twice as many; idle cores of other ranks do not count
     (hungry(idle_cores=1.2, **FOUR), {"workers": 4}, "workers too few", "training.workers=5", ""),
     (hungry(idle_cores=9.0, **FOUR), {"workers": 4}, "workers too few", "training.workers=8", ""),
     (hungry(idle_cores=60.0, cores=2, **FOUR), {"workers": 4}, "workers too few", "training.workers=6", ""),
@@ -139,14 +139,14 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     (hungry(idle_cores=None, reader_cores=None, cores=4), {}, "workers too few", "training.workers=3", ""),
     (hungry(idle_cores=None, reader_cores=None, cores=3), {}, "decoding", "", ""),
     (hungry(idle_cores=0.4), {}, "decoding", "", "no core is free"),
-    # a pod of four cores on 64, which its readers use up; a quota that is
+    # a pod of four cores on a machine of 64, used up by its readers; a quota that is used up
     (hungry(idle_cores=58.0, cores=4, own_cores=3.9, **FOUR), {"workers": 4}, "decoding", "", "0.1 cores"),
     (hungry(**HELD_BACK), {}, "decoding", "", "quota of 4 cores was used up in 40.0 % of its"),
     # disk and store
     (hungry(reader_cores=0.3), {}, "reading", "", "readers busy 98.0 %, but with 15.0 % of a core each"),
     (hungry(reader_cores=0.3, idle_cores=0.2), {}, "decoding", "", ""),
     (
-        far(),  # 180 s of waiting with 16 in flight for 20,000 of them
+        far(),  # 180 s of waiting, 16 in flight, 20,000 requests
         {},
         "store latency",
         "data.store.requests=32",
@@ -167,7 +167,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
         "full 40.0 % of the time and empty for 45",
     ),
     (hungry(**BURSTS), {"memory_is_short": True}, "prefetch too small", "", "memory is short"),
-    (hungry(full_s=5.0), {}, "workers too few", "training.workers=4", ""),  # it could have saved 5 s of 60
+    (hungry(full_s=5.0), {}, "workers too few", "training.workers=4", ""),  # it would save only 5 s of 60
     # the trainer reads itself
     (hungry(decode_s=97.0, reader_cores=None), {"workers": 0}, "workers too few", "training.workers=2", ""),
     # volumes in memory
@@ -237,7 +237,7 @@ def test_free_vram_suggests_a_larger_micro_batch_with_the_same_effective_batch()
     assert "70 % of the GPU's memory is free" in whole.advice
 
 
-# ---- what other programs use
+# ---- other programs
 
 
 CROWDED = {"cores": 2.0, "idle_cores": 0.0, "own_cores": 0.9, "reader_cores": 0.0}
@@ -258,10 +258,10 @@ def test_every_verdict_names_the_cores_of_other_programs(found: Window, knobs: K
         (2, {}, 1),
         (1, {}, None),
         (None, {}, None),
-        (2, {"own_cores": 1.9}, None),  # nobody else works here
-        (16, {"cores": 16.0, "own_cores": 6.0, "reader_cores": 1.5}, 4),  # 10 are taken
-        (4, {"cores": 16.0, "own_cores": 6.0, "reader_cores": 1.5}, None),  # as many as are left
-        (16, {"cores": 16.0, "own_cores": 6.0, "idle_cores": 9.0}, None),  # one is taken
+        (2, {"own_cores": 1.9}, None),  # no other programs
+        (16, {"cores": 16.0, "own_cores": 6.0, "reader_cores": 1.5}, 4),  # 10 are in use
+        (4, {"cores": 16.0, "own_cores": 6.0, "reader_cores": 1.5}, None),  # as many as are free
+        (16, {"cores": 16.0, "own_cores": 6.0, "idle_cores": 9.0}, None),  # one is in use
     ],
 )
 def test_a_trainer_with_more_threads_than_free_cores_should_use_fewer(
@@ -275,7 +275,7 @@ def test_a_trainer_with_more_threads_than_free_cores_should_use_fewer(
 
 
 def test_a_validation_counts_neither_as_host_bound_nor_as_waiting_readers() -> None:
-    """90 of the 100 s are a pause, in which all places ahead are full and the readers idle."""
+    """90 of the 100 s are a pause, in which the queue is full and the readers are idle."""
     calm = judge(window(other_s=91.0, pause_s=90.0, full_s=99.0), GPU)
     assert calm.kind == "compute-bound"
     assert "computed 90.0 %" in calm.evidence
@@ -319,15 +319,15 @@ def test_stopped_readers_are_named_as_the_cause() -> None:
     ],
 )
 def test_saturated_readers_take_precedence_over_the_queue(figures: dict[str, Any], cause: str, full_s: float) -> None:
-    """A queue of one batch is full nearly always, and a larger one would be filled no faster."""
+    """A queue of one batch is nearly always full, and a larger one would not fill faster."""
     found = judge(far(data_s=30.0, full_s=full_s, starved_s=50.0, **figures), GPU)
     assert (found.kind, found.cause) == ("data-bound", cause)
     paused = {"read_s": 100.0, "decode_s": 70.0, "reader_cores": 0.7}
     assert judge(far(data_s=30.0, full_s=full_s, starved_s=50.0, **paused), GPU).cause == "prefetch too small"
 
 
-# Recorded: one reader with `requests: 4`, one batch of one patch ahead, chunks of 32^3 over HTTP that answers after
-# 500 ms; a step sleeps for some three quarters of the time that the reader takes for a patch.
+# Recorded: one reader with `requests: 4`, one prefetched batch of one patch, chunks of 32^3 over HTTP with 500 ms
+# latency; a step sleeps for about three quarters of the time that the reader needs for a patch.
 RECORDED: dict[str, Any] = {
     "steps": 98, "step_s": 21.097, "data_s": 7.194, "forward_s": 13.878, "other_s": 0.02, "read_s": 19.798,
     "decode_s": 0.656, "bytes_fetched": 3194327, "requests": 163, "cut_s": 0.078, "starved_s": 10.149,

@@ -1,4 +1,4 @@
-"""The watchdog by a clock of the test's own; with real runs that hang in tests/runs/test_waits.py."""
+"""The watchdog with a fake clock; tests/runs/test_waits.py has real runs that hang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STALL_S = 300.0
 
 
 class Watched:
-    """A watchdog whose time the test makes pass, and what it recorded."""
+    """A watchdog with a clock controlled by the test, and its records."""
 
     def __init__(self, tmp_path: Path, stall_s: float = STALL_S, record: Callable[..., None] | None = None) -> None:
         self.seconds = 0.0
@@ -95,7 +95,7 @@ def test_a_hung_disk_does_not_keep_the_watchdog_from_reporting(tmp_path: Path, m
 
 
 def test_a_stopped_process_does_not_count_as_hung(watched: Watched) -> None:
-    """SIGSTOP and SIGCONT: the clock went on, and neither the loop nor the watchdog did."""
+    """SIGSTOP and SIGCONT: only the clock continued."""
     watched.dog.expects("batch", "the readers")
     watched.seconds += 10 * STALL_S
     watched.look_for(STALL_S - 1)

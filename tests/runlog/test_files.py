@@ -1,4 +1,4 @@
-"""Files on disks that are full or hang: lines wait, and arrive whole and in order; files are replaced as a whole."""
+"""Files on full or hung disks: lines wait and arrive complete and in order; files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _captured(caplog: pytest.LogCaptureFixture) -> None:
 
 @contextmanager
 def no_file_beyond(size: int) -> Iterator[None]:
-    """Writes of this process that would make a file larger are cut short, and fail: a full disk without one."""
+    """Limit the file size of this process, which simulates a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores SIGXFSZ
     try:
@@ -93,7 +93,7 @@ def test_threads_and_signal_handlers_write_complete_lines(tmp_path: Path) -> Non
         assert [line for line in lines if line.startswith(f"{name} ")] == [f"{name} {n}" for n in range(per_writer)]
     handled = per_writer - len(list(left))
     assert handled > 0
-    # In no order: one handler interrupts another.
+    # Unordered: one handler interrupts another.
     handlers = [line for line in lines if line.startswith("handler")]
     assert sorted(handlers) == sorted(f"handler {n}" for n in range(handled))
 
@@ -101,7 +101,7 @@ def test_threads_and_signal_handlers_write_complete_lines(tmp_path: Path) -> Non
 def test_lines_written_while_closing_are_kept_once_up_to_a_point(
     tmp_path: Path,
 ) -> None:
-    """Each thread's lines in the file are its first ones, in order: whatever was taken is there."""
+    """The file has the first lines of each thread, in order: no accepted line is missing."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

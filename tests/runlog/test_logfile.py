@@ -1,4 +1,4 @@
-"""Where a message goes: standard output, standard error, the log file; and what happens when one cannot be written."""
+"""Messages on stdout, stderr and in the log file, also if one of them cannot be written."""
 
 from __future__ import annotations
 

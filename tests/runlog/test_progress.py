@@ -1,4 +1,4 @@
-"""What takes long is said while it lasts, whether or not items come; what is short is not."""
+"""Long operations log their progress, short ones do not."""
 
 from __future__ import annotations
 

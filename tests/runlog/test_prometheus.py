@@ -1,4 +1,4 @@
-"""Prometheus gets the run's figures over real HTTP, at the address that was asked for; the docs name each metric."""
+"""Prometheus gets the run's figures over real HTTP, only at the requested address; the docs name each metric."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SYSTEM = {
         {"index": 1, "busy": None, "used_bytes": 1, "total_bytes": 9, "power_w": None, "temperature_c": 45.0},
     ],
 }
-# One of each kind that a metric is made from.
+# One of each kind used by a metric.
 RECORDS: list[dict[str, Any]] = [
     {"kind": "run_start", "time": 1.0, "step": 0},
     STEP,
@@ -76,7 +76,7 @@ RECORDS: list[dict[str, Any]] = [
 
 
 def fetched(port: int | None, host: str = "127.0.0.1") -> dict[tuple[str, str], float]:
-    """Samples by name and the label beside `run`."""
+    """Samples by name and the label other than `run`."""
     with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     samples = [sample for family in families for sample in family.samples]
@@ -106,13 +106,13 @@ def test_the_latest_figures_are_served_and_unknown_ones_disappear() -> None:
 
 
 def test_sums_between_scrapes_include_all_steps() -> None:
-    """150 steps, two scrapes: the differences are the sums over the steps in between, in each part and in all."""
+    """150 steps, two scrapes: the differences are the sums over the steps in between, per part and in total."""
     rng = random.Random(0)
     kinds = ("data", "h2d", "forward", "backward", "optimizer", "comm", "other")
     steps = [{f"{kind}_s": rng.expovariate(20) for kind in kinds} for _ in range(150)]
     with Exporter(0, "exp") as exporter:
         scrapes = [fetched(exporter.port)]
-        exporter.take({"kind": "step", "time": 1.0, "step": 0, "other_s": -1e-9})  # of clocks; no counter falls
+        exporter.take({"kind": "step", "time": 1.0, "step": 0, "other_s": -1e-9})  # clock difference; no counter falls
         for number, parts in enumerate(steps):
             whole = {"step_s": math.fsum(parts.values()), "pause_s": parts["other_s"] / 2}
             exporter.take({"kind": "step", "time": 1.0, "step": number + 1, **parts, **whole})
@@ -159,7 +159,7 @@ def test_events_and_verdicts_are_counted_with_labels_known_from_the_start() -> N
 
 
 def test_labels_are_those_of_guard_and_verdict_and_name_no_process() -> None:
-    """Each process would be a time series of its own for ever, with every reader that is replaced."""
+    """Otherwise each replaced reader would add a time series."""
     assert get_args(Rung) == _RUNGS
     assert (*get_args(Kind), "hung") == _BOUNDS
     assert {level.name: level.value for level in Level} == _RISKS
@@ -231,7 +231,7 @@ def test_rules_and_dashboard_use_served_metrics() -> None:
 
 
 def test_rules_and_dashboard_select_existing_labels() -> None:
-    """`{action="exit"}` of a label or a value that is not served would never match anything."""
+    """A selector such as `{action="exit"}` with an unserved label or value would never match."""
     text = (DOCS / "alerts.yaml").read_text() + (DOCS / "grafana.json").read_text().replace('\\"', '"')
     samples = served_by_a_run_that_has_had_everything()
     selected = re.findall(r"(vesuvius_\w+)\{([^}]*)\}", text)

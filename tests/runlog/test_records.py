@@ -1,4 +1,4 @@
-"""Records: what is appended, what of it holds after interruptions, and months of it in little space."""
+"""Records: appending, interruptions, and the size of a month."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_continuing_a_long_file_does_not_read_all_of_it(tmp_path: Path) -> None:
 
 
 def test_listeners_get_a_record_even_if_the_disk_hangs(tmp_path: Path) -> None:
-    """A full pipe nobody reads from hangs like a disk; a second thread is not held up by the first."""
+    """A full pipe without a reader hangs like a disk; the first thread does not block the second."""
     path, heard = tmp_path / "metrics.jsonl", queue.Queue[Any]()
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -140,7 +140,7 @@ def current(records: Sequence[Record]) -> list[Record]:
 
 
 def by_going_back(records: Sequence[Record]) -> list[Record]:
-    """The definition: each beginning drops what was recorded beyond it."""
+    """The definition: each session start drops the records after its step."""
     kept: list[Record] = []
     for record in records:
         if record["kind"] == "run_start":
@@ -191,7 +191,7 @@ def test_a_file_is_read_one_record_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_month_of_records_stays_below_100_mb(tmp_path: Path) -> None:
-    """Of as many figures as the monitor of a run with 12 readers and a GPU writes."""
+    """With the figures of a run with 12 readers and a GPU."""
     path, rng, count = tmp_path / "system.jsonl", random.Random(0), 100
     lines = JsonLines(path)
     for _ in range(count):

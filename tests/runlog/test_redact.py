@@ -1,4 +1,4 @@
-"""No secret leaves with what is shown or shared; everything else stays as it is."""
+"""Secrets are redacted in all output; everything else is unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITH_SECRET = [
     f"https://me:{SECRET}@host:8080/v.zarr",
     f"https://{SECRET}@host/v.zarr",
     f"https://me:a@{SECRET}@host/v.zarr",  # "@" in the password
-    f"https://me:{SECRET} b@host/v.zarr",  # a blank by mistake
+    f"https://me:{SECRET} b@host/v.zarr",  # a space by mistake
     f"https://me:{SECRET}?b@host/v.zarr",
     f"s3://key:{SECRET}@bucket/v.zarr",
     f"https://host/v.zarr?X-Amz-Signature={SECRET}&X-Amz-Expires=60",
@@ -36,7 +36,7 @@ WITH_SECRET = [
     f"override data.store.token={SECRET}",
 ]
 HARMLESS = [
-    "s3://bucket/scan?v=2",  # of S3 keys every character is meant literally
+    "s3://bucket/scan?v=2",  # S3 keys are literal
     "s3://bucket/a@b.zarr",
     "Cannot reach http://127.0.0.1:9000/v.zarr: connection refused; ask me@example.org",
     "training.lr=1e-4 tokens=2601 author=me",
@@ -88,7 +88,7 @@ def test_log_lines_and_printed_output_contain_no_secret(tmp_path: Path, capsys: 
 
 
 def test_a_report_contains_no_secret_of_the_run_directory(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    """In the config, in the events and in the command."""
+    """Secrets in the config, the events and the command."""
     address = f"https://me:{SECRET}@h.org/v.zarr?sig={SECRET}&x=<1>"
     config = read_config(tiny_config(), [f'data.volumes=[{{path: "{address}", level: 0}}]'])
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""One process a run, and no run over another."""
+"""One process per run, and no run overwrites another."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_unshared_run_directory_is_refused_and_a_late_one_is_not(tmp_path: Pa
 
 
 def test_a_new_run_refuses_the_directory_of_a_run_but_not_of_other_commands(tmp_path: Path) -> None:
-    """Another has made a step or saved, or it holds something that no run has written."""
+    """A run that has made a step or saved, or a directory with other files."""
     files = ("checkpoints/.step_1.partial", "samples/a.png", "metrics.jsonl", "notes.txt")
     for number, file in enumerate(files):
         directory = RunDir(tmp_path / str(number))
@@ -113,7 +113,7 @@ def test_an_unwritable_or_unlockable_place_is_refused_in_one_line(
 
 
 def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repository around the environment that the package is installed in is not its own, nor is that of a hook."""
+    """Neither a repository around the environment nor that of a git hook counts."""
     ours = tmp_path / "ours/src/vesuvius/runlog/run_dir.py"
     ours.parent.mkdir(parents=True)
     ours.write_text("# ours")

@@ -1,4 +1,4 @@
-"""Records as TensorBoard's own reader, Weights & Biases and MLflow get them; what fails, hangs or dies ends no run.
+"""Records as received by TensorBoard, Weights & Biases and MLflow; their failures do not end a run.
 
 A package of a few lines stands for W&B, which is large (60 MB and its dependencies); the test against the real MLflow
 runs where that is installed.
@@ -106,7 +106,7 @@ def step_record(step: int, **figures: Any) -> Record:
 
 
 def write(run: Path, *records: Record) -> None:
-    """What one session of a run does."""
+    """Run one session with the trackers."""
     board = TensorBoard(run / "tb", run)
     for record in records:
         board.write(record, known_figures(record))
@@ -163,8 +163,8 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
         metrics.write("run_start", step=first)
         for step in range(first + 1, last + 1):
             metrics.write("step", step=step, loss=1 / step)
-        board.close()  # else its last events may be lost
-        if first == 0:  # torn by a crash, which loses the last event, and hides none of the next session
+        board.close()  # otherwise its last events may be lost
+        if first == 0:  # torn by a crash: loses the last event, but hides none of the next session
             (torn,) = (tmp_path / "tb").iterdir()
             torn.write_bytes(torn.read_bytes()[:-20])
     path = tmp_path / "metrics.jsonl"
@@ -193,7 +193,7 @@ def test_unwritable_events_cause_one_warning(tmp_path: Path, caplog: pytest.LogC
         assert read(disk / "tb").Scalars("train/loss")[-1].step == 2, "the next session writes again"
 
 
-# Writes each call into the file `calls` beside it; does first what the file `fault` there says.
+# Writes each call to the file `calls` in its folder, after executing the file `fault` there.
 FAKE_WANDB = """
 import json, os, sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Formatting of figures."""
 
 from __future__ import annotations
 

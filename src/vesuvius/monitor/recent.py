@@ -31,7 +31,7 @@ class MemorySample:
     shared_bytes: int
     trainer_bytes: int  # private memory of the trainer
     reader_bytes: Mapping[int, int] = field(default_factory=dict)  # private memory of each reader, by pid
-    # killer, killer_used_bytes, kills_at_bytes: the limit reached first, its use, and where it kills
+    # the limit that is reached first: its name, its use, and the use at which it kills
     killer: str = ""
     killer_used_bytes: int = 0
     kills_at_bytes: int = 0

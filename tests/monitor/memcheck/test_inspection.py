@@ -1,4 +1,4 @@
-"""A run seen from outside: parts, peaks, risk; while it lives, has ended, or runs elsewhere."""
+"""Inspection of living, ended and remote runs: parts, peaks, risk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NO_LIMITS = MemoryPolicy()
 
 
 def seen(time: float, trainer: float = 10, readers: Iterable[float] = (5, 6), ray: float = 2) -> SystemSample:
-    """A look at a run with sizes in GiB, 4 of them shared; its readers have the pids 101, 102, ..."""
+    """Sample a run with sizes in GiB, of which 4 GiB are shared; its readers have the pids 101, 102, ..."""
     sizes = list(readers)
     processes = [process(100, trainer * GIB), *(process(101 + i, x * GIB, name=READER) for i, x in enumerate(sizes))]
     processes += [process(200, ray * GIB, name="/somewhere/raylet --head")] if ray else []
@@ -55,7 +55,7 @@ def seen(time: float, trainer: float = 10, readers: Iterable[float] = (5, 6), ra
 def looked(
     at: SystemSample, found: Inspection = NOTHING, limits: MemoryPolicy = NO_LIMITS, **known: float
 ) -> Inspection:
-    """`known`: recorded peaks; of a reader `r101`."""
+    """`known`: recorded peaks, for readers as `r101`."""
     peaks = {int(name[1:]) if name[1:].isdecimal() else name: size for name, size in known.items()}
     rows = rows_of(sizes_in(at), peaks, "Ray's own")
     return Watch(limits, Gpus(), 100).add_to(replace(found, rows=rows), at)
@@ -107,7 +107,7 @@ def begin(directory: Path, workers: int = 2) -> SessionRecord:
 
 
 def test_the_risk_of_a_living_run_comes_from_its_own_session(tmp_path: Path) -> None:
-    """It has seen the growth, of which one look knows nothing."""
+    """It has seen the growth, which a single sample cannot show."""
     session = begin(tmp_path)
     before, after = session.begin_time - 5, session.begin_time
     steps = [{"kind": "step", "time": at, "step": n, "step_s": s} for at, n, s in ((before, 70, 9.0), (after, 71, 1.0))]
@@ -138,8 +138,8 @@ def test_a_silent_monitor_is_reported_and_the_risk_judged_again(tmp_path: Path) 
 
 @pytest.mark.parametrize("workers", [2, 0])
 def test_the_rows_of_an_ended_run_add_up_to_its_total(tmp_path: Path, workers: int) -> None:
-    """Readers, the trainer, what neither is, and shared memory once.  A program that leaves the processes of Ray out,
-    or counts all shared memory in each, shows a total that is another sum."""
+    """Readers, trainer, others, and shared memory once.  Leaving out Ray's processes, or counting shared memory in each
+    process, would give another total."""
     session = begin(tmp_path, workers)
     uncounted = {"cgroup_oom_kills": None, "machine_oom_kills": None}
     readers = {11: 2 * GIB, 12: GIB} if workers else {}
@@ -159,7 +159,7 @@ def test_the_rows_of_an_ended_run_add_up_to_its_total(tmp_path: Path, workers: i
 
 
 def test_stalled_sampling_alone_is_not_silence_of_the_run() -> None:
-    """Ten minutes without a sample, and a step a second ago."""
+    """The last sample was ten minutes ago, the last step one second ago."""
     stalled = MemorySample(400.0, 1, 0, 0, 0, awaits="batch", silent_s=0.5)
     assert silence(stalled, 999.0, 1000.0) == ("batch", 1.0)
     assert silence(replace(stalled, time=999.5, silent_s=699.0), 300.0, 1000.0) == ("batch", 699.5)
@@ -172,7 +172,7 @@ def test_stalled_sampling_alone_is_not_silence_of_the_run() -> None:
 def test_a_run_stopped_by_the_guard_shows_the_reason(
     tmp_path: Path, cause: Literal["guard"] | None, exit_code: int, level: Level | None
 ) -> None:
-    """Also after the next session has ended as it should: that one is looked at."""
+    """Unless the next session has ended properly: the latest session counts."""
     session = begin(tmp_path)
     reason = "close to running out of memory: the machine: 23 of 24 GiB in use"
     if cause:
@@ -188,7 +188,7 @@ def test_a_run_stopped_by_the_guard_shows_the_reason(
 
 
 def test_a_run_that_ended_early_shows_its_cause(tmp_path: Path) -> None:
-    """Of its last session alone, and not where it has ended as it should."""
+    """Only that of its last session, and only if that ended early."""
     for cause, code in (("step 7 was not applied: loss nan", 5), ("done", 0)):
         session = begin(tmp_path)
         with closing(JsonLines(tmp_path / "metrics.jsonl")) as metrics:
@@ -199,7 +199,7 @@ def test_a_run_that_ended_early_shows_its_cause(tmp_path: Path) -> None:
 
 
 def test_the_last_step_and_verdict_are_shown_and_pauses_excluded(tmp_path: Path) -> None:
-    """A validation every third step would make a run that hangs look like one that is slow."""
+    """Otherwise a validation every third step would make a hung run look slow."""
     steps: list[dict[str, Any]] = [
         {
             "kind": "step",

@@ -1,4 +1,4 @@
-"""What memcheck's table says, and that it can be read on a narrow terminal."""
+"""Contents of memcheck's table, also on a narrow terminal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def text(found: Inspection, width: int = 80) -> str:
 
 
 def cells(table: str, name: str) -> list[str]:
-    """The cells of the line that begins with `name`."""
+    """Return the cells of the line that begins with `name`."""
     (line,) = [line for line in table.splitlines() if line.strip().startswith(name)]
     return re.split(r"\s{2,}", line.strip())
 
 
 def full() -> Inspection:
-    """All that can be shown of a healthy run."""
+    """A healthy run with all figures."""
     known = replace(
         NOTHING,
         name="run exp001_full",

@@ -1,4 +1,4 @@
-"""Looks at machines that do not exist, and how memory behaves on them, second by second."""
+"""Samples of simulated machines and their memory, second by second."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sample(
     swap_used_bytes: int = 0,
     swap_total_bytes: int = 0,
 ) -> SystemSample:
-    """A look at a machine of which so much is used; processes with their private bytes by pid."""
+    """Sample of a machine with this use; private bytes of processes by pid."""
     if isinstance(processes, Mapping):
         processes = [process(pid, anon) for pid, anon in processes.items()]
     use = machine(total_bytes, used_bytes, swap_used_bytes, swap_total_bytes)
@@ -62,10 +62,10 @@ def _noise(seed: int, sigma: float, count: int = MINUTES_20) -> np.ndarray:
 
 
 def healthy_series(seed: int = 0) -> dict[str, np.ndarray]:
-    """Bytes above a base, once a second for 20 minutes: what healthy runs do; none rises beyond 4.2 GB."""
+    """Bytes above a base, per second for 20 minutes, as in healthy runs; at most 4.2 GB."""
     t = _seconds()
     noise = _noise(seed, 30 * MB)
-    restart = np.minimum(t % 240, 12) / 12  # a reader is started anew every four minutes and is full after 12 s
+    restart = np.minimum(t % 240, 12) / 12  # a reader is restarted every four minutes and is full after 12 s
     return {
         "flat": 1000 * MB + noise,
         "quiet": np.full_like(t, 1000 * MB),

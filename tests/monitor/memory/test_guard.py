@@ -1,4 +1,4 @@
-"""The guard on machines that are simulated second by second, its loop included: steps, orders, readers reopened."""
+"""The guard on machines simulated second by second, with a training loop that carries out its orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RAY_GIB = 0.95 * 24  # where Ray's monitor kills on the machine of these tests
 
 @dataclass
 class Machine:
-    """A trainer, its readers and other people on 24 GiB; memory follows from the seconds since a start.
+    """A trainer, its readers and other programs on 24 GiB; memory is a function of the seconds since a start.
 
     Attributes:
         step_s: of a step; orders are carried out between two.
@@ -98,7 +98,7 @@ def test_no_order_in_twenty_healthy_minutes(name: str):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("rate", "step_s"), [(50 * MB, 18.0), (12 * MB, 3.0)])
 def test_leaking_readers_are_restarted(rate: float, step_s: float):
-    """Each order sets the readers back to their base, so memory falls; nothing is killed in half an hour."""
+    """Each order resets the readers to their base size; nothing is killed in half an hour."""
     machine = Machine(step_s=step_s, reader=lambda age: 1 * GIB + rate / 4 * age).run(1500)
     assert machine.killed_s is None
     assert machine.exited_s is None
@@ -106,7 +106,7 @@ def test_leaking_readers_are_restarted(rate: float, step_s: float):
 
 
 def test_the_last_leaking_reader_is_restarted_too():
-    """One reader and one batch ahead: nothing can be made smaller, and without a reader the trainer would leak."""
+    """One reader and one prefetched batch: nothing can be reduced, and without a reader the trainer would leak."""
     machine = Machine(step_s=18.0, workers=1, prefetch=1, reader=lambda age: 1 * GIB + 25 * MB * age).run(1000)
     assert machine.killed_s is None
     assert machine.exited_s is None
@@ -140,7 +140,7 @@ def test_readers_are_reduced_once_before_the_exit_if_there_is_time():
     ("rate", "step_s", "own"), [(100 * MB, 3.0, 8 * GIB), (20 * MB, 18.0, 0.3 * GIB), (496 * MB, 0.5, 0.3 * GIB)]
 )
 def test_growth_of_other_programs_leads_to_a_checkpoint_but_no_exit(rate: float, step_s: float, own: float):
-    """The run is as large as it was beside the others before they grew."""
+    """The run is as large as before the others grew."""
     machine = Machine(
         step_s=step_s,
         others=lambda t: 2 * GIB + _leak(rate)(t),
@@ -153,7 +153,7 @@ def test_growth_of_other_programs_leads_to_a_checkpoint_but_no_exit(rate: float,
 
 
 def test_growth_is_attributed_to_the_run_or_to_other_programs():
-    """20 MB/s of theirs and a tenth of it ours is theirs; as much of ours is ours."""
+    """20 MB/s of theirs and a tenth of that of ours counts as theirs; equal growth counts as ours."""
     theirs = Machine(others=lambda t: 2 * GIB + _leak(20 * MB)(t), trainer=lambda t: 4 * GIB + _leak(2 * MB)(t))
     assert set(theirs.run(3000).rungs) == {"save"}
     both = Machine(others=lambda t: 2 * GIB + _leak(20 * MB)(t), trainer=lambda t: 4 * GIB + _leak(20 * MB)(t))
@@ -175,7 +175,7 @@ def test_constant_memory_of_other_programs_counts_only_if_it_was_there_from_the_
 
 
 def test_an_order_is_withdrawn_if_a_burst_passes_within_the_step():
-    """5 s at 86 %, and over long before the step of 40 s is: the order is taken back."""
+    """5 s at 86 %, which end long before the step of 40 s: the order is withdrawn."""
     machine = Machine(step_s=40.0, trainer=lambda t: (12 if 405 <= t < 410 else 4) * GIB + 2 * GIB).run(1200)
     assert machine.rungs == ["shrink"]
     assert (machine.prefetch, machine.workers, machine.exited_s) == (8, 4, None)
@@ -188,7 +188,7 @@ def test_a_short_peak_beyond_exit_at_shrinks_the_run_instead_of_ending_it():
 
 
 def _leaking(rate: float, step_s: float, slack_s: float, begin_s: int) -> Machine | None:
-    """Memory lasts for 60 s, two steps and a slack from the beginning of the leak on.  None where it would not fit."""
+    """A leak that leaves 60 s, two steps and a slack.  None if that is impossible."""
     lasts_s = 60 + 2 * step_s + slack_s
     base = RAY_GIB * GIB - lasts_s * rate - 4 * GIB - 800 * MB
     if base <= 0:  # such a leak would have begun long before
@@ -200,7 +200,7 @@ def _leaking(rate: float, step_s: float, slack_s: float, begin_s: int) -> Machin
 
 
 def test_the_exit_comes_a_step_before_exhaustion_if_the_leak_lasts_long_enough():
-    """Long enough: 45 s to be seen, and two steps and 15 s to act; what is faster nobody can answer.
+    """Long enough: 45 s to be detected, and two steps and 15 s to act.
 
     The same leaks each time, as the law has rare exceptions, of which one is below.
     """
@@ -217,15 +217,15 @@ def test_the_exit_comes_a_step_before_exhaustion_if_the_leak_lasts_long_enough()
         tried += 1
 
 
-# From here on the guard alone, with risks made up.
+# From here on only the guard, with constructed risks.
 
 
 def _risk(share: float, left_s: float | None = None, level: Level = Level.WARN, firm: bool = True) -> Risk:
     used = int(share * 1000 * MB)
-    killer = MemoryLimit("the machine", used, 1000 * MB, 1000 * MB, own_bytes=used)
-    trend = None if left_s is None else Trend(killer.left_bytes / left_s, 1.0, 1.0, 60.0)
+    limit = MemoryLimit("the machine", used, 1000 * MB, 1000 * MB, own_bytes=used)
+    trend = None if left_s is None else Trend(limit.left_bytes / left_s, 1.0, 1.0, 60.0)
     exhaustion = None if left_s is None else Exhaustion(left_s, left_s, left_s, firm)
-    return Risk(level, f"at {share:.0%}", (killer,), trend, exhaustion, {7: trend} if trend else {})
+    return Risk(level, f"at {share:.0%}", (limit,), trend, exhaustion, {7: trend} if trend else {})
 
 
 def _rung(
@@ -242,7 +242,7 @@ def _rung(
         (_risk(0.835), True, None),
         (_risk(0.855), True, "shrink"),
         (_risk(0.855), False, None),
-        (_risk(0.855, left_s=68.0), True, None),  # 3 + 45 + 2 x 3 + 15 = 69: not known in time that it has not helped
+        (_risk(0.855, left_s=68.0), True, None),  # 3 + 45 + 2 x 3 + 15 = 69 s: too late to see whether it helps
         (_risk(0.855, left_s=70.0), True, "shrink"),
         (_risk(0.6, left_s=22.0), True, None),
         (_risk(0.6, left_s=21.0), True, "exit"),  # 2 x 3 + 15
@@ -272,7 +272,7 @@ def test_leaking_readers_are_restarted_as_often_as_needed_while_there_is_time():
 
 
 def test_an_order_is_repeated_until_carried_out():
-    """That needs its share for three seconds."""
+    """The exit needs its share for three seconds."""
     guard = Guard(LIMITS)
     first = guard.judge(0, _risk(0.86), 3.0, True)
     assert first == Order("shrink", "at 86%")
@@ -293,8 +293,8 @@ def test_halfway_to_the_limit_no_peak_is_waited_out() -> None:
 
     def at(share: float) -> Risk:
         used = int(share * 100 * GIB)
-        killer = MemoryLimit("monitor.ram_limit_gib", used, 100 * GIB, 100 * GIB, own_bytes=used)
-        return Risk(Level.CRITICAL, "close to running out of memory", (killer,), None, None, {})
+        limit = MemoryLimit("monitor.ram_limit_gib", used, 100 * GIB, 100 * GIB, own_bytes=used)
+        return Risk(Level.CRITICAL, "close to running out of memory", (limit,), None, None, {})
 
     guard = Guard(limits)
     assert guard.judge(0.0, at(0.95), 1.0, False) is None, "5 of the last 8 % are left: it may pass"

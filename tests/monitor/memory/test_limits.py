@@ -1,4 +1,4 @@
-"""Who may kill, at how many bytes.  Ray's part is held against what its raylet logged on this project's machine."""
+"""Memory limits and where they kill.  Ray's is compared with the log of a raylet."""
 
 import pytest
 
@@ -17,20 +17,20 @@ from vesuvius.monitor.probes.cgroup import CgroupLevel
 from vesuvius.runlog.units import GIB
 
 
-def _named(killers):
-    return {killer.name: killer for killer in killers}
+def _named(limits):
+    return {limit.name: limit for limit in limits}
 
 
 def test_the_machine_is_always_a_limit_and_counts_unavailable_memory():
-    (killer,) = limits_of(sample(0, 24 * GIB, 6 * GIB), MemoryPolicy())
-    figures = (killer.name, killer.used_bytes, killer.limit_bytes, killer.kills_at_bytes)
+    (limit,) = limits_of(sample(0, 24 * GIB, 6 * GIB), MemoryPolicy())
+    figures = (limit.name, limit.used_bytes, limit.limit_bytes, limit.kills_at_bytes)
     assert figures == ("the machine", 6 * GIB, 24 * GIB, 24 * GIB)
-    assert killer.left_bytes == 18 * GIB
-    assert killer.share == 0.25
+    assert limit.left_bytes == 18 * GIB
+    assert limit.share == 0.25
     swap = sample(0, 24 * GIB, 20 * GIB, swap_used_bytes=1 * GIB, swap_total_bytes=8 * GIB)
-    (killer,) = limits_of(swap, MemoryPolicy())
-    assert killer.kills_at_bytes == 31 * GIB, "free swap postpones the kill, but not the warning"
-    assert killer.share == pytest.approx(20 / 24)
+    (limit,) = limits_of(swap, MemoryPolicy())
+    assert limit.kills_at_bytes == 31 * GIB, "free swap postpones the kill, but not the warning"
+    assert limit.share == pytest.approx(20 / 24)
 
 
 def test_the_tightest_limit_is_the_smallest_of_machine_cgroups_and_config():
@@ -49,9 +49,9 @@ def test_ray_s_threshold_equals_the_one_logged_by_its_raylet():
 
     25276510208".  Ray computes in float32, hence not to the byte.
     """
-    killer = _named(limits_of(sample(0, 25276510208, 5 * GIB), MemoryPolicy(ray_share=0.95)))["Ray's memory monitor"]
-    assert killer.limit_bytes == 25276510208
-    assert killer.kills_at_bytes == pytest.approx(24012685312, rel=1e-6)
+    limit = _named(limits_of(sample(0, 25276510208, 5 * GIB), MemoryPolicy(ray_share=0.95)))["Ray's memory monitor"]
+    assert limit.limit_bytes == 25276510208
+    assert limit.kills_at_bytes == pytest.approx(24012685312, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def test_ray_s_threshold_equals_the_one_logged_by_its_raylet():
 )
 def test_ray_uses_a_container_s_limit_but_not_a_slice_s(path: str, is_top: bool, total_gib: int):
     level = CgroupLevel(path, "memory.max", 8 * GIB, 2 * GIB, True, is_top)
-    killers = _named(limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), MemoryPolicy(ray_share=0.95)))
-    ray = killers["Ray's memory monitor"]
+    limits = _named(limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), MemoryPolicy(ray_share=0.95)))
+    ray = limits["Ray's memory monitor"]
     assert ray.limit_bytes == total_gib * GIB
     assert ray.used_bytes == (2 * GIB if total_gib == 8 else 9 * GIB)
 
 
 def test_ray_s_minimum_of_free_bytes_refers_to_the_container_s_memory():
-    """2 GiB of 16 are an eighth: 95 % is later; of the machine's 128 they would be 1.6 %, and later than that."""
+    """2 GiB are an eighth of 16 GiB, so 95 % is later; of the machine's 128 GiB they would be 1.6 %."""
     level = CgroupLevel("/", "memory.max", 16 * GIB, 2 * GIB, True, True)
     at = sample(0, 128 * GIB, 9 * GIB, levels=[level])
     share = ray_share_from_environment({"RAY_min_memory_free_bytes": str(2 * GIB)}, ray_memory(at)[1])
@@ -77,12 +77,12 @@ def test_ray_s_minimum_of_free_bytes_refers_to_the_container_s_memory():
 
 
 def test_ray_counts_kernel_caches_but_the_kernel_does_not():
-    """Many chunk files: 3 GiB of names of files are charged to the container, and could be given back."""
+    """Many chunk files: 3 GiB of reclaimable file names are charged to the container."""
     level = CgroupLevel("/", "memory.max", 8 * GIB, 4 * GIB, True, True, charged_bytes=7 * GIB)
-    killers = limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), MemoryPolicy(ray_share=0.95))
-    assert killers[0].name == "Ray's memory monitor", "it kills first"
-    assert (killers[0].used_bytes, killers[0].limit_bytes) == (7 * GIB, 8 * GIB)
-    assert _named(killers)["memory.max of cgroup /"].used_bytes == 4 * GIB
+    limits = limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), MemoryPolicy(ray_share=0.95))
+    assert limits[0].name == "Ray's memory monitor", "it kills first"
+    assert (limits[0].used_bytes, limits[0].limit_bytes) == (7 * GIB, 8 * GIB)
+    assert _named(limits)["memory.max of cgroup /"].used_bytes == 4 * GIB
 
 
 @pytest.mark.parametrize(
@@ -92,17 +92,17 @@ def test_ray_counts_kernel_caches_but_the_kernel_does_not():
 def test_a_cgroup_kills_only_once_its_swap_is_full(swap_left: int | None, free: int, kills_at_gib: int):
     level = CgroupLevel("/a", "memory.max", 8 * GIB, 4 * GIB, True, swap_left_bytes=swap_left)
     swap = {"swap_used_bytes": GIB, "swap_total_bytes": (1 + free) * GIB}
-    killers = _named(limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level], **swap), MemoryPolicy(ray_share=0.95)))
-    killer = killers["memory.max of cgroup /a"]
-    assert (killer.limit_bytes, killer.kills_at_bytes) == (8 * GIB, kills_at_gib * GIB)
+    limits = _named(limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level], **swap), MemoryPolicy(ray_share=0.95)))
+    limit = limits["memory.max of cgroup /a"]
+    assert (limit.limit_bytes, limit.kills_at_bytes) == (8 * GIB, kills_at_gib * GIB)
 
 
 def test_the_configured_limit_counts_only_the_run_and_the_largest_share_decides():
     at = sample(0, 170 * GIB, 150 * GIB, processes={1: 2 * GIB, 2: 1 * GIB})
-    killers = limits_of(at, MemoryPolicy(configured_bytes=4 * GIB))
-    assert killers[0].name == "monitor.ram_limit_gib"
-    assert (killers[0].used_bytes, killers[0].kills_at_bytes) == (3 * GIB, 4 * GIB)
-    assert largest_share(killers, MemoryPolicy()) == pytest.approx(150 / 170)
+    limits = limits_of(at, MemoryPolicy(configured_bytes=4 * GIB))
+    assert limits[0].name == "monitor.ram_limit_gib"
+    assert (limits[0].used_bytes, limits[0].kills_at_bytes) == (3 * GIB, 4 * GIB)
+    assert largest_share(limits, MemoryPolicy()) == pytest.approx(150 / 170)
 
 
 @pytest.mark.parametrize("total_gib", [24, 2048])
@@ -115,8 +115,8 @@ def test_left_bytes_lead_exactly_to_the_shrink_share(total_gib: int, limits: Mem
 
 
 def test_limits_above_200_gib_are_treated_as_200_gib():
-    (killer,) = limits_of(sample(0, 2048 * GIB, (2048 - 16) * GIB), MemoryPolicy())
-    assert used_share(killer, MemoryPolicy()) == pytest.approx(0.92)
+    (limit,) = limits_of(sample(0, 2048 * GIB, (2048 - 16) * GIB), MemoryPolicy())
+    assert used_share(limit, MemoryPolicy()) == pytest.approx(0.92)
 
 
 @pytest.mark.parametrize("ray_share", [0.7, 0.8, 0.9])

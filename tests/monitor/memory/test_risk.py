@@ -1,4 +1,4 @@
-"""Twenty simulated minutes of healthy machines, on which nothing may be said, and of leaks, which must be told in time.
+"""Twenty simulated minutes of healthy machines, without alarms, and of leaks, which must be reported in time.
 
 Not compared here: the real system's figures (tests/observe/system) and real leaks (the memory tests of whole runs).
 """
@@ -60,7 +60,7 @@ _FITTING = [
 @pytest.mark.parametrize("noise", [0, 30 * MB, 100 * MB, 200 * MB])
 @pytest.mark.parametrize(("total_gib", "lasts_s"), _FITTING)
 def test_a_leak_of_50_mb_s_is_reported_60_s_before_the_kill(lasts_s: int, total_gib: int, noise: float):
-    """Wherever it goes on for more than 100 s; it begins after five and a half flat minutes."""
+    """For leaks that last more than 100 s, after five and a half flat minutes."""
     base = 0.95 * total_gib * GIB - lasts_s * 50 * MB
     t = np.arange(333 + lasts_s)
     used = base + 50 * MB * np.maximum(t - 333, 0) - np.abs(np.random.default_rng((6, 3)).normal(0, noise, len(t)))
@@ -72,7 +72,7 @@ def test_a_leak_of_50_mb_s_is_reported_60_s_before_the_kill(lasts_s: int, total_
 
 @pytest.mark.parametrize(("leaks", "level"), [(0, Level.LOW), (50 * MB, Level.CRITICAL)])
 def test_loading_volumes_into_memory_is_no_growth(leaks: int, level: Level):
-    """Half of the free memory within five minutes; what leaks beside them is told."""
+    """Half of the free memory within five minutes; a leak at the same time is reported."""
     watch = RiskWatch(LIMITS)
     for second in range(300):
         kept = 37 * MB * second
@@ -87,7 +87,7 @@ def test_loading_volumes_into_memory_is_no_growth(leaks: int, level: Level):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("total_gib", "noise"), [(24, 100 * MB), (8, 0)])
 def test_a_leak_of_1_mb_s_is_reported_by_share_minutes_before_the_kill(total_gib: int, noise: float):
-    """At so slow a pace there is time; only the growing process is named before."""
+    """At this rate there is time; only the growing process is named before."""
     t = np.arange(1200)
     used = 0.795 * total_gib * GIB + 1 * MB * t - np.abs(np.random.default_rng((6, 4)).normal(0, noise, 1200))
     risks = _risks(used, total_gib * GIB)

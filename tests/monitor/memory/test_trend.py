@@ -1,4 +1,4 @@
-"""The slope against closed forms and drawn noise; what a trend is, and what is none, on series of 20 minutes."""
+"""Slopes compared with closed forms and random noise; series of 20 minutes with and without a trend."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_nine_outliers_of_sixty_barely_change_the_slope():
 
 @pytest.mark.parametrize("count", [6, 12, 60])
 def test_the_interval_contains_the_true_slope_in_19_of_20_draws(count: int):
-    """At least 93 %: 400 draws have a standard deviation of 1.1 %; ranks taken outwards may only make it more."""
+    """At least 93 %: 400 draws have a standard deviation of 1.1 %; rounding ranks outwards only widens the interval."""
     times = 5.0 * np.arange(count)
     held = 0
     for draw in range(400):
@@ -75,7 +75,7 @@ def test_series_without_growth_never_have_a_trend(name: str):
 
 
 def test_a_buffer_that_refills_to_its_old_level_is_no_growth():
-    """Only the first filling, at 15 MB/s, may be taken for a leak; later noise is left, a third of that at most."""
+    """Only the first filling, at 15 MB/s, may look like a leak; later noise is at most a third of that."""
     series = PeakSeries()
     for second, value in enumerate(healthy_series()["sawtooth of 100 s"]):
         series.add(second, value)

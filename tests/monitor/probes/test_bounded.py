@@ -1,4 +1,4 @@
-"""A call that is waited for only so long."""
+"""Calls with a timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits, use and kills of control groups, on recorded boxes and on this machine."""
+"""Limits, use and kills of cgroups, on recorded machines and on this one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_version_2_limits_of_ancestors_apply_with_their_own_use(tmp_path: Path) 
     )
 
 
-# Parts of a cgroup's memory in MiB, each counted once, and which of them kernels of several ages name: 4.19, 5.15, 5.17
+# Parts of a cgroup's memory in MiB, each counted once, as reported by several kernel versions: 4.19, 5.15, 5.17
 # (which has `vmalloc` and no sum), 6.1 and 6.18 (with huge pages charged to it).
 PARTS = {"anon": 4096, "file": 1024, "shmem": 256, "sock": 8, "hugetlb": 512}
 KERNEL = {"kernel_stack": 16, "pagetables": 64, "percpu": 4, "vmalloc": 32, "sec_pagetables": 2, "zswap": 1638}
@@ -70,7 +70,7 @@ def test_version_2_counts_each_byte_of_memory_current_once_on_every_kernel(tmp_p
     stat = pages | own | SLAB | {"slab": sum(SLAB.values()), "zswapped": 5000, "file_mapped": 900, "swapcached": 3}
     stat |= {"inactive_file": 600, "active_file": 160, "inactive_anon": 9000, "unevictable": 70, "anon_thp": 2048}
     stat |= {"kernel": whole} if has_sum else {}
-    current = sum(pages.values()) - pages["shmem"] + whole  # `file` has `shmem` in it
+    current = sum(pages.values()) - pages["shmem"] + whole  # `file` includes `shmem`
     roots = write_v2(tmp_path, limit=12 * GIB)
     folder = roots.sys / "fs/cgroup"
     (folder / "memory.stat").write_text("".join(f"{name} {size * MIB}\n" for name, size in stat.items()))

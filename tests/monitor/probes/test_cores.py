@@ -1,4 +1,4 @@
-"""Cores that may be used: bound ones, and quotas of version 1 and 2, of ancestors too."""
+"""Usable cores: affinity, and quotas of cgroups version 1 and 2, including ancestors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PID = os.getpid()
 
 
 def tree(tmp_path: Path, cgroup: str, mount: str, files: dict[str, str]) -> Roots:
-    """Roots with a line of /proc/PID/cgroup, one of mountinfo, and files below /sys/fs/cgroup."""
+    """Roots with a line in /proc/PID/cgroup, one in mountinfo, and files below /sys/fs/cgroup."""
     roots = empty_roots(tmp_path)
     (roots.proc / str(PID)).mkdir(parents=True, exist_ok=True)
     (roots.proc / str(PID) / "cgroup").write_text(cgroup)
@@ -61,7 +61,7 @@ def test_version_1_reads_quota_and_period(tmp_path: Path, quota: str, cores: flo
 
 
 def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, int]) -> tuple[CpuQuota, ...]:
-    """Quotas of a step, 2 cores, in a job of 8; each with its periods, and those in which it was used up."""
+    """Quotas of a step (2 cores) in a job (8 cores), each with its periods and throttled periods."""
     files = {}
     for place, cores, (periods, throttled) in (("job/step", 2, step), ("job", 8, job)):
         if version == 2:
@@ -80,9 +80,9 @@ def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, 
 @pytest.mark.parametrize(
     ("step", "job", "share", "cores"),
     [
-        # The job above has a past of its own, which outweighs what the step's quota does now.
+        # The job's past outweighs the present throttling by the step's quota.
         ((200, 40), (90_100, 50_000), 0.4, 2.0),
-        # Others use the job's quota up; the step's own, the smaller one, is not reached.
+        # Others use up the job's quota; the smaller one of the step is not reached.
         ((200, 0), (90_100, 50_030), 0.3, 8.0),
         ((200, 5), (90_100, 50_000), 0.05, 2.0),
     ],

@@ -1,4 +1,4 @@
-"""What NVML says of GPUs, with a hand-written NVML and without any."""
+"""GPU figures from a fake NVML, and without NVML."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 class FakeNvml(ModuleType):
-    """Two GPUs; the second does not tell its power.  Other answers may be given by their names."""
+    """Two GPUs; the second does not report its power.  Other results may be given by name."""
 
     NVMLError = NVMLError
     NVML_TEMPERATURE_GPU = 0

@@ -1,4 +1,4 @@
-"""The machine's counters, on recorded machines and on this one."""
+"""Counters of the machine, on recorded machines and on this one."""
 
 from __future__ import annotations
 

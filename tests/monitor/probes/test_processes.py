@@ -1,4 +1,4 @@
-"""Processes on recorded machines: who belongs to a run, and what each holds."""
+"""Processes on recorded machines: members of a run and their memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_process_that_reuses_the_pid_of_a_child_is_no_member(roots: Roots) -> 
 
 
 def test_a_process_whose_dead_parent_s_pid_was_reused_by_us_is_no_member(roots: Roots) -> None:
-    """The kernel has handed the stranger to process 1, which only a fresh look tells."""
+    """The kernel has reparented the process to process 1, which only a fresh read shows."""
     write_process(roots, 10)
     write_process(roots, 30, started_s=50)
     write_process(roots, 31, 30, started_s=60)
@@ -129,7 +129,7 @@ def test_an_included_pid_that_is_reused_is_no_member(roots: Roots, monkeypatch: 
         tree.include([40])
         assert pids(tree) == [10]
     tree.include([])
-    tree.include([40])  # named anew
+    tree.include([40])  # included again
     assert pids(tree) == [10, 40]
 
 

@@ -1,4 +1,4 @@
-"""How busy a machine was between two looks."""
+"""CPU use between two samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vesuvius.runlog.units import GIB
 
 @pytest.fixture
 def samples(tmp_path: Path) -> tuple[SystemSample, SystemSample]:
-    """Two looks four seconds apart: one core worked for three of them, the other for one."""
+    """Two samples four seconds apart: one core was busy for three seconds, the other for one."""
     roots = empty_roots(tmp_path)
     write_process(roots, 10, cpu_s=50.0)
     write_process(roots, 11, parent=10, cpu_s=7.0)

@@ -1,4 +1,4 @@
-"""A look against what real processes have touched, and the sums over a recorded machine."""
+"""Samples compared with the memory that real processes touched, and sums over a recorded machine."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from vesuvius.volumes.box import shape_of
 
 MIB = 2**20
 
-# What a process has beside the pages that it was told to touch: the interpreter allocates while it obeys, and the
-# kernel counts in batches, up to 32 pages a core before 6.16.
+# Memory of a process in addition to the pages it was told to touch: the interpreter allocates, and the kernel counts
+# in batches, up to 32 pages per core before 6.16.
 SLACK = 2 * MIB + 32 * 4096 * (os.cpu_count() or 1)
 
-# Obeys lines: `anon SIZE` touches private memory, `pinned SIZE` shared memory as CUDA pins it, `open PATH SIZE`
+# Commands: `anon SIZE` touches private memory, `pinned SIZE` shared memory as CUDA pins it, `open PATH SIZE`
 # (or PATH memfd) maps shared memory, `touch END` its pages up to there, `child LINE` passes a line on to a child, made
 # on first use, `exit` ends; each gets an answer.
 _OBEDIENT = """
@@ -69,7 +69,7 @@ _COMMAND = (sys.executable, "-c", _OBEDIENT, _OBEDIENT)
 
 
 class Obedient:
-    """A process that touches what it is told to."""
+    """A process that touches memory on command."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process, self.pid = process, process.pid
@@ -110,7 +110,7 @@ def test_shared_memory_counts_once_by_touched_pages(where: str) -> None:
             after_both = watcher.sample()
     finally:
         path.unlink(missing_ok=True)
-    # Whole pages of a file: nothing is estimated.
+    # Full pages of a file: nothing is estimated.
     assert after_one.shared_bytes == 64 * MIB
     assert after_both.shared_bytes == 96 * MIB, "64 MiB of them by both"
     assert after_both.anon_bytes - before.anon_bytes <= 2 * SLACK
@@ -133,7 +133,7 @@ def test_volumes_kept_in_memory_are_distinguished_from_other_shared_memory(tmp_p
 
 
 def test_pinned_buffers_count_as_private_memory_of_the_trainer() -> None:
-    """CUDA pins shared memory without a file; the store is a file that the trainer has hardly touched."""
+    """CUDA pins shared memory without a file; the store is a file of which the trainer has touched little."""
     with obedient() as parent:
         parent.tell(f"child open memfd {64 * MIB}")
         parent.tell(f"child touch {64 * MIB}")
@@ -155,7 +155,7 @@ def test_the_accounted_memory_equals_the_cgroup_s() -> None:
         parent.tell(f"child touch {100 * MIB}")
         sample = Watcher(parent.pid).sample()
         assert sample.cgroup is not None
-        # The kernel charges a cgroup in batches of 64 pages a core; 3 % is what is promised of a run.
+        # The kernel charges a cgroup in batches of 64 pages per core; 3 % is promised for a run.
         assert sample.used_bytes == pytest.approx(sample.cgroup.anon_bytes + sample.cgroup.shmem_bytes, rel=0.03)
 
 

@@ -19,7 +19,7 @@ from vesuvius.monitor.probes.cores import task_limits
 
 PIDS = Path("/sys/fs/cgroup/pids")
 
-# Prints the limits, then how many more threads can really be started.
+# Prints the limits, then the number of threads that can really be started.
 COUNT = """
 import json, threading
 from dataclasses import asdict
@@ -51,7 +51,7 @@ def cgroups() -> Iterator[tuple[Path, Path]]:
 
 @pytest.mark.parametrize("limited", [0, 1])
 def test_the_tightest_cgroup_limits_the_number_of_threads(limited: int, cgroups: tuple[Path, Path]) -> None:
-    """Of the own cgroup and of its parent, beside another process with threads."""
+    """Limits of the own cgroup and of its parent, which also has another process with threads."""
     (cgroups[limited] / "pids.max").write_text("40")
     other = popen_in(cgroups[1], [sys.executable, "-c", "import time; time.sleep(60)"])
     with popen_in(cgroups[1], [sys.executable, "-c", COUNT], stdout=subprocess.PIPE, text=True) as process:

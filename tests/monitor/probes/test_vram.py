@@ -1,4 +1,4 @@
-"""What the allocator tells of a GPU's memory, told by a fake one: there is no GPU here."""
+"""GPU memory from a fake allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PEAK = "allocated_bytes.all.peak"
 
 
 def fake_cuda(peaks: list[int], initialized: bool = True) -> SimpleNamespace:
-    """As much of `torch.cuda` as is read, on device 1 of 10 GiB; `peaks` since the last reset, of which one is made."""
+    """The parts of `torch.cuda` that are read, for device 1 with 10 GiB; `peaks` since the last reset."""
 
     def memory_stats(device: int) -> dict[str, int]:
         if not peaks:
@@ -50,7 +50,7 @@ def test_vram_figures_are_read_and_the_peak_is_that_of_the_window() -> None:
 
 
 def test_the_peak_of_the_process_outlives_the_windows_of_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """7 GiB were reserved and 5 allocated before a window ended, and less since, of a GPU of 10 GiB."""
+    """On a GPU of 10 GiB, 7 were reserved and 5 allocated before a window ended, and less since."""
     cuda, device = fake_cuda([5 * GIB, 2 * GIB]), torch.device("cuda")
     stats = cuda.memory_stats
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -65,7 +65,7 @@ def test_the_peak_of_the_process_outlives_the_windows_of_the_monitor(monkeypatch
     cuda.memory_stats = torch.cuda.memory_stats
     for _ in range(2):
         assert used_share() == 5 / 9, "of what is free or its own"
-        assert vram_bytes(device) == 7 * GIB + CONTEXT_BYTES, "and of CUDA's 1 GiB at most so much"
+        assert vram_bytes(device) == 7 * GIB + CONTEXT_BYTES, "plus at most this much of CUDA's own 1 GiB"
         Vram(1, cuda).read()
 
 

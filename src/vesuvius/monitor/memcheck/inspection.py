@@ -98,7 +98,7 @@ class Inspection:
     def as_json(self) -> dict[str, Any]:
         """Return an object for scripts; null is unknown.  No key matches a grep for kills."""
         found, sample = asdict(self), self.sample
-        del found["limits"]  # scripts know them as "killers"
+        del found["limits"]  # under another key below
         seen, rates, machine = found.pop("sample") or {}, found.pop("rates"), None
         if sample is not None:
             machine = seen["machine"] | {
