@@ -94,7 +94,7 @@ class HostClock:
 
 @contextmanager
 def _spending(spent: dict[str, float], name: str, now: Callable[[], float] = time.perf_counter) -> Iterator[None]:
-    """Add the time spent in the context."""
+    """Add the time spent in the context to `spent[name]`."""
     started = now()
     try:
         yield

@@ -88,7 +88,7 @@ class Inspection:
 
     @property
     def exit_code(self) -> int:
-        """0, 10 (warning or hung), 11 (critical) or 12 (a kill); the highest that applies."""
+        """Exit code: 0 ok, 10 warning or hung, 11 critical, 12 a kill; the highest that applies."""
         if self.kills:
             return EXIT_MEMORY_KILL
         if self.level is Level.CRITICAL:
@@ -127,7 +127,7 @@ class Watch:
         self._before: SystemSample | None = None
 
     def sample(self) -> SystemSample:
-        """Raises ProcessLookupError: the process has ended."""
+        """Take a sample.  Raises ProcessLookupError: the process has ended."""
         return self._watcher.sample() if self._watcher else sample_system(os.getpid(), self._gpus)
 
     def add_to(self, found: Inspection, sample: SystemSample) -> Inspection:

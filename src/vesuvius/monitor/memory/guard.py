@@ -38,7 +38,7 @@ class Guard:
     ordered at `exit_at`, or when growth leaves only two steps and the time to save.
 
     Only memory that the run can influence counts (`Risk.ours`).  If other programs fill the memory, a checkpoint is
-    saved and the run continues: stopping it would not help, and the next start would meet the same.
+    saved and the run continues: stopping it would not help, and the next start would find as little memory.
 
     Not thread-safe.
     """
@@ -119,7 +119,7 @@ class Guard:
         return None
 
     def _stays_beyond_exit(self, time_s: float, share: float, nearest: MemoryLimit) -> bool:
-        """Whether memory stayed above `exit_at` for long enough; halfway from there to the limit, at once."""
+        """Whether memory stayed above `exit_at` for long enough, or is halfway from there to the limit."""
         if share < self._policy.exit_at:
             self._beyond_exit_since_s = None
             return False
