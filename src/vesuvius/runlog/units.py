@@ -31,10 +31,8 @@ def format_size(size_bytes: float | None) -> str:
 
 def format_rate(bytes_per_s: float) -> str:
     """'37 kB/s', '1.2 MB/s', '1.8 GB/s'."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if bytes_per_s >= unit:
-            return f"{_two_digits(bytes_per_s / unit)} {name}/s"
-    return f"{_two_digits(bytes_per_s / 1e3)} kB/s"
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if bytes_per_s >= u), (1e3, "kB"))
+    return f"{_two_digits(bytes_per_s / unit)} {name}/s"
 
 
 def _two_digits(value: float) -> str:

@@ -99,9 +99,7 @@ def _machine_facts(found: Inspection, sample: SystemSample) -> Iterator[tuple[st
     yield "cores", cores
     for gpu in sample.gpus:
         share = "-" if gpu.busy is None else f"{100 * gpu.busy:.0f} %"
-        yield (
-            f"GPU {gpu.index}",
-            f"{format_size(gpu.used_bytes)} of {format_size(gpu.total_bytes)}, busy {share}, {gpu.name}",
-        )
+        used = f"{format_size(gpu.used_bytes)} of {format_size(gpu.total_bytes)}"
+        yield f"GPU {gpu.index}", f"{used}, busy {share}, {gpu.name}"
     if not sample.gpus:
         yield "GPU", f"- ({found.no_gpus or 'NVML does not respond'})"
