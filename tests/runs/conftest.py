@@ -1,4 +1,4 @@
-"""Runs lie in the directory of their test."""
+"""Each test's runs are in its own directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster, of which some are killed.  All nodes are on this machine."""
+"""Ranks on the nodes of a Ray cluster, some of which are killed.  All nodes are on this machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A head without cores, for the controller, and three nodes that take a rank with its reader each."""
+    """A head without cores, for the controller, and three nodes for a rank with its reader each."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 2**28})
     for _ in range(3):
         add_node(nodes)
@@ -122,7 +122,7 @@ def test_the_run_shrinks_and_grows_while_ten_nodes_are_killed_and_return(
 
 
 def samples_of(path: Path, global_batch: int) -> list[list[tuple[int, str]]]:
-    """Index and hash of each sample that the ranks of a run were given, by global batch."""
+    """Index and hash of each sample received by the ranks of a run, by global batch."""
     batches: dict[int, list[tuple[int, str]]] = {}
     for line in path.read_text().splitlines():
         index, digest = json.loads(line)
@@ -131,7 +131,7 @@ def samples_of(path: Path, global_batch: int) -> list[list[tuple[int, str]]]:
 
 
 def raylets_of(pids: Iterable[int]) -> set[int]:
-    """The nodes of processes that Ray has started, by the raylets that are their parents."""
+    """Nodes of processes started by Ray, identified by their parent raylets."""
     found = set()
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -143,7 +143,7 @@ def raylets_of(pids: Iterable[int]) -> set[int]:
 def test_readers_of_two_ranks_on_another_node_deliver_what_one_rank_gets(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
-    """Each node has two cores: the ranks take those of one of them, and their readers have to take the other's."""
+    """Each node has two cores: the ranks occupy one node, so their readers must use the other."""
     plain = {"epochs": 8, "workers": 1, "save_every": 1000}
     run, parts = tmp_path / "runs/two", [tmp_path / "runs/two", tmp_path / "runs/two/ranks/1"]
     (tmp_path / "records.py").write_text(RECORDS)

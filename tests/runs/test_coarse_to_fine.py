@@ -1,4 +1,4 @@
-"""Coarse to fine, from end to end: a coarse level is drawn, and a finer one under it, as under the upsampled one."""
+"""Coarse to fine, end to end: generate a coarse level, then a finer one conditioned on it, as on the upsampled one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COARSE, FINE = (9, 20, 18), (17, 40, 35)  # what is drawn: odd sizes, and more t
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs `coarse`, `fine` and `explicit`, which is shown an upsampled volume, lie."""
+    """Directory of the runs `coarse`, `fine` and `explicit` (conditioned on an upsampled volume)."""
     place = tmp_path_factory.mktemp("coarse_to_fine")
     voxels = np.sort(textured(SCAN), axis=0)
     zarr.create_group(
@@ -103,7 +103,7 @@ def test_a_condition_of_another_scale_than_in_training_is_refused(capsys: pytest
 
 
 def test_a_generated_volume_is_aligned_with_its_coarser_condition() -> None:
-    """Scaled twice, or not at all, a place that is not the origin would move."""
+    """Scaling twice or not at all would move any position except the origin."""
     placed = multiscale("placed", 1, [16.0] * 3, ["micrometer"] * 3, (32.0, 0.0, 64.0))
     zarr.create_group("placed.zarr", zarr_format=2, attributes={"multiscales": [placed]})
     write_array(Path("placed.zarr/0"), np.ones(COARSE, np.uint8), chunk=16)

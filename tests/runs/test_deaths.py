@@ -1,5 +1,5 @@
-"""A real run with readers: one is killed, it goes on, says who died of what, keeps it, and memcheck shows it again;
-then a scheduler ends all its processes at once, and it still saves."""
+"""A real run with readers: one is killed; the run continues, reports and records the cause, and memcheck shows it
+again. Then a scheduler ends all processes at once, and the run still saves."""
 
 from __future__ import annotations
 

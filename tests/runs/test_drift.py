@@ -1,4 +1,4 @@
-"""A resume of something else: refused, or allowed and written down."""
+"""Resuming with another config or data: refused, or accepted and recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vesuvius.training.checkpoint.resume import drift_effects
 
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tiny run has made one step."""
+    """Directory in which the tiny run has made one step."""
     folder = tmp_path_factory.mktemp("one_step")
     config = folder / "tiny.yaml"
     volume = write_array(folder / "volume.zarr", textured((96, 128, 128)))
@@ -34,7 +34,7 @@ def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(one_step: Path, tiny_config: WriteConfig) -> Path:
-    """The config of a run that has made one step, a copy in the directory of the test."""
+    """Config of a run with one step, copied into the test's directory."""
     shutil.copytree(one_step / "runs", "runs", symlinks=True)
     return tiny_config()
 
@@ -138,7 +138,7 @@ def test_allow_drift_requires_resume(tiny_config: WriteConfig, capsys: pytest.Ca
 def test_another_plan_version_is_named_as_the_only_difference_and_accepted_drift_keeps_the_intensity_ranges(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The data are the same, so the weights mean what they meant; which voxels sample i is, no longer."""
+    """The data and the meaning of the weights are the same; only the voxels of sample i differ."""
     describe = Plan.describe
 
     def newer(self: Plan) -> dict[str, Any]:

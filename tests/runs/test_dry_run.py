@@ -1,4 +1,4 @@
-"""`--dry-run`: says what would happen, writes nothing."""
+"""`--dry-run` describes the run and writes nothing."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_vram_gib_is_positive_and_requires_a_dry_run(
 def test_a_dry_run_does_not_change_the_chunk_cache(
     tiny_config: WriteConfig, volume: Path, server: ChunkServer, tmp_path: Path
 ) -> None:
-    """Neither a folder is made, nor one of a larger limit shrunk to that of the config, nor a chunk kept."""
+    """It creates no folder, does not shrink an existing larger cache, and stores no chunk."""
     path = tmp_path / "cache"
     store = {"cache_dir": str(path), "cache_gib": 0.01}
     config = tiny_config(data={"volumes": [{"path": server.url_of(volume)}], "store": store})

@@ -1,4 +1,4 @@
-"""`vesuvius evaluate` through the door: what is written, what is refused, and that nothing is left half written."""
+"""`vesuvius evaluate` on the command line: output, refusals, and no partial files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLES, record_samples, s
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs `shown`, trained on labels, and `all`, which holds nothing out, lie in runs/."""
+    """Directory of the runs `shown`, trained on labels, and `all`, which holds nothing out."""
     place = tmp_path_factory.mktemp("evaluation")
     voxels = textured((40, 64, 128))
     scan = write_group(place / "scan.zarr", voxels, [8.0] * 3)

@@ -1,4 +1,4 @@
-"""A start that fails is told by its own cause, and the corrected command begins the run."""
+"""A failed start reports its own cause, and the corrected command begins the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vesuvius.training import run
 
 
 def ends(config: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Exit code, and the last line on stderr."""
+    """Exit code and last line on stderr."""
     code = train.main(["--config", str(config), *arguments])
     return code, (capsys.readouterr().err.strip().splitlines() or [""])[-1]
 
@@ -43,7 +43,7 @@ FAILURES = [
 def test_a_failed_start_leaves_nothing_and_does_not_change_an_existing_run(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An error of the system is one of the run directory only there.  The same command works afterwards."""
+    """An OSError counts as one of the run directory only there.  The same command works afterwards."""
     config, directory = tiny_config(training={"max_steps": 1}), tmp_path / "runs/tiny"
     for error, code, says in FAILURES:
 
@@ -73,7 +73,7 @@ def test_a_failed_start_leaves_nothing_and_does_not_change_an_existing_run(
 def test_a_failing_start_of_ray_leaves_no_run_directory(
     tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a temporary folder whose path is too long for a socket, in a process of its own, where no Ray runs."""
+    """Uses a temporary folder whose path is too long for a socket, in a separate process without Ray."""
     config = tiny_config(training={"workers": 1, "max_steps": 1})
     environment = os.environ | {"RAY_TMPDIR": str(tmp_path / ("long" * 30))}
     command = [sys.executable, "-m", "vesuvius.train", "--config", str(config)]

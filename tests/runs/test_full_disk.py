@@ -1,4 +1,4 @@
-"""A run on a disk that fills up: it goes on, and loses nothing that it had."""
+"""A run on a disk that fills up continues and loses nothing already written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVING = {"save_every": 2, "keep_last": 2}
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """12 MiB on which the runs lie: room for a few checkpoints."""
+    """12 MiB for the runs: room for a few checkpoints."""
     directory = tmp_path / "disk"
     directory.mkdir()
     with small_disk(directory, kib=12 * 1024) as disk:
@@ -28,7 +28,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def newest_of(run: Path) -> Path:
-    """The newest checkpoint; all that are shown must be whole."""
+    """The newest checkpoint; all visible ones must be intact."""
     paths = list_checkpoints(run / "checkpoints")
     assert [find_damage(path) for path in paths] == [None] * len(paths)
     return paths[-1]

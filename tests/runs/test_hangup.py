@@ -1,4 +1,4 @@
-"""The terminal of a run closes: real terminals, their signals as the kernel, `nohup` and torchrun deliver them."""
+"""The terminal of a run closes: real terminals, with signals delivered by the kernel, `nohup` and torchrun."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 
 @contextmanager
 def on_a_terminal(config: Path, cwd: Path, first: str) -> Iterator[tuple[Any, int]]:
-    """A training and the master of its terminal; killed with its session if it outlives the test."""
+    """A training and its terminal; its session is killed if it outlives the test."""
     master, slave = pty.openpty()
     environment = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES", "NO_COLOR"}}
     process = fork_server.Popen(
@@ -55,7 +55,7 @@ def on_a_terminal(config: Path, cwd: Path, first: str) -> Iterator[tuple[Any, in
 
 
 def close_once_shown(master: int, text: str) -> str:
-    """Close a terminal once a text has appeared on it; returns all that was shown."""
+    """Close a terminal once a text has appeared; returns all output."""
     shown = ""
     while text not in shown:
         shown += os.read(master, 4096).decode("utf-8", "replace")
@@ -73,7 +73,7 @@ def run_end(run: Path) -> dict[str, Any]:
 def test_closing_the_terminal_stops_a_run_with_ray_readers_like_sigterm(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
-    """The kernel's SIGHUP reaches the trainer, its readers and Ray's daemons, and its output fails from then on."""
+    """The kernel's SIGHUP reaches the trainer, its readers and Ray's daemons, and all later output fails."""
     config = tiny_config(training={"epochs": 1000, "workers": 1})
     with on_a_terminal(config, tmp_path, OWN_TERMINAL) as (process, master):
         shown = close_once_shown(master, " workers 1 ")  # it lives; the first steps may be done before it is counted
@@ -91,7 +91,7 @@ def test_closing_the_terminal_stops_a_run_with_ray_readers_like_sigterm(
 def test_with_nohup_or_only_failing_output_the_run_continues(
     tiny_config: WriteConfig, tmp_path: Path, first: str
 ) -> None:
-    """The second as after `setsid` or `disown`.  The progress bar, the log and the end each meet an EIO."""
+    """The second case is that of `setsid` or `disown`.  Progress bar, log and final output each get an EIO."""
     with on_a_terminal(tiny_config(training={"max_steps": 12}), tmp_path, first) as (process, master):
         close_once_shown(master, "Train step 2/")
         assert process.wait(timeout=120) == 0
@@ -99,7 +99,7 @@ def test_with_nohup_or_only_failing_output_the_run_continues(
 
 
 def test_simultaneous_signals_at_the_end_of_a_session_are_one_request(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    """The kernel and the shell, then systemd."""
+    """From kernel and shell, then from systemd."""
     signals = (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
     with Session(tiny_config(training={"epochs": 1000}), tmp_path) as session:
         session.wait_for("Train step 2/")
@@ -130,7 +130,7 @@ def test_a_late_signal_does_not_interrupt_the_work_after_the_stop() -> None:
 
 @pytest.mark.long
 def test_ranks_save_if_torchrun_forwards_the_signal_even_with_nohup(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    """torchrun listens to SIGHUP whatever it inherits, and would kill ranks that go on."""
+    """torchrun handles SIGHUP even if it is ignored, and would kill ranks that continue."""
     config = tiny_config(training={"epochs": 1000, "ranks": 1})
     torchrun = ("nohup", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "vesuvius.train")
     output = tmp_path / "output"

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: every checkpoint is whole, and the run ends with the weights of one that was not disturbed."""
+"""SIGKILL at any time: every checkpoint is intact, and the final weights equal those of an undisturbed run."""
 
 from __future__ import annotations
 

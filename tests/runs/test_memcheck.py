@@ -1,4 +1,4 @@
-"""`vesuvius memcheck` on real processes: alive, growing, hung, dead, killed, not there at all."""
+"""`vesuvius memcheck` on real processes: alive, growing, hung, dead, killed, missing."""
 
 from __future__ import annotations
 

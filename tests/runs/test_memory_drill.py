@@ -1,9 +1,9 @@
-"""A planted leak in a real run: is there a warning in time, does the guard act, does the run go on?  And silence where
-all is well?
+"""A planted leak in a real run: the warning comes in time, the guard acts, and the run continues.  Healthy runs stay
+silent.
 
-A reader or the trainer takes more every second and keeps it.  The limit is `monitor.ram_limit_gib`, or that of a real
-cgroup (as root).  Without a leak, a neighbour in the same cgroup reads and writes large files until the page cache
-fills it; a healthy run must not say a word.
+A reader or the trainer allocates more every second and keeps it.  The limit is `monitor.ram_limit_gib` or a real cgroup
+(as root).  Without a leak, a process in the same cgroup reads and writes large files until the page cache fills it; a
+healthy run must not warn.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def write_config(workers: int, limit_gib: float | None) -> None:
 
 
 def train(minutes: float, *arguments: str, start: Start = subprocess.Popen, **environment: str) -> int | None:
-    """Until the run ends, or the time is up: None."""
+    """Run to the end; None = timeout."""
     command = [sys.executable, "-m", "vesuvius.train", "--config", "drill.yaml", *arguments]
     with Path("output.txt").open("ab") as output:
         process = start(command, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT)
@@ -104,19 +104,19 @@ def train_with_a_leak(where: str, minutes: float, mib_s: float, after_s: float) 
 
 
 def alarms() -> list[str]:
-    """Warnings of the log, and lines that a grep for kills would find."""
+    """Warnings in the log, and lines that a grep for kills would find."""
     log = (RUN / "logs/train_full.log").read_text().splitlines()
     return [line for line in log if HYGIENE.search(line) or " WARNING " in line or " ERROR " in line]
 
 
 def acts() -> list[str]:
-    """What the guard ordered, in order."""
+    """Orders of the guard, in sequence."""
     records = read_records(RUN / "metrics.jsonl")
     return [one["rung"] for one in records if one["kind"] == "event" and one["event"] == "guard"]
 
 
 def goes_on() -> bool:
-    """Whether the newest checkpoint is whole, and the run continues from it as its post-mortem proposes."""
+    """Whether the newest checkpoint is intact, and the run resumes as its post-mortem proposes."""
     (*_, newest) = list_checkpoints(RUN / "checkpoints")
     assert find_damage(newest) is None
     remedy = read_records(RUN / "post_mortem.jsonl")[-1]["remedy"]
@@ -125,7 +125,7 @@ def goes_on() -> bool:
 
 
 def seconds_ahead(mib_s: float) -> float:
-    """From the first warning to the limit, at the planted rate."""
+    """Seconds from the first warning to the limit, at the planted rate."""
     (warning, *_) = [line for line in alarms() if "risk of an out of memory kill" in line]
     warned = time.mktime(time.strptime(warning[:19], "%Y-%m-%d %H:%M:%S"))
     nearest = min(iter_records(RUN / "system.jsonl"), key=lambda record: abs(float(record["time"]) - warned))
@@ -143,7 +143,7 @@ def test_a_leaking_trainer_is_stopped_with_an_intact_checkpoint_and_resumes() ->
 
 
 def test_a_leaking_reader_is_restarted_before_the_run_is_stopped() -> None:
-    """A leak must last 105 s to be told 60 s ahead."""
+    """A leak must last 105 s to be predicted 60 s ahead."""
     write_config(workers=2, limit_gib=8)
     assert train_with_a_leak("reader", minutes=15, mib_s=50, after_s=20) == EXIT_GUARD
     used = [record["killer"] for record in iter_records(RUN / "system.jsonl")]

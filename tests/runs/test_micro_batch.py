@@ -1,6 +1,6 @@
-"""Runs whose micro-batch is `auto`: which they take, and what they do where it finds no memory after all.
+"""Runs with `train_batch_size: auto`: the chosen micro-batch, and the reaction to running out of memory.
 
-The allocator that fails is faked at the convolutions, in the backward pass, where half of a gradient is there already.
+A failing allocator is simulated in the convolutions of the backward pass, when half of the gradient already exists.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EIGHT = {"accumulate_steps": 8, "max_steps": 5, "save_every": 5, "train_batch_si
 
 @pytest.fixture
 def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Which micro-batch the plan chooses, and which find no memory."""
+    """The planned micro-batch, and those that run out of memory."""
 
     def cut(planned: int, fails_beyond: int, first: int = 1) -> None:
         fit = micro_batch.fit_micro_batch
@@ -82,8 +82,8 @@ def test_a_micro_batch_that_runs_out_of_memory_is_halved_and_the_run_equals_one_
     first: int,
     tried: list[tuple[int, int]],
 ) -> None:
-    """Bit by bit.  Wrong would be gradients that count twice, as those of the micro-batches before the failure; samples
-    that are left out or come twice; another timestep or noise; and a step that counts twice."""
+    """Bit by bit.  Wrong programs count gradients of earlier micro-batches twice, skip or repeat samples, use other
+    timesteps or noise, or count a step twice."""
     monkeypatch.chdir(tmp_path)
     eight = EIGHT | {"max_steps": 3}
     half = eight | {"train_batch_size": holds, "accumulate_steps": 8 // holds}
@@ -176,7 +176,7 @@ def events_of(run: Path) -> list[tuple[int, int, int]]:
 def test_a_rank_that_runs_out_of_memory_in_the_first_steps_halves_alone_while_the_others_wait(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong would be a sum that was begun before the failure: others would add half of a gradient, or hang."""
+    """A wrong program starts a sum before the failure: others would add half a gradient, or hang."""
     monkeypatch.chdir(tmp_path)
     four = EIGHT | {"accumulate_steps": 4, "ranks": 2}
     plain = tiny_config("plain", training=four | {"train_batch_size": 2, "accumulate_steps": 2})
@@ -193,7 +193,7 @@ def test_a_rank_that_runs_out_of_memory_in_the_first_steps_halves_alone_while_th
 def test_running_out_of_memory_later_ends_all_ranks(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums are under way in the backward pass then, which no rank can take back."""
+    """By then sums are under way during the backward pass, and no rank can undo them."""
     monkeypatch.chdir(tmp_path)
     config = tiny_config(training=EIGHT | {"accumulate_steps": 2, "ranks": 2})
     assert train_two(config, tmp_path, "1 4", monkeypatch) == [3, 3], output_of(tmp_path, 2)

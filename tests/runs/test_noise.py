@@ -34,7 +34,7 @@ def drawn(name: str, out: str) -> np.ndarray:  # type: ignore[type-arg]
 def test_a_run_measures_its_data_once_and_reuses_the_facts_for_resume_and_sampling(
     tiny_config: WriteConfig, volume: Path
 ) -> None:
-    """The levels must not move with data that changed, or without the volume."""
+    """The noise levels must not change with the data, or if the volume is gone."""
     config = tiny_config("straight", diffusion=SPECTRAL, training=VALIDATED)
     assert vesuvius_train(config) == 0
     assert re.search(r"noise spectral: sigma 0\.02 to \d", Path("runs/straight/logs/train_full.log").read_text())

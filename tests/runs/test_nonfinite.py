@@ -1,4 +1,4 @@
-"""Whole runs that meet a loss which is not finite."""
+"""Whole runs with non-finite losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("of_two_micro_batches")
 
 
 class LateClock(HostClock):
-    """A host clock that tells of a step only when the next one is over, as a GPU's does."""
+    """A host clock that reports a step only after the next one, as a GPU's does."""
 
     def finished(self, wait: bool = False) -> list[StepTimes]:
         done = super().finished()
@@ -34,7 +34,7 @@ class LateClock(HostClock):
 def test_a_non_finite_step_is_noticed_although_its_figures_arrive_late(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, behind: str
 ) -> None:
-    """And the steps launched behind it are not counted: a resume does them again."""
+    """Steps launched after it do not count: a resume repeats them."""
     monkeypatch.setattr("vesuvius.training.loop.make_clock", lambda device: LateClock())
     bad_step = 3
     accumulate = TrainStep.accumulate

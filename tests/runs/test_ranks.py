@@ -1,4 +1,4 @@
-"""Several trainer processes on one machine: the same numbers as one, one stop, one cause, and restarts."""
+"""Several trainer processes on one machine: results equal to one rank's, a common stop, one cause, and restarts."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def steps_of(run: Path, kind: str = "step") -> dict[int, dict[str, Any]]:
-    """Records of a run by step, as if it had never been interrupted."""
+    """Step records of a run, as if it had never been interrupted."""
     path = run / "metrics.jsonl"
     return {one["step"]: one for one in current_records(read_records(path), run_starts(path)) if one["kind"] == kind}
 
 
 def relative(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]], *figures: str) -> float:
-    """Largest relative difference of these figures of a step, by default loss and gradient norm."""
+    """Largest relative difference of these figures of a step; default: loss and gradient norm."""
     assert list(one) == list(other)
     figures = figures or ("loss", "grad_norm")
     return max(abs(one[step][name] / other[step][name] - 1) for step in one for name in figures)
 
 
 def train_with(worlds: list[tuple[int, int]], config: Path, cwd: Path, *overrides: str) -> None:
-    """Sessions of a run, each of so many ranks up to a step."""
+    """Sessions of a run, each with a number of ranks and a final step."""
     for number, (world, step) in enumerate(worlds):
         arguments = (f"training.max_steps={step}", *overrides, *(("--resume",) if number else ()))
         with started_ranks(config, cwd, world, *arguments) as ranks:
@@ -163,7 +163,8 @@ def test_a_signal_to_one_rank_stops_all_while_another_waits_for_data(
 def test_rank_0_saves_while_waiting_for_data_when_another_rank_fails(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be ended half a minute later, as if it hung in a collective, and lose all since the last save."""
+    """Otherwise it would be killed half a minute later, as if hanging in a collective, and lose everything since the
+    last save."""
     monkeypatch.setenv("TEST_BATCHES", "9")
     monkeypatch.setenv("TEST_FAILS", "1")
     config = tiny_config(training={"ranks": 2, "epochs": 1000, "save_every": 1000})
@@ -275,7 +276,7 @@ def test_the_end_of_ray_trains_controller_ends_all_ranks_with_a_remedy(
 
 
 def is_controller(process: psutil.Process, marker: str) -> bool:
-    """Whether it is the controller of Ray Train in the run whose processes have this in their environment."""
+    """Whether this is the Ray Train controller of the run with this environment marker."""
     name, value = marker.split("=", 1)
     with suppress(psutil.Error):
         return "TrainController" in " ".join(process.cmdline()) and process.environ().get(name) == value
@@ -296,7 +297,7 @@ def test_all_ranks_train_with_the_config_of_rank_0(tiny_config: WriteConfig, tmp
 def test_the_only_remaining_rank_waits_for_the_previous_rank_0_and_a_single_rank_does_not(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """With `cluster.min_ranks: 1` it is started again while its predecessor may still hold the run's lock."""
+    """With `cluster.min_ranks: 1` it is restarted while its predecessor may still hold the run's lock."""
     path = tiny_config(training={"ranks": ranks})
     assert train_as_rank(Request(read_config(path, ["training.max_steps=1"]), path, resume=False)) == 0
     request, held = Request(read_config(path, ["training.max_steps=2"]), path, resume=True), ExitStack()

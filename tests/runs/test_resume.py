@@ -1,4 +1,4 @@
-"""Going on with a run, bit by bit: after any end of a session, from the right checkpoint, and what it says."""
+"""Resuming a run bit by bit, after any end of a session and from the right checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vesuvius.training.step.step import TrainStep
 def test_three_steps_and_one_resumed_equal_four_bit_by_bit(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also with another number of threads, whose order of adding up is part of a result: it stays that of the start."""
+    """Also with another number of threads, whose summation order is part of the result: the original number is kept."""
     training = {"optimizer": "muon", "steps_per_epoch": 2, "warmup_steps": 1}  # it has AdamW as well
     config, threads = tiny_config("parts", training=training), torch.get_num_threads()
     try:
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
 
 
 def files_below(path: Path) -> dict[str, bytes]:
-    """All but the lock, which names its last holder: a refused resume was one."""
+    """All files except the lock, which names its last holder, also a refused resume."""
     files = (file for file in path.rglob("*") if file.is_file() and file.name != ".lock")
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
@@ -178,7 +178,7 @@ def test_a_signal_finishes_the_step_saves_and_the_rest_resumes_bit_by_bit(
 
 
 def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have SIGTERM come in the middle of the validation or preview behind a step, once."""
+    """Send SIGTERM once in the middle of a validation or preview."""
     name, came = {"validation": "validate", "preview": "make_preview"}[kind], []
     original = getattr(periodic, name)
 

@@ -1,6 +1,6 @@
-"""`vesuvius sample` through the door: from a run that was trained once to samples on disk, and how it refuses and ends.
+"""`vesuvius sample` on the command line: from a trained run to samples on disk, with its refusals and failures.
 
-What the network draws is tested in `diffusion/`; that a GPU gives the same bits twice is not tested here.
+The generated content is tested in `diffusion/`; bit-identical results on a GPU are not tested here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PATCH = (8, 16, 16)
 
 @dataclass(frozen=True)
 class Samples:
-    """What one call has left."""
+    """Output of one call."""
 
     path: Path
 
@@ -91,7 +91,7 @@ def write_config(path: Path, volumes: list[dict[str, Any]], data: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run `plain` lies in runs/, trained for 10 steps on two volumes that are gone."""
+    """Directory of the run `plain`, trained for 10 steps on two volumes that are gone."""
     place = tmp_path_factory.mktemp("plain")
     voxels = textured((48, 64, 128))
     volumes = [
@@ -107,7 +107,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run `shown` lies in runs/, trained on labels; the volume is gone, its labels not."""
+    """Directory of the run `shown`, trained on labels; the volume is gone, its labels are not."""
     place = tmp_path_factory.mktemp("conditional")
     voxels = textured((48, 64, 128), dtype="uint16")
     scan = write_group(place / "scan.zarr", voxels * 300, [8.0] * 3)
@@ -127,7 +127,7 @@ def trains(config: Path, place: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def _in_plain(plain: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the place of `plain`, as other tests have found it."""
+    """In the directory of `plain`, unchanged by other tests."""
     monkeypatch.chdir(plain)
     before = {path: path.read_bytes() for path in plain.rglob("checkpoints/*/*")}
     yield
@@ -140,7 +140,7 @@ in_plain = pytest.mark.usefixtures("_in_plain")
 
 
 def drawn(out: Path, *arguments: object, checkpoint: object = "plain") -> Samples:
-    """Draw into `out`, in this process."""
+    """Generate samples into `out`, in this process."""
     assert ends("--out", out, *arguments, checkpoint=checkpoint) == 0
     return Samples(out)
 
@@ -225,7 +225,7 @@ def test_samples_are_an_ome_zarr_with_a_record_and_a_picture(tmp_path: Path) -> 
 
 @in_plain
 def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A program that took another network for the guide would change samples that the network itself guides."""
+    """A program that used another network as the guide would change samples even with identical weights."""
     earlier, own = (Path("runs/plain/checkpoints") / name for name in ("step_00000005", "step_00000010"))
     # The same weights under an earlier step's name.
     twin = tmp_path / "twin/step_00000010"
@@ -255,8 +255,8 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
 @in_plain
 @pytest.mark.parametrize("inpaint", [False, True], ids=["heun", "inpainting"])
 def test_a_guide_works_with_heun_and_inpainting(tmp_path: Path, inpaint: bool) -> None:
-    """A program that ignored the guide would correct the linear denoiser: a guide of equal weights would then have an
-    effect, and another guide would have none."""
+    """A program that ignored the guide would fall back to the linear denoiser: equal weights would then have an effect,
+    and another guide would have none."""
     earlier, own = (Path("runs/plain/checkpoints") / name for name in ("step_00000005", "step_00000010"))
     shutil.copytree(own, twin := tmp_path / "twin/step_00000010")
     known = write_array(tmp_path / "known", textured((8, 16, 32)), chunk=16)
@@ -447,7 +447,7 @@ def test_a_damaged_file_is_refused_and_an_intact_one_next_to_it_is_used(
 def test_a_failure_names_the_remedy_and_leaves_nothing(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A GPU without room, a file in the way, and a network that returns NaN."""
+    """A full GPU, a file in the way, and a network that returns NaN."""
 
     def full(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -1,4 +1,4 @@
-"""`vesuvius sample` of whole volumes through the door: what is written, kept, refused, and gone on with."""
+"""`vesuvius sample` of whole volumes on the command line: output, preserved voxels, refusals, and resuming."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPE = (12, 24, 24)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run `shown` lies in runs/, trained on labels, with its volume and them."""
+    """Directory of the run `shown`, trained on labels, with its volume and labels."""
     place = tmp_path_factory.mktemp("volumes")
     voxels = textured((64, 64, 64))
     scan = write_group(place / "scan.zarr", voxels, [8.0] * 3)
@@ -180,7 +180,7 @@ def test_missing_chunks_are_filled(tmp_path: Path) -> None:
 
 
 def hole(place: Path, *, dtype: str = "uint8") -> tuple[Path, Path, np.ndarray[Any, Any]]:
-    """A part of the scan with a gap that is 0, its mask and the voxels of the mask."""
+    """Part of the scan with a gap of zeros, its mask and the masked voxels."""
     mask = np.zeros(SHAPE, np.uint8)
     mask[3:8, 5:15, 9:20] = 255
     holed = np.where(mask, 0, voxels(Path("scan.zarr"))[:12, :24, :24]).astype(dtype)
@@ -356,7 +356,7 @@ def test_invalid_requests_are_refused_in_one_line_and_nothing_is_written(
 def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program that swapped two columns or their captions, or scaled the grey values apart, would pass a look."""
+    """A program that swapped two columns or captions, or scaled intensities separately, would look right."""
     drawn: list[tuple[Any, ...]] = []
 
     def recorded(cells: list[MontageCell], title: str, *options: Any) -> Image.Image:

@@ -29,7 +29,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """The steps of all checkpoints, which must be whole."""
+    """Steps of all checkpoints, which must be intact."""
     paths = list_checkpoints(run / "checkpoints")
     assert [find_damage(path) for path in paths] == [None] * len(paths)
     return [step_of(path) for path in paths]

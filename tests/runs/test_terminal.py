@@ -1,4 +1,4 @@
-"""What `vesuvius train` shows on a terminal, and that a pipe or a file in its place gets plain lines."""
+"""Output of `vesuvius train` on a terminal; pipes and files get plain lines."""
 
 from __future__ import annotations
 

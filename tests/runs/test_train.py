@@ -1,4 +1,4 @@
-"""Whole runs through the door: what they leave behind, how they end, and what they refuse."""
+"""Whole runs on the command line: their files, exit codes and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEP_LINE = re.compile(
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the config `tiny.yaml` and its run of 20 steps, which tests only read."""
+    """A folder with the config `tiny.yaml` and its run of 20 steps, read-only for tests."""
     folder = tmp_path_factory.mktemp("whole_run")
     config = tiny_sections("tiny", write_array(folder / "volume.zarr", textured((96, 128, 128))))
     config["training"] |= {"preview_every": 10, "keep_last": 2}

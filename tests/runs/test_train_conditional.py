@@ -1,4 +1,4 @@
-"""A model that is shown labels and the voxel size, from the volumes to the checkpoint and back."""
+"""A model conditioned on labels and voxel size, from the volumes to the checkpoint and back."""
 
 from __future__ import annotations
 

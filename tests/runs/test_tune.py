@@ -1,4 +1,4 @@
-"""`vesuvius tune` as a user types it: a real trainer of a config of seconds."""
+"""`vesuvius tune` on the command line, with a real trainer of a small config."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def report() -> dict[str, Any]:
 
 
 class SimulatedTrainers(SimulatedRunner):
-    """In the place of `TrialRunner`: micro-batches of which each costs as much as ten samples."""
+    """Replaces `TrialRunner`: a micro-batch costs as much as ten samples."""
 
     def __init__(self, config: Config, directory: Path, lock_fd: int) -> None:
         machine = Machine("launches", Setting.of(config), on_gpu=False, sample_s=0.01, launch_s=0.1)
@@ -83,7 +83,7 @@ def test_a_tune_leaves_a_report_and_a_config_that_trains(
 def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank is measured alone; written is what all of them do, also where a loss of ranks is provided for."""
+    """One rank is measured alone; the written config is for all of them, also if ranks may be lost."""
 
     class OneRank(SimulatedTrainers):
         def __init__(self, config: Config, directory: Path, lock_fd: int) -> None:
@@ -153,7 +153,7 @@ def test_an_unwritable_tuned_config_is_refused_before_the_first_block(
 def test_without_measurements_nothing_is_recommended(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The guard's limit is below what torch alone takes."""
+    """The guard's limit is below the memory of torch alone."""
     Path("tiny.tuned.yaml").write_text(f"# {MARK} from tiny.yaml\nextends: tiny.yaml\ntraining:\n  workers: 7\n")
     config = tiny_config(monitor={"ram_limit_gib": 0.05})
     assert vesuvius_tune(config, "--budget", "2m") == EXIT_ERROR
@@ -162,7 +162,7 @@ def test_without_measurements_nothing_is_recommended(
 
 
 def check_nothing_stale(config: Path, said: str, verdict: str) -> None:
-    """No file of an earlier tune looks current: the tuned config extends its source alone, and says why."""
+    """No file of an earlier tune looks current: the tuned config only extends its source, with the reason."""
     text = Path("tiny.tuned.yaml").read_text()
     assert said in text
     assert read_config(Path("tiny.tuned.yaml")) == read_config(config)

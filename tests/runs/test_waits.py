@@ -1,4 +1,4 @@
-"""A run whose store, or whose readers, stop answering: it still stops when it is told to, and loses nothing."""
+"""A run whose store or readers stop responding still stops on request and loses nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HANGS = [{"path": r"volume\.zarr/\d", "kind": "stall"}]
 
 @pytest.fixture
 def remote_config(tiny_config: WriteConfig, volume: Path, server: ChunkServer) -> WriteConfig:
-    """A config whose volume is served over HTTP, and read in the trainer itself."""
+    """A config whose volume is served over HTTP and read by the trainer."""
 
     def write(name: str = "tiny", **sections: dict[str, Any]) -> Path:
         data = {"volumes": [{"path": server.url_of(volume)}], "store": {"timeout_s": NEVER_S, "requests": 4}}
@@ -42,7 +42,7 @@ def remote_config(tiny_config: WriteConfig, volume: Path, server: ChunkServer) -
 
 
 def seconds_to_end(session: Session, number: signal.Signals = signal.SIGTERM) -> tuple[int, float]:
-    """Send a signal; the exit code, and how long it took."""
+    """Send a signal; returns exit code and seconds until the end."""
     started = time.monotonic()
     session.process.send_signal(number)
     return session.process.wait(timeout=SOON_S), time.monotonic() - started
@@ -52,7 +52,7 @@ def seconds_to_end(session: Session, number: signal.Signals = signal.SIGTERM) ->
 def test_a_step_dropped_in_its_second_micro_batch_leaves_no_trace(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first micro-batch is in the gradient by then; a program that saved that, or its samples, would differ."""
+    """Its first micro-batch is already in the gradient; a program that saved it, or its samples, would differ."""
     stopped, straight = (tiny_config(name, training={"max_steps": 5}) for name in ("stopped", "straight"))
     whole_next, asked = PatchStream.__next__, iter(range(100))
 
@@ -89,7 +89,7 @@ def test_a_stop_is_obeyed_before_the_run_begins(
 def test_the_memory_guard_stops_a_run_that_waits_for_a_batch(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
 ) -> None:
-    """A limit far below what a trainer takes: the guard orders its exit as soon as it looks."""
+    """The limit is far below a trainer's memory: the guard orders an exit at its first sample."""
     config = remote_config(data={"normalize": {"low": 0, "high": 200}}, monitor={"ram_limit_gib": 0.05})
     with Session(config, tmp_path) as session:
         session.wait_for("INFO diffusion ")
@@ -101,7 +101,7 @@ def test_the_memory_guard_stops_a_run_that_waits_for_a_batch(
 
 @pytest.mark.long
 def test_a_stop_is_obeyed_while_readers_are_suspended(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    """SIGSTOP, as of a debugger or a frozen cgroup: the readers live and answer nobody."""
+    """SIGSTOP, as from a debugger or a frozen cgroup: the readers are alive but unresponsive."""
     config = tiny_config(training={"epochs": 1000, "save_every": 10_000, "workers": 2})
     with Session(config, tmp_path) as session:
         session.wait_for("Train step 3/")
@@ -132,7 +132,7 @@ def memcheck(run: Path) -> tuple[int, dict[str, Any]]:
 def test_a_hanging_run_is_reported_by_its_log_and_memcheck_until_it_continues(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
 ) -> None:
-    """Requests end, and are tried again, after 7 s: by then it has hung for more than three."""
+    """Requests time out and are retried after 7 s, when the run has been hanging for more than three."""
     store = {"store": {"timeout_s": 7.0, "requests": 4}}
     config = remote_config(data=store, training={"epochs": 1000}, monitor={"stall_minutes": 0.05})
     run = tmp_path / "runs/tiny"

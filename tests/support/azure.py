@@ -1,5 +1,5 @@
-"""What Azure's blob service answers to GET and to lists, on loopback; it checks each signature by a computation of its
-own (https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key, .../create-service-sas)."""
+"""Azure blob service on loopback (GET and list); verifies each signature with its own computation
+(https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key, .../create-service-sas)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _signature(text: str) -> str:
 
 
 def sas_token() -> dict[str, str]:
-    """The parameters of a token that allows to read and list the container, for ever."""
+    """Query parameters of a token for reading and listing the container, without expiry."""
     query = {"sp": "rl", "se": "2099-01-01T00:00:00Z", "spr": "https,http", "sv": "2022-11-02", "sr": "c"}
     return query | {"sig": _signature_of_sas(query)}
 
@@ -45,7 +45,7 @@ def _signature_of_request(asked: Asked, path: str, query: Mapping[str, str]) -> 
 
 
 def signer(asked: Asked) -> str | None:
-    """With what a request is signed, None where it is not; 'wrong' for a signature that is not right."""
+    """Credential that signed a request; None if unsigned, 'wrong' for an invalid signature."""
     path, _, text = asked.target.partition("?")
     query = dict(parse_qsl(text))
     given = asked.headers.get("authorization")
@@ -58,7 +58,7 @@ def signer(asked: Asked) -> str | None:
 
 @contextmanager
 def azure_server(objects: Mapping[str, bytes], public: bool = False) -> Iterator[OddServer]:
-    """Serve the blobs of the container, by key, below URL/ACCOUNT; `public`: to everybody."""
+    """Serve the container's blobs, by key, below URL/ACCOUNT; `public`: to everybody."""
 
     def reply(asked: Asked) -> bytes:
         by = signer(asked)

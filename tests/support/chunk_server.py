@@ -95,13 +95,13 @@ class ChunkServer:
         return f"{self.url}/{path.relative_to(self.root)}"
 
     def asked_for(self, path: Path, counter: str = "paths") -> Counter[str]:
-        """How often each object below a folder was asked for since the last reset, by its path in the folder."""
+        """Number of requests per object below a folder since the last reset, by path in the folder."""
         folder = f"/{path.relative_to(self.root)}/"
         counts = self.stats()[counter].items()
         return Counter({key.removeprefix(folder): count for key, count in counts if key.startswith(folder)})
 
     def reads_of(self, path: Path) -> Counter[str]:
-        """As `asked_for`, without the requests for the first byte alone, which ask whether an object is there."""
+        """Like `asked_for`, without requests for only the first byte, which test for existence."""
         return self.asked_for(path) - self.asked_for(path, "looks")
 
     def _call(self, method: str, path: str, body: str | None = None) -> bytes:
@@ -145,7 +145,7 @@ class Rule:
 
 @dataclass
 class Stats:
-    """What was served since the start or the last reset; bytes are those of bodies."""
+    """Totals since the start or the last reset; bytes are those of bodies."""
 
     requests: int = 0
     bytes_sent: int = 0

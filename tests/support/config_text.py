@@ -1,4 +1,4 @@
-"""What the tests of the config share: a smallest file, and what its reader makes of a text."""
+"""Helpers of config tests: a minimal file, and parsing of a text."""
 
 from collections.abc import Iterator
 
@@ -12,12 +12,12 @@ MINIMAL = "name: tiny\ndata:\n  volumes:\n    - path: scroll.zarr\n"  # 4 lines:
 
 
 def read(text: str, *overrides: str) -> Config:
-    """The config of a text that is called x.yaml."""
+    """Config of a text named x.yaml."""
     return parse_config(text, overrides, source="x.yaml")
 
 
 def problems(text: str, *overrides: str) -> list[str]:
-    """The lines of the error's message; none where the text is right."""
+    """Lines of the error message; empty if the text is valid."""
     try:
         read(text, *overrides)
     except ConfigError as error:
@@ -26,7 +26,7 @@ def problems(text: str, *overrides: str) -> list[str]:
 
 
 def sections(section: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
-    """All models of the config, found by way of the fields' types rather than by the code under test."""
+    """All models of the config, found through field types instead of the code under test."""
     yield section
     for info in section.model_fields.values():
         for found in (info.annotation, *getattr(info.annotation, "__args__", ())):

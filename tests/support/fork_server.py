@@ -1,12 +1,11 @@
-"""Python processes that have torch, Ray and vesuvius imported when they start: in milliseconds instead of seconds.
+"""Python processes with torch, Ray and vesuvius already imported: they start in milliseconds instead of seconds.
 
-A server, one for each test process, forks a process for each command.  It was itself forked from the test process once
-that had imported all tests, and imports the rest when it is first asked.  `Popen` and `run` are those of `subprocess`
-for commands of this interpreter: `-m module`, `-c code` or a script.
+A server, one per test process, forks a process for each command.  It was itself forked from the test process after all
+tests were imported, and imports the rest at its first request.  `Popen` and `run` are those of `subprocess` for
+commands of this interpreter: `-m module`, `-c code` or a script.
 
-What a forked process is not: its environment in /proc, its command line and the options of its interpreter are those of
-the test process, and what libraries read from the environment while they are imported has been read.  Tests of these
-take `subprocess`.
+Forked processes keep the environment in /proc, the command line and the interpreter options of the test process, and
+libraries have already read their variables on import.  Tests of these use `subprocess`.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Popen(subprocess.Popen[Any]):
-    """As `subprocess.Popen`, for a command that begins with `sys.executable`; forked from the server."""
+    """Like `subprocess.Popen`, for a command beginning with `sys.executable`; forked from the server."""
 
     def _execute_child(  # type: ignore[override]
         self, args: Sequence[Any], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Sequence[int], cwd: Any,
@@ -95,7 +94,7 @@ def run(
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """As `subprocess.run`, forked from the server."""
+    """Like `subprocess.run`, forked from the server."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen(command, **options) as process:
@@ -111,13 +110,13 @@ def run(
 
 
 def start(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
-    """`Popen`, or that of `subprocess` where the interpreter was replaced: to stand in for it in code under test."""
+    """`Popen`, or that of `subprocess` if the interpreter was replaced: a substitute for code under test."""
     return (Popen if sys.executable == _PYTHON else subprocess.Popen)(command, **options)
 
 
 def start_server() -> None:
-    """Fork the server.  To be called once the tests are imported and before the first of them runs: a later fork would
-    take threads' locks, patches and descriptors of tests with it."""
+    """Fork the server after the tests are imported and before the first one runs: a later fork would inherit thread
+    locks, patches and descriptors of tests."""
     global _server
     if "vesuvius.training.run" in sys.modules:
         _plan_the_tiny_run()  # for the tests of this process as well
@@ -196,7 +195,7 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Take on descriptors, directory and environment of a new process."""
+    """Take over descriptors, directory and environment of a new process."""
     high = {target: fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for target, fd in request["fds"].items()}
     for fd in request["fds"].values():
         os.close(fd)
@@ -219,7 +218,7 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _run(what: str, *arguments: str) -> None:
-    """What the interpreter does with its command line."""
+    """Execute the command line like the interpreter."""
     if what == "-m":
         module, *rest = arguments
         sys.path.insert(0, os.getcwd())
@@ -238,7 +237,7 @@ def _run(what: str, *arguments: str) -> None:
 
 
 def _plan_the_tiny_run() -> None:
-    """What each dry run plans on a CPU, and remembers: a second."""
+    """Plan once what each dry run plans on a CPU, which takes a second."""
     import torch
 
     from tests.support.tiny import tiny_sections
@@ -256,7 +255,7 @@ _INTERRUPTED = -1
 
 
 def _exit_code_of(command: list[str]) -> int:
-    """Run it, and print the traceback of what it raises."""
+    """Run it, and print the traceback of an exception."""
     try:
         _run(*command)
     except SystemExit as error:
@@ -274,7 +273,7 @@ def _exit_code_of(command: list[str]) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """As the interpreter ends, without taking down its modules: 0.6 s of CPU, as all of their pages would be copied."""
+    """Exit like the interpreter, but without tearing down modules: 0.6 s of CPU, as all their pages would be copied."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -291,7 +290,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _main(connection: socket.socket) -> NoReturn:
-    """The server: it leaves what pytest has set up in its parent, and forks until that ends."""
+    """The server: resets what pytest has set up in its parent, and forks until that ends."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the server ends with the tests
         faulthandler.disable()
@@ -314,7 +313,7 @@ def _main(connection: socket.socket) -> NoReturn:
 
 
 def _import_all() -> dict[str, str]:
-    """What commands will need.  Returns the variables of the environment that this has set."""
+    """Import what commands need.  Returns the environment variables set by this."""
     before = dict(os.environ)
     for name in _PRELOADED:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Processes of `multiprocessing`, forked from one that has imported what they need: each spawned one takes a second."""
+"""`multiprocessing` processes forked from one with imports done: spawning takes a second each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORK_SERVER.set_forkserver_preload(["vesuvius.volume_tools.verify", "tests.volu
 
 
 def process(target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> BaseProcess:
-    """One that is not started yet; it will have the environment of now, as a spawned one."""
+    """A process not yet started, with the current environment, like a spawned one."""
     return _FORK_SERVER.Process(target=_run, args=(dict(os.environ), target, args), daemon=daemon)
 
 
@@ -31,9 +31,9 @@ class _Context(type(_FORK_SERVER)):  # type: ignore[misc]
 
 
 def in_child(act: Callable[[], object]) -> int:
-    """Run in a fork of this process; returns its exit code, and minus the number of a signal that has ended it.
+    """Run in a fork of this process; returns its exit code, or minus the number of the signal that ended it.
 
-    Whatever it raises ends it: one that got away would go on as a second pytest, on the same pipes.
+    Any exception ends it; otherwise it would continue as a second pytest on the same pipes.
     """
     if (child := os.fork()) == 0:
         try:

@@ -1,4 +1,4 @@
-"""Runs `vesuvius train` as a real process, kills it without a warning again and again, and goes on with `--resume`."""
+"""Runs `vesuvius train` as a real process, kills it repeatedly without warning, and continues with `--resume`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HANG_S = 300
 
 
 class Session:
-    """One process of a run, or of another door.  A context manager that leaves no process behind."""
+    """One process of a run or another command.  A context manager that leaves no process behind."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Session:
         return time.monotonic() - self._started
 
     def text(self) -> str:
-        """What it has printed so far."""
+        """Output so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, text: str, count: int = 1, at_most_s: float | None = None) -> None:
-        """Wait until it has printed a text so many times, or until it is so old."""
+        """Wait until a text was printed `count` times, or until the timeout."""
 
         def happened() -> bool:
             return (at_most_s is not None and self.age_s >= at_most_s) or self.text().count(text) >= count
@@ -71,7 +71,7 @@ class Session:
         self.wait_until(happened, f"{text!r} x {count}")
 
     def wait_until(self, happened: Callable[[], bool], what: str, every_s: float = 0.005) -> None:
-        """Wait for something that the living process is to do."""
+        """Wait for an action of the running process."""
         deadline = time.monotonic() + _HANG_S
         while True:
             ended = self.process.poll() is not None
@@ -82,25 +82,25 @@ class Session:
             time.sleep(every_s)
 
     def kill(self) -> None:
-        """SIGKILL, which must not come too late."""
+        """SIGKILL, which must hit a running process."""
         assert self.process.poll() is None, f"the run was over before it could be killed:\n{self.text()}"
         self.process.kill()
         self.process.wait()
 
     def end(self) -> int:
-        """Let it run to its end.  Returns the exit code."""
+        """Let it finish.  Returns the exit code."""
         return self.process.wait(timeout=10 * _HANG_S)
 
 
 @dataclass
 class KillFigures:
-    """What the kills of a run met.
+    """Statistics of the kills of a run.
 
     Attributes:
-        kills: so many processes were killed.
-        before_first_step: of these, while they imported, looked at data and checkpoint or started readers.
-        inside_save: of these, while a checkpoint was being written.
-        steps_redone: optimizer steps that were made again, all together.
+        kills: number of killed processes.
+        before_first_step: of these, during imports, checks or the start of readers.
+        inside_save: of these, during a checkpoint.
+        steps_redone: optimizer steps repeated in total.
         seconds: from the first start to the last end.
     """
 
@@ -111,7 +111,7 @@ class KillFigures:
     seconds: float = 0.0
 
     def count(self, run: Path) -> None:
-        """Take in what a kill has left.  Whatever is shown as a checkpoint must be whole."""
+        """Record the state after a kill.  Every visible checkpoint must be intact."""
         self.kills += 1
         for path in list_checkpoints(run / "checkpoints"):
             assert (damage := find_damage(path)) is None, f"kill {self.kills} left {path} damaged: {damage}"
@@ -130,13 +130,13 @@ def run_with_kills(
     arguments: Callable[[int], Sequence[str]] = lambda session: (),
     environment: dict[str, str] | None = None,
 ) -> KillFigures:
-    """Kill a run at random moments, go on each time, and let it come to its end.
+    """Kill a run at random times, resume it each time, and let it finish.
 
     A session is killed anywhere in its first `most_steps` + 2 steps, one in five before the first.  The run must be
     longer than these together.
 
     Args:
-        arguments: of the command line, for session 0, 1, ...
+        arguments: command line of session 0, 1, ...
     """
     rng, run = random.Random(seed), run_directory(config, cwd)
     figures, started, start_s = KillFigures(), time.monotonic(), 0.0
@@ -160,9 +160,9 @@ def run_with_kills(
 
 
 def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillFigures:
-    """Kill a run while it writes a checkpoint; each time it must go on, from the checkpoint before or a later one.
+    """Kill a run while it writes a checkpoint; each time it must resume from the previous checkpoint or a later one.
 
-    Only kills that left a partial checkpoint count: the others came when it was just whole.
+    Only kills that left a partial checkpoint count.
     """
     rng, run = random.Random(seed), run_directory(config, cwd)
     figures, started = KillFigures(), time.monotonic()
@@ -186,18 +186,18 @@ def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillFigu
 
 
 def run_directory(config: Path, cwd: Path) -> Path:
-    """Where the run of a config lies."""
+    """Run directory of a config."""
     return cwd / "runs" / str(yaml.safe_load(config.read_text())["name"])
 
 
 def steps_redone(run: Path) -> int:
-    """Optimizer steps that a run has made more than once."""
+    """Number of repeated optimizer steps of a run."""
     steps = [record["step"] for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"]
     return len(steps) - len(set(steps))
 
 
 def partial_checkpoint(run: Path) -> Path | None:
-    """The checkpoint that is being written, or was when the process was killed."""
+    """The checkpoint being written, also when the process was killed."""
     return next((run / "checkpoints").glob(".partial-step_*"), None)
 
 
@@ -214,7 +214,7 @@ def processes_with(marker: str) -> list[str]:
 
 
 def left_after(marker: str, at_most_s: float, kept: Sequence[str] = ()) -> list[str]:
-    """Command lines of those that are still there after this time, but for those that have a word of `kept`."""
+    """Command lines of those still running after this time, except those containing a word of `kept`."""
     deadline = time.monotonic() + at_most_s
     while True:
         left = [line.strip() for line in processes_with(marker) if not any(word in line for word in kept)]
@@ -224,7 +224,8 @@ def left_after(marker: str, at_most_s: float, kept: Sequence[str] = ()) -> list[
 
 
 def final_difference(run: Path, other: Path) -> str | None:
-    """How the last checkpoints of two runs differ in weights, optimizer, averages or scaler; None: not in one bit."""
+    """Difference between the last checkpoints of two runs in weights, optimizer, averages or scaler; None:
+    bit-identical."""
     ours, theirs = (list_checkpoints(path / "checkpoints")[-1] for path in (run, other))
     if ours.name != theirs.name:
         return f"{ours.name} and {theirs.name}"
@@ -248,7 +249,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _step_s(text: str) -> float:
-    """Seconds of the shortest step so far: the first one holds the start of the readers."""
+    """Shortest step so far, in seconds: the first includes the start of the readers."""
     return min(map(float, re.findall(r" step_s ([\d.]+)", text)))
 
 
@@ -257,7 +258,7 @@ def wait_for_partial(session: Session, run: Path) -> None:
 
 
 def _save_s(session: Session, run: Path) -> float:
-    """Seconds that a checkpoint takes to write: the median of five."""
+    """Seconds to write a checkpoint: median of five."""
     seconds = []
     for _ in range(5):
         wait_for_partial(session, run)

@@ -1,4 +1,4 @@
-"""Small processes that stand for a trainer, and memcheck as a user runs it."""
+"""Small processes in the role of a trainer, and memcheck as called by a user."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def memcheck_command(*arguments: object) -> list[str]:
 
 
 def run_memcheck(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """In this process, which is fast; that nothing else need be installed, a test of the command says."""
+    """Run it in this process, which is fast; a test of the command covers its imports."""
     out, err = io.StringIO(), io.StringIO()
     with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
         code = memcheck.main(list(map(str, arguments)))
@@ -50,7 +50,7 @@ def run_memcheck(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[s
 
 @contextmanager
 def trainer(directory: Path, size: int = BUFFERS_IN_USE, **limits: float) -> Iterator[subprocess.Popen[str]]:
-    """A living run that holds so much, and what its interpreter takes; see `grow`."""
+    """A live run holding this much memory in addition to its interpreter; see `grow`."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = json.dumps({"limits": limits, "bytes": size})
     command = [sys.executable, "-c", TRAINER, str(directory), settings]
@@ -64,7 +64,7 @@ def trainer(directory: Path, size: int = BUFFERS_IN_USE, **limits: float) -> Ite
 
 
 def grow(process: subprocess.Popen[str], size: int) -> None:
-    """Let a trainer take more."""
+    """Make a trainer allocate more."""
     assert process.stdin is not None
     assert process.stdout is not None
     print(size, file=process.stdin, flush=True)
@@ -72,7 +72,7 @@ def grow(process: subprocess.Popen[str], size: int) -> None:
 
 
 def found_in(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """The one JSON object that was printed."""
+    """The printed JSON object."""
     assert done.stderr == ""
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["exit_code"] == done.returncode

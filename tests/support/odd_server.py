@@ -1,4 +1,4 @@
-"""A web server on loopback whose answers a test writes: odd, broken, or of another protocol."""
+"""A loopback web server whose responses are written by a test: odd, broken, or of another protocol."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Answer = Callable[[Asked], bytes]
 
 
 def answer(status: str, body: bytes = b"", *headers: str) -> bytes:
-    """The bytes of an answer; nothing is added to the headers but that the connection ends."""
+    """Bytes of a response; the only added header closes the connection."""
     return "\r\n".join([f"HTTP/1.1 {status}", "Connection: close", *headers, "", ""]).encode() + body
 
 
 def sized(status: str, body: bytes, *headers: str) -> bytes:
-    """As `answer`, with the length."""
+    """Like `answer`, with the length."""
     return answer(status, body, f"Content-Length: {len(body)}", *headers)
 
 
 def served(data: bytes, asked: Asked, *headers: str) -> bytes:
-    """What a well-behaved server answers for an object."""
+    """Response of a well-behaved server for an object."""
     if asked.method == "HEAD":
         return answer("200 OK", b"", f"Content-Length: {len(data)}", *headers)
     if asked.span is None:
@@ -57,7 +57,7 @@ def served(data: bytes, asked: Asked, *headers: str) -> bytes:
 
 @dataclass
 class OddServer:
-    """Where it listens, and what it was asked."""
+    """Address and received requests."""
 
     url: str
     asked: list[Asked] = field(default_factory=list)
@@ -65,7 +65,7 @@ class OddServer:
 
 @contextmanager
 def odd_server(reply: Answer) -> Iterator[OddServer]:
-    """Answer each request with the bytes that `reply` makes of it, then close its connection."""
+    """Answer each request with the bytes returned by `reply`, then close its connection."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     server = OddServer(f"http://127.0.0.1:{listener.getsockname()[1]}")
 
@@ -100,7 +100,7 @@ def odd_server(reply: Answer) -> Iterator[OddServer]:
 
 
 def files_below(root: Path, reply: Callable[[bytes, Asked], bytes] = served) -> Answer:
-    """The files of a folder, each answered as `reply` does; 404 for what is none."""
+    """Serve the files of a folder like `reply`; 404 for others."""
 
     def answer_file(asked: Asked) -> bytes:
         file = root / asked.target.partition("?")[0].lstrip("/")

@@ -1,8 +1,8 @@
-"""Ends whatever a test process has started once that process is gone, however it went: a test that has taken too long
-(pytest-timeout ends its process at once), a kill, a lack of memory.
+"""Kills everything a test process has started once that process ends, in whatever way: a timeout (pytest-timeout ends
+the process at once), a kill, or an OOM.
 
-All that a test process starts inherits a mark in its environment, also daemons and what they start in turn.  A process
-beside it waits for its end, which takes no CPU, and then kills all that bear the mark.  Linux alone; elsewhere
+All processes started by a test process inherit a mark in their environment, including daemons and their children.  A
+helper process waits for its end, without using CPU, and then kills all bearers of the mark.  Linux only; elsewhere
 nothing is watched.
 """
 
@@ -22,7 +22,7 @@ _QUIET_S = 0.2  # so long no new one has been found
 
 
 def watch_over_this_process() -> None:
-    """Mark all that this process starts from now on, and have it killed when this process is gone."""
+    """Mark all processes started from now on, and have them killed when this process ends."""
     if not hasattr(os, "pidfd_open"):
         return
     environment = {name: value for name, value in os.environ.items() if name != MARK}

@@ -1,6 +1,6 @@
-"""Chunks that abort the process that decodes them, as a bug in a codec would.
+"""Chunks that abort the process that decodes them, as a codec bug would.
 
-`arm` arms the process, and with it those that read for it: what they are sent does so there.
+`arm` arms the process and, through the task they receive, its readers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _POISON = b"this chunk aborts whoever decodes it"
 
 
 def write_volume(path: Path, voxels: NDArray[Any]) -> Path:
-    """A volume of chunks of 32^3, to be poisoned."""
+    """A volume with chunks of 32^3, to be poisoned."""
     return write_array(path, voxels)
 
 
 def poison(path: Path, chunk: tuple[int, int, int]) -> None:
-    """Have a chunk abort the process that decodes it."""
+    """Make a chunk abort the process that decodes it."""
     arm()
     (path / "/".join(map(str, chunk))).write_bytes(_POISON)
 
 
 def run_armed(command: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """As `tests.conftest.run_vesuvius`, where poison works."""
+    """Like `tests.conftest.run_vesuvius`, with poison armed."""
     code = f"{ARM}from vesuvius.commands.cli import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, command, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -54,7 +54,7 @@ def _reduce(self: Any) -> Any:
 
 
 def arm(decode: Any = ChunkDecoder.__call__) -> None:
-    """Have poison work in this process, and in those that read for it."""
+    """Arm poison in this process and its readers."""
 
     def poisoned(self: ChunkDecoder, data: bytes) -> NDArray[Any]:
         if data == _POISON:

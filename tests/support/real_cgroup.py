@@ -1,4 +1,4 @@
-"""A memory cgroup of our own, version 2 or 1, in which the kernel really counts and kills: for tests and tools."""
+"""A real memory cgroup, version 2 or 1, in which the kernel counts and kills: for tests and tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class NoCgroupError(RuntimeError):
-    """No cgroup can be made here."""
+    """No cgroup can be created here."""
 
 
 @dataclass(frozen=True)
@@ -30,30 +30,30 @@ class MemoryCgroup:
     version: int
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """`subprocess.Popen` of a command that is in the cgroup from its first byte on."""
+        """`subprocess.Popen` of a command that starts inside the cgroup."""
         return popen_in(self.path, command, **options)
 
     def page_cache_bytes(self) -> int:
-        """Of files, without shared memory."""
+        """Page cache without shared memory."""
         stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
         file, shmem = ("file", "shmem") if self.version == 2 else ("total_cache", "total_shmem")
         return int(stat[file]) - int(stat[shmem])
 
     def kills(self) -> int:
-        """Processes that the kernel has killed for its limit."""
+        """Processes killed by the kernel for exceeding the limit."""
         file = "memory.events" if self.version == 2 else "memory.oom_control"
         return int(dict(line.split() for line in (self.path / file).read_text().splitlines())["oom_kill"])
 
 
 def popen_in(directory: Path, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """`subprocess.Popen` of a command that is in a cgroup from its first byte on."""
+    """`subprocess.Popen` of a command that starts inside the cgroup."""
     enter = f'echo $$ > "{directory}/cgroup.procs" && exec "$@"'
     return subprocess.Popen(["sh", "-c", enter, "sh", *command], **options)
 
 
 @contextmanager
 def memory_cgroup_or_skip(limit_bytes: int | None = None) -> Iterator[MemoryCgroup]:
-    """A new cgroup for a test, which is skipped where none can be made."""
+    """A new cgroup for a test, which is skipped if none can be created."""
     with ExitStack() as held:
         try:
             group = held.enter_context(memory_cgroup(limit_bytes))
@@ -64,10 +64,10 @@ def memory_cgroup_or_skip(limit_bytes: int | None = None) -> Iterator[MemoryCgro
 
 @contextmanager
 def memory_cgroup(limit_bytes: int | None) -> Iterator[MemoryCgroup]:
-    """Make one below the cgroup of this process; whoever is left in it at the end is killed.
+    """Create a cgroup below that of this process; processes left in it at the end are killed.
 
     Raises:
-        NoCgroupError: that is not permitted here.
+        NoCgroupError: no permission.
     """
     make = _make_v2 if (_ROOT / "cgroup.controllers").exists() else _make_v1
     try:

@@ -1,4 +1,4 @@
-"""Run directories as a trainer leaves them, of any length, without training: records in the forms of the real ones."""
+"""Run directories as left by a trainer, of any length, without training: records in the real formats."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
 
 
 def write_run(path: Path, metrics: Iterable[Record], system_records: Iterable[Record] = (), **keys: Any) -> Path:
-    """A run directory with a config (`keys` replace those of its top), an environment, and these records."""
+    """A run directory with a config (`keys` override the top level), an environment, and these records."""
     path.mkdir(parents=True, exist_ok=True)
     config = dump_config(parse_stored(tiny_sections(path.name, Path("/volumes/tiny.zarr")) | keys))
     (path / "config.resolved.yaml").write_text(config)
@@ -103,7 +103,7 @@ def write_run(path: Path, metrics: Iterable[Record], system_records: Iterable[Re
 
 
 def write_preview(run: Path, number: int, size: tuple[int, int] = (1600, 900)) -> Record:
-    """A picture of noise, which compresses worst, and its record."""
+    """An incompressible picture of noise, and its record."""
     picture = run / "samples" / f"step_{number:08d}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)

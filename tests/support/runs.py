@@ -1,4 +1,4 @@
-"""Runs of the door `train` in the current directory, and what they leave, for the tests of whole runs."""
+"""Calls of `vesuvius train` in the current directory, and their results, for tests of whole runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WriteConfig = Callable[..., Path]
 
 
 def fork_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the trials of a tune in this process be forked from one that has torch imported."""
+    """Fork the trials of a tune from a process that has torch imported."""
     stand_in = SimpleNamespace(**vars(subprocess) | {"Popen": fork_server.start})
     monkeypatch.setattr(trainer, "subprocess", stand_in)
 
@@ -32,7 +32,7 @@ def vesuvius_train(config: Path, *arguments: str) -> int:
 
 
 def train_in(place: Path, *configs: Path) -> Path:
-    """Two steps of each; returns where their runs lie."""
+    """Two steps of each config; returns the directory of the runs."""
     with chdir(place):
         for config in configs:
             assert vesuvius_train(config, "training.max_steps=2", "training.save_every=2") == 0
@@ -40,14 +40,14 @@ def train_in(place: Path, *configs: Path) -> Path:
 
 
 def final_weights(name: str = "tiny") -> dict[str, torch.Tensor]:
-    """The raw weights and each average of the newest checkpoint."""
+    """Raw weights and averages of the newest checkpoint."""
     state = load_checkpoint(list_checkpoints(Path("runs") / name / "checkpoints")[-1])
     averages = {f"{a}.{k}": v for a, average in state["averages"].items() for k, v in average["weights"].items()}
     return state["model"] | averages
 
 
 def assert_same_weights(name: str, other: str = "tiny") -> None:
-    """Two runs have ended with the same bits."""
+    """Assert that two runs ended with identical bits."""
     weights, others = final_weights(name), final_weights(other)
     assert weights.keys() == others.keys()
     for key, weight in weights.items():

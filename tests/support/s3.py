@@ -1,4 +1,4 @@
-"""A client of an S3 server that a test runs, and a folder put onto it."""
+"""A client for a test's S3 server, and an upload of a folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def s3_client(address: str) -> Any:
-    """A client with credentials that such a server takes for good."""
+    """A client with accepted credentials."""
     import boto3  # takes a second
 
     return boto3.client(
@@ -16,7 +16,8 @@ def s3_client(address: str) -> Any:
 
 
 def upload(client: Any, folder: Path, bucket: str, prefix: str) -> str:
-    """Put all files of a folder below a prefix; returns their address.  In the bucket `public` everybody may read."""
+    """Upload all files of a folder below a prefix; returns their address.  The bucket `public` is readable by
+    everybody."""
     acl = "public-read" if bucket == "public" else "private"
     for file in folder.rglob("*"):
         if file.is_file():

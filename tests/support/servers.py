@@ -1,4 +1,4 @@
-"""Servers for all tests of remote volumes, and a cache of listings that is not the user's."""
+"""Servers for all tests of remote volumes, and a listing cache separate from the user's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.chunk_server import ChunkServer
 
 @pytest.fixture(scope="session")
 def cache_homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folders that are not there yet."""
+    """Folders that do not exist yet."""
     parent = tmp_path_factory.mktemp("cache_homes")
     return (parent / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
 def cache_home(cache_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where listings of chunks are kept, new for each test; cheaper than a `mktemp` each, which lists all before it."""
+    """Folder for chunk listings, new for each test; cheaper than `mktemp`, which lists all previous ones."""
     path = next(cache_homes)
     path.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
@@ -52,7 +52,7 @@ def server(session_server: ChunkServer) -> ChunkServer:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """The address of an S3 server with two buckets: `public`, and `private`, where a request must be signed."""
+    """Address of an S3 server with two buckets: `public`, and `private`, which requires signed requests."""
     from moto.server import ThreadedMotoServer  # takes a second, so only where a test asks for it
 
     from tests.support.s3 import s3_client
@@ -69,7 +69,7 @@ def s3_server() -> Iterator[str]:
 
 @pytest.fixture
 def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A client of that server, which s3 addresses lead to; without credentials in the environment."""
+    """A client of that server, used for s3 addresses; without credentials in the environment."""
     from tests.support.s3 import s3_client
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):

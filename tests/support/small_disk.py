@@ -1,4 +1,4 @@
-"""A disk of a few MiB that can be filled: a tmpfs in a mount namespace of its own, so that nobody else sees it."""
+"""A disk of a few MiB that can be filled: a tmpfs in its own mount namespace, invisible to others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOUNT = 'mount -t tmpfs -o size="$2" none "$1" && echo mounted && read end'
 
 @contextmanager
 def small_disk(directory: Path, kib: int) -> Iterator[Path]:
-    """Yields a path to an empty file system of this size; skips the test where none may be mounted.
+    """Yields the path of an empty file system of this size; skips the test if mounting is not permitted.
 
     Args:
         directory: an empty directory to mount on.
@@ -40,7 +40,7 @@ def small_disk(directory: Path, kib: int) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Leave no byte free.  Returns the ballast, to be removed."""
+    """Leave no byte free.  Returns the ballast file."""
     ballast = disk / "ballast"
     with suppress(OSError), ballast.open("wb", buffering=0) as file:
         while True:
@@ -50,13 +50,13 @@ def fill(disk: Path) -> Path:
 
 
 def free_bytes(disk: Path) -> int:
-    """What is left on it."""
+    """Free space."""
     status = os.statvfs(disk)
     return status.f_bavail * status.f_frsize
 
 
 def with_small_files(door: str, limit: int) -> list[str]:
-    """The start of a command none of whose files may reach `limit` bytes: its writes fail as on a full disk."""
+    """Command prefix that limits files to `limit` bytes: larger writes fail as on a full disk."""
     code = f"""
 import resource, signal, sys
 from vesuvius.commands.{door} import main

@@ -1,4 +1,4 @@
-"""A real pty, and the screen that its output makes."""
+"""A real pty, and the screen resulting from its output."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TOKEN = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|.|\n")
 def output_on_a_terminal(
     command: Sequence[str], cwd: Path, interrupt_at: Callable[[str], bool] = lambda shown: False, columns: int = 80
 ) -> tuple[int, str]:
-    """Run a command on a terminal of so many columns, to its end; its exit code, and all it wrote.
+    """Run a command to its end on a terminal with `columns` columns; returns exit code and output.
 
-    `interrupt_at`: whether it is time for the signal that a terminal sends on Ctrl-C, from the output so far.
+    `interrupt_at`: whether to send Ctrl-C, given the output so far.
     """
     environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "NO_COLOR"}}
     master, slave = pty.openpty()
@@ -46,7 +46,7 @@ def output_on_a_terminal(
 
 
 def screen(output: str, columns: int) -> list[str]:
-    """Lines that a terminal of so many columns shows, without blank ones; longer ones wrap."""
+    """Non-blank lines shown by a terminal with `columns` columns; longer lines wrap."""
     rows, column = [""], 0
     for token in _TOKEN.findall(output.replace("\r\n", "\n")):
         match token:

@@ -1,4 +1,4 @@
-"""An experiment of seconds on one core."""
+"""An experiment that takes seconds on one core."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY_TRAINING: dict[str, Any] = {
 
 
 def tiny_sections(name: str, volume: Path) -> dict[str, Any]:
-    """Its config: all sections, as YAML has them."""
+    """All sections of its config, as in YAML."""
     return {
         "name": name,
         "data": {

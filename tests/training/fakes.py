@@ -1,4 +1,4 @@
-"""What stands for a stream, the monitor, or a whole session where a test has none."""
+"""Fakes of a stream and the monitor, and a minimal training session."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 def run_context(
     config: Config, directory: Path, progress: Progress | None = None, stop: StopRequest | None = None, on: str = "cpu"
 ) -> RunContext:
-    """A session in a directory, whose memory has no limit but the machine's; `on` is the device."""
+    """A session in a directory, without memory limits of its own; `on` is the device."""
     progress, metrics = progress or Progress(), JsonLines(directory / "metrics.jsonl")
     checked: Any = SimpleNamespace(directory=RunDir(directory))
     return RunContext(
@@ -67,7 +67,7 @@ def run_context(
 
 @dataclass
 class StillStream:
-    """A stream that has done nothing."""
+    """A stream without activity."""
 
     options: StreamOptions
     readers: dict[int, ReaderStats] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class StillStream:
 
 @dataclass
 class FixedMachine:
-    """A machine that is always as busy."""
+    """A machine with constant load."""
 
     busy: Rates | None = None
     short: bool = False
@@ -104,9 +104,9 @@ class FixedMachine:
 
 @dataclass
 class Session:
-    """The steps of a run on a CPU, with neither checkpoints nor validation.
+    """The steps of a run on a CPU, without checkpoints and validation.
 
-    `again` takes the place of what computes a step again; `kept` are its batches.
+    `again` replaces the diagnosis of a step; `kept` are its batches.
     """
 
     config: Config
@@ -127,7 +127,7 @@ class Session:
         self._feed = TrainingFeed(DeviceFeed(CPU, options, self.data.job, greys.volumes), conditioner)
 
     def run(self, steps: int) -> list[dict[str, Any]]:
-        """Returns what was recorded.  Raises NonFiniteError as a run does."""
+        """Returns the records.  Raises NonFiniteError like a run."""
         config, run = self.config, run_context(self.config, self.directory)
         again = self.again or partial(diagnose, self.step, self._feed)
         with self._feed.open() as stream:

@@ -1,4 +1,4 @@
-"""What a run changes between two steps: on the guard's orders, and on a verdict; what it refuses or leaves alone."""
+"""Changes between two steps by the guard's orders or a verdict, and refused changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FEW_WORKERS = says("workers too few", "training.workers=4")
 
 @dataclass
 class NotedMonitor:
-    """Of a machine of 64 GiB.  Orders what the test says, and notes what it is told."""
+    """Monitor of a machine with 64 GiB.  Gives the test's orders and records what it receives."""
 
     order: Order | None = None
     loop_status: LoopStatus = field(default_factory=LoopStatus)
@@ -76,7 +76,7 @@ class NotedMonitor:
 
 @dataclass
 class NotedFeed:
-    """Stream and feed in one, whose readers took at most 300 MiB; notes how it is to change, or refuses."""
+    """Stream and feed in one, whose readers peaked at 300 MiB; records or refuses changes."""
 
     options: StreamOptions
     refuses: str = ""
@@ -111,7 +111,7 @@ class NotedFeed:
 
 
 class Loop:
-    """What acts between two steps of a session in which the test gives orders and verdicts."""
+    """Guard actions and autotuner of a session with orders and verdicts from the test."""
 
     def __init__(self, config_file: Path, metrics: Path) -> None:
         self.metrics, self.stop, self.progress = metrics, StopRequest(None), Progress(step=10)
@@ -176,7 +176,7 @@ def test_shrinking_halves_the_prefetch_and_stops_a_reader_but_never_the_last(
 def test_the_advice_after_an_exit_keeps_the_last_reader(
     loop: Callable[..., Loop], workers: int, prefetch: int, advised: int
 ) -> None:
-    """The trainer would read then, and leak what the reader did."""
+    """Otherwise the trainer would read, with the same leak."""
     run = loop(workers=workers, prefetch_factor=prefetch)
     run.step()
     run.guard.exit(Order("exit", "close to running out of memory"))
@@ -196,7 +196,7 @@ def test_leaking_readers_are_restarted_unchanged(loop: Callable[..., Loop]) -> N
 
 
 def test_resident_volumes_are_dropped_and_readers_restarted(loop: Callable[..., Loop]) -> None:
-    """Also for the session after an exit: else it would fill the memory again."""
+    """Also in the session after an exit, which would otherwise fill the memory again."""
     run = loop(workers=3, prefetch_factor=4)
     run.feed.options, run.feed.ended_readers = replace(run.feed.options, workers=0), 3  # as it was full
     run.feed.has_resident = run.feed.resident_frees_memory = True
@@ -247,7 +247,7 @@ def test_an_exit_order_stops_at_once_and_the_first_request_sets_the_exit_code(
 
 
 def test_a_shrunk_real_stream_delivers_the_same_batches(tmp_path: Path, tiny_config: WriteConfig) -> None:
-    """The guard's orders through a real monitor: memory stands above shrink_at, and later above exit_at."""
+    """The guard's orders through a real monitor: memory is above shrink_at, later above exit_at."""
     config = read_config(tiny_config(training={"prefetch_factor": 4}), ())
     job, options = prepare_data(0, config.data).job, StreamOptions.from_config(config.training, config.cluster)
     stop = StopRequest(None)
@@ -294,7 +294,7 @@ class Full(Watcher):
 def test_a_run_that_saves_for_the_growth_of_others_continues_to_its_end(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guard orders it after the third step; no other checkpoint is due but the last."""
+    """The guard orders a save after the third step; the only other checkpoint is the last."""
     monkeypatch.chdir(tmp_path)
     orders = [Order("save", "close to running out of memory: the machine")]
     order = property(
@@ -338,7 +338,7 @@ def test_settings_a_running_stream_cannot_change_are_left_alone() -> None:
 def test_changes_that_would_trigger_the_guard_are_refused_and_reported_once(
     loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A reader counts as the largest there is, twice, with its part of the object store; ranks of a node share."""
+    """A reader counts as the largest one, twice, with its part of the object store; ranks of a node share."""
     run = loop()
     store = store_peak_bytes(run.job, StreamOptions(2, 4)) - store_peak_bytes(run.job, StreamOptions(2, 2))
     need = 2 * (2 * 300 * MIB + store) + 4 * 4096

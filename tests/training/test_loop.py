@@ -1,4 +1,4 @@
-"""When the loop gives up waiting for data."""
+"""Conditions for giving up the wait for data."""
 
 from __future__ import annotations
 

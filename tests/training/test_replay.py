@@ -1,4 +1,4 @@
-"""Steps that were not finite: what is recorded of them, where they went wrong, and that a replay is the same step."""
+"""Non-finite steps: records, diagnosis, and identical replays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("of_two_micro_batches")
 
 
 class LateClock(HostClock):
-    """Steps are finished two steps late, as a GPU's are that the host runs ahead of."""
+    """Steps finish two steps late, as on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class LateClock(HostClock):
 
 
 def spoil(path: Path, data: PreparedData, sample: int, value: float) -> None:
-    """Give one voxel of a sample this value: one that none of the other first 32 samples sees."""
+    """Set one voxel of a sample, outside the other first 32 samples, to this value."""
     starts = [data.plan.sample(index).start_zyx for index in range(32) if index != sample]
     first, size = data.plan.sample(sample).start_zyx, data.plan.patch_zyx
     inside = (np.add(first, offset) for offset in np.ndindex(*size))
@@ -56,7 +56,7 @@ def spoil(path: Path, data: PreparedData, sample: int, value: float) -> None:
 
 
 def spoiled_config(tiny_config: WriteConfig, value: float = 1e30, **sections: Any) -> Config:
-    """A config on a volume of floats in which one voxel of sample 6, the third of step 2, is spoiled.
+    """A config on a float volume with one spoiled voxel in sample 6, the third of step 2.
 
     1e30 overflows float32 when squared in the loss: a real infinity.
     """
@@ -126,7 +126,7 @@ def test_a_non_finite_gradient_is_distinguished_from_a_loss_and_named(tiny_confi
 
 
 def test_steps_launched_before_a_bad_one_is_noticed_are_rolled_back(tiny_config: WriteConfig) -> None:
-    """Nor does computing it again leave anything behind."""
+    """Diagnosis leaves nothing behind either."""
     config = spoiled_config(tiny_config)
     session = Session(config, Path.cwd(), LateClock())
     with pytest.raises(NonFiniteError) as error:

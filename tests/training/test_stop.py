@@ -1,4 +1,4 @@
-"""Signals at awkward moments, with real Ray readers, sent as a terminal or a scheduler sends them."""
+"""Signals at awkward times, with real Ray readers, as sent by a terminal or a scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG_RUN = {"epochs": 1000, "workers": 2}
 
 @contextmanager
 def start(config: Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """`vesuvius train` in a process group of its own, as a shell starts it; killed if it outlives the test."""
+    """`vesuvius train` in its own process group, as from a shell; killed if it outlives the test."""
     process = fork_server.Popen(
         [sys.executable, "-m", "vesuvius.train", "--config", str(config)],
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""Checkpoints are found, verified and read; what is damaged is passed over, and nothing else."""
+"""Checkpoints are found, verified and read; damaged ones, and only these, are skipped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOBODY = 65534
 
 
 def state_of(step: int, size: int = 1000) -> dict[str, Any]:
-    """Weights of this value, two averages of them, and what else a state holds."""
+    """A state with weights of this value, two averages, and the other entries."""
     weights = {"conv.weight": torch.full((size,), float(step)), "conv.bias": torch.full((), float(step))}
     averages = {
         name: {"weights": {key: value + shift for key, value in weights.items()}, "updates": torch.tensor(float(step))}
@@ -61,7 +61,7 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Equal, to the last bit and the dtype."""
+    """Assert equal bits and dtypes."""
     if isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
@@ -86,7 +86,7 @@ def flip_a_byte(file: Path) -> None:
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """No file of this process may grow over `limit` bytes: real writes that fail, without filling a real disk."""
+    """Limit files of this process to `limit` bytes: real writes fail without filling a disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
@@ -99,7 +99,8 @@ def small_files(limit: int) -> Iterator[None]:
 
 @contextmanager
 def as_nobody() -> Iterator[Path]:
-    """Whom permissions bind, unlike root.  Yields a directory of theirs; pytest's own may be root's alone."""
+    """Act as a user who is bound by permissions, unlike root.  Yields a directory of theirs; pytest's own may belong to
+    root."""
     with tempfile.TemporaryDirectory() as directory:
         if os.geteuid() != 0:
             yield Path(directory)

@@ -1,4 +1,4 @@
-"""Checkpoints of format 2, where the channels of a box came before the places of its voxels."""
+"""Checkpoints of format 2, in which the channels of a box came before its voxel positions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RENAMED = {"from_boxes": "stem_in", "to_boxes": "stem_out", "trunk.to_boxes": "t
 
 
 def space_to_depth(x: Tensor, stride: Triple) -> Tensor:
-    """As it was."""
+    """As in format 2."""
     b, c, z, y, x_size = x.shape
     sz, sy, sx = stride
     moved = x.reshape(b, c, z // sz, sz, y // sy, sy, x_size // sx, sx).permute(0, 1, 3, 5, 7, 2, 4, 6)
@@ -31,7 +31,7 @@ def space_to_depth(x: Tensor, stride: Triple) -> Tensor:
 
 
 def depth_to_space(x: Tensor, stride: Triple) -> Tensor:
-    """As it was."""
+    """As in format 2."""
     b, channels, z, y, x_size = x.shape
     sz, sy, sx = stride
     c = channels // (sz * sy * sx)
@@ -40,7 +40,7 @@ def depth_to_space(x: Tensor, stride: Triple) -> Tensor:
 
 
 def as_before(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under their names of before."""
+    """With the names of format 2."""
     found = {}
     for name, weight in weights.items():
         module, _, rest = name.removeprefix("trunk.").partition(".")
@@ -73,7 +73,7 @@ def prediction(step: TrainStep, weights: str) -> Tensor:
 def test_a_format_2_checkpoint_predicts_and_continues_as_before(
     optimizer: str, full: int, conditional: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three widths and unequal strides: the wrong level's channels, or moments that stay behind, would show."""
+    """Three widths and unequal strides reveal channels of the wrong level and unconverted moments."""
     config = make_config(conditional, optimizer=optimizer, extra_ema_decays=(0.5,), train_batch_size=2)
     levels = {"channels": (8, 12, 16), "strides": ((1, 2, 2), (2, 2, 1)), "full_res_channels": full}
     config = Config.model_validate(config.model_dump() | {"model": config.model.model_dump() | levels})

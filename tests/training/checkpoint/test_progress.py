@@ -1,4 +1,4 @@
-"""How far a run is: counted in steps and samples, over sessions."""
+"""Progress of a run: steps and samples over sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether ranks and resumes are of one experiment.  Whole runs: tests/runs/test_resume.py, test_drift.py."""
+"""Reasons for differences between plans.  Whole runs: tests/runs/test_resume.py, test_drift.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checkpoints are written whole or not at all, and the older one and the best stay whole.
+"""Checkpoints are written completely or not at all, and the previous and the best one stay intact.
 
-Kills inside a save are in `test_writer.py`, kills of whole runs in `tests/runs/test_kills.py`.
+Kills during a save are in `test_writer.py`, kills of whole runs in `tests/runs/test_kills.py`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_best_is_a_link_that_follows_the_best_checkpoint(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("seed", range(4))
 def test_once_a_best_checkpoint_was_saved_best_points_to_an_intact_one(tmp_path: Path, seed: int) -> None:
-    """Whatever is better, worse, forgotten, not saved or saved again in between."""
+    """For any sequence of better, worse, forgotten, failed and repeated saves."""
     rng, step, best, linked = np.random.default_rng(seed), 1, None, None
     for _ in range(15):
         step += int(rng.integers(2))  # or the same one again
@@ -108,7 +108,7 @@ def test_once_a_best_checkpoint_was_saved_best_points_to_an_intact_one(tmp_path:
 
 
 def killed_before(number: int, directory: Path) -> bool:
-    """Whether a save of a step that is there dies before the call that is the `number`-th to change a name on disk."""
+    """Whether saving an existing step dies before the `number`-th call that changes a name on disk."""
     count = 0
 
     def die(event: str, _: Any) -> None:
@@ -156,7 +156,7 @@ def test_a_step_is_saved_again_intact_after_a_kill_at_any_point(
 
 
 def test_without_symlinks_a_save_succeeds_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A directory stands where the link would: that it cannot be made is the same for the saver."""
+    """A directory in place of the link has the same effect as missing symlink support."""
     (tmp_path / "best" / "mine").mkdir(parents=True)
     for step in (1, 2):
         assert find_damage(save(tmp_path, step, best_step=step)) is None
@@ -199,7 +199,7 @@ def test_an_undeletable_checkpoint_costs_a_warning_but_no_save(caplog: pytest.Lo
 def test_every_file_is_flushed_before_the_rename_and_the_directory_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power cut behind a save loses nothing of it."""
+    """A power cut after a save loses nothing."""
     done: list[tuple[str, int]] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -241,7 +241,7 @@ def test_without_enough_space_nothing_is_written(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("large", "kind"), [("model", "OSError: .*too large"), ("ema", "SafetensorError")])
 def test_a_full_disk_is_an_error_and_leaves_the_older_checkpoint_intact(tmp_path: Path, large: str, kind: str) -> None:
-    """Whichever file it is that does not fit."""
+    """Whichever file does not fit."""
     old = save(tmp_path, 1)
     state = state_of(2)
     weights = state["model"] if large == "model" else state["averages"]["ema"]["weights"]

@@ -1,4 +1,4 @@
-"""The weights that a new run starts from.  What `vesuvius sample` reads is tested in `tests/runs/test_sample.py`."""
+"""Initial weights of a new run.  `vesuvius sample` is tested in `tests/runs/test_sample.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKPOINTS = "runs/other/checkpoints"
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The checkpoints of runs/other: 1 and 2, of which the first is the best."""
+    """The checkpoints of runs/other: 1 (the best) and 2."""
     monkeypatch.chdir(tmp_path)
     for step in (1, 2):
         save(Path(CHECKPOINTS), step, best_step=1)

@@ -1,4 +1,4 @@
-"""The thread that writes checkpoints: what it writes, what becomes of errors, and kills in the middle."""
+"""The checkpoint writer thread: its output, errors, and kills."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_an_unexpected_error_of_the_last_save_is_raised_at_the_end_and_hides_no_
 
 
 def buffers_of(length: int) -> int:
-    """How many tensors of so many values there are."""
+    """Number of tensors with this many values."""
     gc.collect()
     return sum(type(found) is torch.Tensor and found.shape == (length,) for found in gc.get_objects())
 
@@ -212,7 +212,7 @@ with writer_in(directory, keep_last=1) as writer:
 
 
 def kill_while_saving(directory: Path, times: int, seed: int) -> None:
-    """Kill a process that saves without end until so many kills fell inside a save, and check what each left."""
+    """Kill a process that saves continuously until enough kills hit a save, and check the result of each."""
     rng, first, inside, attempts = random.Random(seed), 1, 0, 0
     while inside < times:
         assert attempts < 10 * times, f"only {inside} of {attempts} kills fell inside a save, {times} must"

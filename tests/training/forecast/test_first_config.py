@@ -1,4 +1,4 @@
-"""What a first config is made of: patch, level, preset and readers follow from the volume and the machine."""
+"""First configs: patch, level, preset and readers follow from volume and machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCROLL: Triple = (14000, 8000, 8000)
 def volume(
     shape: tuple[int, ...] = SCROLL, present: int | None = 100, levels: int = 1, um: float | None = None, **changes: Any
 ) -> VolumeFacts:
-    """Of 100 chunks and levels that halve, of voxels of `um` micrometers."""
+    """A volume of 100 chunks with halving levels and voxels of `um` micrometers."""
 
     def level(n: int) -> LevelFacts:
         size_um = None if um is None else (um * 2**n,) * 3
@@ -47,7 +47,7 @@ def volume(
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """One of so much memory and speed, on which a step takes 1 GiB a million voxels of 128 channels."""
+    """A machine with given memory and speed, on which a step takes 1 GiB per million voxels with 128 channels."""
     found = SimpleNamespace(gib=80.0, flops_s=80e12)
 
     def plan(config: Config, amp: str) -> SimpleNamespace:

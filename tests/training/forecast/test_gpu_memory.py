@@ -1,4 +1,4 @@
-"""A GPU that has no memory left: the text, and a whole run that meets it, faked at the allocator."""
+"""A GPU out of memory: the error text, and a whole run, simulated in the allocator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MODEL = (
 
 
 class ToldVram(Vram):
-    """Tells what it was given."""
+    """Returns the given figures."""
 
     def __init__(self, use: VramUse | None) -> None:
         self.use = use
@@ -118,7 +118,7 @@ def test_the_error_names_value_remedy_and_memory_use() -> None:
 
 @pytest.fixture
 def failing_allocator(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Convolutions on more than so many patches find no memory from optimizer step 3 on, in their own function."""
+    """Convolutions on too many patches run out of memory from optimizer step 3 on, in their own function."""
     convolve = torch.nn.functional.conv3d
 
     def fail_beyond(batch: int) -> None:
@@ -158,7 +158,7 @@ def test_a_run_out_of_gpu_memory_saves_exits_3_and_resumes_with_the_proposed_ove
 def test_an_interrupted_update_is_not_saved(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some weights have taken the step and others have not: that is no state to go on from."""
+    """Some weights are updated and others are not: an unusable state."""
     monkeypatch.chdir(tmp_path)
     update = torch.optim.AdamW.step
 

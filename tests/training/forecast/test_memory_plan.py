@@ -1,4 +1,4 @@
-"""The plan against what real steps take: the allocator's own record, a GPU's peak."""
+"""Plans compared with real steps: the CPU allocator's record, a GPU's peak."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ EXP001 = REPOSITORY / "configs" / "exp001_full.yaml"
 def make_config(
     training: dict[str, Any] | None = None, model: dict[str, Any] | None = None, condition: str | None = None
 ) -> Config:
-    """The parts of the default network, with less of each, on patches small enough for a CPU.
+    """A smaller default network, on patches small enough for a CPU.
 
-    A level more is the same parts again, and half a second of CPU for each plan.
+    Another level repeats the same parts and costs half a second of CPU per plan.
     """
     return Config.model_validate(
         {
@@ -67,7 +67,7 @@ def a_batch(config: Config, device: torch.device = CPU) -> tuple[Tensor, Conditi
 
 
 def allocated_bytes(record: profile) -> np.ndarray[Any, Any]:
-    """Bytes in use after each of the CPU allocator's acts, relative to the start of the record."""
+    """Bytes in use after each allocator event, relative to the start of the record."""
     assert record.profiler is not None
     acts = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     return np.cumsum([event.nbytes() for event in sorted(acts, key=lambda event: event.start_ns())])
@@ -238,7 +238,7 @@ def test_the_planned_peak_equals_that_of_a_gpu(keys: dict[str, Any], amp: AmpMod
 
 
 def measured_peak_bytes(config: Config, device: torch.device) -> int:
-    """What CUDA's allocator says of the third step: kernels are chosen and moments there."""
+    """Peak of CUDA's allocator in the third step, when kernels are chosen and moments exist."""
     before = torch.cuda.memory_allocated(device)
     step = TrainStep(config, build_network(config, device), Schedule.from_config(config.diffusion), device)
     batch, x_0 = config.training.train_batch_size, a_batch(config, device)[0]

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: known peaks of whole names, and the operations that the mathematics of a step needs."""
+"""Model FLOPs utilisation: known peaks by full name, and the operations of the model itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def small(**training: object) -> Config:
 
 @pytest.fixture(autouse=True)
 def _planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of 10 TFLOP, of 5 more where blocks are computed again, and 3 with Muon: tracing one takes seconds."""
+    """A step of 10 TFLOP, 5 more with recomputed blocks and 3 with Muon: tracing one takes seconds."""
 
     def plan(config: Config, amp: str) -> Any:
         assert amp == "bf16"

@@ -1,4 +1,4 @@
-"""`training.train_batch_size: auto`: the memory plan's largest divisor of the effective batch."""
+"""`training.train_batch_size: auto`: the largest divisor of the effective batch that fits the memory plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def needs(config: Config, size: int) -> int:
 
 
 def test_the_choice_is_the_largest_divisor_that_fits_and_keeps_the_effective_batch() -> None:
-    """Wrong would be the largest number that fits (five does not divide twelve), the next smaller power of two, a step
-    that is larger or smaller than before, and a plan of one micro-batch without the gradients of those before."""
+    """Wrong programs choose the largest number that fits (five does not divide twelve) or the next power of two, change
+    the size of the step, or plan without the gradients of earlier micro-batches."""
     config = small(*AUTO)
     chosen = []
     for room_for in (12, 11, 6, 5, 4, 3, 2, 1):

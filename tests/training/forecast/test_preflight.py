@@ -1,4 +1,4 @@
-"""What is checked before a run: settings that are seldom meant, limits of the system, data that are known."""
+"""Checks before a run: unintended settings, system limits, known facts about the data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_unclipped_eps_prediction_is_warned_about() -> None:
 
 @pytest.mark.parametrize(("workers", "peak"), [(0, 20), (1, 305), (2, 335), (4, 407)])
 def test_tasks_needed_matches_measurements_on_two_cores(workers: int, peak: int) -> None:
-    """Peaks of pids cgroups.  Less would let a run hang, much more would refuse what works."""
+    """Peaks of pids cgroups.  A lower figure would let a run hang, a much higher one would refuse working setups."""
     assert peak <= tasks_needed(workers, 1, 2) <= 1.2 * peak
     assert tasks_needed(2, 4, 2) > tasks_needed(2, 1, 2) + 3 * 2 * 35, "of ranks that share a machine"
 
@@ -90,7 +90,7 @@ def test_a_file_size_limit_below_the_object_store_is_named(monkeypatch: pytest.M
 def test_a_restart_of_ranks_does_not_check_their_existing_object_store(
     tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps the memory that it has once used: /dev/shm may not hold a second one."""
+    """The store keeps its memory, so /dev/shm may not have room for a second one."""
     monkeypatch.chdir(tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0) if "shm" in str(path) else usage)
@@ -105,7 +105,7 @@ def test_a_restart_of_ranks_does_not_check_their_existing_object_store(
 def test_facts_measured_by_another_run_on_the_same_data_are_reused(
     tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The volume is air by then, of which no grey range can be found."""
+    """By then the volume is air, of which no intensity range can be estimated."""
     monkeypatch.chdir(tmp_path)
     config = read_config(tiny_config(training={"preview_every": 0}))
     measured = preflight(config, resume=False, checkpoint=None).facts

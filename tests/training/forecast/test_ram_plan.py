@@ -39,7 +39,7 @@ def some_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def planned(tiny_config: WriteConfig) -> Plan:
-    """The tiny config with overrides, its data, and its plan for a CPU or, where asked for, a GPU."""
+    """The tiny config with overrides, its data, and its plan for a CPU or a GPU."""
 
     def plan(*overrides: str, gpu: bool = False) -> tuple[Config, PreparedData, RunPlan]:
         config = read_config(tiny_config(), overrides)
@@ -88,7 +88,7 @@ def test_without_workers_there_is_no_ray_and_the_trainer_holds_the_regions_in_fl
 
 @pytest.mark.usefixtures("some_network")
 def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(planned: Plan) -> None:
-    """A step needs the regions of one task; Ray's executions overlap beyond 500."""
+    """One step needs the regions of one task; beyond 500 tasks Ray's executions overlap."""
     assert item_bytes(planned("training.workers=4", "training.max_steps=1")[2], "1 processes")
     assert item_bytes(planned("training.workers=4")[2], "4 processes")
     config, data, long = planned("training.workers=4", "training.steps_per_epoch=10000")

@@ -1,4 +1,4 @@
-"""What a run's records reach: the config decides, and each listener gets what it understands."""
+"""Consumers of a run's records, as configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks tell rank 0 before a step."""
+"""Messages from the ranks to rank 0 before a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts on real steps: what is gathered, when it is said, and that it names what was made slow."""
+"""Verdicts on real steps: figures, timing, and the right bottleneck for a slowed part."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _captured(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_computing_run_is_compute_bound_and_its_records_account_for_every_second(
     tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A network that is heavy for its patches: reading 16 of them takes milliseconds."""
+    """The network is heavy for its patches: reading 16 of them takes milliseconds."""
     model = {"channels": [32, 64], "full_res_channels": 16}
     path = tiny_config(monitor={"verdict_every": 6}, model=model)
     records = Session(read_config(path, ()), tmp_path).run(12)
@@ -66,7 +66,7 @@ def test_a_computing_run_is_compute_bound_and_its_records_account_for_every_seco
 
 
 class WorkingPath(StillStream):
-    """A stream of which the test says what it has done."""
+    """A stream with activity set by the test."""
 
     blocks_a_step = 1.0
     has_resident = False
@@ -74,7 +74,7 @@ class WorkingPath(StillStream):
     _blocks = 0.0
 
     def work(self, **figures: Any) -> None:
-        """A second's worth of decoding and cutting."""
+        """One second of decoding and cutting."""
         decode_s = self.reader_totals.decode_s + 0.95 * self.options.workers
         self._blocks += self.blocks_a_step
         self.reader_totals = replace(self.reader_totals, decode_s=decode_s, blocks=int(self._blocks))
@@ -185,7 +185,7 @@ def test_idle_cores_and_reader_cores_are_considered(
 def test_ranks_of_one_node_share_its_idle_cores(
     tmp_path: Path, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the verdict of each of four advises, all of them do."""
+    """All four ranks follow the advice of their verdicts."""
     monkeypatch.setattr("vesuvius.training.reporting.verdicts.bound_cores", lambda: set(range(32)))
     monkeypatch.setattr("vesuvius.training.reporting.verdicts.usable_cores", lambda pid: 32.0)
     readers = range(41, 47)  # with its trainer a rank uses 3.5 cores, four of them 14 of 32
@@ -238,7 +238,7 @@ SLOW = replace(SOME, step_s=20.0, data_s=1.0, forward_s=6.0, backward_s=10.0, op
 def test_the_first_verdict_comes_after_a_minute_for_any_step_time(
     judged: Callable[..., Judged], step_s: float, first: int
 ) -> None:
-    """Where steps are long it is made of two; later ones come every ten minutes at the latest."""
+    """Long steps: after two of them; later verdicts at most ten minutes apart."""
     one = judged(verdict_every=50)
     one.steps(1, first - 1, replace(SLOW, step_s=step_s))
     assert one.windows == []

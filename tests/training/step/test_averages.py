@@ -1,4 +1,4 @@
-"""Moving averages of the weights: their recurrence, their lengths, and lengths that come and go."""
+"""Moving averages of the weights: recurrence, decays, and added or removed averages."""
 
 from __future__ import annotations
 

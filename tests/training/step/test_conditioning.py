@@ -1,4 +1,4 @@
-"""From stored condition voxels, labels and metadata to what the network is shown."""
+"""Stored condition voxels, labels and metadata as network input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def write_group(path: Path, voxels: np.ndarray[Any, Any], scale: list[float]) -> Path:
-    """An OME-Zarr of one level."""
+    """An OME-Zarr with one level."""
     dataset = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": scale}]}
     multiscale: dict[str, Any] = {
         "version": "0.4",

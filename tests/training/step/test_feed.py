@@ -1,4 +1,4 @@
-"""Batches that are trained on: what is kept of them, and their noise."""
+"""Training batches: their host copy and their noise."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_noise_depends_only_on_the_sample_index(tmp_path: Path, device: torch.de
 
 
 def test_noise_is_prefetched_and_its_errors_reach_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that draws when it is asked never draws the second batch; one that waits for its own draw never returns."""
+    """Without prefetching the second batch is never drawn; waiting for its own draw would deadlock."""
     begun, goes_on, drawn = [threading.Event() for _ in range(3)], threading.Event(), iter(range(3))
 
     def slow(*arguments: Any, **named: Any) -> torch.Tensor:

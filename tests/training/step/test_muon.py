@@ -1,4 +1,4 @@
-"""Muon: its steps are orthogonal, as torch's own are, and one that is not to be applied leaves all as it was."""
+"""Muon: orthogonal steps equal to torch's, and no change if a step is not applied."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generator() -> torch.Generator:
 
 @pytest.mark.parametrize("shape", [(16, 200), (32, 32), (1, 40)])
 def test_singular_values_become_about_1_and_singular_vectors_stay(shape: tuple[int, int]) -> None:
-    """Values from 1 down to 0.01: a step that only scaled the momentum would keep their ratio."""
+    """Values from 1 down to 0.01: merely scaling the momentum would keep their ratio."""
     rows, columns = shape
     left, _ = torch.linalg.qr(torch.randn(rows, rows, generator=generator()))
     right, _ = torch.linalg.qr(torch.randn(columns, rows, generator=generator()))
@@ -57,7 +57,7 @@ def drawn(number: int) -> list[torch.Tensor]:
 
 
 def one_by_one(matrix: torch.Tensor) -> torch.Tensor:
-    """As in Jordan et al. 2024, on the whole matrix."""
+    """Jordan et al. 2024, on the full matrix."""
     if matrix.shape[0] > matrix.shape[1]:
         return one_by_one(matrix.T).T
     x = matrix / (matrix.norm() + 1e-7)
@@ -82,7 +82,7 @@ def trained(steps: int, ranks: Ranks = SINGLE, last: bool = False) -> list[torch
 
 @pytest.mark.parametrize("last", [False, True])
 def test_stacked_kernels_step_like_separate_ones(last: bool) -> None:
-    """A rounding error in 24 bits, times 485 for the smallest singular values: 3e-5."""
+    """A rounding error of 2^-24, times 485 for the smallest singular values: 3e-5."""
     momenta = [torch.zeros(shape) for shape in SHAPES]
     expected = drawn(0)
     for number in range(4):
@@ -116,7 +116,7 @@ def as_rank(rank: int, world: int, directory: Path) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that compute: on a GPU each launches a kernel or more."""
+    """Counts computing operations, each of which launches at least one kernel on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ class Launches(TorchDispatchMode):
 
 
 def test_a_step_of_the_full_model_takes_at_most_150_launches() -> None:
-    """3,600 where each of its 57 kernels is stepped by itself."""
+    """Stepping each of the 57 kernels separately takes 3,600."""
     config = read_config(Path(__file__).parents[3] / "configs/exp001_full.yaml")
     with FakeTensorMode():
         network = UNet(config.model, config.input_channels, execution(config.training))
@@ -150,7 +150,7 @@ def test_small_squares_are_padded_to_larger_ones_if_cheap() -> None:
 
 
 def test_kernel_steps_equal_torchs_muon_on_its_matrix() -> None:
-    """To a percent, as torch iterates in bf16.  Gradients change direction, or any momentum would do."""
+    """To a percent, as torch iterates in bf16.  Gradients change direction, so that the momentum matters."""
     random = generator()
     start = torch.randn(16, 6, 3, 3, 3, generator=generator())
     kernel, matrix = start.clone().requires_grad_(), start.flatten(1).clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""The start-up test of Conv3d passes what rounds and refuses what is wrong."""
+"""The start-up test of Conv3d accepts rounding and rejects errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_fp16_convolutions_pass_here_and_the_global_generator_is_untouched(
 
 
 def in_16_bits(wrong: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A convolution that is wrong under autocast alone."""
+    """A convolution that is wrong only under autocast."""
     return lambda *given, **how: (wrong if torch.is_autocast_enabled("cpu") else conv3d)(*given, **how)
 
 
@@ -75,7 +75,7 @@ def test_a_wrong_convolution_is_refused_with_the_remedy(
 
 
 class Recorded(TorchDispatchMode):
-    """Shapes of input and weight, stride and padding of the convolutions that are run, and of those of gradients."""
+    """Input shape, weight shape, stride and padding of executed convolutions and their gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_run_tests_the_micro_batch_of_its_ranks() -> None:
 def test_a_gradient_that_is_wrong_for_one_shape_is_refused_with_the_shape(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As oneDNN's was, for inputs of few planes; sampling has no gradients."""
+    """Like oneDNN's bug for inputs with few planes; sampling has no gradients."""
 
     def lost_where_flat(x: Tensor, kernel: Tensor, bias: Tensor, **how: Any) -> Tensor:
         lost = 0 * (x.sum() + kernel.sum() + bias.sum())  # in the graph, with a gradient of 0

@@ -1,4 +1,4 @@
-"""The optimizer step: accumulation, precision, schedules, sets of weights, and what is never applied."""
+"""The optimizer step: accumulation, precision, schedules, sets of weights, and rejected updates."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def train(step: TrainStep, config: Config, steps: int = 5, scale: float = 1.0) -
 
 
 def good_step(step: TrainStep) -> StepOutcome:
-    """An optimizer step on four patches of nothing."""
+    """An optimizer step on four constant patches."""
     step.accumulate(torch.zeros(4, 1, 8, 16, 16), np.arange(4), np.arange(4))
     return step.apply(1e-3).read()
 
 
 def bad_step(step: TrainStep) -> StepOutcome:
-    """The same with one voxel of the third patch that is not a number."""
+    """The same with a NaN voxel in the third patch."""
     x_0 = torch.zeros(4, 1, 8, 16, 16)
     x_0[2, 0, 3, 3, 3] = math.nan
     step.accumulate(x_0, np.arange(4), np.arange(4))
@@ -113,7 +113,7 @@ def test_any_split_into_ranks_and_micro_batches_trains_on_the_same_data() -> Non
 
 
 def _train_ranks(ranks: int, accumulate: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """4 steps; their losses and the weights behind them."""
+    """4 steps; returns their losses and the final weights."""
     per_rank = make_config(train_batch_size=2, accumulate_steps=4, lr=1e-4, conditional=True)
     steps = [make_step(per_rank) for _ in range(ranks)]
     losses = []
@@ -226,7 +226,7 @@ def test_a_non_finite_gradient_with_a_finite_loss_is_not_applied() -> None:
 
 
 def test_checkpointed_tensors_change_only_after_before_update() -> None:
-    """A checkpoint's copy on a GPU may still be running until then."""
+    """On a GPU the copy for a checkpoint may still be running before."""
     config = make_config(train_batch_size=4, extra_ema_decays=(0.5,), optimizer="muon")
     step, seen = make_step(config), []
     train(step, config, steps=1)
@@ -330,7 +330,7 @@ def test_a_saved_and_loaded_step_continues_bit_by_bit() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_loaded_step_uses_the_weight_decay_of_its_own_config(optimizer: str) -> None:
-    """With all moments, and on what is decayed alone: nothing else would train as a step whose decay was raised."""
+    """With all moments, and only for decayed weights; other programs would train differently after a raised decay."""
     before, now = (make_config(train_batch_size=4, optimizer=optimizer, weight_decay=decay) for decay in (0.01, 0.5))
     raised, loaded = make_step(before), make_step(now)
     train(raised, before, steps=3)
@@ -394,7 +394,7 @@ def test_a_compiled_network_trains_alike() -> None:
 
 
 def test_scratch_gradients_are_not_compiled() -> None:
-    """A replay hangs hooks that look at the device on every layer: no region could be compiled with them."""
+    """A replay registers hooks that sync with the device on every layer, which cannot be compiled."""
 
     def refuses(*_: Any) -> Any:
         raise OSError("no C compiler")

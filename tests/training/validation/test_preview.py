@@ -1,4 +1,4 @@
-"""The preview: real patches of a reference, small made-up networks, the picture and its record."""
+"""The preview: real patches of a reference, tiny networks, picture and record."""
 
 from __future__ import annotations
 

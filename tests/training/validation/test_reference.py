@@ -1,4 +1,4 @@
-"""The fixed patches as model values: scaled by their own volume's range, with their own conditions, in any order."""
+"""Fixed patches as model values: scaled by their volume's range, with their own conditions, in any order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = (96, 128, 128)
 
 
 def two_scans(folder: Path) -> Config:
-    """Scans of other grey values, each with a condition that is twice as bright."""
+    """Scans with different intensities, each with a condition that is twice as bright."""
     volumes = []
     for number, bright in enumerate((1, 100)):
         voxels = textured(SHAPE, number).astype("uint16") * bright

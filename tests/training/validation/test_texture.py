@@ -82,7 +82,7 @@ def test_non_finite_values_are_counted_and_excluded_from_the_curves() -> None:
 
 
 def waves(shape: tuple[int, int, int], *directions: tuple[float, float, float]) -> np.ndarray[Any, Any]:
-    """The sum of plane waves with these wave vectors, in cycles per voxel."""
+    """Sum of plane waves with these wave vectors, in cycles per voxel."""
     z, y, x = np.indices(shape)
     return np.sum([np.sin(2 * np.pi * (a * z + b * y + c * x)) for a, b, c in directions], axis=0)
 
@@ -93,7 +93,7 @@ def test_sheets_are_planar_in_any_orientation(direction: tuple[float, float, flo
 
 
 def test_fibres_grains_and_noise_are_not_planar() -> None:
-    """A measure that only asked whether there is any direction would call fibres, which have one, planar."""
+    """A measure of mere anisotropy would call fibres planar."""
     shape = (24, 24, 24)
     sheets = planarity(waves(shape, (0, 0.1, 0)))
     fibres = planarity(waves(shape, (0, 0.1, 0), (0, 0, 0.1)))
@@ -126,7 +126,7 @@ def test_air_is_what_is_darker_than_the_material(grey: float) -> None:
 
 
 def test_the_two_point_correlation_of_a_process_whose_own_is_known() -> None:
-    """First-order autoregression along x alone: 0.8^distance there, none along z and y."""
+    """First-order autoregression along x only: 0.8^distance there, none along z and y."""
     rng = np.random.default_rng(0)
     lines = rng.standard_normal((20, 16, 16, 64))
     for x in range(1, 64):
@@ -138,7 +138,7 @@ def test_the_two_point_correlation_of_a_process_whose_own_is_known() -> None:
 
 
 def test_brightness_that_differs_between_patches_correlates_far_apart() -> None:
-    """Patch by patch, with a mean of its own each, there would be no correlation to see."""
+    """Subtracting each patch's own mean would hide this correlation."""
     detail = noise((40, 8, 16, 16))
     brightness = np.random.default_rng(1).standard_normal((40, 1, 1, 1)).astype(np.float32) * 0.3
     found, expected = measure_texture(detail + brightness), brightness.var() / (brightness.var() + detail.var())

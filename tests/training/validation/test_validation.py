@@ -1,4 +1,4 @@
-"""Validation: the loss of training on fixed inputs, per noise level and set of weights, that nothing else moves."""
+"""Validation: training loss on fixed inputs per noise level and set of weights, independent of anything else."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_reference(
     device: torch.device = CPU,
     share: Callable[[FixedPatches], FixedPatches | None] = lambda fixed: fixed,
 ) -> Reference:
-    """Patches of random voxels, or of one grey value; 0 ... 255 are the model values -1 ... 1."""
+    """Patches of random voxels or of one value; 0 ... 255 are the model values -1 ... 1."""
     voxels = np.random.default_rng(0).integers(0, 256, (count, 8, 16, 16)).astype("uint8")
     if grey is not None:
         voxels[...] = grey
@@ -81,12 +81,12 @@ def result_of(config: Config, denoisers: dict[str, Any], reference: Reference | 
 
 
 def half(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
-    """A network whose prediction is half of what it is shown."""
+    """A network that predicts half of its input."""
     return x_t / 2
 
 
 class Recorder:
-    """Predicts half of x_t, and keeps what it was shown."""
+    """Predicts half of x_t and records its inputs."""
 
     def __init__(self) -> None:
         self.x_t: list[Tensor] = []
@@ -249,7 +249,7 @@ def test_the_record_and_the_line_say_everything() -> None:
 
 @pytest.mark.parametrize(("noise", "prediction"), [("spectral", "v"), ("cosine", "x_0")])
 def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str, prediction: str) -> None:
-    """At every level: none counts more than another, whatever the loss weighs."""
+    """At every level: all count equally, whatever the weights of the loss."""
     config, reference = config_of(prediction=prediction, noise=noise), make_reference()
     schedule = Schedule.from_config(config.diffusion, spectrum())
     x_0 = reference.x_0(range(PATCHES))
@@ -258,7 +258,7 @@ def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str,
         return schedule.sqrt_alpha_bar[t].view(-1, 1, 1, 1, 1)
 
     def predicting(guess: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """What a network says that takes x_0 for `guess`."""
+        """Prediction of a network whose estimate of x_0 is `guess`."""
         sigma = schedule.sqrt_one_minus_alpha_bar[t].view(-1, 1, 1, 1, 1)
         return schedule.target(
             config.diffusion.prediction, guess, (x_t - alpha(t) * schedule.standardised(guess)) / sigma, t
@@ -279,7 +279,7 @@ def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str,
 
 
 def test_what_has_no_linear_error_to_compare_with_is_unknown() -> None:
-    """As of patches that are constant, where the best linear denoiser makes no error."""
+    """Constant patches: the best linear denoiser makes no error."""
     some = Losses(0.5, (0.5, 0.5), (0.25, 4.0))
     none = Losses(0.5, (0.5, 0.5), (math.inf, math.inf))
     assert some.relative_error == pytest.approx(1.0)
@@ -289,7 +289,7 @@ def test_what_has_no_linear_error_to_compare_with_is_unknown() -> None:
 
 
 class Sums:
-    """Adds up what the ranks of a run, here threads, bring together."""
+    """Sums the contributions of the ranks, here threads."""
 
     def __init__(self, world: int) -> None:
         self.brought, self.all_here = list[Tensor](), threading.Barrier(world, timeout=60)
@@ -303,9 +303,8 @@ class Sums:
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("stops", [False, True])
 def test_ranks_share_a_validation_and_come_to_the_figures_of_one_or_stop_together(world: int, stops: bool) -> None:
-    """24 pairs in batches of 4: six batches, so that two of eight ranks have none.  A program in which each validates
-    alone, or which sends the figures of rank 0, has the same figures; so each rank holds its patches and no others.
-    """
+    """24 pairs in batches of 4: six batches, so two of eight ranks have none.  If each rank validated alone, or rank 0
+    sent its figures, the results would be the same; so each rank holds only its own patches."""
     config = config_of(batch=4, conditional=True)
     schedule, sums = Schedule.from_config(config.diffusion, spectrum()), Sums(world)
     shown = [Recorder() for _ in range(world)]
