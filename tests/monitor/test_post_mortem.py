@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.moments import moments
+from tests.support.memory_samples import memory_samples
 from tests.support.real_cgroup import memory_cgroup_or_skip
 from tests.support.system_trees import write_machine, write_process, write_v2
 from vesuvius.monitor.memory.limits import MemoryPolicy
@@ -59,9 +59,9 @@ def session_record(**fields: object) -> SessionRecord:
     return replace(record, **fields)  # type: ignore[arg-type]
 
 
-FULL = moments(0.0, count=1, killer="the machine", killer_used_bytes=15 * GIB)[0]
+FULL = memory_samples(0.0, count=1, killer="the machine", killer_used_bytes=15 * GIB)[0]
 ROOMY = replace(FULL, killer_used_bytes=GIB)
-NEAR = moments(0.0, count=1, killer_used_bytes=15 * GIB)[0]
+NEAR = memory_samples(0.0, count=1, killer_used_bytes=15 * GIB)[0]
 KILL_LINE = (
     "Memory cgroup out of memory: Killed process 11 (python3) total-vm:75160kB, anon-rss:65280kB, "
     "file-rss:6576kB, shmem-rss:0kB, UID:0 pgtables:192kB oom_score_adj:0"
@@ -69,7 +69,7 @@ KILL_LINE = (
 
 
 def example(cause: Cause = "cgroup", **fields: object) -> Death:
-    last = tuple(moments(1e9)[-60:])
+    last = tuple(memory_samples(1e9)[-60:])
     death = Death(1e9 + 2, "reader", 11, 144, cause, (KILL_LINE, "the limit was that of cgroup /job"), last, "fewer")
     return replace(death, **fields)  # type: ignore[arg-type]
 
@@ -161,7 +161,7 @@ class TestReader:
         }  # fmt: skip
 
     def examine(self, **known: object) -> Death:
-        return examine_reader(self.end | known, 144, session_record(), moments(time.time()))
+        return examine_reader(self.end | known, 144, session_record(), memory_samples(time.time()))
 
     def test_ray_s_memory_monitor_reports_its_kills(self) -> None:
         death = self.examine(
@@ -180,7 +180,7 @@ class TestReader:
             pytest.skip("no count of kills of this cgroup")
         samples = [
             replace(m, cgroup_oom_kills=counts.cgroup - (m.time < died - 0.5), machine_oom_kills=counts.machine)
-            for m in moments(time.time())
+            for m in memory_samples(time.time())
         ]
         death = examine_reader(self.end | {"exit_time": died}, 144, session_record(), samples)
         assert death.cause == "cgroup"
@@ -192,7 +192,8 @@ class TestReader:
         counts = {12: KillCounts(7, 9, "/ray"), os.getpid(): KillCounts(3, 9, "/job")}
         monkeypatch.setattr("vesuvius.monitor.post_mortem.read_counts_of", counts.__getitem__)
         samples = [
-            replace(m, reader_bytes={11: 2**20}, cgroup_oom_kills=3, machine_oom_kills=8) for m in moments(time.time())
+            replace(m, reader_bytes={11: 2**20}, cgroup_oom_kills=3, machine_oom_kills=8)
+            for m in memory_samples(time.time())
         ]
         job = session_record(cgroup="/job")
         assert examine_reader(self.end, 144, job, samples, [12]).cause == "unknown"
@@ -232,7 +233,7 @@ def test_ended_living_and_remote_sessions_are_no_deaths(tmp_path: Path) -> None:
 
 
 def test_the_lock_holder_knows_that_a_remote_session_is_over(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", session_record(host="elsewhere", boot_id="other"), moments(time.time()))
+    run = write_run(tmp_path / "run", session_record(host="elsewhere", boot_id="other"), memory_samples(time.time()))
     death = record_run_death(run)
     assert death is not None
     assert death.cause == "unknown"
@@ -240,7 +241,7 @@ def test_the_lock_holder_knows_that_a_remote_session_is_over(tmp_path: Path) -> 
 
 
 def test_the_advice_starts_from_the_last_number_of_readers(tmp_path: Path) -> None:
-    full = moments(time.time(), workers=2, killer_used_bytes=16 * GIB)  # the guard has stopped four
+    full = memory_samples(time.time(), workers=2, killer_used_bytes=16 * GIB)  # the guard has stopped four
     death = examine_run(write_run(tmp_path / "run", session_record(workers=6), full))
     assert death is not None
     assert "training.workers=1" in death.remedy
@@ -266,7 +267,7 @@ def test_a_restarted_container_recognises_an_out_of_memory_kill(
     tmp_path: Path, kills: int | None, namespace: str
 ) -> None:
     session = session_record(cgroup="/", pid_namespace=namespace)
-    full = moments(time.time(), cgroup_oom_kills=0, killer_used_bytes=int(15.9 * GIB))
+    full = memory_samples(time.time(), cgroup_oom_kills=0, killer_used_bytes=int(15.9 * GIB))
     run = write_run(tmp_path / "run", session, full)
     restarted_container(tmp_path, replace(session, pid_namespace="pid:[4026532001]"), kills)
     death = record_run_death(run)
@@ -277,7 +278,7 @@ def test_a_restarted_container_recognises_an_out_of_memory_kill(
 
 def test_a_death_is_dated_by_the_last_sign_of_life(tmp_path: Path) -> None:
     end = time.time() - 100
-    run = write_run(tmp_path / "run", session_record(), moments(end))
+    run = write_run(tmp_path / "run", session_record(), memory_samples(end))
     records = [
         {"kind": "step", "time": end - 30, "step": 139},
         {"kind": "event", "time": end - 12, "event": "reader_died", "step": 140, "text": "reader 9 was killed"},
@@ -348,7 +349,7 @@ def test_a_real_kernel_kill_is_recognised_by_the_cgroup_s_count(tmp_path: Path) 
 
 def test_a_run_killed_from_outside_is_examined_once(tmp_path: Path) -> None:
     counts = read_counts_of(os.getpid())
-    kept = moments(time.time(), cgroup_oom_kills=counts.cgroup, machine_oom_kills=counts.machine)
+    kept = memory_samples(time.time(), cgroup_oom_kills=counts.cgroup, machine_oom_kills=counts.machine)
     record = session_record()
     run = write_run(tmp_path / "run", record, kept)
     death = examine_run(run)

@@ -181,8 +181,8 @@ def test_the_advice_after_an_exit_keeps_the_last_reader(
     run.step()
     run.guard.exit(Order("exit", "close to running out of memory"))
     remedy = f"continue with --resume training.workers={advised} training.prefetch_factor=1"
-    assert run.guard.ended("the machine") == ("close to running out of memory", remedy)
-    assert "raise monitor.ram_limit_gib" in run.guard.ended("monitor.ram_limit_gib")[1]
+    assert run.guard.record_exit("the machine") == ("close to running out of memory", remedy)
+    assert "raise monitor.ram_limit_gib" in run.guard.record_exit("monitor.ram_limit_gib")[1]
 
 
 def test_leaking_readers_are_restarted_unchanged(loop: Callable[..., Loop]) -> None:
@@ -190,7 +190,7 @@ def test_leaking_readers_are_restarted_unchanged(loop: Callable[..., Loop]) -> N
     assert not run.step(Order("restart", "close to running out of memory"))
     assert run.feed.changes == [{"workers": 1, "prefetch_factor": 1}]
     run.guard.exit(Order("exit", "close to running out of memory"))
-    remedy = run.guard.ended("the machine")[1]
+    remedy = run.guard.record_exit("the machine")[1]
     assert "training.workers=1 and training.prefetch_factor=1 are already minimal" in remedy
     assert [event["rung"] for event in run.events] == ["restart", "exit"]
 
@@ -208,7 +208,7 @@ def test_resident_volumes_are_dropped_and_readers_restarted(loop: Callable[..., 
     assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, 3)
     run.guard.exit(Order("exit", "close to running out of memory"))
     remedy = "continue with --resume data.resident=0 training.workers=2 training.prefetch_factor=1"
-    assert run.guard.ended("the machine") == ("close to running out of memory", remedy)
+    assert run.guard.record_exit("the machine") == ("close to running out of memory", remedy)
 
 
 def test_resident_volumes_smaller_than_their_readers_are_not_dropped(loop: Callable[..., Loop]) -> None:

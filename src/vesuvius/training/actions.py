@@ -85,7 +85,7 @@ class GuardActions:
         )
         return saves
 
-    def ended(self, killer: str) -> tuple[str, str]:
+    def record_exit(self, limit_name: str) -> tuple[str, str]:
         """Record that the guard ended the run; returns why, and how to continue with less memory or a higher limit."""
         assert self.reason is not None
         self._record("exit", self.reason)
@@ -97,7 +97,7 @@ class GuardActions:
                 "continue with --resume once more memory is free, or with a smaller data.regions_in_flight; "
                 f"training.workers={workers} and training.prefetch_factor=1 are already minimal"
             )
-        raised = ", or raise monitor.ram_limit_gib if the machine has more" if killer == CONFIGURED_NAME else ""
+        raised = ", or raise monitor.ram_limit_gib if the machine has more" if limit_name == CONFIGURED_NAME else ""
         return self.reason, remedy + raised
 
     def _smaller(self) -> StreamOptions:

@@ -128,7 +128,7 @@ class TrainingLoop:
                 raise
             finally:
                 self._record_events(stream)
-                watchdog.expects("end of the readers", "them to end")
+                watchdog.expects("end of the readers", "the readers to end")
 
     def _open_resident(self) -> Resident | None:
         """Copy of the volumes in memory, shared by the ranks of this machine; None if none is kept."""

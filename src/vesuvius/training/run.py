@@ -336,7 +336,7 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
         # A stop during the last step or its save has no effect.
         finished = progress.step >= config.stop_step and not periodic.is_scheduled()
         if guard.reason is not None and not finished:
-            run_died(run, monitor, "guard", *guard.ended(monitor.risk.limits[0].name))
+            run_died(run, monitor, "guard", *guard.record_exit(monitor.risk.limits[0].name))
     if failure is not None:
         raise failure
     if stop.exit_code is None or finished:

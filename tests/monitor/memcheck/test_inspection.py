@@ -14,7 +14,7 @@ import pytest
 
 from tests.monitor.memory.simulated import process, sample
 from tests.monitor.test_verdict import CPU, window
-from tests.support.moments import moments
+from tests.support.memory_samples import memory_samples
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_OK, VesuviusError
 from vesuvius.monitor.memcheck.inspection import (
     Inspection,
@@ -143,7 +143,7 @@ def test_the_rows_of_an_ended_run_add_up_to_its_total(tmp_path: Path, workers: i
     session = begin(tmp_path, workers)
     uncounted = {"cgroup_oom_kills": None, "machine_oom_kills": None}
     readers = {11: 2 * GIB, 12: GIB} if workers else {}
-    kept = moments(session.begin_time + 90, growth=0, used_bytes=9 * GIB, reader_bytes=readers, **uncounted)
+    kept = memory_samples(session.begin_time + 90, growth=0, used_bytes=9 * GIB, reader_bytes=readers, **uncounted)
     keep(tmp_path, kept)
     end_session(tmp_path / "session.json", session, 75)
     found = RunInspector(tmp_path, Gpus()).inspect()

@@ -18,7 +18,7 @@ def test_a_grown_volume_is_named_as_the_reason_for_a_different_plan(tmp_path: Pa
     for chunks in (2, 2, 3):
         path = write_array(tmp_path / "v.zarr", np.where(np.arange(96) < 32 * chunks, voxels.T, 0).T, overwrite=True)
         config = DataConfig(
-            volumes=(VolumeConfig(path=str(path)),), patch_size=(8, 16, 16), min_foreground=0.5, validation={"guard": 0}
+            volumes=(VolumeConfig(path=str(path)),), patch_size=(8, 16, 16), min_foreground=0.5, validation={"gap": 0}
         )
         plans.append(prepare_data(0, config).plan.describe())
     assert _plan_changes(plans[0], plans[1]) == []

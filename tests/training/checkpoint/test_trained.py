@@ -62,5 +62,5 @@ def test_missing_and_damaged_models_are_refused_with_the_key(checkpoints: Path, 
             read_initial_weights(given)
     alone = shutil.copy(file, tmp_path / "alone.safetensors")
     alone.write_bytes(b"no weights")
-    with pytest.raises(StorageError, match=r"got SafetensorError: .*alone.safetensors"):
+    with pytest.raises(StorageError, match=r"Cannot read .*alone.safetensors: SafetensorError"):
         read_initial_weights(alone)

@@ -262,8 +262,8 @@ def _data(volume: VolumeFacts, patch: Triple, held_out: bool, everywhere: bool =
 
 
 def _workers(config: Config, data: PreparedData, remote: bool) -> int:
-    """Readers: as many as fit, up to those of the config.  None, as Ray takes memory and time to start, where threads
-    of the trainer read as fast: on two cores, and for a volume that memory soon holds."""
+    """Number of readers, at most the configured one.  0 if threads of the trainer read as fast (on two cores, or if the
+    volume soon fits into memory), as Ray needs memory and time to start."""
     if not remote and usable_cores(os.getpid()) <= _CORES_WITHOUT_READERS:
         return 0
     if resident_bytes(config, data) and data.plan.is_small:
@@ -272,7 +272,7 @@ def _workers(config: Config, data: PreparedData, remote: bool) -> int:
 
 
 def _fits(config: Config, data: PreparedData) -> bool:
-    """Whether memory and shared memory hold the run."""
+    """Whether the run fits into memory and /dev/shm."""
     with suppress(ConfigError):
         check_store(data.job, StreamOptions.from_config(config.training, config.cluster))
         return not plan_run(config, data).problems()

@@ -131,9 +131,9 @@ def reader_died(run: RunContext, monitor: Monitor, stream: PatchStream, event: S
     _record_death(run.directory, death)
 
 
-def run_died(run: RunContext, monitor: Monitor, killer: Literal["gpu", "guard"], reason: str, remedy: str) -> None:
-    """Keep how this run ended, which ran out of GPU memory, or which the memory guard ended."""
-    _record_death(run.directory, death_of_this_run(killer, run.progress.step, reason, monitor.recent_samples(), remedy))
+def run_died(run: RunContext, monitor: Monitor, cause: Literal["gpu", "guard"], reason: str, remedy: str) -> None:
+    """Write the post-mortem of this run, which ran out of GPU memory or was ended by the memory guard."""
+    _record_death(run.directory, death_of_this_run(cause, run.progress.step, reason, monitor.recent_samples(), remedy))
 
 
 def log_killed_session(directory: RunDir) -> None:
